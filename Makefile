@@ -1,0 +1,52 @@
+# The two commands: `make train` and `make test`. Everything else is a part of them.
+VENV    ?= .venv
+PYTHON  ?= python3
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.installed
+DATA    ?= data/python-stdlib
+SOURCES := megatron tools tests pretrain_gpt.py
+
+.DEFAULT_GOAL := help
+.PHONY: help setup data train lint format type test test-slow bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## create .venv and install the pinned requirements
+$(STAMP): requirements/base.txt requirements/dev.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+data: $(DATA).idx  ## build the training text: the Python standard library's own source
+$(DATA).idx: $(STAMP) tools/preprocess_data.py
+	$(BIN)/python tools/preprocess_data.py --python-stdlib --tokenizer-type ByteLevelTokenizer --output-prefix $(DATA)
+
+train: setup data  ## train a small GPT on real text through a zero-bubble pipeline
+	PATH="$(abspath $(BIN)):$$PATH" DATA_PATH=$(DATA) bash examples/pretrain_zero_bubble.sh
+
+lint: setup  ## ruff, import-linter and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: setup  ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: setup  ## mypy --strict alone
+	$(BIN)/mypy
+
+test: setup  ## all tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu and not multi_gpu and not slow"
+
+test-slow: setup  ## the tests that take minutes
+	$(BIN)/python -m pytest -m "slow"
+
+bench: setup  ## the executor's own overhead per op
+	$(BIN)/python tools/benchmark_executor.py
+
+clean:  ## remove what make train wrote; the environment stays
+	rm -rf data runs

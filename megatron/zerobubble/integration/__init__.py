@@ -1,0 +1,1 @@
+"""Everything that touches megatron.core, one seam a file."""

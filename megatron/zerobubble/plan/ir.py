@@ -1,0 +1,236 @@
+"""The plan: which rank computes what, in which order.
+
+A `Plan` is plain data. It is what a generator emits, what the validator checks, what the simulator scores, what is drawn, and
+what the executor runs. The text of an op is ``{stage}{kind}{microbatch}``, for example ``3F0``, ``3B0``, ``3W0``, ``3BW0``
+(the notation of torch.distributed.pipelining, with the letters of arXiv 2401.10241).
+
+Invariants of the types themselves (everything else is the validator's): stages, ranks and microbatches are non-negative, a
+placement names every rank at least once, and a plan has one row of ops per rank.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from megatron.zerobubble.errors import PlanError
+
+FORMAT = "zerobubble-plan/1"
+"""Version tag of the JSON form. Readers refuse any other."""
+
+_OP_TEXT = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
+
+
+class OpKind(enum.Enum):
+    """What an op computes (arXiv 2401.10241, section 2)."""
+
+    F = "F"
+    """Forward of one microbatch through one stage."""
+    B = "B"
+    """Gradient with respect to the stage's input. The input gradient can be sent upstream when it ends."""
+    W = "W"
+    """Gradient with respect to the stage's weights."""
+    BW = "BW"
+    """The classic fused backward: the input gradient is sent only after the weight gradient is done too."""
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+class Op(NamedTuple):
+    """One pass of one microbatch through one stage."""
+
+    stage: int
+    kind: OpKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @staticmethod
+    def parse(text: str) -> Op:
+        """Read ``3BW0``. Raises PlanError on anything else."""
+        match = _OP_TEXT.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise PlanError(f"{text!r} is not an op: expected <stage><F|B|W|BW><microbatch>, for example 3F0 or 3BW0")
+        return Op(int(match[1]), OpKind(match[2]), int(match[3]))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank holds which stage.
+
+    Stages are numbered in the order data flows. `linear`: stage s on rank s. `loop` (interleaved): stage s on rank s mod p.
+    `V`: stage s on rank s for s < p, else on rank 2p-1-s, so that the first and the last stage share rank 0.
+    """
+
+    stage_to_rank: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.stage_to_rank:
+            raise PlanError("a placement needs at least one stage")
+        ranks = set(self.stage_to_rank)
+        if ranks != set(range(len(ranks))):
+            raise PlanError(f"stage_to_rank {list(self.stage_to_rank)} must name every rank 0..p-1 at least once")
+
+    @staticmethod
+    def linear(num_ranks: int) -> Placement:
+        """One stage a rank."""
+        return Placement(tuple(range(num_ranks)))
+
+    @staticmethod
+    def loop(num_ranks: int, num_chunks: int) -> Placement:
+        """Interleaved: `num_chunks` stages a rank, going round."""
+        return Placement(tuple(range(num_ranks)) * num_chunks)
+
+    @staticmethod
+    def v(num_ranks: int) -> Placement:
+        """Two stages a rank, down and up again (arXiv 2401.10241, section 6)."""
+        return Placement(tuple(range(num_ranks)) + tuple(reversed(range(num_ranks))))
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages, p*v."""
+        return len(self.stage_to_rank)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """Number of ranks, p."""
+        return max(self.stage_to_rank) + 1
+
+    @cached_property
+    def rank_to_stages(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank its stages in ascending order; the index of a stage in its row is its chunk."""
+        rows: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for stage, rank in enumerate(self.stage_to_rank):
+            rows[rank].append(stage)
+        return tuple(tuple(row) for row in rows)
+
+    @property
+    def num_chunks(self) -> int:
+        """Largest number of stages any rank holds, v."""
+        return max(len(stages) for stages in self.rank_to_stages)
+
+    def chunk_of(self, stage: int) -> int:
+        """Index of `stage` among the stages of its rank."""
+        return self.rank_to_stages[self.stage_to_rank[stage]].index(stage)
+
+    @property
+    def name(self) -> str:
+        """`linear`, `loop`, `V` or `custom`."""
+        p = self.num_ranks
+        if self == Placement.linear(p):
+            return "linear"
+        if self == Placement.v(p):
+            return "V"
+        if self.num_stages % p == 0 and self == Placement.loop(p, self.num_stages // p):
+            return "loop"
+        return "custom"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Each rank's compute order for one iteration.
+
+    Attributes:
+        schedule: the name under which a person knows it; nothing is decided by it.
+        placement: stage -> rank.
+        num_microbatches: m.
+        ops: for each rank its ops in the order it computes them.
+    """
+
+    schedule: str
+    placement: Placement
+    num_microbatches: int
+    ops: tuple[tuple[Op, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.ops) != self.placement.num_ranks:
+            raise PlanError(f"plan {self.schedule!r} has {len(self.ops)} rows of ops for {self.placement.num_ranks} ranks")
+        if self.num_microbatches < 1:
+            raise PlanError(f"plan {self.schedule!r} has {self.num_microbatches} microbatches; at least 1 is needed")
+
+    @staticmethod
+    def of(schedule: str, placement: Placement, num_microbatches: int, rows: Iterable[Iterable[Op]]) -> Plan:
+        """Build a plan from any nested iterable of ops."""
+        return Plan(schedule, placement, num_microbatches, tuple(tuple(row) for row in rows))
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks, p."""
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages, p*v."""
+        return self.placement.num_stages
+
+    # -- text ---------------------------------------------------------------------------------------------------------
+
+    def to_text(self) -> str:
+        """One line a rank, ops separated by one space."""
+        return "\n".join(" ".join(map(str, row)) for row in self.ops)
+
+    @staticmethod
+    def from_text(text: str, *, schedule: str, placement: Placement, num_microbatches: int) -> Plan:
+        """Read what `to_text` wrote. Raises PlanError naming the first word that is not an op."""
+        rows = [[Op.parse(word) for word in line.split()] for line in text.strip().splitlines()]
+        return Plan.of(schedule, placement, num_microbatches, rows)
+
+    # -- JSON ---------------------------------------------------------------------------------------------------------
+
+    def to_json(self, *, costs: Mapping[str, Any] | None = None, metrics: Mapping[str, Any] | None = None) -> str:
+        """The stable JSON form, with the costs it was made for and the metrics it reached where they are known."""
+        body: dict[str, Any] = {
+            "format": FORMAT,
+            "schedule": self.schedule,
+            "num_ranks": self.num_ranks,
+            "num_microbatches": self.num_microbatches,
+            "stage_to_rank": list(self.placement.stage_to_rank),
+            "ops": [[str(op) for op in row] for row in self.ops],
+        }
+        if costs is not None:
+            body["costs"] = dict(costs)
+        if metrics is not None:
+            body["metrics"] = dict(metrics)
+        return json.dumps(body)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Plan:
+        """Read the JSON form. Raises PlanError saying what is missing, of another version, or malformed."""
+        try:
+            body = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"the plan is not JSON: {error}") from None
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            given = body.get("format") if isinstance(body, dict) else type(body).__name__
+            raise PlanError(f"the plan has format {given!r}; this version reads {FORMAT!r}")
+        schedule = _field(body, "schedule", str)
+        num_ranks = _field(body, "num_ranks", int)
+        num_microbatches = _field(body, "num_microbatches", int)
+        stage_to_rank = _int_list(_field(body, "stage_to_rank", list), "stage_to_rank")
+        rows = _field(body, "ops", list)
+        if not all(isinstance(row, list) for row in rows):
+            raise PlanError("the plan's 'ops' must be a list of lists of op texts")
+        placement = Placement(tuple(stage_to_rank))
+        if placement.num_ranks != num_ranks:
+            raise PlanError(f"the plan says num_ranks {num_ranks} but stage_to_rank names {placement.num_ranks} ranks")
+        return Plan.of(schedule, placement, num_microbatches, [[Op.parse(word) for word in row] for row in rows])
+
+
+def _field(body: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = body.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise PlanError(f"the plan's {name!r} must be of type {kind.__name__}, got {value!r}")
+    return value
+
+
+def _int_list(values: Sequence[Any], name: str) -> list[int]:
+    if not all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values):
+        raise PlanError(f"the plan's {name!r} must be a list of non-negative integers, got {values!r}")
+    return list(values)

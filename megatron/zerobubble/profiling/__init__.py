@@ -1,0 +1,1 @@
+"""Recording what really ran and when."""
