@@ -1,0 +1,205 @@
+"""Placing sends and receives: Plan -> Program, a pure pass, linear in the number of ops.
+
+A *link* is a directed pair of ranks, and every link is a first-in first-out queue with a communicator of its own. The pass
+decides, per rank and op, which receives to post before it, which message the op takes, which message it sends, and which
+earlier sends are by then known to have arrived. Four rules make the result free of deadlock on any backend, buffered or not:
+
+1. The order of a link is the order in which its sender produces. The receiver posts in that order, whatever order it consumes in.
+2. A receive is posted no later than right before the op that takes it, and so are all receives before it on its link.
+3. A send never blocks its rank: nothing waits for a send to finish before the iteration's end, except where rule 4 has shown
+   that it has finished.
+4. A send is *retired* (its buffer reused) when a message is taken that the receiver can only have sent after taking ours.
+
+By 2 and 3 an op waits only for the op that produces its message, and that op waits for nothing but its own predecessors: the
+waits are the plan's own dependencies, and a valid plan has no cycle in them. docs/adr/0003 spells the proof out for NCCL.
+
+Receives are posted `lookahead` ops before the op that takes them, so that the transfer overlaps with the compute in between; not
+earlier, because on NCCL a posted receive is a running kernel.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+
+_BACKWARD = (OpKind.B, OpKind.BW)
+
+
+class Payload(enum.Enum):
+    """What travels on a link."""
+
+    ACTIVATION = "activation"
+    """A stage's output, sent to the next stage."""
+    GRADIENT = "gradient"
+    """The gradient of a stage's input, sent to the previous stage."""
+
+
+class Message(NamedTuple):
+    """One tensor between two ranks, named by the stage that takes it."""
+
+    payload: Payload
+    stage: int
+    microbatch: int
+    source: int
+    """Rank that sends."""
+    target: int
+    """Rank that receives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op with the transfers around it, in this order: post, take, retire, compute, send."""
+
+    op: Op
+    post: tuple[Message, ...] = ()
+    """Receives to post before the op (for this op or one of the next)."""
+    take: Message | None = None
+    """The message the op consumes; None for the first stage's F, the last stage's B, every W, and between stages of one rank."""
+    retire: tuple[Message, ...] = ()
+    """Own sends that are proven complete once `take` is here."""
+    send: Message | None = None
+    """The message the op produces."""
+    last_of_kind: bool = False
+    """Whether this is the last op of its kind on its stage in the iteration."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each rank does in one iteration."""
+
+    plan: Plan
+    steps: tuple[tuple[Step, ...], ...]
+    max_receive_buffers: tuple[int, ...]
+    """For each rank the largest number of receives posted and not yet taken, the taking op's own included."""
+
+
+def place_communication(plan: Plan, *, lookahead: int = 1) -> Program:
+    """Place sends and receives around the ops of a valid plan.
+
+    Args:
+        plan: a plan that `validate` accepts.
+        lookahead: how many ops before its use a receive is posted; at least 0.
+    """
+    takes = [[_taken_by(op, plan) for op in row] for row in plan.ops]
+    sends = [[_sent_by(op, plan) for op in row] for row in plan.ops]
+    links = _Links(takes, sends)
+    posts, buffers = _place_posts(plan, links, takes, lookahead)
+    retires = _place_retires(plan, links)
+    steps = []
+    for rank, row in enumerate(plan.ops):
+        last = _last_of_kind(row)
+        steps.append(
+            tuple(
+                Step(op, tuple(posts[rank][i]), takes[rank][i], tuple(retires[rank][i]), sends[rank][i], i in last)
+                for i, op in enumerate(row)
+            )
+        )
+    return Program(plan, tuple(steps), buffers)
+
+
+def links_of(placement: Placement) -> tuple[tuple[int, int], ...]:
+    """The directed pairs of ranks between which a placement moves activations or gradients, sorted."""
+    pairs = set()
+    for here, there in zip(placement.stage_to_rank, placement.stage_to_rank[1:], strict=False):
+        if here != there:
+            pairs |= {(here, there), (there, here)}
+    return tuple(sorted(pairs))
+
+
+def colour_links(links: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Share the links out over as few groups as a greedy colouring needs, such that no rank has two links in one group.
+
+    A communicator that serialises its operations then never makes one link wait for another, and the number of
+    communicators does not grow with the number of ranks (4 for a chain of any length).
+    """
+    groups: list[list[tuple[int, int]]] = []
+    for link in links:
+        for group in groups:
+            if not any(rank in other for other in group for rank in link):
+                group.append(link)
+                break
+        else:
+            groups.append([link])
+    return tuple(tuple(group) for group in groups)
+
+
+def _taken_by(op: Op, plan: Plan) -> Message | None:
+    ranks = plan.placement.stage_to_rank
+    here = ranks[op.stage]
+    if op.kind is OpKind.F and op.stage > 0 and ranks[op.stage - 1] != here:
+        return Message(Payload.ACTIVATION, op.stage, op.microbatch, ranks[op.stage - 1], here)
+    if op.kind in _BACKWARD and op.stage + 1 < plan.num_stages and ranks[op.stage + 1] != here:
+        return Message(Payload.GRADIENT, op.stage, op.microbatch, ranks[op.stage + 1], here)
+    return None
+
+
+def _sent_by(op: Op, plan: Plan) -> Message | None:
+    ranks = plan.placement.stage_to_rank
+    here = ranks[op.stage]
+    if op.kind is OpKind.F and op.stage + 1 < plan.num_stages and ranks[op.stage + 1] != here:
+        return Message(Payload.ACTIVATION, op.stage + 1, op.microbatch, here, ranks[op.stage + 1])
+    if op.kind in _BACKWARD and op.stage > 0 and ranks[op.stage - 1] != here:
+        return Message(Payload.GRADIENT, op.stage - 1, op.microbatch, here, ranks[op.stage - 1])
+    return None
+
+
+class _Links:
+    """For every link its messages in order, with the step that sends and the step that takes each."""
+
+    def __init__(self, takes: list[list[Message | None]], sends: list[list[Message | None]]) -> None:
+        self.taken_at = {message: step for row in takes for step, message in enumerate(row) if message}
+        self.sent_at = {message: step for row in sends for step, message in enumerate(row) if message}
+        self.queues: dict[tuple[int, int], list[Message]] = {}
+        for row in sends:
+            for message in row:
+                if message:
+                    self.queues.setdefault((message.source, message.target), []).append(message)
+
+
+def _place_posts(
+    plan: Plan, links: _Links, takes: list[list[Message | None]], lookahead: int
+) -> tuple[list[list[list[Message]]], tuple[int, ...]]:
+    posts: list[list[list[Message]]] = [[[] for _ in row] for row in plan.ops]
+    for (_, target), queue in links.queues.items():
+        due = len(plan.ops[target])
+        placed = []
+        for message in reversed(queue):
+            due = min(due, max(0, links.taken_at[message] - lookahead))
+            placed.append((due, message))
+        for step, message in reversed(placed):
+            posts[target][step].append(message)
+    buffers = []
+    for rank, row in enumerate(posts):
+        live = peak = 0
+        for step, posted in enumerate(row):
+            live += len(posted)
+            peak = max(peak, live)
+            live -= takes[rank][step] is not None
+        buffers.append(peak)
+    return posts, tuple(buffers)
+
+
+def _place_retires(plan: Plan, links: _Links) -> list[list[list[Message]]]:
+    """Rule 4. Both queues are walked once, from their ends."""
+    retires: list[list[list[Message]]] = [[[] for _ in row] for row in plan.ops]
+    for (source, target), queue in links.queues.items():
+        replies = links.queues.get((target, source), [])
+        reply, proof = len(replies), len(plan.ops[source])
+        # From the last send to the first: a reply sent at or after the step that took the message proves its arrival.
+        pending = sorted(queue, key=lambda message: links.taken_at[message], reverse=True)
+        for message in pending:
+            while reply > 0 and links.sent_at[replies[reply - 1]] >= links.taken_at[message]:
+                reply -= 1
+                proof = min(proof, links.taken_at[replies[reply]])
+            if proof < len(plan.ops[source]):
+                retires[source][proof].append(message)
+    return retires
+
+
+def _last_of_kind(row: Sequence[Op]) -> frozenset[int]:
+    last = {(op.stage, op.kind): index for index, op in enumerate(row)}
+    return frozenset(last.values())

@@ -1,0 +1,36 @@
+"""A deterministic list scheduler on a clock where F, B and W take one tick each and links are free.
+
+For points that have no drawn pattern. At each tick every rank takes the first of these that can run: B, F (while
+fewer than `max_pending` microbatches are between their F and their W), W. It never deadlocks: the oldest pending
+microbatch can always go on.
+"""
+
+from __future__ import annotations
+
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.order import requirements
+
+_PRIORITY = (OpKind.B, OpKind.F, OpKind.W)
+
+
+def greedy_plan(schedule: str, placement: Placement, num_microbatches: int, *, max_pending: int) -> Plan:
+    """Schedule a placement with one stage a rank, holding at most `max_pending` >= 1 microbatches on each."""
+    rows: list[list[Op]] = [[] for _ in range(placement.num_ranks)]
+    upcoming = [dict.fromkeys(_PRIORITY, 0) for _ in rows]
+    ended_before: set[Op] = set()
+    while any(counts[OpKind.W] < num_microbatches for counts in upcoming):
+        chosen: list[Op] = []
+        for stage, rank in enumerate(placement.stage_to_rank):
+            counts = upcoming[rank]
+            for kind in _PRIORITY:
+                op = Op(stage, kind, counts[kind])
+                if op.microbatch == num_microbatches or not ended_before.issuperset(requirements(op, placement.num_stages)):
+                    continue
+                if kind is OpKind.F and counts[OpKind.F] - counts[OpKind.W] == max_pending:
+                    continue
+                counts[kind] += 1
+                rows[rank].append(op)
+                chosen.append(op)
+                break
+        ended_before.update(chosen)
+    return Plan.of(schedule, placement, num_microbatches, rows)

@@ -1,0 +1,71 @@
+"""ZB-V: no bubble at 1F1B's memory, with two stages a rank laid out in a V (arXiv 2401.10241, section 6).
+
+Rank 0 holds the first and the last stage, so the loss is where the data came in, and memory is balanced over the
+ranks. Seven phases; c0 is the chunk on the way down, c1 on the way up, and each phase continues where the last one
+stopped::
+
+    1  F c0                 x 2(p-i)-1    until microbatch 0 is back from its turn at rank p-1
+    2  F c1, F c0           x i           until the first B arrives
+    3  F c1, B c1, W c1     x p-i         until the first B of c0 arrives
+    4  F c0, B c0, W c0,    until no F    steady
+       F c1, B c1, W c1     is left
+    5  B c0, B c1           x i           drain; W waits
+    6  B c0, W c0           x p-i         drain
+    7  W c1, W c0           the rest
+
+p=2, m=4, capitals c0, small letters c1::
+
+    rank 0  F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3
+    rank 1     F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
+
+Bubble with F=B=W=1 a rank and free links: 0 for m >= 2p, 2p-m for p < m < 2p, and 2p-1-m for m <= p. Memory: 2p stage
+activations on every rank, which is 1F1B's p microbatches. Fewer than 2p microbatches are served by drawing 2p and
+striking out those that do not exist.
+"""
+
+from __future__ import annotations
+
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.passes import first_microbatches
+
+
+def zbv(num_ranks: int, num_microbatches: int) -> Plan:
+    """ZB-V for any p >= 1 and m >= 1, two stages a rank."""
+    p = num_ranks
+    m = max(num_microbatches, 2 * p)
+    rows = [_row(rank, p, m) for rank in range(p)]
+    return first_microbatches(Plan.of("zbv", Placement.v(p), m, rows), num_microbatches)
+
+
+def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Op]:
+    """The seven phases of one rank. What a phase asks for beyond the last microbatch is left out."""
+    p, m = num_ranks, num_microbatches
+    row: list[Op] = []
+    upcoming: dict[tuple[int, OpKind], int] = {}
+
+    def emit(chunk: int, *kinds: OpKind) -> None:
+        stage = rank if chunk == 0 else 2 * p - 1 - rank
+        for kind in kinds:
+            microbatch = upcoming.get((chunk, kind), 0)
+            if microbatch < m:
+                row.append(Op(stage, kind, microbatch))
+                upcoming[chunk, kind] = microbatch + 1
+
+    for _ in range(2 * (p - rank) - 1):
+        emit(0, OpKind.F)
+    for _ in range(rank):
+        emit(1, OpKind.F)
+        emit(0, OpKind.F)
+    for _ in range(p - rank):
+        emit(1, OpKind.F, OpKind.B, OpKind.W)
+    while upcoming[1, OpKind.F] < m:
+        emit(0, OpKind.F, OpKind.B, OpKind.W)
+        emit(1, OpKind.F, OpKind.B, OpKind.W)
+    for _ in range(rank):
+        emit(0, OpKind.B)
+        emit(1, OpKind.B)
+    for _ in range(p - rank):
+        emit(0, OpKind.B, OpKind.W)
+    for chunk in (1, 0):
+        emit(chunk, *[OpKind.W] * m)
+    return row

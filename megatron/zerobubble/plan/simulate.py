@@ -1,0 +1,126 @@
+"""Plan x CostModel -> when every op runs, and what that costs.
+
+Execution is in order: an op starts when its rank is free and what it needs (`order.requirements`) has ended, plus
+`comm_ms` where that ran on another rank. Sends and receives take no time of the ranks. Definitions:
+
+- span: max over ranks of (end of the rank's last op - start of its first): the iteration time when the optimizer
+  needs no global synchronisation (arXiv 2401.10241, section 4);
+- makespan: last end - first start over all ranks: the iteration time when it does;
+- bubble rate: (span - work) / span, with the work m*(F+B+W) of the slowest rank (section 5.3);
+- peak memory: per rank, in units of what 1F1B holds on rank 0, which is min(p, m) microbatches of one rank's share of
+  the layers. F adds a stage's activation, B leaves `activation_after_backward`, and W or BW frees what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Op, OpKind, Plan
+from megatron.zerobubble.plan.order import execution_order, requirements, result_of
+
+
+class TimedOp(NamedTuple):
+    """An op and when it ran, simulated or recorded. Times in milliseconds from a common origin of all ranks."""
+
+    op: Op
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a plan does under given costs."""
+
+    plan: Plan
+    costs: CostModel
+    rows: tuple[tuple[TimedOp, ...], ...]
+    """Per rank its ops with their times, in plan order."""
+    span_ms: float
+    makespan_ms: float
+    bubble_rate: float
+    peak_memory: tuple[float, ...]
+    """Per rank; 1.0 is 1F1B's rank 0."""
+
+    def metrics(self) -> dict[str, Any]:
+        """The `metrics` object of the plan's JSON form."""
+        return {
+            "span_ms": self.span_ms,
+            "makespan_ms": self.makespan_ms,
+            "bubble_rate": self.bubble_rate,
+            "peak_memory": list(self.peak_memory),
+        }
+
+
+def simulate(plan: Plan, costs: CostModel) -> Simulation:
+    """Run `plan`, a validated one, under `costs`. Linear in the number of ops.
+
+    Raises:
+        PlanError: the costs are for another number of stages.
+        DeadlockError: the ranks wait for each other for ever.
+    """
+    costs.check_fits(plan.placement)
+    durations = {(stage, kind): costs.duration_ms(stage, kind) for stage in range(plan.num_stages) for kind in OpKind}
+    rows: list[list[TimedOp]] = [[] for _ in plan.ops]
+    produced: dict[Op, tuple[float, int]] = {}
+    for rank, step in execution_order(plan):
+        op = plan.ops[rank][step]
+        start = rows[rank][-1].end_ms if rows[rank] else 0.0
+        for need in requirements(op, plan.num_stages):
+            ready, producer = produced[need]
+            start = max(start, ready if producer == rank else ready + costs.comm_ms)
+        end = start + durations[op.stage, op.kind]
+        rows[rank].append(TimedOp(op, start, end))
+        produced[result_of(op)] = (end, rank)
+    busy = [math.fsum(durations[op.stage, op.kind] for op in row) for row in plan.ops]
+    filled = [row for row in rows if row]
+    span = max((row[-1].end_ms - row[0].start_ms for row in filled), default=0.0)
+    first, last = (
+        min((row[0].start_ms for row in filled), default=0.0),
+        max((row[-1].end_ms for row in filled), default=0.0),
+    )
+    return Simulation(
+        plan=plan,
+        costs=costs,
+        rows=tuple(map(tuple, rows)),
+        span_ms=span,
+        makespan_ms=last - first,
+        bubble_rate=max(0.0, span - max(busy)) / span if span > 0 else 0.0,
+        peak_memory=peak_memory(plan, costs),
+    )
+
+
+def peak_memory(plan: Plan, costs: CostModel) -> tuple[float, ...]:
+    """Per rank, the most activation memory held at once, in the unit of the module docstring.
+
+    Independent of times: what a rank holds changes only with its own ops. A forward-only plan holds nothing after
+    each F.
+    """
+    costs.check_fits(plan.placement)
+    unit = min(plan.num_ranks, plan.num_microbatches)
+    return tuple(_peak_of_row(row, costs) / unit for row in plan.ops)
+
+
+def _peak_of_row(row: tuple[Op, ...], costs: CostModel) -> float:
+    """Counts held passes per stage, not a running float sum, so that a plan at a limit compares equal to it."""
+    keeps = any(op.kind is not OpKind.F for op in row)
+    stages = sorted({op.stage for op in row})
+    before = dict.fromkeys(stages, 0)
+    after = dict.fromkeys(stages, 0)
+    peak = 0.0
+    for stage, kind, _ in row:
+        if kind is OpKind.F:
+            before[stage] += 1
+            held = math.fsum(before[s] * costs.activation[s] + after[s] * costs.activation_after_backward[s] for s in stages)
+            peak = max(peak, held)
+            before[stage] -= not keeps
+        elif kind is OpKind.B:
+            before[stage] -= 1
+            after[stage] += 1
+        elif kind is OpKind.W:
+            after[stage] -= 1
+        else:
+            before[stage] -= 1
+    return peak

@@ -1,0 +1,205 @@
+"""Every invariant of a plan, checked in time linear in its ops.
+
+A plan that passes can be executed: nothing is missing, nothing is done twice, no rank waits for ever. The invariants:
+
+1. a rank's row holds only ops of its own stages, with microbatches 0..m-1;
+2. each (stage, microbatch) has exactly one F, and either exactly one BW or exactly one B and one W;
+3. F comes before B (or BW), and B before W;
+4. ops of one stage and kind run in ascending microbatch order. The executor relies on it: a link between two stages
+   is then first in, first out, and a message needs no tag;
+5. no deadlock (`order.execution_order`);
+6. where a memory limit is given, no rank exceeds it.
+
+A broken one raises PlanError with the rank x step grid around the offending cell.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NoReturn
+
+from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.grid import marked_grid
+from megatron.zerobubble.plan.ir import Op, OpKind, Plan
+from megatron.zerobubble.plan.order import execution_order
+from megatron.zerobubble.plan.simulate import peak_memory
+
+MEMORY_TOLERANCE = 1e-9
+"""Rounding allowed when a peak is compared with a limit."""
+
+_BACKWARD = (OpKind.B, OpKind.BW)
+_RELEASES = (OpKind.W, OpKind.BW)
+
+
+def validate(
+    plan: Plan,
+    *,
+    forward_only: bool = False,
+    memory_limit: float | None = None,
+    costs: CostModel | None = None,
+) -> None:
+    """Check every invariant of the module docstring.
+
+    Args:
+        plan: the plan.
+        forward_only: the plan is for evaluation: every F exactly once and nothing else.
+        memory_limit: most activation memory on any rank; 1.0 is what 1F1B holds on rank 0.
+        costs: what memory is counted with; uniform stages that keep everything until W where not given.
+
+    Raises:
+        DeadlockError: ranks wait for each other for ever.
+        PlanError: any other broken invariant.
+    """
+    steps = _check_rows(plan)
+    _check_complete(plan, steps, forward_only=forward_only)
+    execution_order(plan)
+    if memory_limit is not None:
+        _check_memory(plan, costs or CostModel.uniform(plan.placement), memory_limit)
+
+
+def _fail(plan: Plan, rank: int, step: int, op: Op, problem: str, remedy: str) -> NoReturn:
+    raise PlanError(
+        f"plan {plan.schedule!r}, rank {rank}, step {step}: {problem} (stage {op.stage}, microbatch {op.microbatch}); "
+        f"{remedy}\n{marked_grid(plan, [(rank, step)])}"
+    )
+
+
+def _check_rows(plan: Plan) -> dict[Op, int]:
+    """Invariants 1 and 4, and no op twice. Returns the step of every op on its rank."""
+    steps: dict[Op, int] = {}
+    latest: dict[tuple[int, OpKind], int] = {}
+    stage_to_rank, m = plan.placement.stage_to_rank, plan.num_microbatches
+    for rank, row in enumerate(plan.ops):
+        for step, op in enumerate(row):
+            if op.stage >= len(stage_to_rank):
+                _fail(
+                    plan,
+                    rank,
+                    step,
+                    op,
+                    f"{op} is of a stage that does not exist",
+                    f"stages are 0..{plan.num_stages - 1}",
+                )
+            if stage_to_rank[op.stage] != rank:
+                owner = stage_to_rank[op.stage]
+                _fail(plan, rank, step, op, f"{op} is of a stage of rank {owner}", f"move it to rank {owner}")
+            if op.microbatch >= m:
+                _fail(plan, rank, step, op, f"{op} is of a microbatch that does not exist", f"microbatches are 0..{m - 1}")
+            if op in steps:
+                _fail(plan, rank, step, op, f"{op} is computed twice, first at step {steps[op]}", "remove one of the two")
+            before = latest.get((op.stage, op.kind), -1)
+            if before > op.microbatch:
+                earlier = op._replace(microbatch=before)
+                _fail(
+                    plan,
+                    rank,
+                    step,
+                    op,
+                    f"{op} comes after {earlier}",
+                    "order microbatches ascending per stage and kind",
+                )
+            latest[op.stage, op.kind] = op.microbatch
+            steps[op] = step
+    return steps
+
+
+def _check_complete(plan: Plan, steps: dict[Op, int], *, forward_only: bool) -> None:
+    """Invariants 2 and 3."""
+    for stage, rank in enumerate(plan.placement.stage_to_rank):
+        for microbatch in range(plan.num_microbatches):
+            found = {kind: steps[op] for kind in OpKind if (op := Op(stage, kind, microbatch)) in steps}
+            problem = _problem_of(stage, microbatch, found, forward_only=forward_only)
+            if problem is not None:
+                step, op, text, remedy = problem
+                _fail(plan, rank, len(plan.ops[rank]) if step is None else step, op, text, remedy)
+
+
+def _problem_of(
+    stage: int, microbatch: int, found: dict[OpKind, int], *, forward_only: bool
+) -> tuple[int | None, Op, str, str] | None:
+    """What is wrong with one (stage, microbatch), if anything: step (None: the row's end), op, problem, remedy."""
+    forward, backward, wgrad, fused = (Op(stage, kind, microbatch) for kind in (OpKind.F, OpKind.B, OpKind.W, OpKind.BW))
+    if OpKind.F not in found:
+        return None, forward, f"{forward} is missing", f"add {forward}"
+    if forward_only:
+        extra = next((kind for kind in (*_BACKWARD, OpKind.W) if kind in found), None)
+        if extra is None:
+            return None
+        op = Op(stage, extra, microbatch)
+        return found[extra], op, f"{op} is a backward op in a forward-only plan", "keep only F"
+    if OpKind.BW in found:
+        extra = next((kind for kind in (OpKind.B, OpKind.W) if kind in found), None)
+        if extra is not None:
+            op = Op(stage, extra, microbatch)
+            return (
+                found[extra],
+                op,
+                f"{op} repeats a part of {fused}",
+                f"use either {fused} or both {backward} and {wgrad}",
+            )
+    elif OpKind.B not in found:
+        remedy = f"add {backward} and {wgrad}, or {fused}; a plan for evaluation is validated with forward_only"
+        return None, backward, f"{backward} is missing", remedy
+    elif OpKind.W not in found:
+        return None, wgrad, f"{wgrad} is missing", f"add {wgrad} after {backward}"
+    first_backward = next(kind for kind in (OpKind.BW, OpKind.B) if kind in found)
+    chain = [OpKind.F, first_backward, *([OpKind.W] if OpKind.W in found else [])]
+    for before, after in itertools.pairwise(chain):
+        if found[after] < found[before]:
+            early, late = Op(stage, after, microbatch), Op(stage, before, microbatch)
+            return (
+                found[after],
+                early,
+                f"{early} comes before {late}",
+                f"move it after {late}, which is at step {found[before]}",
+            )
+    return None
+
+
+def _check_memory(plan: Plan, costs: CostModel, limit: float) -> None:
+    """Invariant 6."""
+    peaks = peak_memory(plan, costs)
+    worst = max(range(plan.num_ranks), key=peaks.__getitem__)
+    if peaks[worst] <= limit + MEMORY_TOLERANCE:
+        return
+    live = live_timeline(plan)[worst]
+    step = live.index(max(live))
+    op = plan.ops[worst][step]
+    problem = f"memory peaks at {peaks[worst]:.4f} and the limit is {limit:.4f} (1.0 is 1F1B's rank 0)"
+    _fail(plan, worst, step, op, problem, "choose a schedule that holds fewer microbatches, or raise the limit")
+
+
+def live_timeline(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Per rank, after each of its ops, how many (stage, microbatch) are between their F and their W (or BW).
+
+    Those are the passes whose activations, or what of them B left for W, the rank holds. A forward of which the plan
+    has no backward holds nothing.
+    """
+    return tuple(_running(row, enters=(OpKind.F,), leaves=_RELEASES) for row in plan.ops)
+
+
+def pending_timeline(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Per rank, after each of its ops, how many (stage, microbatch) are between their B and their W."""
+    return tuple(_running(row, enters=(OpKind.B,), leaves=(OpKind.W,)) for row in plan.ops)
+
+
+def live_microbatches(plan: Plan) -> tuple[int, ...]:
+    """Per rank, the peak of `live_timeline`: the most (stage, microbatch) activations held at once."""
+    return tuple(max(row, default=0) for row in live_timeline(plan))
+
+
+def pending_wgrads(plan: Plan) -> tuple[int, ...]:
+    """Per rank, the peak of `pending_timeline`: the most W a weight gradient store has to hold at once."""
+    return tuple(max(row, default=0) for row in pending_timeline(plan))
+
+
+def _running(row: tuple[Op, ...], *, enters: tuple[OpKind, ...], leaves: tuple[OpKind, ...]) -> tuple[int, ...]:
+    leaving = {(op.stage, op.microbatch) for op in row if op.kind in leaves}
+    counts: list[int] = []
+    count = 0
+    for op in row:
+        if (op.stage, op.microbatch) in leaving:
+            count += (op.kind in enters) - (op.kind in leaves)
+        counts.append(count)
+    return tuple(counts)

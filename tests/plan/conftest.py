@@ -1,0 +1,6 @@
+"""Random tests repeat themselves exactly and know no deadline: machines differ."""
+
+from hypothesis import settings
+
+settings.register_profile("plan", deadline=None, derandomize=True, database=None, max_examples=40)
+settings.load_profile("plan")

@@ -1,0 +1,220 @@
+"""Every family over a grid of p and m: valid, within its memory, at its closed form. Small plans as text a person can check."""
+
+import importlib
+
+import pytest
+
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import OpKind, Plan
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.render import render_text
+from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.plan.validate import live_microbatches, live_timeline, pending_wgrads, validate
+
+RANKS = range(1, 9)
+
+
+def microbatches(p: int) -> range:
+    """m from 1 to 3p: fewer than the ranks, as many, more."""
+    return range(1, 3 * p + 1)
+
+
+def idle_of(plan: Plan) -> float:
+    """Ticks of bubble in the span, with F, B and W of a rank one tick each and free links."""
+    simulation = simulate(plan, CostModel.uniform(plan.placement))
+    return round(simulation.span_ms - 3 * plan.num_microbatches, 9)
+
+
+def held(plan: Plan, rest: float) -> list[float]:
+    """Per rank, the peak in microbatches of one rank's share, where `rest` of it stays until W."""
+    costs = CostModel.uniform(plan.placement, activation_after_backward=rest)
+    unit = min(plan.num_ranks, plan.num_microbatches)
+    return [peak * unit for peak in simulate(plan, costs).peak_memory]
+
+
+# -- golden plans -------------------------------------------------------------------------------------------------------
+
+GOLDEN = {
+    ("1f1b", 2, 3): """
+        0F0 0F1 0BW0 0F2 0BW1 0BW2
+        1F0 1BW0 1F1 1BW1 1F2 1BW2""",
+    ("1f1b", 4, 2): """
+        0F0 0F1 0BW0 0BW1
+        1F0 1F1 1BW0 1BW1
+        2F0 2F1 2BW0 2BW1
+        3F0 3BW0 3F1 3BW1""",
+    ("interleaved-1f1b", 2, 2): """
+        0F0 0F1 2F0 2F1 2BW0 2BW1 0BW0 0BW1
+        1F0 1F1 3F0 3BW0 3F1 3BW1 1BW0 1BW1""",
+    ("interleaved-1f1b", 2, 3): """
+        0F0 0F1 2F0 2F1 0F2 2BW0 2BW1 2F2 0BW0 0BW1 2BW2 0BW2
+        1F0 1F1 3F0 3BW0 3F1 3BW1 1F2 1BW0 1BW1 3F2 3BW2 1BW2""",
+    ("zb-h1", 2, 3): """
+        0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2
+        1F0 1B0 1F1 1B1 1W0 1F2 1B2 1W1 1W2""",
+    ("zb-h1", 3, 4): """
+        0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3
+        1F0 1F1 1B0 1F2 1B1 1W0 1F3 1B2 1W1 1B3 1W2 1W3
+        2F0 2B0 2F1 2B1 2F2 2B2 2W0 2F3 2B3 2W1 2W2 2W3""",
+    ("zb-h2", 2, 3): """
+        0F0 0F1 0F2 0B0 0W0 0B1 0W1 0B2 0W2
+        1F0 1B0 1F1 1B1 1F2 1B2 1W0 1W1 1W2""",
+    ("zb-h2", 2, 4): """
+        0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3
+        1F0 1B0 1F1 1B1 1F2 1B2 1W0 1F3 1B3 1W1 1W2 1W3""",
+    ("zbv", 2, 1): """
+        0F0 3F0 3B0 3W0 0B0 0W0
+        1F0 2F0 2B0 2W0 1B0 1W0""",
+    ("zbv", 2, 4): """
+        0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0F3 0B0 0W0 3F2 3B2 3W2 0B1 0W1 3F3 3B3 3W3 0B2 0W2 0B3 0W3
+        1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1F3 1B1 1W1 2F3 2B2 2W2 1B2 2B3 1B3 1W2 2W3 1W3""",
+}
+
+
+@pytest.mark.parametrize(("name", "p", "m"), GOLDEN)
+def test_golden(name: str, p: int, m: int) -> None:
+    expected = "\n".join(line.strip() for line in GOLDEN[name, p, m].strip().splitlines())
+    assert build_plan(name, num_ranks=p, num_microbatches=m).to_text() == expected
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_golden_zb_below_p(k: int) -> None:
+    """With one pending microbatch nothing overlaps; with two, the second goes down behind the first."""
+    expected = {
+        1: "0F0 0B0 0W0 0F1 0B1 0W1\n1F0 1B0 1W0 1F1 1B1 1W1\n2F0 2B0 2W0 2F1 2B1 2W1",
+        2: "0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1F1 1B0 1W0 1B1 1W1\n2F0 2B0 2F1 2B1 2W0 2W1",
+    }
+    assert build_plan("zb", num_ranks=3, num_microbatches=2, max_pending_backward=k).to_text() == expected[k]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "p", "m", "pending"),
+    [
+        ("one_f_one_b", "1f1b", 4, 6, None),
+        ("interleaved_1f1b", "interleaved-1f1b", 2, 4, None),
+        ("zb_h1", "zb-h1", 4, 6, None),
+        ("zb_h2", "zb-h2", 3, 6, None),
+        ("zb", "zb", 4, 6, 5),
+        ("zbv", "zbv", 2, 4, None),
+    ],
+)
+def test_what_the_docstring_draws_is_what_comes_out(module: str, name: str, p: int, m: int, pending: int | None) -> None:
+    plan = build_plan(name, num_ranks=p, num_microbatches=m, max_pending_backward=pending)
+    doc = importlib.import_module(f"megatron.zerobubble.plan.generators.{module}").__doc__ or ""
+    drawn = [line.strip() for line in doc.splitlines() if line.strip().startswith("rank ")]
+    _, *rows = render_text(simulate(plan, CostModel.uniform(plan.placement)).rows).splitlines()
+    assert drawn == rows
+
+
+# -- closed forms -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_1f1b(p: int) -> None:
+    for m in microbatches(p):
+        plan = build_plan("1f1b", num_ranks=p, num_microbatches=m)
+        assert idle_of(plan) == 3 * (p - 1)
+        assert simulate(plan, CostModel.uniform(plan.placement)).bubble_rate == pytest.approx((p - 1) / (m + p - 1))
+        assert held(plan, 0.5) == [min(p - rank, m) for rank in range(p)]
+        assert pending_wgrads(plan) == (0,) * p
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
+def test_interleaved_1f1b(p: int, v: int) -> None:
+    for m in microbatches(p):
+        plan = build_plan("interleaved-1f1b", num_ranks=p, num_microbatches=m, num_chunks=v)
+        assert max(held(plan, 0.5)) <= p + (p - 1) / v + 1e-9
+        if m % p == 0:
+            ramp = (p - 1) / v
+            rate = simulate(plan, CostModel.uniform(plan.placement)).bubble_rate
+            assert rate == pytest.approx(ramp / (m + ramp))
+        if m >= 2 * p and v > 1:
+            assert max(held(plan, 0.5)) == pytest.approx(p + (p - 1) / v)
+    assert plan.placement.name == ("linear" if v == 1 else "V" if p == 1 and v == 2 else "loop")
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_zb_h1(p: int) -> None:
+    for m in microbatches(p):
+        plan = build_plan("zb-h1", num_ranks=p, num_microbatches=m)
+        assert idle_of(plan) == max(p - 1, 2 * p - 1 - m)
+        for rest in (0.0, 0.375, 1.0):
+            peaks = held(plan, rest)
+            bounds = [(p - rank) + rank * rest for rank in range(p)]
+            assert all(peak <= bound for peak, bound in zip(peaks, bounds, strict=True))
+            if m >= p:
+                assert peaks == bounds
+        one_f_one_b = build_plan("1f1b", num_ranks=p, num_microbatches=m)
+        assert max(held(plan, 1.0)) <= max(held(one_f_one_b, 1.0))
+
+
+@pytest.mark.parametrize("times", [(3, 3, 1), (2, 3, 2), (2, 2, 1)])
+def test_zb_h1_with_uneven_passes(times: tuple[int, int, int]) -> None:
+    """The paper's (p-1)*(T_F + T_B - T_W)."""
+    forward, backward, wgrad = times
+    for p in (2, 4, 8):
+        plan = build_plan("zb-h1", num_ranks=p, num_microbatches=3 * p)
+        costs = CostModel.uniform(plan.placement, forward_ms=forward, backward_ms=backward, wgrad_ms=wgrad)
+        assert simulate(plan, costs).span_ms - 3 * p * sum(times) == (p - 1) * (forward + backward - wgrad)
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_zb_h2(p: int) -> None:
+    for m in microbatches(p):
+        plan = build_plan("zb-h2", num_ranks=p, num_microbatches=m)
+        assert idle_of(plan) == max(0, 2 * p - 1 - m)
+        for rest in (0.0, 0.375, 1.0):
+            peaks = held(plan, rest)
+            bounds = [(2 * p - 2 * rank - 1) + 2 * rank * rest for rank in range(p)]
+            assert all(peak <= bound for peak, bound in zip(peaks, bounds, strict=True))
+            if m >= 2 * p - 1:
+                assert peaks == bounds
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_zb_at_any_number_of_pending_microbatches(p: int) -> None:
+    for k in range(1, 2 * p + 2):
+        for m in {1, 2, p - 1, p, p + 1, 2 * p - 1, 2 * p, 3 * p} - {0}:
+            plan = build_plan("zb", num_ranks=p, num_microbatches=m, max_pending_backward=k)
+            assert max(live_microbatches(plan)) <= min(k, m)
+            if k >= p:
+                assert idle_of(plan) == max(2 * p - 1 - k, 2 * p - 1 - m, 0)
+            else:
+                assert idle_of(plan) <= 2 * (p - 1) * -(-m // k)
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_zb_has_zb_h1_and_zb_h2_among_its_points(p: int) -> None:
+    for m in microbatches(p):
+        h1, h2 = (build_plan(name, num_ranks=p, num_microbatches=m) for name in ("zb-h1", "zb-h2"))
+        assert build_plan("zb", num_ranks=p, num_microbatches=m, max_pending_backward=p).ops == h1.ops
+        for k in (2 * p - 1, 2 * p):
+            assert build_plan("zb", num_ranks=p, num_microbatches=m, max_pending_backward=k).ops == h2.ops
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_zbv(p: int) -> None:
+    for m in microbatches(p):
+        plan = build_plan("zbv", num_ranks=p, num_microbatches=m)
+        assert idle_of(plan) == (0 if m >= 2 * p else 2 * p - m if m > p else 2 * p - 1 - m)
+        live = live_microbatches(plan)
+        assert max(live) == 2 * min(p, m)
+        if m >= 2 * p:
+            assert live == (2 * p,) * p
+            assert simulate(plan, CostModel.uniform(plan.placement)).peak_memory == (1.0,) * p
+        validate(plan, memory_limit=1.0)
+
+
+@pytest.mark.parametrize("p", [16, 32])
+def test_large_pipelines_have_no_bubble_either(p: int) -> None:
+    for name in ("zb-h2", "zbv"):
+        assert idle_of(build_plan(name, num_ranks=p, num_microbatches=2 * p)) == 0
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb", "zbv"])
+def test_a_rank_ends_with_nothing_held(name: str) -> None:
+    plan = build_plan(name, num_ranks=3, num_microbatches=5)
+    assert [row[-1] for row in live_timeline(plan)] == [0, 0, 0]
+    fused = {op.kind for row in plan.ops for op in row} == {OpKind.F, OpKind.BW}
+    assert fused == (name in ("1f1b", "interleaved-1f1b"))

@@ -1,0 +1,198 @@
+"""The simulator against published figures, against closed forms, and against its own definitions with random times."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.zerobubble.errors import DeadlockError
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.passes import forward_only
+from megatron.zerobubble.plan.registry import build_plan, known_schedules
+from megatron.zerobubble.plan.simulate import Simulation, simulate
+
+# Profiled times of arXiv 2401.10241, Table 9: p, m, F, B, W, link (ms), share of activations kept until W; then the
+# bubble rates which that paper's scheduler reaches on them: 1F1B, 1F1B-I (two chunks), ZB-1p.
+TABLE_9 = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.3664, 0.2431, 0.1396, 0.1585),
+    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.4324, 0.2347, 0.1336, 0.1323),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.3664, 0.1240, 0.0588, 0.0674),
+    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.4324, 0.2552, 0.1468, 0.1397),
+]
+
+
+@pytest.mark.parametrize("row", TABLE_9, ids=lambda row: f"p{row[0]}-m{row[1]}-F{row[2]}")
+@pytest.mark.parametrize(("name", "column"), [("1f1b", 7), ("interleaved-1f1b", 8), ("zb-h1", 9), ("zb", 9)])
+def test_published_bubble_rates(row: tuple[float, ...], name: str, column: int) -> None:
+    plan = build_plan(name, num_ranks=int(row[0]), num_microbatches=int(row[1]))
+    forward, backward, wgrad, comm, rest = row[2:7]
+    costs = CostModel.uniform(
+        plan.placement,
+        forward_ms=forward,
+        backward_ms=backward,
+        wgrad_ms=wgrad,
+        comm_ms=comm,
+        activation_after_backward=rest,
+    )
+    simulation = simulate(plan, costs)
+    assert round(simulation.bubble_rate, 4) == row[column]
+    p = plan.num_ranks
+    assert max(simulation.peak_memory) == pytest.approx(1 + (p - 1) / (2 * p) if name.startswith("inter") else 1.0)
+
+
+def test_two_ranks_by_hand() -> None:
+    """F=2, B=3, W=4, link 0.5: 0F0 0..2, 1F0 2.5..4.5, 1B0 4.5..7.5, 1W0 7.5..11.5, 0B0 8..11, 0W0 11..15."""
+    plan = build_plan("zb-h1", num_ranks=2, num_microbatches=1)
+    costs = CostModel.uniform(plan.placement, forward_ms=2, backward_ms=3, wgrad_ms=4, comm_ms=0.5)
+    simulation = simulate(plan, costs)
+    times = {str(op): (start, end) for row in simulation.rows for op, start, end in row}
+    assert times == {
+        "0F0": (0, 2),
+        "1F0": (2.5, 4.5),
+        "1B0": (4.5, 7.5),
+        "1W0": (7.5, 11.5),
+        "0B0": (8, 11),
+        "0W0": (11, 15),
+    }
+    assert (simulation.span_ms, simulation.makespan_ms) == (15, 15)
+    assert simulation.bubble_rate == pytest.approx((15 - 9) / 15)
+    assert simulation.peak_memory == (1.0, 1.0)
+
+
+def test_a_fused_backward_is_sent_when_the_whole_has_ended() -> None:
+    plan = build_plan("1f1b", num_ranks=2, num_microbatches=1)
+    rows = simulate(plan, CostModel.uniform(plan.placement, forward_ms=2, backward_ms=3, wgrad_ms=4)).rows
+    assert rows[1][-1].end_ms == 11
+    assert rows[0][-1].start_ms == 11
+
+
+def test_a_link_costs_nothing_within_a_rank() -> None:
+    plan = build_plan("zbv", num_ranks=1, num_microbatches=3)
+    assert simulate(plan, CostModel.uniform(plan.placement, comm_ms=5.0)).bubble_rate == 0
+
+
+def test_uneven_stages_are_measured_against_the_slowest_rank() -> None:
+    plan = build_plan("1f1b", num_ranks=2, num_microbatches=4)
+    costs = CostModel(
+        forward_ms=(1, 2),
+        backward_ms=(1, 2),
+        wgrad_ms=(1, 2),
+        activation=(1, 1),
+        activation_after_backward=(1, 1),
+    )
+    simulation = simulate(plan, costs)
+    assert simulation.bubble_rate == pytest.approx((simulation.span_ms - 4 * 6) / simulation.span_ms)
+
+
+def test_free_work_has_no_bubble() -> None:
+    plan = build_plan("zb-h1", num_ranks=2, num_microbatches=2)
+    simulation = simulate(plan, CostModel.uniform(plan.placement, forward_ms=0, backward_ms=0, wgrad_ms=0))
+    assert (simulation.span_ms, simulation.bubble_rate) == (0, 0)
+
+
+def test_deadlock_is_found() -> None:
+    plan = Plan.from_text(
+        "0F0 0B0 0W0 0F1 0B1 0W1\n1F0 1F1 1B0 1B1 1W0 1W1",
+        schedule="by hand",
+        placement=Placement.linear(2),
+        num_microbatches=2,
+    )
+    with pytest.raises(DeadlockError, match=r"rank 1 is at step 1, 1F1 .* waits for 0F1, which rank 0 has at step 3"):
+        simulate(plan, CostModel.uniform(plan.placement))
+
+
+def test_forward_only_holds_one_pass() -> None:
+    plan = forward_only(build_plan("zbv", num_ranks=2, num_microbatches=4))
+    simulation = simulate(plan, CostModel.uniform(plan.placement))
+    assert simulation.peak_memory == (0.25, 0.25)
+    assert [len(row) for row in simulation.rows] == [8, 8]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Plan, CostModel]:
+    name = draw(st.sampled_from([info.name for info in known_schedules()]))
+    plan = build_plan(name, num_ranks=draw(st.integers(1, 4)), num_microbatches=draw(st.integers(1, 7)))
+    times = st.floats(0.01, 10, allow_nan=False)
+    lists = [tuple(draw(times) for _ in range(plan.num_stages)) for _ in range(4)]
+    shares = tuple(draw(st.floats(0, 1)) for _ in range(plan.num_stages))
+    costs = CostModel(
+        forward_ms=lists[0],
+        backward_ms=lists[1],
+        wgrad_ms=lists[2],
+        comm_ms=draw(st.floats(0, 3)),
+        activation=lists[3],
+        activation_after_backward=tuple(a * share for a, share in zip(lists[3], shares, strict=True)),
+    )
+    return plan, costs
+
+
+def _ends(simulation: Simulation) -> dict[Op, tuple[float, int]]:
+    return {op: (end, rank) for rank, row in enumerate(simulation.rows) for op, _, end in row}
+
+
+@given(cases())
+def test_every_op_starts_as_early_as_the_rules_allow(case: tuple[Plan, CostModel]) -> None:
+    """The rules are written out a second time here, on purpose."""
+    plan, costs = case
+    simulation = simulate(plan, costs)
+    ends = _ends(simulation)
+    last = plan.num_stages - 1
+    for rank, row in enumerate(simulation.rows):
+        free = 0.0
+        for op, start, end in row:
+            needs = []
+            if op.kind is OpKind.F and op.stage > 0:
+                needs = [Op(op.stage - 1, OpKind.F, op.microbatch)]
+            elif op.kind in (OpKind.B, OpKind.BW):
+                needs = [Op(op.stage, OpKind.F, op.microbatch)]
+                if op.stage < last:
+                    needs += [Op(op.stage + 1, kind, op.microbatch) for kind in (OpKind.B, OpKind.BW)]
+            elif op.kind is OpKind.W:
+                needs = [Op(op.stage, OpKind.B, op.microbatch)]
+            found = [ends[need] for need in needs if need in ends]
+            earliest = max([free, *(at + (costs.comm_ms if source != rank else 0) for at, source in found)])
+            assert start == earliest
+            assert end == start + costs.duration_ms(op.stage, op.kind)
+            free = end
+
+
+@given(cases())
+def test_measures_follow_their_definitions(case: tuple[Plan, CostModel]) -> None:
+    plan, costs = case
+    simulation = simulate(plan, costs)
+    spans = [row[-1].end_ms - row[0].start_ms for row in simulation.rows]
+    totals = [
+        sum(costs.forward_ms[s] + costs.backward_ms[s] + costs.wgrad_ms[s] for s in stages)
+        for stages in plan.placement.rank_to_stages
+    ]
+    work = plan.num_microbatches * max(totals)
+    assert simulation.span_ms == max(spans)
+    assert simulation.makespan_ms == pytest.approx(max(row[-1].end_ms for row in simulation.rows))
+    assert work <= simulation.span_ms * (1 + 1e-9)
+    assert simulation.span_ms <= simulation.makespan_ms
+    assert simulation.bubble_rate == pytest.approx((simulation.span_ms - work) / simulation.span_ms, abs=1e-9)
+    for row, peak in zip(plan.ops, simulation.peak_memory, strict=True):
+        held = highest = 0.0
+        for stage, kind, _ in row:
+            whole, rest = costs.activation[stage], costs.activation_after_backward[stage]
+            held += {OpKind.F: whole, OpKind.B: rest - whole, OpKind.W: -rest, OpKind.BW: -whole}[kind]
+            highest = max(highest, held)
+        assert peak == pytest.approx(highest / min(plan.num_ranks, plan.num_microbatches))
+
+
+@given(cases(), st.floats(0, 5))
+def test_slower_links_never_help(case: tuple[Plan, CostModel], more: float) -> None:
+    plan, costs = case
+    body = costs.to_json()
+    slower = CostModel.from_json(body | {"comm_ms": costs.comm_ms + more})
+    assert simulate(plan, slower).makespan_ms >= simulate(plan, costs).makespan_ms * (1 - 1e-12)
+
+
+def test_a_large_plan_is_no_trouble() -> None:
+    plan = build_plan("zbv", num_ranks=32, num_microbatches=256)
+    simulation = simulate(plan, CostModel.uniform(plan.placement, comm_ms=0))
+    assert simulation.bubble_rate == 0
+    assert max(simulation.peak_memory) == 1.0
+    assert math.isclose(simulation.span_ms, 3 * 256)
