@@ -1,0 +1,110 @@
+"""Which kernel adds a weight gradient to its accumulator: chosen once at start, logged once.
+
+W computes ``main_grad += dY^T X`` with ``X`` of shape [tokens, in], ``dY`` of shape [tokens, out] and ``main_grad`` of shape
+[out, in]. In mixed precision X and dY are bf16 or fp16 and main_grad is fp32. Three ways to do it, best first:
+
+- `APEX`: ``fused_weight_gradient_mlp_cuda`` (one kernel, no temporary), if apex with its CUDA extensions is installed;
+- `ADDMM`: torch's own ``addmm`` into the accumulator, with ``out_dtype`` where the dtypes differ (no temporary);
+- `PLAIN`: a matmul and an add. It needs a temporary of the size of the weight, and rounds the product to the inputs' dtype
+  before adding, exactly as stock megatron-core does without gradient accumulation fusion. On the CPU it is the choice, because
+  it gives the same bits as the stock backward; ``addmm`` does not (it may add the accumulator inside its reduction).
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+Accumulate = Callable[[Tensor, Tensor, Tensor], None]
+"""(accumulator [out, in], grad_output [tokens, out], input [tokens, in]) -> None; adds in place on the current stream."""
+
+
+class KernelKind(enum.Enum):
+    """The three ways, best first."""
+
+    APEX = "apex fused_weight_gradient_mlp_cuda"
+    ADDMM = "torch addmm"
+    PLAIN = "matmul and add"
+
+
+@dataclass(frozen=True)
+class WgradKernel:
+    """A way to accumulate, and its name for the log."""
+
+    kind: KernelKind
+    accumulate: Accumulate
+
+
+def choose_kernel(device: torch.device, *, input_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> WgradKernel:
+    """Pick the best kernel that works for these dtypes on `device`, by trying it on a tiny problem.
+
+    Args:
+        device: where weights and gradients live.
+        input_dtype: dtype of activations and output gradients.
+        accumulator_dtype: dtype of ``main_grad``.
+    """
+    kernel = _choose(device, input_dtype, accumulator_dtype)
+    logger.info("weight gradients (%s into %s on %s): %s", input_dtype, accumulator_dtype, device, kernel.kind.value)
+    return kernel
+
+
+def plain_accumulate(accumulator: Tensor, grad_output: Tensor, input_: Tensor) -> None:
+    """`PLAIN`: the same operations, and so the same bits, as the stock backward without fusion."""
+    accumulator.add_(grad_output.t().matmul(input_))
+
+
+def addmm_accumulate(accumulator: Tensor, grad_output: Tensor, input_: Tensor) -> None:
+    """`ADDMM`: one GEMM with beta=1 into the accumulator."""
+    if accumulator.dtype == input_.dtype:
+        accumulator.addmm_(grad_output.t(), input_)
+    else:
+        torch.ops.aten.addmm.dtype_out(accumulator, grad_output.t(), input_, accumulator.dtype, out=accumulator)
+
+
+def _choose(device: torch.device, input_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> WgradKernel:
+    plain = WgradKernel(KernelKind.PLAIN, plain_accumulate)
+    if device.type != "cuda":
+        return plain
+    apex = _apex_accumulate(accumulator_dtype)
+    candidates = [WgradKernel(KernelKind.APEX, apex)] if apex is not None else []
+    candidates.append(WgradKernel(KernelKind.ADDMM, addmm_accumulate))
+    for kernel in candidates:
+        lost = _try_out(kernel, device, input_dtype, accumulator_dtype)
+        if lost is None:
+            return kernel
+        logger.warning("%s does not work for %s into %s: %s", kernel.kind.value, input_dtype, accumulator_dtype, lost)
+    logger.warning("falling back to %s: each W allocates a temporary of the weight's size", plain.kind.value)
+    return plain
+
+
+def _apex_accumulate(accumulator_dtype: torch.dtype) -> Accumulate | None:
+    try:
+        import fused_weight_gradient_mlp_cuda as apex  # optional: without it ADDMM does the same work
+    except ImportError:
+        return None
+    fused = apex.wgrad_gemm_accum_fp32 if accumulator_dtype == torch.float32 else apex.wgrad_gemm_accum_fp16
+
+    def accumulate(accumulator: Tensor, grad_output: Tensor, input_: Tensor) -> None:
+        fused(input_, grad_output, accumulator)
+
+    return accumulate
+
+
+def _try_out(kernel: WgradKernel, device: torch.device, input_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> str | None:
+    """None if the kernel computes 1 + 8 * (1 * 2) = 17 everywhere, else what went wrong."""
+    accumulator = torch.ones(16, 16, device=device, dtype=accumulator_dtype)
+    grad_output = torch.ones(8, 16, device=device, dtype=input_dtype)
+    input_ = torch.full((8, 16), 2.0, device=device, dtype=input_dtype)
+    try:
+        kernel.accumulate(accumulator, grad_output, input_)
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None if bool((accumulator == 17.0).all()) else "wrong result"
