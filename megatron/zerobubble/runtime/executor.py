@@ -1,0 +1,119 @@
+"""The walk over a plan's ops on one rank.
+
+The executor knows ops and messages; it knows no schedule by name, no model and no optimizer. What an op computes is a
+`StageWork`'s business, how a tensor travels a `Links`'s. It keeps received buffers until their op takes them, tensors being
+sent until they are proven to have arrived, and tensors handed from one stage to the next on the same rank. All three are empty
+when `run` returns.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron.zerobubble.errors import ExecutionError
+from megatron.zerobubble.plan.communication import Message, Payload, Program, Step
+from megatron.zerobubble.plan.ir import Op, OpKind
+from megatron.zerobubble.runtime.p2p import Handle, Links
+
+
+class StageWork(Protocol):
+    """What the ops compute, for the stages of one rank."""
+
+    def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor | None:
+        """F. Takes the previous stage's output (None for the first stage), returns what the next stage takes."""
+
+    def backward(self, op: Op, gradient: Tensor | None, last: bool) -> Tensor | None:
+        """B or BW. Takes the gradient of this stage's output (None for the last stage), returns that of its input."""
+
+    def weight_gradient(self, op: Op, last: bool) -> None:
+        """W."""
+
+    def buffer(self, message: Message) -> Tensor:
+        """A fresh tensor of the shape and dtype of `message`."""
+
+
+class Recorder(Protocol):
+    """Told when each op starts and ends."""
+
+    def start(self, op: Op) -> None:
+        """The op's input is here and it is about to run."""
+
+    def end(self, op: Op) -> None:
+        """The op's work has been issued (CUDA) or done (CPU)."""
+
+
+class Executor:
+    """Runs one rank's part of a `Program`.
+
+    Args:
+        program: the plan with its transfers placed.
+        rank: pipeline rank.
+        links: transfers to other ranks.
+        work: what the ops compute.
+        recorder: told about every op, if given.
+    """
+
+    def __init__(self, program: Program, rank: int, links: Links, work: StageWork, recorder: Recorder | None = None) -> None:
+        self._steps = program.steps[rank]
+        self._stage_to_rank = program.plan.placement.stage_to_rank
+        self._rank = rank
+        self._links = links
+        self._work = work
+        self._recorder = recorder
+        self._receiving: dict[Message, tuple[Tensor, Handle]] = {}
+        self._sending: dict[Message, Handle] = {}
+        self._local: dict[tuple[Payload, int, int], Tensor] = {}
+
+    def run(self) -> None:
+        """Execute every op of this rank once and wait for the last sends."""
+        for step in self._steps:
+            self._run_step(step)
+        for handle in self._sending.values():
+            handle.wait()
+        self._sending.clear()
+        if self._receiving or self._local:
+            left = [*self._receiving, *self._local]
+            raise ExecutionError(f"rank {self._rank}: nobody took {left[0]} and {len(left) - 1} more; the plan is incomplete")
+
+    def _run_step(self, step: Step) -> None:
+        op = step.op
+        for message in step.post:
+            buffer = self._work.buffer(message)
+            self._receiving[message] = buffer, self._links.receive(message, buffer)
+        tensor = self._take(step)
+        for message in step.retire:
+            self._sending.pop(message).wait()
+        if self._recorder is not None:
+            self._recorder.start(op)
+        if op.kind is OpKind.F:
+            result = self._work.forward(op, tensor, step.last_of_kind)
+        elif op.kind is OpKind.W:
+            self._work.weight_gradient(op, step.last_of_kind)
+            result = None
+        else:
+            result = self._work.backward(op, tensor, step.last_of_kind)
+        if self._recorder is not None:
+            self._recorder.end(op)
+        if result is not None:
+            self._give(step, result)
+
+    def _take(self, step: Step) -> Tensor | None:
+        if step.take is not None:
+            tensor, handle = self._receiving.pop(step.take)
+            handle.wait()
+            return tensor
+        if step.op.kind is OpKind.W:
+            return None
+        payload = Payload.ACTIVATION if step.op.kind is OpKind.F else Payload.GRADIENT
+        return self._local.pop((payload, step.op.stage, step.op.microbatch), None)
+
+    def _give(self, step: Step, result: Tensor) -> None:
+        if step.send is not None:
+            self._sending[step.send] = self._links.send(step.send, result)
+            return
+        op = step.op
+        payload, stage = (Payload.ACTIVATION, op.stage + 1) if op.kind is OpKind.F else (Payload.GRADIENT, op.stage - 1)
+        if 0 <= stage < len(self._stage_to_rank):
+            self._local[payload, stage, op.microbatch] = result

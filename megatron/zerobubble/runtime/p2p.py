@@ -1,0 +1,133 @@
+"""Point-to-point transfers on links.
+
+A link is a directed pair of pipeline ranks. Links are shared out over process groups so that no rank has two links in one group
+(`colour_links`): each link has its own communicator and its own order, on NCCL in lazy and in eager mode and on gloo alike.
+
+Ownership: `send` keeps the tensor alive until the handle is waited on; `receive` writes into a buffer of the caller's, which may
+be read after the handle's `wait`. On CUDA `wait` makes the current stream wait and does not block the host; on the CPU it blocks.
+NCCL reads and writes on a stream of its own: it waits for the current stream at the call, and `wait` makes the current stream
+wait for it. A buffer allocated and freed on the current stream is therefore never reused too early, and no record_stream is
+needed, provided a send's tensor is only let go after `wait`. That is what the handles are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.zerobubble.errors import TransferError
+from megatron.zerobubble.plan.communication import Message, colour_links, links_of
+from megatron.zerobubble.plan.ir import Placement
+
+
+class Handle(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None:
+        """Return when the transfer is done (CPU) or make the current stream wait for it (CUDA)."""
+
+
+class Links(Protocol):
+    """What the executor needs: the real thing is `ProcessGroupLinks`."""
+
+    def send(self, message: Message, tensor: Tensor) -> Handle:
+        """Start sending `tensor`. Never blocks."""
+
+    def receive(self, message: Message, buffer: Tensor) -> Handle:
+        """Start receiving into `buffer`. Never blocks."""
+
+
+class _Transfer:
+    __slots__ = ("message", "tensor", "verb", "work")
+
+    def __init__(self, verb: str, message: Message, tensor: Tensor, work: dist.Work) -> None:
+        self.verb, self.message, self.tensor, self.work = verb, message, tensor, work
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise _failure(self.verb, self.message, error) from error
+
+
+class ProcessGroupLinks:
+    """The links of one pipeline over torch process groups.
+
+    Every rank of the world must construct it at the same point, with the same placement: it creates process groups.
+
+    Args:
+        placement: which links exist.
+        pipeline: global ranks of this pipeline, by pipeline rank.
+        rank: this process's pipeline rank.
+        device: where tensors live; used to open every link once.
+        timeout: how long a transfer may take; None for the backend's default.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        pipeline: Sequence[int],
+        rank: int,
+        device: torch.device,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._pipeline = tuple(pipeline)
+        self._groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+        colours = colour_links(links_of(placement))
+        for links in colours:
+            # One group over the whole world serves this colour of every pipeline: NCCL opens a communicator per pair that
+            # really talks, and the number of groups stays the same however many pipelines there are.
+            group = dist.new_group(timeout=timeout)
+            self._groups.update(dict.fromkeys(links, group))
+        for links in colours:
+            self._open([link for link in links if rank in link], rank, device)
+
+    def send(self, message: Message, tensor: Tensor) -> Handle:
+        """Start sending `tensor` (made contiguous if it is not)."""
+        tensor = tensor.contiguous()
+        return self._start("send", message, tensor, self._pipeline[message.target])
+
+    def receive(self, message: Message, buffer: Tensor) -> Handle:
+        """Start receiving into `buffer`."""
+        return self._start("receive", message, buffer, self._pipeline[message.source])
+
+    def close(self) -> None:
+        """Destroy the process groups. Every rank of the world must call it."""
+        for group in {id(group): group for group in self._groups.values()}.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def _start(self, verb: str, message: Message, tensor: Tensor, peer: int) -> _Transfer:
+        group = self._groups[message.source, message.target]
+        try:
+            work = dist.isend(tensor, peer, group=group) if verb == "send" else dist.irecv(tensor, peer, group=group)
+        except RuntimeError as error:
+            raise _failure(verb, message, error) from error
+        if work is None:
+            raise TransferError(f"cannot {verb} {_text(message)}: this process is not a member of the link's group")
+        return _Transfer(verb, message, tensor, work)
+
+    def _open(self, links: Sequence[tuple[int, int]], rank: int, device: torch.device) -> None:
+        """Use each link once: NCCL opens a communicator at its first use, and both ends must come to it in the same order."""
+        for source, target in links:
+            token = torch.zeros(1, device=device)
+            peer = self._pipeline[target if rank == source else source]
+            (dist.send if rank == source else dist.recv)(token, peer, group=self._groups[source, target])
+
+
+def _failure(verb: str, message: Message, error: RuntimeError) -> TransferError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return TransferError(f"cannot {verb} {_text(message)}: {reason}")
+
+
+def _text(message: Message) -> str:
+    return (
+        f"the {message.payload.value} for stage {message.stage}, microbatch {message.microbatch} "
+        f"(rank {message.source} to rank {message.target})"
+    )
