@@ -1,0 +1,72 @@
+"""What of megatron-core this package relies on, checked before it is used.
+
+The extension points below are not all documented as public, so each is looked up by name and signature. A version that lacks
+one is refused with the name, instead of failing in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from megatron.zerobubble.errors import CompatibilityError
+
+SUPPORTED = SpecifierSet(">=0.16.1,<0.17")
+"""megatron-core releases whose seams were tried. The same range stands in pyproject.toml."""
+
+
+def check_megatron_core() -> None:
+    """Compare the installed megatron-core with what we rely on.
+
+    Raises:
+        CompatibilityError: naming the installed version, the supported range, and every seam that differs.
+    """
+    installed = version("megatron-core")
+    differences = list(_differences())
+    if not differences and installed in SUPPORTED:
+        return
+    what = "; ".join(differences) if differences else "every seam we look for is there, but this release was never tried"
+    raise CompatibilityError(
+        f"megatron-core {installed} is installed, {SUPPORTED} is supported: {what}. "
+        "Install a supported release, for example: pip install megatron-core==0.16.1"
+    )
+
+
+def _differences() -> Iterable[str]:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout as Layout
+
+    yield from _missing(
+        schedules.forward_step,
+        "schedules.forward_step",
+        ("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor", "forward_data_store", "config"),
+        ("cp_group_size", "collect_non_loss_data", "is_first_microbatch", "current_microbatch", "vp_stage", "is_last_stage"),
+    )
+    yield from _missing(
+        schedules.backward_step,
+        "schedules.backward_step",
+        ("input_tensor", "output_tensor", "output_tensor_grad", "model_type", "config"),
+    )
+    yield from _missing(schedules.get_tensor_shapes, "schedules.get_tensor_shapes", ("seq_length", "micro_batch_size", "config"))
+    for linear in (ColumnParallelLinear, RowParallelLinear):
+        yield from _missing(getattr(linear, "_forward_impl", None), f"{linear.__name__}._forward_impl", ("input", "weight"))
+    for method in ("get_num_layers_to_build", "get_layer_offset"):
+        yield from _missing(getattr(Layout, method, None), f"{Layout.__name__}.{method}", ("layer_type", "vp_stage", "pp_rank"))
+    if "delay_wgrad_compute" not in inspect.signature(DistributedDataParallelConfig).parameters:
+        yield "DistributedDataParallelConfig has no delay_wgrad_compute"
+
+
+def _missing(function: Callable[..., Any] | None, name: str, *parameters: tuple[str, ...]) -> Iterable[str]:
+    if function is None:
+        yield f"{name} does not exist"
+        return
+    known = inspect.signature(function).parameters
+    lacking = [parameter for group in parameters for parameter in group if parameter not in known]
+    if lacking:
+        yield f"{name} has no parameter {', '.join(lacking)}"

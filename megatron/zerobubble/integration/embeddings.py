@@ -1,0 +1,80 @@
+"""Gradients that are final only after a step beyond DDP: tied embeddings under V, and the token count of the per-token loss.
+
+Under V the embedding (stage 0) and the head (stage 2p-1) both sit on rank 0, in two chunks. Tied, they are two tensors with the
+same values on one rank; megatron-core would sum their gradients over the first and the last pipeline rank, which here are not
+where the two are. So rank 0 copies the values once and adds the two gradients every iteration.
+
+Works with the distributed optimizer too: megatron-core puts a weight marked `shared_embedding` into a bucket of its own, so both
+copies are sharded alike and a sum of the buffers is a sum of each rank's shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads as stock_finalize_model_grads
+from megatron.core.utils import get_attr_wrapped_model
+from torch import nn
+
+from megatron.zerobubble.plan.ir import Placement
+
+Finalize = Callable[..., None]
+"""The signature of `megatron.core.distributed.finalize_model_grads`."""
+
+
+def tie_chunks(chunks: Sequence[nn.Module]) -> bool:
+    """Where embedding and head are tied but live in two chunks of this rank, start them from the same values.
+
+    Call it before DDP wraps the chunks. Returns whether there is such a pair here.
+    """
+    pair = _tied_pair(chunks)
+    if pair is None:
+        return False
+    embedding, head = pair
+    with torch.no_grad():
+        head.copy_(embedding)
+    for weight in pair:
+        weight.shared_embedding = True  # type: ignore[attr-defined]
+    head.shared = True  # type: ignore[attr-defined]  # the gradient norm counts it once
+    return True
+
+
+def make_finalize(placement: Placement) -> Finalize:
+    """`finalize_model_grads` for a placement, to be given to `config.finalize_model_grads_func`."""
+    last_stage_rank = placement.stage_to_rank[-1]
+
+    def finalize_model_grads(
+        model: list[nn.Module], num_tokens: torch.Tensor | None = None, pg_collection: Any = None, **kwargs: Any
+    ) -> None:
+        pipeline = pg_collection.pp if pg_collection is not None else parallel_state.get_pipeline_model_parallel_group()
+        if num_tokens is not None and last_stage_rank != placement.num_ranks - 1:
+            # megatron-core takes the count from the last rank; under V the last stage, which counted, is elsewhere.
+            dist.broadcast(num_tokens, src=dist.get_global_rank(pipeline, last_stage_rank), group=pipeline)
+        stock_finalize_model_grads(model, num_tokens, pg_collection=pg_collection, **kwargs)
+        _sum_tied_gradients(model)
+
+    return finalize_model_grads
+
+
+def _sum_tied_gradients(chunks: Sequence[nn.Module]) -> None:
+    pair = _tied_pair(chunks)
+    if pair is None:
+        return
+    embedding, head = pair
+    if embedding.requires_grad:
+        embedding.main_grad.add_(head.main_grad)  # type: ignore[attr-defined]
+        head.main_grad.copy_(embedding.main_grad)  # type: ignore[attr-defined]
+
+
+def _tied_pair(chunks: Sequence[nn.Module]) -> tuple[nn.Parameter, nn.Parameter] | None:
+    """(embedding weight, head weight) where they are tied and in two chunks of this rank."""
+    models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
+    first = next((model for model in models if model.pre_process), None)
+    last = next((model for model in models if model.post_process), None)
+    if first is None or last is None or first is last or not last.share_embeddings_and_output_weights:
+        return None
+    return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()

@@ -1,0 +1,147 @@
+"""Installing the B/W split in a model chunk built from megatron-core's own layers.
+
+`ColumnParallelLinear` and `RowParallelLinear` (attention, MLP, local experts, the LM head) route their product through the method
+`_forward_impl`; an instance gets another one. DDP is told by Transformer Engine's own contract that the weight's gradient comes
+later: the parameter carries `skip_backward_post_hook`, and DDP hands its grad-ready hook to the module's
+`register_wgrad_accumulation_and_reduce_hooks` (with `DistributedDataParallelConfig.delay_wgrad_compute`).
+
+Embeddings, routers, norms and biases stay in B: they are cheap. Every other weight must be ours or be declared: a weight that
+nobody knows could be computed in B without a word, and the plan's W would be a lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.moe.router import Router
+from torch import Tensor, nn
+
+from megatron.zerobubble.errors import SplitError
+from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
+from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
+
+_SPLIT = (ColumnParallelLinear, RowParallelLinear)
+_STAYS_IN_B = (VocabParallelEmbedding, nn.Embedding, LanguageModelEmbedding, Router)
+
+KEEP_IN_B = "wgrad_in_backward"
+"""Set this attribute to True on a module (or its class) to keep its weight gradients in B on purpose."""
+
+
+def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str]:
+    """Defer the weight gradients of every linear of `chunk` into `store`. Call it before DDP wraps the chunk.
+
+    Args:
+        chunk: one model chunk, possibly inside Float16Module.
+        store: the rank's store.
+
+    Returns:
+        Names of the weights that were split.
+
+    Raises:
+        SplitError: naming each weight that cannot be split: used by two modules of the chunk, owned by a module that computes
+            its own gradient, or of a kind nobody has declared. Nothing has been changed then.
+    """
+    problems = [*_shared_weights(chunk), *_unknown_weights(chunk)]
+    if problems:
+        raise SplitError("the backward pass of this model cannot be split into B and W:\n  " + "\n  ".join(problems))
+    names = []
+    for name, linear in _splittable(chunk):
+        split = SplitWeight(f"{name}.weight", linear.weight)
+        linear.weight.skip_backward_post_hook = True
+        linear._forward_impl = _SplitForward(LinearSplit(split, store))
+        linear.register_wgrad_accumulation_and_reduce_hooks = split.hooks.append
+        names.append(split.name)
+    return names
+
+
+def remove_split(chunk: nn.Module) -> None:
+    """Give every linear of `chunk` its own forward back. DDP must be built anew: it knows which gradients came late."""
+    for _, linear in _splittable(chunk):
+        if isinstance(linear.__dict__.get("_forward_impl"), _SplitForward):
+            del linear._forward_impl
+            del linear.register_wgrad_accumulation_and_reduce_hooks
+            del linear.weight.skip_backward_post_hook
+
+
+class _SplitForward:
+    """Stands in for `_forward_impl` of one linear; takes the same keywords."""
+
+    __slots__ = ("_how",)
+
+    def __init__(self, how: LinearSplit) -> None:
+        self._how = how
+
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: torch.distributed.ProcessGroup | None = None,
+        **_: Any,
+    ) -> Tensor:
+        return split_linear(
+            input,
+            weight,
+            bias,
+            self._how,
+            reduce_input_grad=allreduce_dgrad,
+            sequence_parallel=sequence_parallel,
+            group=tp_group,
+        )
+
+
+def _splittable(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in chunk.named_modules():
+        if not isinstance(module, _SPLIT) or getattr(module, KEEP_IN_B, False) or not _is_stock(module):
+            continue
+        if module.weight is not None and module.weight.requires_grad:
+            yield name, module
+
+
+def _is_stock(module: nn.Module) -> bool:
+    """Whether the linear's product is the one we replace, and not a subclass's own."""
+    kind = type(module)
+    base = ColumnParallelLinear if isinstance(module, ColumnParallelLinear) else RowParallelLinear
+    own: Callable[[str], bool] = lambda method: getattr(kind, method) is getattr(base, method)  # noqa: E731
+    return own("forward") and own("_forward_impl")
+
+
+def _shared_weights(chunk: nn.Module) -> Iterator[str]:
+    owners: dict[int, list[str]] = {}
+    for name, module in chunk.named_modules():
+        for key, weight in module._parameters.items():
+            if weight is not None and weight.requires_grad:
+                owners.setdefault(id(weight), []).append(f"{name}.{key}".lstrip("."))
+        if isinstance(module, _SPLIT) and module.weight is None:
+            yield (
+                f"{name} ({type(module).__name__}) borrows its weight from another module of the same chunk (tied embedding "
+                "and head on one stage): its gradient would come half from B and half from W. Use more stages, or "
+                "--untie-embeddings-and-output-weights"
+            )
+    split = {id(module.weight) for _, module in _splittable(chunk)}
+    for key, names in owners.items():
+        if len(names) > 1 and key in split:
+            yield f"{' and '.join(names)} are one weight used twice in a chunk: its gradient would be counted wrongly. Untie them"
+
+
+def _unknown_weights(chunk: nn.Module) -> Iterator[str]:
+    for name, module in chunk.named_modules():
+        if isinstance(module, _STAYS_IN_B) or getattr(module, KEEP_IN_B, False):
+            continue
+        own = [
+            key for key, weight in module._parameters.items() if weight is not None and weight.requires_grad and weight.dim() > 1
+        ]
+        if not own or (isinstance(module, _SPLIT) and _is_stock(module)):
+            continue
+        yield (
+            f"{name}.{own[0]} ({type(module).__module__}.{type(module).__name__}) computes its own weight gradient, which "
+            f"cannot be deferred. Use a megatron-core ColumnParallelLinear or RowParallelLinear (--transformer-impl local), or "
+            f"set {KEEP_IN_B} = True on the module to keep this gradient in B"
+        )

@@ -1,0 +1,114 @@
+"""Building a rank's model chunks for a placement: construct, split, tie, wrap."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.module import Float16Module
+from torch import nn
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.integration.compat import check_megatron_core
+from megatron.zerobubble.integration.embeddings import make_finalize, tie_chunks
+from megatron.zerobubble.integration.layers import split_weight_gradients
+from megatron.zerobubble.integration.zb_schedules import ScheduleChoice
+from megatron.zerobubble.wgrad.gemm import choose_kernel
+from megatron.zerobubble.wgrad.store import WeightGradStore
+
+logger = logging.getLogger(__name__)
+
+ModelProvider = Callable[[bool, bool, int | None], nn.Module]
+"""(pre_process, post_process, vp_stage) -> one model chunk."""
+
+
+@dataclass(frozen=True)
+class ModelChunks:
+    """A rank's part of the model."""
+
+    chunks: list[Any]
+    """One DistributedDataParallel a chunk, in the order of their stages."""
+    store: WeightGradStore | None
+    """Where B leaves weight gradients; None for stock schedules."""
+
+
+def build_chunks(
+    model_provider: ModelProvider, *, config: Any, ddp_config: DistributedDataParallelConfig, choice: ScheduleChoice
+) -> ModelChunks:
+    """Build this rank's chunks and prepare `config` for the schedule.
+
+    Sets `config.finalize_model_grads_func` and `config.no_sync_func`. Every rank must call it.
+
+    Args:
+        model_provider: builds one chunk. Under V it is called twice, and both times on rank 0 with one of pre_process and
+            post_process set.
+        config: TransformerConfig of the model.
+        ddp_config: how gradients are accumulated and reduced. Not changed; the chunks get a copy.
+        choice: the schedule.
+
+    Raises:
+        CompatibilityError: the installed megatron-core is not one we know.
+        SplitError: a weight's gradient cannot be deferred.
+    """
+    check_megatron_core()
+    _check_config(config, choice)
+    models = [_build(model_provider, choice, chunk) for chunk in range(choice.num_chunks)]
+    device = torch.cuda.current_device()
+    models = [model.to(device) for model in models]
+    if config.fp16 or config.bf16:
+        models = [Float16Module(config, model) for model in models]
+    tie_chunks(models)
+    store = None
+    if not choice.is_stock:
+        store = _make_store(config, ddp_config, torch.device(device))
+        for model in models:
+            split_weight_gradients(model, store)
+        ddp_config = dataclasses.replace(ddp_config, delay_wgrad_compute=True)
+    chunks = [
+        DistributedDataParallel(config=config, ddp_config=ddp_config, module=model, disable_bucketing=chunk > 0)
+        for chunk, model in enumerate(models)
+    ]
+    config.finalize_model_grads_func = make_finalize(choice.placement)
+    if ddp_config.overlap_grad_reduce:
+        syncs = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+    return ModelChunks(chunks, store)
+
+
+def _build(model_provider: ModelProvider, choice: ScheduleChoice, chunk: int) -> nn.Module:
+    placement = choice.placement
+    stage = placement.rank_to_stages[parallel_state.get_pipeline_model_parallel_rank()][chunk]
+    vp_stage = chunk if choice.num_chunks > 1 else None
+    model = model_provider(stage == 0, stage == placement.num_stages - 1, vp_stage)
+    for parameter in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return model
+
+
+def _make_store(config: Any, ddp_config: DistributedDataParallelConfig, device: torch.device) -> WeightGradStore:
+    accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
+    kernel = choose_kernel(device, input_dtype=config.params_dtype, accumulator_dtype=accumulator)
+    return WeightGradStore(kernel, rank=parallel_state.get_pipeline_model_parallel_rank())
+
+
+def _check_config(config: Any, choice: ScheduleChoice) -> None:
+    """Refuse by name what the split or the executor cannot honour."""
+    if choice.is_stock:
+        return
+    refused = {
+        "defer_embedding_wgrad_compute": "W already defers the head's weight gradient",
+        "overlap_moe_expert_parallel_comm": "it brings a schedule of its own",
+        "fine_grained_activation_offloading": "it follows megatron-core's own schedules",
+        "cpu_offloading": "it hooks into the backward pass that is split here",
+        "num_microbatches_with_partial_activation_checkpoints": "it counts 1F1B's warmup microbatches",
+        "variable_seq_lengths": "receive buffers have a fixed shape; pad to the sequence length",
+    }
+    for name, why in refused.items():
+        if getattr(config, name, None):
+            raise ConfigError(f"{name} does not go with schedule {choice.name!r}: {why}. Turn it off or use the stock schedule")

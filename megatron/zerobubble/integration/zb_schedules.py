@@ -1,0 +1,242 @@
+"""The door: a schedule with the same call signature as what megatron-core's `get_forward_backward_func()` returns.
+
+    choice -> Plan (planned and validated once per number of microbatches) -> Program (transfers placed) -> Executor
+
+With the choice "stock" the function *is* megatron-core's own, untouched: the baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from torch import nn
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.integration.chunk_work import ChunkWork, Iteration
+from megatron.zerobubble.plan.communication import Program, place_communication
+from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.passes import forward_only as only_forward
+from megatron.zerobubble.plan.registry import build_plan, schedule_info
+from megatron.zerobubble.plan.validate import validate
+from megatron.zerobubble.profiling.recorder import OpRecorder
+from megatron.zerobubble.runtime.executor import Executor
+from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
+from megatron.zerobubble.wgrad.store import WeightGradStore
+
+STOCK = "stock"
+"""Name of the choice that leaves scheduling to megatron-core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleChoice:
+    """Which schedule, on how many ranks."""
+
+    name: str
+    """`stock`, or a name of `megatron.zerobubble.plan.registry`."""
+    num_ranks: int
+    """Pipeline size, p."""
+    num_chunks: int = 1
+    """Stages a rank, v."""
+    max_pending_backward: int | None = None
+    """For `zb`: most microbatches between F and W on a rank."""
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether megatron-core schedules."""
+        return self.name == STOCK
+
+    @property
+    def placement(self) -> Placement:
+        """Stage -> rank."""
+        kind = "loop" if self.is_stock else schedule_info(self.name).placement
+        if kind == "V":
+            return Placement.v(self.num_ranks)
+        return Placement.loop(self.num_ranks, self.num_chunks)
+
+    def plan(self, num_microbatches: int) -> Plan:
+        """The validated plan for this many microbatches. Not for `stock`."""
+        return build_plan(
+            self.name,
+            num_ranks=self.num_ranks,
+            num_microbatches=num_microbatches,
+            num_chunks=self.num_chunks,
+            max_pending_backward=self.max_pending_backward,
+        )
+
+
+class PipelineSchedule:
+    """One rank's schedule for the whole run. Every rank of the world must construct it at the same point.
+
+    Args:
+        choice: which schedule.
+        chunks: this rank's model chunks, wrapped by DDP.
+        store: the store the chunks' linears were split into; None for stock.
+        config: the chunks' TransformerConfig.
+    """
+
+    def __init__(
+        self, choice: ScheduleChoice, chunks: Sequence[nn.Module], *, store: WeightGradStore | None, config: Any
+    ) -> None:
+        self.choice = choice
+        self._chunks = list(chunks)
+        self._store = store
+        self._config = config
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self._rank = parallel_state.get_pipeline_model_parallel_rank()
+        self._device = torch.device(torch.cuda.current_device())
+        self.recorder = OpRecorder(self._device)
+        """Holds the ops of the last recorded iteration."""
+        self.record_next = False
+        """Set to record the next training iteration; cleared by it."""
+        self.observe: Callable[[ChunkWork, Any], None] | None = None
+        """Called after every op with the work in progress and the op, if given. For tests and tools."""
+        self._links: ProcessGroupLinks | None = None
+        if not choice.is_stock:
+            if store is None:
+                raise ConfigError(f"schedule {choice.name!r} needs the weight-gradient store its chunks were split into")
+            pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+            self._links = ProcessGroupLinks(choice.placement, pipeline=pipeline, rank=self._rank, device=self._device)
+
+    @property
+    def forward_backward_func(self) -> Callable[..., list[Any]]:
+        """What a training loop calls; the keywords are megatron-core's."""
+        if self.choice.is_stock:
+            function: Callable[..., list[Any]] = schedules.get_forward_backward_func()
+            return function
+        return self._forward_backward
+
+    def program(self, num_microbatches: int, *, forward_only: bool = False) -> Program:
+        """The plan that runs for this many microbatches, with its transfers. Planned on first use."""
+        key = num_microbatches, forward_only
+        if key not in self._programs:
+            plan = self.choice.plan(num_microbatches)
+            if forward_only:
+                plan = only_forward(plan)
+                validate(plan, forward_only=True)
+            self._programs[key] = place_communication(plan)
+        return self._programs[key]
+
+    def close(self) -> None:
+        """Give back the process groups. Every rank of the world must call it."""
+        if self._links is not None:
+            self._links.close()
+
+    def _forward_backward(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        self._refuse(
+            adjust_tensor_shapes_fn=adjust_tensor_shapes_fn, p2p_communicator=p2p_communicator, pg_collection=pg_collection
+        )
+        self._check_model(model)
+        timers = self._config.timers
+        if timers is not None:
+            timers("forward-backward", log_level=1).start(barrier=self._config.barrier_with_L1_time)
+        iteration = Iteration(
+            forward_step_func=forward_step_func,
+            data_iterators=self._iterators(data_iterator),
+            num_microbatches=num_microbatches,
+            tensor_shape=self._tensor_shape(seq_length, micro_batch_size, decoder_seq_length),
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        )
+        work = self._run(iteration)
+        if self._config.finalize_model_grads_func is not None and not forward_only:
+            num_tokens = work.num_tokens if self._config.calculate_per_token_loss else None
+            self._config.finalize_model_grads_func(self._chunks, num_tokens, force_all_reduce=force_all_reduce)
+        if timers is not None:
+            timers("forward-backward").stop()
+        return work.losses
+
+    def _run(self, iteration: Iteration) -> ChunkWork:
+        assert self._store is not None
+        assert self._links is not None
+        program = self.program(iteration.num_microbatches, forward_only=iteration.forward_only)
+        work = ChunkWork(self._chunks, self.choice.placement, self._store, self._config, iteration, self._device)
+        recorder: Any = None
+        if self.record_next and not iteration.forward_only:
+            recorder, self.record_next = self.recorder, False
+            recorder.clear()
+        elif self.observe is not None:
+            recorder = _Observer(work, self.observe)
+        executor = Executor(program, self._rank, self._links, work, recorder)
+        try:
+            executor.run()
+        except BaseException:
+            self._store.clear()
+            raise
+        work.finish()
+        return work
+
+    def _refuse(self, **unsupported: Any) -> None:
+        for name, value in unsupported.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name} is not supported by schedule {self.choice.name!r}; leave it out or use --zero-bubble-schedule stock"
+                )
+
+    def _check_model(self, model: Any) -> None:
+        given = model if isinstance(model, list) else [model]
+        if len(given) != len(self._chunks) or any(a is not b for a, b in zip(given, self._chunks, strict=True)):
+            raise ConfigError("the model given to the schedule is not the list of chunks that the schedule was built for")
+
+    def _iterators(self, data_iterator: Any) -> Sequence[Any]:
+        if isinstance(data_iterator, list):
+            if len(data_iterator) != len(self._chunks):
+                raise ConfigError(f"{len(data_iterator)} data iterators were given for {len(self._chunks)} model chunks")
+            return data_iterator
+        if len(self._chunks) > 1:
+            raise ConfigError(
+                f"schedule {self.choice.name!r} has {len(self._chunks)} model chunks a rank: give data_iterator as a list, one "
+                "iterator for each chunk over the same samples (two chunks drawing from one iterator would see different data)"
+            )
+        return [data_iterator]
+
+    def _tensor_shape(self, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None) -> tuple[int, ...]:
+        if getattr(self._config, "variable_seq_lengths", False):
+            raise ConfigError(f"variable_seq_lengths is not supported by schedule {self.choice.name!r}; pad to --seq-length")
+        (shape,) = schedules.get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=self._config,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            cp_group=parallel_state.get_context_parallel_group(),
+        )
+        return tuple(shape)
+
+
+class _Observer:
+    """A recorder that shows the work in progress after every op."""
+
+    def __init__(self, work: ChunkWork, show: Callable[[ChunkWork, Any], None]) -> None:
+        self._work, self._show = work, show
+
+    def start(self, op: Any) -> None:
+        """Nothing to see yet."""
+
+    def end(self, op: Any) -> None:
+        """Show."""
+        self._show(self._work, op)
