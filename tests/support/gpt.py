@@ -1,0 +1,316 @@
+"""A small real GPT and its training steps, unpipelined and through a schedule, for comparisons on gloo ranks.
+
+Everything here runs inside the ranks of a `RankPool`. Both sides use megatron-core's GPTModel, DDP, optimizer and gradient
+finalisation; the only difference is the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+from megatron.zerobubble.integration.host import HostDevice
+from megatron.zerobubble.integration.layout import StageLayout, embedding_ranks, even_layers
+from megatron.zerobubble.integration.model import ModelChunks, build_chunks
+from megatron.zerobubble.integration.zb_schedules import PipelineSchedule, ScheduleChoice
+
+SEQUENCE = 12
+MICRO_BATCH = 2
+VOCABULARY = 48
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison."""
+
+    schedule: str
+    num_ranks: int
+    num_microbatches: int
+    num_chunks: int = 1
+    tensor_parallel: int = 1
+    num_layers: int = 8
+    max_pending_backward: int | None = None
+    distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    tied: bool = False
+    llama: bool = False
+    dropout: float = 0.0
+    per_token_loss: bool = False
+    different_data: bool = False
+    dtype: torch.dtype = torch.float32
+    num_steps: int = 3
+    clip_grad: float = 1.0
+
+    def __str__(self) -> str:
+        extras = [
+            name
+            for name in ("distributed_optimizer", "overlap_grad_reduce", "tied", "llama", "per_token_loss", "different_data")
+            if getattr(self, name)
+        ]
+        if self.tensor_parallel > 1:
+            extras.append(f"tp{self.tensor_parallel}")
+        if self.dtype is not torch.float32:
+            extras.append(str(self.dtype).removeprefix("torch."))
+        return "-".join([self.schedule, f"p{self.num_ranks}", f"m{self.num_microbatches}", *extras])
+
+    @property
+    def choice(self) -> ScheduleChoice:
+        """The schedule under test."""
+        return ScheduleChoice(
+            name=self.schedule,
+            num_ranks=self.num_ranks,
+            num_chunks=self.num_chunks,
+            max_pending_backward=self.max_pending_backward,
+        )
+
+    @property
+    def unpipelined(self) -> Case:
+        """The same training without a pipeline."""
+        return replace(self, schedule="stock", num_ranks=1, num_chunks=1)
+
+
+@dataclass
+class Outcome:
+    """What a training run of one rank left behind. Parameters by their name in the unpipelined model."""
+
+    losses: list[list[float]]
+    """Per step the loss of each microbatch; empty lists where the last stage is not."""
+    gradients: Tensors
+    """``main_grad`` after the first step's forward and backward."""
+    weights: Tensors
+    """After the last step."""
+    grad_norms: list[float]
+
+
+class Trainer:
+    """A rank's model, optimizer and schedule for one case. Creates and destroys megatron-core's parallel state."""
+
+    def __init__(self, case: Case, initial: Tensors | None = None, *, seed: int = 1234) -> None:
+        self.case = case
+        self.host = HostDevice()
+        choice = case.choice
+        virtual = case.num_chunks if case.num_chunks > 1 else None
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            case.tensor_parallel, case.num_ranks, virtual, **embedding_ranks(choice.placement)
+        )
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
+        self.config = self._config()
+        with self.host.on_host():
+            self.built: ModelChunks = build_chunks(
+                self._provide, config=self.config, ddp_config=self._ddp_config(), choice=choice
+            )
+            if initial is not None:
+                self._load(initial)
+            self.optimizer = get_megatron_optimizer(self._optimizer_config(), self.built.chunks)
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.schedule = PipelineSchedule(choice, self.built.chunks, store=self.built.store, config=self.config)
+
+    def close(self) -> None:
+        """Give back process groups."""
+        self.schedule.close()
+        parallel_state.destroy_model_parallel()
+
+    # -- construction -----------------------------------------------------------------------------------------------------
+
+    def _config(self) -> TransformerConfig:
+        case = self.case
+        shape: dict[str, Any] = {}
+        if case.llama:
+            shape = {
+                "num_query_groups": 2,
+                "gated_linear_unit": True,
+                "activation_func": torch.nn.functional.silu,
+                "normalization": "RMSNorm",
+                "add_bias_linear": False,
+                "ffn_hidden_size": 48,
+            }
+        layout = None
+        if case.choice.placement.name == "V":
+            layout = StageLayout(even_layers(case.num_layers, case.choice.placement), case.choice.placement)
+        return TransformerConfig(
+            num_layers=case.num_layers,
+            hidden_size=32,
+            num_attention_heads=4,
+            tensor_model_parallel_size=case.tensor_parallel,
+            pipeline_model_parallel_size=case.num_ranks,
+            virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
+            pipeline_model_parallel_layout=layout,
+            pipeline_dtype=case.dtype,
+            params_dtype=case.dtype,
+            bf16=case.dtype is torch.bfloat16,
+            fp16=case.dtype is torch.float16,
+            hidden_dropout=case.dropout,
+            attention_dropout=case.dropout,
+            calculate_per_token_loss=case.per_token_loss,
+            use_cpu_initialization=True,
+            gradient_accumulation_fusion=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+            persist_layer_norm=False,
+            deallocate_pipeline_outputs=True,
+            **shape,
+        )
+
+    def _ddp_config(self) -> DistributedDataParallelConfig:
+        return DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=self.case.overlap_grad_reduce,
+            use_distributed_optimizer=self.case.distributed_optimizer,
+            bucket_size=2000 if self.case.overlap_grad_reduce else None,
+        )
+
+    def _optimizer_config(self) -> OptimizerConfig:
+        return OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            min_lr=1e-2,
+            weight_decay=0.01,
+            clip_grad=self.case.clip_grad,
+            bf16=self.case.dtype is torch.bfloat16,
+            fp16=self.case.dtype is torch.float16,
+            params_dtype=self.case.dtype,
+            use_distributed_optimizer=self.case.distributed_optimizer,
+        )
+
+    def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+        case = self.case
+        return GPTModel(
+            config=self.config,
+            transformer_layer_spec=get_gpt_layer_local_spec(normalization=self.config.normalization),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=case.tied,
+            position_embedding_type="rope" if case.llama else "learned_absolute",
+            vp_stage=vp_stage,
+        )
+
+    def _load(self, initial: Tensors) -> None:
+        with torch.no_grad():
+            for name, parameter in self.parameters():
+                parameter.copy_(initial[name])
+
+    # -- names ------------------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Every parameter with its name in the unpipelined model (layers by global index)."""
+        for chunk in self.built.chunks:
+            model = chunk.module.module if hasattr(chunk.module, "module") else chunk.module
+            for name, parameter in model.named_parameters():
+                words = name.split(".")
+                if words[:2] == ["decoder", "layers"]:
+                    words[2] = str(model.decoder.layers[int(words[2])].layer_number - 1)
+                elif words[0] == "output_layer" and self.case.tied:
+                    words = ["embedding", "word_embeddings", "weight"]
+                yield ".".join(words), parameter
+
+    def snapshot(self) -> Tensors:
+        """The weights."""
+        return {name: parameter.detach().clone() for name, parameter in self.parameters()}
+
+    # -- training ---------------------------------------------------------------------------------------------------------
+
+    def train(self) -> Outcome:
+        """Run the case's steps."""
+        losses, norms = [], []
+        gradients: Tensors = {}
+        for step in range(self.case.num_steps):
+            for chunk in self.built.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            losses.append(self.forward_backward(step))
+            if step == 0:
+                gradients = {name: parameter.main_grad.detach().clone() for name, parameter in self.parameters()}
+            with self.host.on_host():
+                _, norm, _ = self.optimizer.step()
+            norms.append(float(norm or 0.0))
+        return Outcome(losses, gradients, self.snapshot(), norms)
+
+    def forward_backward(self, step: int, *, forward_only: bool = False) -> list[float]:
+        """One call of the schedule; the losses of its microbatches, where the last stage is."""
+        chunks = self.built.chunks
+        iterators = [self.batches(step) for _ in chunks]
+        results = self.schedule.forward_backward_func(
+            forward_step_func=self.forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=self.case.num_microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=forward_only,
+        )
+        return [float(result["lm loss"]) for result in results]
+
+    def batches(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(tokens, labels) of each microbatch, the same on every rank unless `different_data`."""
+        copy = parallel_state.get_data_parallel_rank() % 2 if self.case.different_data else 0
+        for microbatch in range(self.case.num_microbatches):
+            generator = torch.Generator().manual_seed(100_000 * copy + 1000 * step + microbatch)
+            text = torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE + 1), generator=generator)
+            yield text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        """megatron-core's contract: the output and a loss function."""
+        tokens, labels = next(iterator)
+        positions = torch.arange(SEQUENCE).expand(MICRO_BATCH, SEQUENCE)
+        output = model(tokens, positions, None, labels=labels)
+
+        def loss_func(per_token: torch.Tensor) -> tuple[Any, ...]:
+            total = per_token.float().sum()
+            mean = total.detach() / per_token.numel()
+            if self.case.per_token_loss:
+                return total, torch.tensor(per_token.numel(), dtype=torch.int), {"lm loss": mean}
+            return total / per_token.numel(), {"lm loss": mean}
+
+        return output, loss_func
+
+
+def compare(rank: int, case: Case) -> dict[str, Any]:
+    """Train unpipelined and through the schedule; on every rank, the largest difference of everything it holds.
+
+    Returns ``{"loss": ..., "gradient": (difference, name), "weight": ..., "norm": ...}``, relative to the largest entry of the
+    tensor; exactly 0 when the bits are the same.
+    """
+    reference = Trainer(case.unpipelined)
+    initial = reference.snapshot()
+    expected = reference.train()
+    reference.close()
+    trainer = Trainer(case, initial)
+    actual = trainer.train()
+    trainer.close()
+    dist.barrier()
+    return {
+        "loss": max((abs(a - b) for x, y in zip(actual.losses, expected.losses, strict=True) for a, b in zip(x, y, strict=False)), default=0.0),
+        "num_losses": [len(x) for x in actual.losses],
+        "gradient": _largest(actual.gradients, expected.gradients),
+        "weight": _largest(actual.weights, expected.weights),
+        "norm": max(abs(a - b) / b for a, b in zip(actual.grad_norms, expected.grad_norms, strict=True)),
+        "names": sorted(actual.weights),
+    }
+
+
+def _largest(actual: Tensors, expected: Tensors) -> tuple[float, str]:
+    worst = (0.0, "")
+    for name, tensor in actual.items():
+        if not torch.equal(tensor, expected[name]):
+            scale = float(expected[name].abs().max()) or 1.0
+            worst = max(worst, (float((tensor - expected[name]).abs().max()) / scale, name))
+    return worst

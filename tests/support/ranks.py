@@ -1,0 +1,104 @@
+"""A pool of gloo ranks that tests reuse: importing torch and megatron-core four times costs more than most tests.
+
+`RankPool.run(function, *args)` calls `function(rank, *args)` on every rank and returns the results in rank order. The function
+must be importable. If any rank raises, the pool is torn down (the others may be waiting for it) and the first rank's traceback
+is raised here; the next call starts fresh ranks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+START_TIMEOUT_S = 120
+RUN_TIMEOUT_S = 180
+
+
+class RankPool:
+    """`size` processes with a gloo world, started at the first `run`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `function(rank, *args)` on every rank."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results: dict[int, Any] = {}
+        while len(results) < self.size:
+            ready = wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in results], RUN_TIMEOUT_S)
+            if not ready:
+                self.stop()
+                raise TimeoutError(f"ranks {sorted(set(range(self.size)) - set(results))} did not answer in {RUN_TIMEOUT_S} s")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    ok, value = False, "the process died"
+                if not ok:
+                    self.stop()
+                    raise AssertionError(f"rank {rank} failed:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.size)]
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, self.size, port), daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+        for pipe in self._pipes:
+            if not pipe.poll(START_TIMEOUT_S):
+                self.stop()
+                raise TimeoutError("the ranks did not start")
+            pipe.recv()
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    import torch
+    import torch.distributed as dist
+
+    from megatron.zerobubble.integration.host import HostDevice
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module=r"megatron\.core\.")  # Apex and Transformer Engine are missing, five times a rank
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    HostDevice().install()
+    pipe.send("ready")
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(rank, *args)))
+        except BaseException:  # noqa: BLE001  - whatever it is, the parent shows it
+            pipe.send((False, traceback.format_exc()))
