@@ -96,7 +96,7 @@ class Executor:
             result = self._work.backward(op, tensor, step.last_of_kind)
         if self._recorder is not None:
             self._recorder.end(op)
-        if result is not None:
+        if op.kind is not OpKind.W:
             self._give(step, result)
 
     def _take(self, step: Step) -> Tensor | None:
@@ -109,11 +109,17 @@ class Executor:
         payload = Payload.ACTIVATION if step.op.kind is OpKind.F else Payload.GRADIENT
         return self._local.pop((payload, step.op.stage, step.op.microbatch), None)
 
-    def _give(self, step: Step, result: Tensor) -> None:
-        if step.send is not None:
-            self._sending[step.send] = self._links.send(step.send, result)
-            return
+    def _give(self, step: Step, result: Tensor | None) -> None:
         op = step.op
         payload, stage = (Payload.ACTIVATION, op.stage + 1) if op.kind is OpKind.F else (Payload.GRADIENT, op.stage - 1)
-        if 0 <= stage < len(self._stage_to_rank):
+        if not 0 <= stage < len(self._stage_to_rank):
+            return
+        if result is None:
+            raise ExecutionError(
+                f"rank {self._rank}: {op} returned no tensor, and rank {self._stage_to_rank[stage]} would wait for ever for the "
+                f"{payload.value} for stage {stage}, microbatch {op.microbatch}. Does the stage's output depend on its input?"
+            )
+        if step.send is not None:
+            self._sending[step.send] = self._links.send(step.send, result)
+        else:
             self._local[payload, stage, op.microbatch] = result

@@ -89,7 +89,11 @@ def _apex_accumulate(accumulator_dtype: torch.dtype) -> Accumulate | None:
         import fused_weight_gradient_mlp_cuda as apex  # optional: without it ADDMM does the same work
     except ImportError:
         return None
-    fused = apex.wgrad_gemm_accum_fp32 if accumulator_dtype == torch.float32 else apex.wgrad_gemm_accum_fp16
+    name = "wgrad_gemm_accum_fp32" if accumulator_dtype == torch.float32 else "wgrad_gemm_accum_fp16"
+    fused = getattr(apex, name, None)
+    if fused is None:
+        logger.warning("the installed %s has no %s and is not used", KernelKind.APEX.value, name)
+        return None
 
     def accumulate(accumulator: Tensor, grad_output: Tensor, input_: Tensor) -> None:
         fused(input_, grad_output, accumulator)
@@ -105,6 +109,6 @@ def _try_out(kernel: WgradKernel, device: torch.device, input_dtype: torch.dtype
     try:
         kernel.accumulate(accumulator, grad_output, input_)
         torch.cuda.synchronize(device)
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
+    except (RuntimeError, TypeError, AttributeError) as error:  # AttributeError: a torch older than addmm's out_dtype
+        return str(error).partition("\n")[0] or type(error).__name__
     return None if bool((accumulator == 17.0).all()) else "wrong result"

@@ -20,6 +20,10 @@ from torch import Tensor
 
 from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
 
+# torch 2.13 renamed the two collectives and warns at every call of the old names, which older releases alone have.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True, slots=True)
 class LinearSplit:
@@ -109,7 +113,7 @@ class _SplitLinear(torch.autograd.Function):
 
 def _gather_first_dim(x: Tensor, group: dist.ProcessGroup | None, *, wait: bool = True) -> tuple[Tensor, Any]:
     full = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
-    work = dist.all_gather_into_tensor(full, x.contiguous(), group=group, async_op=True)
+    work = _all_gather(full, x.contiguous(), group=group, async_op=True)
     if wait and work is not None:
         work.wait()
     return full, work
@@ -117,4 +121,4 @@ def _gather_first_dim(x: Tensor, group: dist.ProcessGroup | None, *, wait: bool 
 
 def _reduce_scatter_first_dim(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Any]:
     shard = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
-    return shard, dist.reduce_scatter_tensor(shard, x.contiguous(), group=group, async_op=True)
+    return shard, _reduce_scatter(shard, x.contiguous(), group=group, async_op=True)

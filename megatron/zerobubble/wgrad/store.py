@@ -48,16 +48,20 @@ class SplitWeight:
         """Tell DDP that this weight's gradient of one microbatch is in ``main_grad``.
 
         Its hook, written for autograd, wants to see a ``.grad`` and a flag that says it has been added already. The weight's
-        own data stands in for that gradient: the right shape, and no allocation.
+        own data stands in for that gradient: the right shape, and no allocation. Where there is no ``main_grad`` the gradient
+        is in ``.grad`` itself, and stays.
         """
         if not self.hooks:
             return
         parameter = self.weight
-        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        parameter.grad = parameter.data
+        stands_in = getattr(parameter, "main_grad", None) is not None
+        if stands_in:
+            parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            parameter.grad = parameter.data
         for hook in self.hooks:
             hook()
-        parameter.grad = None
+        if stands_in:
+            parameter.grad = None
 
 
 class _Entry(NamedTuple):
