@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.transformer.module import Float16Module
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.integration.compat import check_megatron_core
 from megatron.zerobubble.integration.embeddings import make_finalize, tie_chunks
+from megatron.zerobubble.integration.float16 import StageFloat16Module
 from megatron.zerobubble.integration.layers import split_weight_gradients
 from megatron.zerobubble.integration.zb_schedules import ScheduleChoice
 from megatron.zerobubble.wgrad.gemm import choose_kernel
@@ -62,7 +62,7 @@ def build_chunks(
     device = torch.cuda.current_device()
     models = [model.to(device) for model in models]
     if config.fp16 or config.bf16:
-        models = [Float16Module(config, model) for model in models]
+        models = [StageFloat16Module(config, model) for model in models]
     tie_chunks(models)
     store = None
     if not choice.is_stock:
@@ -107,6 +107,7 @@ def _check_config(config: Any, choice: ScheduleChoice) -> None:
         "fine_grained_activation_offloading": "it follows megatron-core's own schedules",
         "cpu_offloading": "it hooks into the backward pass that is split here",
         "num_microbatches_with_partial_activation_checkpoints": "it counts 1F1B's warmup microbatches",
+        "mtp_num_layers": "multi-token prediction calls the head several times and expects it on the last rank",
         "variable_seq_lengths": "receive buffers have a fixed shape; pad to the sequence length",
     }
     for name, why in refused.items():

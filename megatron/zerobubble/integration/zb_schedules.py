@@ -23,11 +23,16 @@ from megatron.zerobubble.plan.communication import Program, place_communication
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.passes import forward_only as only_forward
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
+from megatron.zerobubble.plan.simulate import TimedOp
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.profiling.recorder import OpRecorder
+from megatron.zerobubble.profiling.report import report
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from megatron.zerobubble.wgrad.store import WeightGradStore
+
+RECORD_EVERY = 20
+"""Training iterations from one recorded to the next. Recording costs two clock readings an op."""
 
 STOCK = "stock"
 """Name of the choice that leaves scheduling to megatron-core."""
@@ -92,8 +97,8 @@ class PipelineSchedule:
         self._device = torch.device(torch.cuda.current_device())
         self.recorder = OpRecorder(self._device)
         """Holds the ops of the last recorded iteration."""
-        self.record_next = False
-        """Set to record the next training iteration; cleared by it."""
+        self._recorded: Plan | None = None
+        self._iterations = 0
         self.observe: Callable[[ChunkWork, Any], None] | None = None
         """Called after every op with the work in progress and the op, if given. For tests and tools."""
         self._links: ProcessGroupLinks | None = None
@@ -121,6 +126,31 @@ class PipelineSchedule:
                 validate(plan, forward_only=True)
             self._programs[key] = place_communication(plan)
         return self._programs[key]
+
+    def timeline(self) -> tuple[Plan, list[list[TimedOp]]] | None:
+        """The last recorded iteration of this pipeline: its plan, and per rank what ran when. Every rank must call it.
+
+        Times are comparable between ranks of one host. None where nothing was recorded (stock schedules, or no second
+        iteration).
+        """
+        if self._recorded is None:
+            return None
+        rows: list[list[TimedOp]] = [[] for _ in range(self.choice.num_ranks)]
+        dist.all_gather_object(rows, self.recorder.timed_ops(), group=parallel_state.get_pipeline_model_parallel_group())
+        begin = min(row[0].start_ms for row in rows)
+        return self._recorded, [[TimedOp(op, start - begin, end - begin) for op, start, end in row] for row in rows]
+
+    def summary(self) -> str | None:
+        """A sentence about the bubble, for the end of a run. Every rank must call it; None without a pipeline."""
+        recorded = self.timeline()
+        if recorded is not None:
+            return report(*recorded).sentence()
+        if not self.choice.is_stock or self.choice.num_ranks == 1:
+            return None
+        return (
+            "bubble: not measured under megatron-core's own schedules; for equal passes 1F1B idles "
+            "(p-1)/(m+p-1) of the time, divided by about v where v stages share a rank"
+        )
 
     def close(self) -> None:
         """Give back the process groups. Every rank of the world must call it."""
@@ -176,11 +206,13 @@ class PipelineSchedule:
         program = self.program(iteration.num_microbatches, forward_only=iteration.forward_only)
         work = ChunkWork(self._chunks, self.choice.placement, self._store, self._config, iteration, self._device)
         recorder: Any = None
-        if self.record_next and not iteration.forward_only:
-            recorder, self.record_next = self.recorder, False
-            recorder.clear()
-        elif self.observe is not None:
+        if self.observe is not None:
             recorder = _Observer(work, self.observe)
+        elif not iteration.forward_only:
+            if self._iterations % RECORD_EVERY == 1:  # not the first one: it pays for every allocation
+                recorder, self._recorded = self.recorder, program.plan
+                recorder.clear()
+            self._iterations += 1
         executor = Executor(program, self._rank, self._links, work, recorder)
         try:
             executor.run()

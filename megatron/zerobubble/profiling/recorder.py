@@ -2,8 +2,8 @@
 
 On the CPU an op runs on the calling thread, so two clock readings per op say everything. On CUDA an op is only issued by the
 host: a pair of events per op is recorded on the current stream and read after the iteration, which does not stall the device.
-Times are milliseconds since the iteration's first op on the same rank, or, between ranks of one host, since a common origin
-(`origin_ms` of the host's monotonic clock).
+Times are milliseconds on the host's monotonic clock, which the ranks of one host share; on CUDA the device's times are placed on
+it by the moment of `clear`, which must therefore come first.
 """
 
 from __future__ import annotations
