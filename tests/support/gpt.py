@@ -6,6 +6,7 @@ finalisation; the only difference is the schedule.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,7 +53,9 @@ class Case:
     different_data: bool = False
     dtype: torch.dtype = torch.float32
     num_steps: int = 3
-    clip_grad: float = 1.0
+    clip_grad: float = 0.0
+    optimizer: str = "adam"
+    adam_eps: float = 1e-8
 
     def __str__(self) -> str:
         extras = [
@@ -62,6 +65,8 @@ class Case:
         ]
         if self.tensor_parallel > 1:
             extras.append(f"tp{self.tensor_parallel}")
+        if self.clip_grad:
+            extras.append("clip")
         if self.dtype is not torch.float32:
             extras.append(str(self.dtype).removeprefix("torch."))
         return "-".join([self.schedule, f"p{self.num_ranks}", f"m{self.num_microbatches}", *extras])
@@ -122,9 +127,12 @@ class Trainer:
         self.schedule = PipelineSchedule(choice, self.built.chunks, store=self.built.store, config=self.config)
 
     def close(self) -> None:
-        """Give back process groups."""
-        self.schedule.close()
+        """Give back every process group: gloo keeps threads for each, and megatron-core only forgets its own."""
         parallel_state.destroy_model_parallel()
+        world = dist.distributed_c10d._world
+        for group in list(world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
     # -- construction -----------------------------------------------------------------------------------------------------
 
@@ -165,6 +173,9 @@ class Trainer:
             masked_softmax_fusion=False,
             persist_layer_norm=False,
             deallocate_pipeline_outputs=True,
+            # Without overlap megatron-core's interleaved schedule mixes up the two directions between two ranks.
+            overlap_p2p_comm=case.schedule == "stock" and case.num_chunks > 1,
+            batch_p2p_comm=not (case.schedule == "stock" and case.num_chunks > 1),
             **shape,
         )
 
@@ -178,13 +189,15 @@ class Trainer:
 
     def _optimizer_config(self) -> OptimizerConfig:
         return OptimizerConfig(
-            optimizer="adam",
+            optimizer=self.case.optimizer,
             lr=1e-2,
             min_lr=1e-2,
+            adam_eps=self.case.adam_eps,
             weight_decay=0.01,
             clip_grad=self.case.clip_grad,
             bf16=self.case.dtype is torch.bfloat16,
             fp16=self.case.dtype is torch.float16,
+            initial_loss_scale=1024.0,
             params_dtype=self.case.dtype,
             use_distributed_optimizer=self.case.distributed_optimizer,
         )
@@ -283,28 +296,54 @@ class Trainer:
         return output, loss_func
 
 
-def compare(rank: int, case: Case) -> dict[str, Any]:
-    """Train unpipelined and through the schedule; on every rank, the largest difference of everything it holds.
-
-    Returns ``{"loss": ..., "gradient": (difference, name), "weight": ..., "norm": ...}``, relative to the largest entry of the
-    tensor; exactly 0 when the bits are the same.
-    """
-    reference = Trainer(case.unpipelined)
+@functools.lru_cache(maxsize=4)
+def unpipelined(case: Case) -> tuple[Tensors, Outcome]:
+    """Initial weights and outcome of `case`, which has no pipeline. Kept: many schedules are compared with one reference."""
+    reference = Trainer(case)
     initial = reference.snapshot()
-    expected = reference.train()
+    outcome = reference.train()
     reference.close()
+    return initial, outcome
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a rank's part of a pipelined run is from the unpipelined one. Exactly 0 where the bits are the same."""
+
+    losses: float
+    num_losses: int
+    """Losses this rank reported in the first step; 0 where the last stage is not."""
+    gradients: float
+    """Largest difference of a gradient of the first step, relative to the tensor's largest entry."""
+    gradient_name: str
+    weights: float
+    """The same for the weights after the last step."""
+    weight_name: str
+    grad_norms: float
+    names: tuple[str, ...]
+    """Parameters this rank holds, by their unpipelined names."""
+
+
+def compare(rank: int, case: Case) -> Difference:
+    """Train unpipelined and through the schedule on this rank."""
+    initial, expected = unpipelined(case.unpipelined)
     trainer = Trainer(case, initial)
     actual = trainer.train()
     trainer.close()
-    dist.barrier()
-    return {
-        "loss": max((abs(a - b) for x, y in zip(actual.losses, expected.losses, strict=True) for a, b in zip(x, y, strict=False)), default=0.0),
-        "num_losses": [len(x) for x in actual.losses],
-        "gradient": _largest(actual.gradients, expected.gradients),
-        "weight": _largest(actual.weights, expected.weights),
-        "norm": max(abs(a - b) / b for a, b in zip(actual.grad_norms, expected.grad_norms, strict=True)),
-        "names": sorted(actual.weights),
-    }
+    gradients, gradient_name = _largest(actual.gradients, expected.gradients)
+    weights, weight_name = _largest(actual.weights, expected.weights)
+    pairs = [(a, b) for x, y in zip(actual.losses, expected.losses, strict=True) for a, b in zip(x, y, strict=False)]
+    norms = zip(actual.grad_norms, expected.grad_norms, strict=True)
+    return Difference(
+        losses=max((abs(a - b) for a, b in pairs), default=0.0),
+        num_losses=len(actual.losses[0]),
+        gradients=gradients,
+        gradient_name=gradient_name,
+        weights=weights,
+        weight_name=weight_name,
+        grad_norms=max(abs(a - b) / (b or 1.0) for a, b in norms),
+        names=tuple(actual.weights),
+    )
 
 
 def _largest(actual: Tensors, expected: Tensors) -> tuple[float, str]:

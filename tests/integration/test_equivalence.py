@@ -1,0 +1,109 @@
+"""Every schedule against the unpipelined model: same loss, same gradients, same weights after three optimizer steps.
+
+fp32, and bit for bit (`torch.equal`): each weight's gradient is accumulated over the microbatches in the same ascending order on
+both sides, by the same operations. Where a sum is taken in another order the tolerance is 1e-6 and the test says which sum.
+Weights are compared without clipping, because the gradient norm is a sum over all parameters and its order depends on where they
+are; clipping has its own test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.gpt import Case, Difference, compare
+from tests.support.ranks import RankPool
+
+SCHEDULES = [("stock", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-h2", 1), ("zbv", 2)]
+
+
+def _grid() -> list[Case]:
+    cases = []
+    for num_ranks in (2, 4):
+        for num_microbatches in sorted({1, 2, num_ranks, 3 * num_ranks}):
+            for schedule, num_chunks in SCHEDULES:
+                cases.append(Case(schedule, num_ranks, num_microbatches, num_chunks=num_chunks))
+        cases.append(Case("stock", num_ranks, 2 * num_ranks, num_chunks=2))
+        cases.append(Case("interleaved-1f1b", num_ranks, num_ranks + 1, num_chunks=2))
+        cases.append(Case("zb", num_ranks, 6, max_pending_backward=num_ranks + 1))
+    return sorted(cases, key=lambda case: case.num_microbatches)  # neighbours share their reference
+
+
+@pytest.mark.parametrize("case", _grid(), ids=str)
+def test_same_bits_as_the_unpipelined_model(four_ranks: RankPool, case: Case) -> None:
+    _assert_equal(four_ranks.run(compare, case), case)
+
+
+ZBV = Case("zbv", 2, 4, num_chunks=2)
+ZB_H2 = Case("zb-h2", 2, 4)
+
+FEATURES = [
+    {"tensor_parallel": 2},
+    {"llama": True},
+    {"llama": True, "tensor_parallel": 2},
+    {"per_token_loss": True},
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.float16},
+]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(f"{k}={v}" for k, v in features.items()))
+@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
+def test_same_bits_with(four_ranks: RankPool, base: Case, features: dict[str, object]) -> None:
+    case = replace(base, **features)  # type: ignore[arg-type]
+    _assert_equal(four_ranks.run(compare, case), case)
+
+
+@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+@pytest.mark.parametrize("distributed_optimizer", [False, True], ids=["ddp", "zero1"])
+def test_data_parallel_2(four_ranks: RankPool, base: Case, overlap: bool, distributed_optimizer: bool) -> None:
+    """Two copies of the pipeline with different data. The reference runs on four data-parallel ranks, so that the mean over the
+    copies is summed in another order: 1e-6. With the distributed optimizer a rank's gradient buffer holds garbage outside of its
+    own shard, so the weights are what is compared. Adam gets a large epsilon (megatron-core's distributed optimizer takes no
+    SGD): with the usual one it would blow a last-bit difference of a tiny gradient up to a whole step."""
+    case = replace(
+        base, different_data=True, overlap_grad_reduce=overlap, distributed_optimizer=distributed_optimizer, adam_eps=1.0
+    )
+    for rank, difference in enumerate(four_ranks.run(compare, case)):
+        assert difference.losses < 1e-5, (rank, difference)
+        assert difference.weights < 1e-6, (rank, difference)
+        if not distributed_optimizer:
+            assert difference.gradients < 1e-6, (rank, difference)
+
+
+@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
+@pytest.mark.parametrize("distributed_optimizer", [False, True], ids=["adam", "zero1"])
+def test_tied_embeddings(four_ranks: RankPool, base: Case, distributed_optimizer: bool) -> None:
+    """The embedding's gradient is the sum of two tensors here, and one running sum over microbatches in the reference: 1e-6."""
+    case = replace(base, tied=True, adam_eps=1.0, distributed_optimizer=distributed_optimizer)
+    differences = four_ranks.run(compare, case)
+    for rank, difference in enumerate(differences):
+        assert difference.weights < 1e-6, (rank, difference)
+        if not distributed_optimizer:
+            assert difference.gradients < 1e-6, (rank, difference)
+            assert difference.gradient_name in ("", "embedding.word_embeddings.weight"), "only the tied weight may differ"
+
+
+@pytest.mark.parametrize("base", [ZBV, ZB_H2, Case("zbv", 4, 8, num_chunks=2)], ids=str)
+def test_clipping(four_ranks: RankPool, base: Case) -> None:
+    """The norm is summed over the ranks' parameters in another order than over the whole model's: 1e-6."""
+    case = replace(base, clip_grad=0.1, optimizer="sgd")
+    for rank, difference in enumerate(four_ranks.run(compare, case)):
+        assert difference.gradients == 0.0, (rank, difference)
+        assert difference.grad_norms < 1e-6, (rank, difference)
+        assert difference.weights < 1e-6, (rank, difference)
+
+
+def _assert_equal(differences: list[Difference], case: Case) -> None:
+    for rank, difference in enumerate(differences):
+        assert difference.losses == 0.0, f"rank {rank}: losses differ by {difference.losses}"
+        assert difference.gradients == 0.0, f"rank {rank}: gradient of {difference.gradient_name}: {difference.gradients}"
+        assert difference.weights == 0.0, f"rank {rank}: weight {difference.weight_name}: {difference.weights}"
+    assert {name.split(".")[2] for d in differences for name in d.names if ".layers." in name} == set(
+        map(str, range(case.num_layers))
+    )
+    reporting = [difference.num_losses for difference in differences if difference.num_losses]
+    assert reporting == [case.num_microbatches] * (4 // case.num_ranks), "only the last stage's rank reports losses"

@@ -1,0 +1,254 @@
+"""What a schedule does on real ranks beyond its result: which GEMMs run where, what stays in memory, evaluation, dropout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.communication import Message
+from megatron.zerobubble.plan.validate import live_timeline
+from tests.support.gpt import Case, Tensors, Trainer, unpipelined
+from tests.support.ranks import RankPool
+
+ALL = [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("zb-h2", 1), ("zbv", 2)]
+
+
+class _CountGemms(TorchDispatchMode):
+    """Counts the matrix products of linears (attention's batched ones are not linears)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return func(*args, **(kwargs or {}))
+
+
+def _gemms_per_op(rank: int, case: Case) -> dict[str, int]:
+    trainer = Trainer(case)
+    counts: dict[str, int] = {}
+    mode = _CountGemms()
+
+    def observe(_: Any, op: Any) -> None:
+        counts[str(op)] = mode.count
+        mode.count = 0
+
+    trainer.schedule.observe = observe
+    with mode:
+        trainer.forward_backward(0)
+    trainer.close()
+    return counts
+
+
+@pytest.mark.parametrize("case", [Case("zbv", 4, 3, num_chunks=2), Case("zb-h1", 2, 3)], ids=str)
+def test_b_computes_no_weight_gradient_and_w_computes_all(four_ranks: RankPool, case: Case) -> None:
+    stages = case.num_ranks * case.num_chunks
+    for counts in four_ranks.run(_gemms_per_op, case):
+        for text, count in counts.items():
+            stage = int(text.rstrip("0123456789").rstrip("FBW"))
+            linears = 4 * case.num_layers // stages + (stage == stages - 1)  # qkv, projection, two of the MLP; the head
+            assert count == linears, f"{text} ran {count} GEMMs, its stage has {linears} linears"
+
+
+@pytest.mark.parametrize("case", [Case("1f1b", 2, 2)], ids=str)
+def test_a_fused_backward_runs_both(four_ranks: RankPool, case: Case) -> None:
+    for counts in four_ranks.run(_gemms_per_op, case):
+        assert all(counts[text] == 2 * counts[text.replace("BW", "F")] for text in counts if "BW" in text)
+
+
+class _CountedLinks:
+    """Counts receives that are posted and not yet taken."""
+
+    def __init__(self, links: Any) -> None:
+        self._links, self.open, self.peak = links, 0, 0
+
+    def send(self, message: Message, tensor: torch.Tensor) -> Any:
+        return self._links.send(message, tensor)
+
+    def receive(self, message: Message, buffer: torch.Tensor) -> Any:
+        self.open += 1
+        self.peak = max(self.peak, self.open)
+        handle, counted = self._links.receive(message, buffer), self
+
+        class _Handle:
+            def wait(self) -> None:
+                counted.open -= 1
+                handle.wait()
+
+        return _Handle()
+
+    def close(self) -> None:
+        self._links.close()
+
+
+def _memory(rank: int, case: Case) -> dict[str, Any]:
+    trainer = Trainer(case)
+    schedule = trainer.schedule
+    live: list[int] = []
+    full_outputs: list[str] = []
+    links: Any = _CountedLinks(schedule._links)
+    schedule._links = links
+
+    def observe(work: Any, op: Any) -> None:
+        live.append(len(work.live))
+        for key, (_, output) in work._inflight.items():
+            if output.numel() > 1:
+                full_outputs.append(f"{key} after {op}")
+
+    schedule.observe = observe
+    trainer.forward_backward(0)
+    program = schedule.program(case.num_microbatches)
+    pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
+    assert trainer.built.store is not None
+    pending = trainer.built.store.pending
+    trainer.close()
+    return {
+        "live": live,
+        "planned": list(live_timeline(program.plan)[pipeline_rank]),
+        "receives": (links.peak, program.max_receive_buffers[pipeline_rank]),
+        "full_outputs": full_outputs,
+        "pending": len(pending),
+    }
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), ALL)
+@pytest.mark.parametrize("num_microbatches", [2, 12])
+def test_memory_is_what_the_plan_says(four_ranks: RankPool, schedule: str, num_chunks: int, num_microbatches: int) -> None:
+    case = Case(schedule, 4, num_microbatches, num_chunks=num_chunks)
+    for rank, result in enumerate(four_ranks.run(_memory, case)):
+        assert result["live"] == result["planned"], f"rank {rank}: live microbatches after each op"
+        measured, planned = result["receives"]
+        assert measured == planned <= case.num_ranks, f"rank {rank}: receive buffers"
+        assert result["full_outputs"] == [], f"rank {rank}: a stage output was kept after it had been handed on"
+        assert result["pending"] == 0
+
+
+def _evaluate(rank: int, case: Case) -> tuple[list[float], list[float]]:
+    initial, _ = unpipelined(case.unpipelined)
+    reference = Trainer(case.unpipelined, initial)
+    expected = reference.forward_backward(7, forward_only=True)
+    reference.close()
+    trainer = Trainer(case, initial)
+    actual = trainer.forward_backward(7, forward_only=True)
+    trainer.close()
+    return actual, expected
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), ALL)
+def test_evaluation_under_every_placement(four_ranks: RankPool, schedule: str, num_chunks: int) -> None:
+    case = Case(schedule, 4, 6, num_chunks=num_chunks)
+    results = four_ranks.run(_evaluate, case)
+    reported = [actual for actual, _ in results if actual]
+    assert reported == [results[0][1]], "one rank reports, and the losses are those of the unpipelined model"
+
+
+RngState = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def _rng_state() -> RngState:
+    return torch.get_rng_state(), {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
+
+
+def _set_rng_state(state: RngState) -> None:
+    torch.set_rng_state(state[0])
+    get_cuda_rng_tracker().set_states(dict(state[1]))
+
+
+def _dropout(rank: int, case: Case) -> dict[str, Any]:
+    """Train pipelined with dropout and note the generators at every F; then give the unpipelined model the same ones."""
+    initial, _ = unpipelined(replace(case.unpipelined, num_steps=1))
+    trainer = Trainer(case, initial, seed=1234 + 100 * rank)
+    states: dict[tuple[int, int], RngState] = {}
+    step = trainer.forward_step
+    placement = case.choice.placement
+
+    def noting(iterator: Any, model: Any) -> Any:
+        chunk = trainer.built.chunks.index(model)
+        stage = placement.rank_to_stages[parallel_state.get_pipeline_model_parallel_rank()][chunk]
+        microbatch = sum(1 for known in states if known[0] == stage)
+        states[stage, microbatch] = _rng_state()
+        return step(iterator, model)
+
+    trainer.forward_step = noting  # type: ignore[method-assign]
+    trainer.forward_backward(0)
+    gradients: Tensors = {name: parameter.main_grad.clone() for name, parameter in trainer.parameters()}
+    trainer.close()
+    gathered: list[dict[tuple[int, int], RngState]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(gathered, states)
+    everywhere = {key: state for part in gathered for key, state in part.items()}
+    reference = Trainer(case.unpipelined, initial)
+    _replay(reference, everywhere, placement.num_stages)
+    reference.forward_backward(0)
+    expected = {name: parameter.main_grad.clone() for name, parameter in reference.parameters()}
+    reference.close()
+    fingerprints = {state[0].numpy().tobytes() for state in everywhere.values()}
+    return {
+        "different": [name for name, gradient in gradients.items() if not torch.equal(gradient, expected[name])],
+        "states": (len(fingerprints), len(everywhere)),
+    }
+
+
+def _replay(reference: Trainer, states: dict[tuple[int, int], RngState], num_stages: int) -> None:
+    (chunk,) = reference.built.chunks
+    layers_per_stage = reference.case.num_layers // num_stages
+    microbatch = -1
+
+    def begin(*_: Any) -> None:
+        nonlocal microbatch
+        microbatch += 1
+        _set_rng_state(states[0, microbatch])
+
+    chunk.module.register_forward_pre_hook(begin)
+    for stage in range(1, num_stages):
+        layer = chunk.module.decoder.layers[stage * layers_per_stage]
+        layer.register_forward_pre_hook(lambda *_, stage=stage: _set_rng_state(states[stage, microbatch]))
+
+
+@pytest.mark.parametrize("case", [Case("zbv", 4, 4, num_chunks=2, dropout=0.2), Case("zb-h1", 4, 4, dropout=0.2)], ids=str)
+def test_dropout(four_ranks: RankPool, case: Case) -> None:
+    """With the randomness each F really drew, the unpipelined model has the same gradients bit for bit: B uses its own F's masks.
+    And no two forward passes drew the same: ZBV's second chunk does not reuse the first one's."""
+    for result in four_ranks.run(_dropout, case):
+        assert result["different"] == []
+        distinct, total = result["states"]
+        assert distinct == total == case.num_ranks * case.num_chunks * case.num_microbatches
+
+
+def _misuse(rank: int) -> list[str]:
+    trainer = Trainer(Case("zbv", 4, 2, num_chunks=2))
+    run = trainer.schedule.forward_backward_func
+    chunks = trainer.built.chunks
+    good: dict[str, Any] = {
+        "forward_step_func": trainer.forward_step,
+        "data_iterator": [iter(()), iter(())],
+        "model": chunks,
+        "num_microbatches": 2,
+        "seq_length": 8,
+        "micro_batch_size": 1,
+    }
+    messages = []
+    for wrong in ({"data_iterator": iter(())}, {"data_iterator": [None]}, {"model": chunks[0]}, {"p2p_communicator": object()}):
+        try:
+            run(**{**good, **wrong})
+        except ConfigError as error:
+            messages.append(str(error))
+    trainer.close()
+    return messages
+
+
+def test_misuse_is_refused_in_words(four_ranks: RankPool) -> None:
+    for messages in four_ranks.run(_misuse):
+        assert [
+            next(word for word in ("list, one", "1 data iterators", "model given", "p2p_communicator") if word in message)
+            for message in messages
+        ]
+        assert len(messages) == 4
