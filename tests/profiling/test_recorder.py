@@ -1,0 +1,98 @@
+"""What the recorder says ran is what ran, in its order, when it ran."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+
+from megatron.zerobubble.plan.communication import place_communication
+from megatron.zerobubble.plan.ir import Op
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.profiling.recorder import OpRecorder
+from megatron.zerobubble.runtime.executor import Executor
+from tests.runtime.support import LabelWork, NoLinks
+
+OPS = [Op.parse(text) for text in ("0F0", "0F1", "0B0", "0W0", "0B1", "0W1")]
+
+
+def test_order_and_times_on_the_hosts_clock() -> None:
+    recorder = OpRecorder(torch.device("cpu"))
+    before = time.perf_counter() * 1000.0
+    recorder.clear()
+    for op in OPS:
+        recorder.start(op)
+        time.sleep(0.002)
+        recorder.end(op)
+        time.sleep(0.001)
+    after = time.perf_counter() * 1000.0
+    timed = recorder.timed_ops()
+    assert [row.op for row in timed] == OPS
+    assert before <= recorder.origin_ms <= timed[0].start_ms
+    assert timed[-1].end_ms <= after
+    for row in timed:
+        assert row.end_ms - row.start_ms >= 2.0
+    for earlier, later in itertools.pairwise(timed):
+        assert later.start_ms - earlier.end_ms >= 1.0
+    assert recorder.timed_ops() == timed
+
+
+def test_clear_begins_a_new_iteration() -> None:
+    recorder = OpRecorder(torch.device("cpu"))
+    assert recorder.timed_ops() == []
+    for iteration in range(2):
+        recorder.clear()
+        origin = recorder.origin_ms
+        for op in OPS[: 2 + iteration]:
+            recorder.start(op)
+            recorder.end(op)
+        assert [row.op for row in recorder.timed_ops()] == OPS[: 2 + iteration]
+        assert all(row.start_ms >= origin for row in recorder.timed_ops())
+    recorder.clear()
+    assert recorder.timed_ops() == []
+
+
+def test_an_op_that_raised_is_not_recorded() -> None:
+    recorder = OpRecorder(torch.device("cpu"))
+    recorder.clear()
+    recorder.start(OPS[0])
+    recorder.start(OPS[1])
+    recorder.end(OPS[1])
+    (row,) = recorder.timed_ops()
+    assert row.op == OPS[1]
+
+
+def test_the_executor_records_every_op_of_its_rank() -> None:
+    program = place_communication(build_plan("zbv", num_ranks=1, num_microbatches=4))
+    recorder = OpRecorder(torch.device("cpu"))
+    recorder.clear()
+    Executor(program, 0, NoLinks(), LabelWork(program, max_sleep_s=1e-4), recorder).run()
+    timed = recorder.timed_ops()
+    assert [row.op for row in timed] == list(program.plan.ops[0])
+    assert all(earlier.end_ms <= later.start_ms for earlier, later in itertools.pairwise(timed))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_it_is_the_devices_time_that_counts() -> None:
+    device = torch.device("cuda", 0)
+    matrix = torch.randn(4096, 4096, device=device)
+    recorder = OpRecorder(device)
+    for _ in range(2):
+        recorder.clear()
+        start = time.perf_counter()
+        for op in OPS:
+            recorder.start(op)
+            for _ in range(10):
+                matrix @ matrix
+            recorder.end(op)
+        issued_ms = (time.perf_counter() - start) * 1000.0
+        timed = recorder.timed_ops()
+        done = time.perf_counter() * 1000.0
+    assert [row.op for row in timed] == OPS
+    assert all(earlier.end_ms <= later.start_ms + 0.01 for earlier, later in itertools.pairwise(timed))
+    assert recorder.origin_ms <= timed[0].start_ms + 0.5
+    assert timed[-1].end_ms <= done + 0.5
+    assert sum(row.end_ms - row.start_ms for row in timed) > issued_ms, "the host was stalled, or its time was measured"

@@ -1,0 +1,220 @@
+"""The executor between threads, on links that deliver late and never buffer: it ends, and every tensor reaches its op."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.zerobubble.errors import ExecutionError, TransferError
+from megatron.zerobubble.plan.communication import Message, Payload, Program, Step, place_communication
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.passes import forward_only
+from megatron.zerobubble.plan.registry import build_plan, known_schedules
+from megatron.zerobubble.runtime.executor import Executor
+from tests.runtime.support import Event, LabelWork, NoLinks, RankRun, label, run_in_threads
+
+FAMILIES = [info.name for info in known_schedules()]
+
+
+def check(program: Program, runs: list[RankRun]) -> None:
+    """What must hold after every run, whoever delayed what."""
+    for rank, run in enumerate(runs):
+        assert run.work.ops == list(program.plan.ops[rank])
+        assert not run.executor._receiving
+        assert not run.executor._sending
+        assert not run.executor._local
+        assert run.work.most_buffers_alive == program.max_receive_buffers[rank]
+        assert run.work.buffers_alive == 0
+        assert not any(tensor() is not None for tensor in run.links.sent)
+        walked, at_end = expected_log(program.steps[rank])
+        assert run.links.log[: len(walked)] == walked
+        assert set(run.links.log[len(walked) :]) == at_end
+        assert {("retire", message) for message in run.links.waits} <= at_end, "a retired send was still under way"
+        assert run.watch.alive == expected_alive(program.steps[rank])
+
+
+def expected_log(steps: tuple[Step, ...]) -> tuple[list[Event], set[Event]]:
+    """What a rank does, in order, and the sends that it waits for at the end."""
+    log: list[Event] = []
+    for step in steps:
+        log += [("post", message) for message in step.post]
+        log += [("take", step.take)] if step.take else []
+        log += [("retire", message) for message in step.retire]
+        log += [("op", step.op)]
+        log += [("send", step.send)] if step.send else []
+    sent, retired = ({message for verb, message in log if verb == wanted} for wanted in ("send", "retire"))
+    return log, {("retire", message) for message in sent - retired}
+
+
+def expected_alive(steps: tuple[Step, ...]) -> list[int]:
+    """For each op, the tensors sent and not retired when it starts."""
+    alive, counts = 0, []
+    for step in steps:
+        alive -= len(step.retire)
+        counts.append(alive)
+        alive += step.send is not None
+    return counts
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_schedule(name: str, p: int) -> None:
+    for m in sorted({1, 2, p, 3 * p}):
+        program = place_communication(build_plan(name, num_ranks=p, num_microbatches=m))
+        check(program, run_in_threads(program, seed=m))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["zb-h2", "zbv", "interleaved-1f1b"])
+def test_ops_that_take_their_time(name: str, seed: int) -> None:
+    program = place_communication(build_plan(name, num_ranks=3, num_microbatches=6), lookahead=seed)
+    check(program, run_in_threads(program, seed, max_sleep_s=1e-3))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_evaluation(name: str) -> None:
+    program = place_communication(forward_only(build_plan(name, num_ranks=3, num_microbatches=4)))
+    check(program, run_in_threads(program, seed=0))
+
+
+def test_an_executor_can_run_again() -> None:
+    """One rank with both ends of a V: nothing travels, everything is handed over locally."""
+    program = place_communication(build_plan("zbv", num_ranks=1, num_microbatches=3))
+    work = LabelWork(program)
+    executor = Executor(program, 0, NoLinks(), work)
+    executor.run()
+    executor.run()
+    assert work.ops == list(program.plan.ops[0]) * 2
+
+
+# -- what goes wrong ----------------------------------------------------------------------------------------------------
+
+
+class AnyWork:
+    """Takes anything. Ops named in `gives` return what is given there, others a tensor."""
+
+    def __init__(self, gives: dict[str, Tensor | None] | None = None) -> None:
+        self.gives = gives or {}
+
+    def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor | None:
+        return self.gives.get(str(op), torch.zeros(1))
+
+    def backward(self, op: Op, gradient: Tensor | None, last: bool) -> Tensor | None:
+        return self.gives.get(str(op), torch.zeros(1))
+
+    def weight_gradient(self, op: Op, last: bool) -> None:
+        """Nothing to do."""
+
+    def buffer(self, message: Message) -> Tensor:
+        return torch.zeros(1)
+
+
+def program_of(placement: Placement, *rows: str) -> Program:
+    """A program from the text of a plan that nobody validated."""
+    plan = Plan.of("test", placement, 1, [[Op.parse(word) for word in row.split()] for row in rows])
+    return place_communication(plan)
+
+
+def test_a_tensor_that_no_op_takes() -> None:
+    program = program_of(Placement.v(1), "0F0")
+    with pytest.raises(ExecutionError, match=r"rank 0: nobody took .*ACTIVATION.* the plan is incomplete"):
+        Executor(program, 0, NoLinks(), AnyWork()).run()
+
+
+def test_a_receive_that_no_op_takes() -> None:
+    program = program_of(Placement.linear(2), "0F0 0B0 0W0", "1F0 1B0 1W0")
+    row = list(program.steps[0])
+    row[1] = dataclasses.replace(row[1], take=None)
+    broken = dataclasses.replace(program, steps=(tuple(row), program.steps[1]))
+    with pytest.raises(ExecutionError, match=r"rank 0: nobody took .*GRADIENT.* and 0 more"):
+        Executor(broken, 0, NoLinks(), AnyWork()).run()
+
+
+@pytest.mark.parametrize(
+    ("op", "rank", "missing"),
+    [("1F0", 1, "activation for stage 2"), ("2B0", 1, "gradient for stage 1"), ("3B0", 0, "gradient for stage 2")],
+)
+def test_an_op_that_returns_nothing_is_named_and_its_reader_not_left_waiting(op: str, rank: int, missing: str) -> None:
+    """On a link and within a rank alike: None would be taken for the first or last stage's input, or wait for ever."""
+    program = place_communication(build_plan("zbv", num_ranks=2, num_microbatches=1))
+    with pytest.raises(ExecutionError, match=rf"rank {rank}: {op} returned no tensor.* the {missing}, microbatch 0"):
+        Executor(program, rank, NoLinks(), AnyWork({op: None})).run()
+
+
+def test_the_first_and_the_last_stage_may_return_nothing() -> None:
+    program = place_communication(build_plan("zbv", num_ranks=2, num_microbatches=1))
+    Executor(program, 0, NoLinks(), AnyWork({"3F0": None, "0B0": None})).run()
+
+
+def test_what_the_last_forward_and_the_first_backward_return_is_dropped() -> None:
+    program = place_communication(build_plan("zbv", num_ranks=2, num_microbatches=1))
+    executor = Executor(program, 0, NoLinks(), AnyWork())
+    executor.run()
+    assert not executor._local
+
+
+@pytest.mark.parametrize("kind", list(OpKind))
+def test_an_exception_in_an_op_is_the_one_that_is_raised(kind: OpKind) -> None:
+    name = "1f1b" if kind is OpKind.BW else "zb-h1"
+    program = place_communication(build_plan(name, num_ranks=2, num_microbatches=3))
+    fault = ZeroDivisionError(f"in {kind}")
+
+    class Faulty(AnyWork):
+        def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor | None:
+            return self.fail_in(op)
+
+        def backward(self, op: Op, gradient: Tensor | None, last: bool) -> Tensor | None:
+            return self.fail_in(op)
+
+        def weight_gradient(self, op: Op, last: bool) -> None:
+            self.fail_in(op)
+
+        def fail_in(self, op: Op) -> Tensor:
+            if op.kind is kind and op.microbatch == 1:
+                raise fault
+            return torch.zeros(1)
+
+    with pytest.raises(ZeroDivisionError) as error:
+        Executor(program, 0, NoLinks(), Faulty()).run()
+    assert error.value is fault
+
+
+def test_an_exception_on_one_of_many_ranks_comes_out() -> None:
+    program = place_communication(build_plan("zb-h1", num_ranks=2, num_microbatches=2))
+    lying = dataclasses.replace(program, plan=dataclasses.replace(program.plan, num_microbatches=7))
+    with pytest.raises(AssertionError):
+        run_in_threads(lying, seed=0)
+
+
+def test_a_failed_transfer_comes_out_of_the_op_that_needs_it() -> None:
+    class Broken(NoLinks):
+        def wait(self) -> None:
+            raise TransferError("cannot receive")
+
+    program = place_communication(build_plan("zb-h1", num_ranks=2, num_microbatches=2))
+    with pytest.raises(TransferError, match="cannot receive"):
+        Executor(program, 1, Broken(), AnyWork()).run()
+
+
+# -- that the tests can fail --------------------------------------------------------------------------------------------
+
+
+def test_the_work_notices_a_tensor_that_is_not_its_own() -> None:
+    work = LabelWork(place_communication(build_plan("zb-h1", num_ranks=2, num_microbatches=2)))
+    work.forward(Op.parse("1F0"), label(Payload.ACTIVATION, 1, 0), False)
+    with pytest.raises(AssertionError, match="1F1 was given"):
+        work.forward(Op.parse("1F1"), label(Payload.ACTIVATION, 1, 0), True)
+    with pytest.raises(AssertionError, match="was given nothing"):
+        work.backward(Op.parse("0B0"), None, False)
+
+
+def test_links_between_threads_notice_crossed_messages() -> None:
+    """Receives posted in the order of their taking, not of their sending."""
+    program = place_communication(build_plan("zbv", num_ranks=2, num_microbatches=4))
+    rows = [[dataclasses.replace(step, post=(step.take,) if step.take else ()) for step in row] for row in program.steps]
+    crossed = dataclasses.replace(program, steps=tuple(map(tuple, rows)))
+    with pytest.raises(AssertionError, match="was given"):
+        run_in_threads(crossed, seed=0)

@@ -1,0 +1,195 @@
+"""Links over real process groups: values both ways, several pipelines, failures; and the executor on them, under delays."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.zerobubble.errors import TransferError
+from megatron.zerobubble.plan.communication import Message, Payload, links_of, place_communication
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.runtime.executor import Executor
+from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
+from tests.runtime.support import LabelWork
+from tests.support.ranks import RankPool
+
+CPU = torch.device("cpu")
+NUM_MESSAGES = 5
+
+
+def links_over_the_world(rank: int, placement: Placement, **options: Any) -> ProcessGroupLinks:
+    """The links of one pipeline that is the whole world."""
+    return ProcessGroupLinks(placement, pipeline=range(4), rank=rank, device=CPU, **options)
+
+
+def message(source: int, target: int, number: int) -> Message:
+    """Stage and microbatch only name it."""
+    return Message(Payload.ACTIVATION, target, number, source, target)
+
+
+def value(source: int, target: int, number: int) -> float:
+    return 100.0 * source + 10.0 * target + number
+
+
+# -- transfers ----------------------------------------------------------------------------------------------------------
+
+
+def exchange(rank: int, links: ProcessGroupLinks, mine: int, placement: Placement, base: float, receive_first: bool) -> list[str]:
+    """Every link of `mine` carries several messages at once; what arrived wrong. Both ends post in the same order, whole."""
+    wrong = []
+    pairs = links_of(placement)
+    transfers: list[Any] = []
+    received = []
+
+    def receive() -> None:
+        for source, target in pairs:
+            for number in range(NUM_MESSAGES if target == mine else 0):
+                buffer = torch.full((2, 3), float("nan"))
+                transfers.append(links.receive(message(source, target, number), buffer))
+                received.append((base + value(source, target, number), buffer))
+
+    def send() -> None:
+        for source, target in reversed(pairs):
+            for number in range(NUM_MESSAGES if source == mine else 0):
+                tensor = torch.full((3, 2), base + value(source, target, number)).t()
+                assert not tensor.is_contiguous()
+                transfers.append(links.send(message(source, target, number), tensor))
+
+    steps = (receive, send) if receive_first else (send, receive)
+    for step in steps:
+        step()
+    for transfer in transfers:
+        transfer.wait()
+    for expected, buffer in received:
+        if not torch.equal(buffer, torch.full((2, 3), expected)):
+            wrong.append(f"expected {expected}, got {buffer.tolist()}")
+    assert received
+    return wrong
+
+
+def exchange_on_every_placement(rank: int) -> list[str]:
+    wrong = []
+    for placement in (Placement.v(4), Placement.linear(4), Placement.loop(4, 2), Placement((0, 2, 1, 3, 0))):
+        links = links_over_the_world(rank, placement)
+        for receive_first in (True, False):
+            wrong += exchange(rank, links, rank, placement, 0.0, receive_first)
+        links.close()
+    return wrong
+
+
+def test_values_both_ways_on_every_link(four_ranks: RankPool) -> None:
+    assert four_ranks.run(exchange_on_every_placement) == [[]] * 4
+
+
+def exchange_in_two_pipelines(rank: int) -> list[str]:
+    pipeline, mine = ((0, 2), (1, 3))[rank % 2], rank // 2
+    links = ProcessGroupLinks(Placement.v(2), pipeline=pipeline, rank=mine, device=CPU)
+    wrong = exchange(rank, links, mine, Placement.v(2), 1000.0 * (rank % 2), True)
+    links.close()
+    return wrong
+
+
+def test_two_pipelines_share_the_groups_and_keep_apart(four_ranks: RankPool) -> None:
+    assert four_ranks.run(exchange_in_two_pipelines) == [[]] * 4
+
+
+def groups_of_links(rank: int) -> tuple[int, int]:
+    links = links_over_the_world(rank, Placement.v(4))
+    groups = len({id(group) for group in links._groups.values()})
+    links.close()
+    links.close()
+    return groups, len(links._groups)
+
+
+def test_a_chain_has_four_groups_and_gives_them_back(four_ranks: RankPool) -> None:
+    assert four_ranks.run(groups_of_links) == [(4, 0)] * 4
+
+
+# -- failures -----------------------------------------------------------------------------------------------------------
+
+
+def receive_what_nobody_sends(rank: int) -> str:
+    links = links_over_the_world(rank, Placement.linear(4), timeout=timedelta(seconds=1))
+    text = ""
+    if rank == 1:
+        transfer = links.receive(Message(Payload.GRADIENT, 1, 7, 2, 1), torch.empty(3))
+        with pytest.raises(TransferError) as error:
+            transfer.wait()
+        assert isinstance(error.value.__cause__, RuntimeError)
+        text = str(error.value)
+    dist.barrier()
+    links.close()
+    return text
+
+
+def test_a_transfer_that_times_out_says_which_it_was(four_ranks: RankPool) -> None:
+    texts = four_ranks.run(receive_what_nobody_sends)
+    assert texts[1].startswith("cannot receive the gradient for stage 1, microbatch 7 (rank 2 to rank 1): ")
+    assert texts[1].count("\n") == 0
+    assert [texts[0], *texts[2:]] == ["", "", ""]
+
+
+def start_with_a_broken_backend(rank: int) -> list[str]:
+    links = links_over_the_world(rank, Placement.linear(4))
+    texts = []
+    if rank == 0:
+        for function, start, result in (
+            ("isend", links.send, {"side_effect": RuntimeError("connection reset by peer\nC++ frames:\n#0 ...")}),
+            ("irecv", links.receive, {"side_effect": RuntimeError()}),
+            ("isend", links.send, {"return_value": None}),
+        ):
+            source, target = (0, 1) if function == "isend" else (1, 0)
+            with mock.patch.object(dist, function, **result), pytest.raises(TransferError) as error:
+                start(message(source, target, 3), torch.zeros(1))
+            texts.append(str(error.value))
+    links.close()
+    return texts
+
+
+def test_a_transfer_that_cannot_start_says_which_it_was(four_ranks: RankPool) -> None:
+    texts, *others = four_ranks.run(start_with_a_broken_backend)
+    assert texts == [
+        "cannot send the activation for stage 1, microbatch 3 (rank 0 to rank 1): connection reset by peer",
+        "cannot receive the activation for stage 0, microbatch 3 (rank 1 to rank 0): RuntimeError",
+        "cannot send the activation for stage 1, microbatch 3 (rank 0 to rank 1): "
+        "this process is not a member of the link's group",
+    ]
+    assert others == [[]] * 3
+
+
+# -- the executor on real links -----------------------------------------------------------------------------------------
+
+
+def run_under_delays(rank: int, name: str, num_microbatches: int, seeds: tuple[int, ...]) -> tuple[float, int]:
+    """Every op sleeps 0 to 2 ms. `LabelWork` checks each tensor. Returns seconds and the most receive buffers alive."""
+    program = place_communication(build_plan(name, num_ranks=4, num_microbatches=num_microbatches))
+    links = links_over_the_world(rank, program.plan.placement)
+    start, most = time.monotonic(), 0
+    for seed in seeds:
+        work = LabelWork(program, max_sleep_s=2e-3, seed=10 * seed + rank)
+        executor = Executor(program, rank, links, work)
+        executor.run()
+        assert work.ops == list(program.plan.ops[rank])
+        assert work.buffers_alive == 0
+        assert not executor._receiving
+        assert not executor._sending
+        assert not executor._local
+        assert work.most_buffers_alive == program.max_receive_buffers[rank]
+        most = max(most, work.most_buffers_alive)
+    links.close()
+    return time.monotonic() - start, most
+
+
+@pytest.mark.parametrize("name", ["zbv", "zb-h2", "1f1b"])
+def test_random_delays_on_gloo(name: str, four_ranks: RankPool) -> None:
+    """No rank waits for itself: an iteration ends soon after the sum of its sleeps, whatever the order of events."""
+    results = four_ranks.run(run_under_delays, name, 12, (1, 2, 3, 4))
+    assert all(seconds < 15 for seconds, _ in results)
+    assert all(most <= 4 for _, most in results)

@@ -1,0 +1,288 @@
+"""The split linear: the same bits as torch's own, with the weight gradient computed in W and nowhere else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.zerobubble.errors import WeightGradStoreError
+from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
+from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
+from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
+
+SEQUENCE, BATCH, IN, OUT = 5, 2, 12, 8
+GEMMS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv", "addmv_", "matmul", "linear", "dot"}
+
+
+class GemmCount(TorchDispatchMode):
+    """Counts the matrix products that reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in GEMMS
+        return func(*args, **(kwargs or {}))
+
+
+def make_store() -> WeightGradStore:
+    return WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate), rank=1)
+
+
+class Layer:
+    """A linear's parameters, twice: once for the split, once for torch's own."""
+
+    def __init__(self, store: WeightGradStore, *, bias: bool, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = torch.nn.Parameter(torch.randn(OUT, IN, generator=generator).to(dtype))
+        self.bias = torch.nn.Parameter(torch.randn(OUT, generator=generator).to(dtype)) if bias else None
+        self.how = LinearSplit(SplitWeight("weight", self.weight), store)
+
+    def __call__(self, x_sbi: Tensor) -> Tensor:
+        return split_linear(x_sbi, self.weight, self.bias, self.how)
+
+
+def batch(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """(x_sbi, gradient of y_sbo) of one microbatch."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    x_sbi = torch.randn(SEQUENCE, BATCH, IN, generator=generator).to(dtype)
+    return x_sbi.requires_grad_(), torch.randn(SEQUENCE, BATCH, OUT, generator=generator).to(dtype)
+
+
+def run_b(store: WeightGradStore, microbatch: int, output: Tensor, grad_output: Tensor, *, fused: bool = False) -> None:
+    store.begin(0, microbatch, fused=fused)
+    output.backward(grad_output)
+    store.end()
+
+
+# -- the same bits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_bits_as_torch_over_several_microbatches(dtype: torch.dtype, bias: bool, fused: bool) -> None:
+    """The accumulator has the weight's dtype, so every addition is torch's own."""
+    store = make_store()
+    layer = Layer(store, bias=bias, dtype=dtype)
+    weight = layer.weight.detach().clone().requires_grad_()
+    own_bias = layer.bias.detach().clone().requires_grad_() if layer.bias is not None else None
+    for microbatch in range(4):
+        x, grad_output = batch(microbatch, dtype)
+        own_x = x.detach().clone().requires_grad_()
+        output, own_output = layer(x), F.linear(own_x, weight, own_bias)
+        assert torch.allclose(output, own_output, rtol=0, atol=1e-5 if dtype is torch.float32 else 0.1)
+        run_b(store, microbatch, output, grad_output, fused=fused)
+        own_output.backward(grad_output)
+        assert torch.equal(x.grad, own_x.grad)
+    if not fused:
+        assert layer.weight.grad is None
+        for microbatch in range(4):
+            store.run(0, microbatch)
+    store.check_empty()
+    assert torch.equal(layer.weight.grad, weight.grad)
+    if layer.bias is not None:
+        assert torch.equal(layer.bias.grad, own_bias.grad)
+
+
+def test_bf16_into_a_float32_main_grad() -> None:
+    store = make_store()
+    layer = Layer(store, bias=False, dtype=torch.bfloat16)
+    layer.weight.main_grad = torch.zeros(OUT, IN)
+    expected = torch.zeros(OUT, IN)
+    exact = torch.zeros(OUT, IN, dtype=torch.float64)
+    for microbatch in range(8):
+        x, grad_output = batch(microbatch, torch.bfloat16)
+        run_b(store, microbatch, layer(x), grad_output)
+        store.run(0, microbatch)
+        d, x = grad_output.reshape(-1, OUT), x.detach().reshape(-1, IN)
+        expected += d.t() @ x
+        exact += d.double().t() @ x.double()
+    assert torch.equal(layer.weight.main_grad, expected)
+    assert layer.weight.grad is None
+    assert torch.allclose(layer.weight.main_grad.double(), exact, rtol=0, atol=0.02 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("shape", [(IN,), (7, IN), (2, 3, 4, IN)])
+def test_any_leading_dimensions(shape: tuple[int, ...]) -> None:
+    store = make_store()
+    layer = Layer(store, bias=True)
+    weight = layer.weight.detach().clone().requires_grad_()
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    output, own = layer(x), F.linear(x, weight, layer.bias.detach())
+    assert output.shape == own.shape
+    run_b(store, 0, output, torch.ones_like(output))
+    own.sum().backward()
+    store.run(0, 0)
+    assert torch.allclose(layer.weight.grad, weight.grad, rtol=1e-5, atol=1e-6)
+    assert layer.bias.grad.shape == layer.bias.shape
+
+
+@pytest.mark.parametrize("kind", ["transposed", "expanded", "strided"])
+def test_a_gradient_that_is_not_contiguous(kind: str) -> None:
+    store = make_store()
+    layer = Layer(store, bias=True)
+    x, dense = batch(0)
+    grad_output = {
+        "transposed": torch.randn(BATCH, SEQUENCE, OUT).transpose(0, 1),
+        "expanded": torch.randn(1, 1, 1).expand(SEQUENCE, BATCH, OUT),
+        "strided": torch.randn(SEQUENCE, BATCH, 2 * OUT)[..., ::2],
+    }[kind]
+    assert grad_output.shape == dense.shape
+    assert not grad_output.is_contiguous()
+    run_b(store, 0, layer(x), grad_output)
+    store.run(0, 0)
+    flat, x_flat = grad_output.reshape(-1, OUT), x.detach().reshape(-1, IN)
+    assert torch.allclose(layer.weight.grad, flat.t() @ x_flat, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(x.grad, grad_output @ layer.weight.detach(), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(layer.bias.grad, flat.sum(0), rtol=1e-5, atol=1e-5)
+
+
+# -- where the GEMMs are ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_gemm_in_f_one_in_b_and_one_in_w(bias: bool) -> None:
+    store = make_store()
+    layer = Layer(store, bias=bias)
+    x, grad_output = batch(0)
+    with GemmCount() as f:
+        output = layer(x)
+    with GemmCount() as b:
+        run_b(store, 0, output, grad_output)
+    assert layer.weight.grad is None
+    with GemmCount() as w:
+        store.run(0, 0)
+    assert (f.count, b.count, w.count) == (1, 1, 1)
+    own_x, weight = x.detach().requires_grad_(), layer.weight.detach().requires_grad_()
+    with GemmCount() as fused:
+        F.linear(own_x, weight).backward(grad_output)
+    assert fused.count == 3, "the counter does not see torch's own products"
+
+
+def test_a_fused_backward_does_both_in_b() -> None:
+    store = make_store()
+    layer = Layer(store, bias=False)
+    x, grad_output = batch(0)
+    output = layer(x)
+    with GemmCount() as b:
+        run_b(store, 0, output, grad_output, fused=True)
+    assert b.count == 2
+
+
+def test_a_stack_of_layers() -> None:
+    """Counts over a whole stage: B has one product a layer, W has one a layer."""
+    store = make_store()
+    layers = [Layer(store, bias=True, seed=seed) for seed in range(3)]
+    x, grad_output = batch(0)
+    with GemmCount() as f:
+        y = x
+        for layer in layers:
+            y = layer(F.pad(y, (0, IN - y.shape[-1])).relu())
+    with GemmCount() as b:
+        run_b(store, 0, y, grad_output)
+    with GemmCount() as w:
+        store.run(0, 0)
+    assert (f.count, b.count, w.count) == (3, 3, 3)
+
+
+def test_a_weight_used_twice_in_one_microbatch_gets_both_gradients() -> None:
+    store = make_store()
+    layer = Layer(store, bias=False)
+    calls: list[int] = []
+    layer.how.split.hooks.append(lambda: calls.append(1))
+    weight = layer.weight.detach().clone().requires_grad_()
+    (x, grad_output), (z, _) = batch(0), batch(1)
+    run_b(store, 0, layer(x) + layer(z), grad_output)
+    store.run(0, 0)
+    (F.linear(x.detach(), weight) + F.linear(z.detach(), weight)).backward(grad_output)
+    assert torch.allclose(layer.weight.grad, weight.grad, rtol=1e-5, atol=1e-5)
+    assert calls == [1]
+
+
+# -- autograd's rules ---------------------------------------------------------------------------------------------------
+
+
+def test_backward_outside_of_any_b_names_the_weight() -> None:
+    store = make_store()
+    layer = Layer(store, bias=False)
+    x, grad_output = batch(0)
+    with pytest.raises(WeightGradStoreError, match=r"rank 1: .* split weight weight outside of any B"):
+        layer(x).backward(grad_output)
+
+
+def test_no_graph_is_kept_where_gradients_are_off() -> None:
+    store = make_store()
+    layer = Layer(store, bias=True)
+    with torch.no_grad():
+        output = layer(batch(0)[0])
+    assert output.grad_fn is None
+
+
+def test_an_input_without_gradient_still_gives_the_weight_its_own() -> None:
+    """The first stage's first linear behind a frozen embedding."""
+    store = make_store()
+    layer = Layer(store, bias=False)
+    x, grad_output = batch(0)
+    x = x.detach()
+    run_b(store, 0, layer(x), grad_output)
+    store.run(0, 0)
+    assert x.grad is None
+    assert torch.equal(layer.weight.grad, grad_output.reshape(-1, OUT).t() @ x.reshape(-1, IN))
+
+
+# -- memory -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_operands_live_from_b_to_w_and_no_longer() -> None:
+    store = make_store()
+    layer = Layer(store, bias=False)
+    x, grad_output = batch(0)
+    hidden = x * 2  # not a leaf: autograd alone keeps it
+    gradient = grad_output * 2
+    refs = [StorageWeakRef(hidden.untyped_storage()), StorageWeakRef(gradient.untyped_storage())]
+    output = layer(hidden)
+    del hidden
+    run_b(store, 0, output, gradient)
+    del gradient, output
+    assert not any(ref.expired() for ref in refs)
+    assert store.pending_bytes == (SEQUENCE * BATCH * (IN + OUT)) * 4
+    store.run(0, 0)
+    assert all(ref.expired() for ref in refs)
+
+
+def test_linears_with_one_input_share_it() -> None:
+    """Query, key and value read the same tensor: it is held once."""
+    store = make_store()
+    layers = [Layer(store, bias=False, seed=seed) for seed in range(3)]
+    x, grad_output = batch(0)
+    run_b(store, 0, sum(layer(x) for layer in layers), grad_output)
+    assert store.pending_bytes == SEQUENCE * BATCH * (IN + OUT) * 4
+
+
+def test_nothing_is_copied_for_the_store() -> None:
+    """A gradient that is contiguous in its last dimension is kept as a view."""
+    seen: list[tuple[int, int]] = []
+
+    def spy(accumulator: Tensor, grad_output: Tensor, input_: Tensor) -> None:
+        seen.append((grad_output.data_ptr(), input_.data_ptr()))
+
+    store = WeightGradStore(WgradKernel(KernelKind.PLAIN, spy))
+    layer = Layer(store, bias=False)
+    x, grad_output = batch(0)
+    run_b(store, 0, layer(x), grad_output)
+    store.run(0, 0)
+    assert seen == [(grad_output.data_ptr(), x.data_ptr())]
+
+
+def test_counter_knows_the_names_of_torch() -> None:
+    """The names the counter looks for are names the dispatcher uses."""
+    assert Counter(hasattr(torch.ops.aten, name) for name in GEMMS) == {True: len(GEMMS)}

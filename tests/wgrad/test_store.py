@@ -1,0 +1,326 @@
+"""The store: what B puts, W takes, once; and nothing is kept longer than that."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.zerobubble.errors import WeightGradStoreError
+from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
+from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
+
+PLAIN = WgradKernel(KernelKind.PLAIN, plain_accumulate)
+
+
+@pytest.fixture
+def store() -> WeightGradStore:
+    """A store of rank 3."""
+    return WeightGradStore(PLAIN, rank=3)
+
+
+def weight(name: str = "linear.weight", out: int = 2, in_: int = 3, *, main_grad: bool = True) -> SplitWeight:
+    """A split weight of zeros."""
+    parameter = torch.nn.Parameter(torch.zeros(out, in_))
+    if main_grad:
+        parameter.main_grad = torch.zeros(out, in_)  # type: ignore[attr-defined]
+    return SplitWeight(name, parameter)
+
+
+def operands(seed: int, split: SplitWeight, tokens: int = 4) -> tuple[Tensor, Tensor]:
+    """(grad_output, input) for one use of the weight."""
+    generator = torch.Generator().manual_seed(seed)
+    out, in_ = split.weight.shape
+    return torch.randn(tokens, out, generator=generator), torch.randn(tokens, in_, generator=generator)
+
+
+def put(store: WeightGradStore, key: tuple[int, int], *uses: tuple[SplitWeight, Tensor, Tensor], fused: bool = False) -> None:
+    """One whole B."""
+    store.begin(*key, fused=fused)
+    for use in uses:
+        store.put(*use)
+    store.end()
+
+
+# -- what is computed ---------------------------------------------------------------------------------------------------
+
+
+def test_w_adds_what_b_put_and_forgets_it(store: WeightGradStore) -> None:
+    split = weight()
+    expected = torch.zeros(2, 3)
+    for microbatch in range(3):
+        put(store, (0, microbatch), (split, *operands(microbatch, split)))
+        grad_output, input_ = operands(microbatch, split)
+        expected += grad_output.t() @ input_
+    assert not split.accumulator().any()
+    assert store.pending == {(0, 0), (0, 1), (0, 2)}
+    for microbatch in range(3):
+        store.run(0, microbatch)
+    assert torch.equal(split.accumulator(), expected)
+    assert split.accumulator() is split.weight.main_grad
+    assert split.weight.grad is None
+    assert store.pending == frozenset()
+    store.check_empty()
+
+
+def test_chunks_are_kept_apart_and_w_runs_in_any_order(store: WeightGradStore) -> None:
+    first, second = weight("a"), weight("b")
+    for microbatch in range(2):
+        put(store, (0, microbatch), (first, *operands(microbatch, first)))
+        put(store, (1, microbatch), (second, *operands(10 + microbatch, second)))
+    store.run(1, 1)
+    grad_output, input_ = operands(11, second)
+    assert torch.equal(second.accumulator(), grad_output.t() @ input_)
+    assert not first.accumulator().any()
+    assert store.pending == {(0, 0), (0, 1), (1, 0)}
+
+
+def test_a_microbatch_can_come_again_in_the_next_iteration(store: WeightGradStore) -> None:
+    split = weight()
+    for _ in range(2):
+        put(store, (0, 0), (split, *operands(0, split)))
+        store.run(0, 0)
+        store.check_empty()
+    grad_output, input_ = operands(0, split)
+    assert torch.equal(split.accumulator(), grad_output.t() @ input_ * 2)
+
+
+def test_fused_computes_in_b_and_leaves_nothing(store: WeightGradStore) -> None:
+    split = weight()
+    calls: list[bool] = []
+    split.hooks.append(lambda: calls.append(bool(split.accumulator().any())))
+    grad_output, input_ = operands(0, split)
+    store.begin(0, 0, fused=True)
+    store.put(split, grad_output, input_)
+    assert torch.equal(split.accumulator(), grad_output.t() @ input_)
+    assert calls == []
+    assert store.pending_bytes == 0
+    store.end()
+    assert calls == [True]
+    assert store.pending == frozenset()
+    store.check_empty()
+
+
+def test_without_main_grad_the_gradient_is_where_torch_puts_it(store: WeightGradStore) -> None:
+    split = weight(main_grad=False)
+    for microbatch in range(2):
+        put(store, (0, microbatch), (split, *operands(microbatch, split)))
+    assert split.weight.grad is None
+    for microbatch in range(2):
+        store.run(0, microbatch)
+    expected = sum(d.t() @ x for d, x in (operands(microbatch, split) for microbatch in range(2)))
+    assert torch.equal(split.weight.grad, expected)
+    assert split.accumulator() is split.weight.grad
+
+
+def test_w_is_outside_of_autograd(store: WeightGradStore) -> None:
+    split = weight(main_grad=False)
+    grad_output, input_ = operands(0, split)
+    put(store, (0, 0), (split, grad_output, input_.requires_grad_()))
+    store.run(0, 0)
+    assert not split.accumulator().requires_grad
+
+
+# -- hooks --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_hooks_run_once_a_microbatch_after_the_last_use(store: WeightGradStore, fused: bool) -> None:
+    twice, once = weight("twice"), weight("once")
+    seen: list[tuple[str, Tensor]] = []
+    for split in (twice, once):
+        split.hooks.append(lambda split=split: seen.append((split.name, split.accumulator().clone())))
+    expected = torch.zeros(2, 3)
+    for microbatch in range(2):
+        uses = [(twice, *operands(1, twice)), (once, *operands(2, once)), (twice, *operands(3, twice))]
+        put(store, (0, microbatch), *uses, fused=fused)
+        if not fused:
+            assert len(seen) == 2 * microbatch
+            store.run(0, microbatch)
+        for split, grad_output, input_ in uses:
+            if split is twice:
+                expected += grad_output.t() @ input_
+        names = [name for name, _ in seen[2 * microbatch :]]
+        assert sorted(names) == ["once", "twice"]
+        assert torch.equal(dict(seen[2 * microbatch :])["twice"], expected)
+
+
+def test_a_hook_sees_what_ddp_wants_to_see(store: WeightGradStore) -> None:
+    """A gradient of the right shape, the flag that it has been added, and no gradient afterwards."""
+    split = weight()
+    seen: list[tuple[torch.Size, bool]] = []
+
+    def hook() -> None:
+        assert split.weight.grad is not None
+        seen.append((split.weight.grad.shape, split.weight.grad_added_to_main_grad))
+
+    split.hooks.append(hook)
+    put(store, (0, 0), (split, *operands(0, split)))
+    store.run(0, 0)
+    assert seen == [(split.weight.shape, True)]
+    assert split.weight.grad is None
+
+
+def test_a_hook_does_not_cost_the_gradient_where_there_is_no_main_grad(store: WeightGradStore) -> None:
+    split = weight(main_grad=False)
+    calls: list[int] = []
+    split.hooks.append(lambda: calls.append(1))
+    for microbatch in range(2):
+        put(store, (0, microbatch), (split, *operands(microbatch, split)))
+        store.run(0, microbatch)
+    expected = sum(d.t() @ x for d, x in (operands(microbatch, split) for microbatch in range(2)))
+    assert split.weight.grad is not None
+    assert torch.equal(split.weight.grad, expected)
+    assert len(calls) == 2
+
+
+# -- memory -------------------------------------------------------------------------------------------------------------
+
+
+def test_pending_bytes_counts_a_shared_storage_once(store: WeightGradStore) -> None:
+    query, key = weight("query"), weight("key")
+    (dq, x), (dk, _) = operands(0, query), operands(1, key)
+    put(store, (0, 0), (query, dq, x), (key, dk, x))
+    assert store.pending_bytes == (dq.numel() + dk.numel() + x.numel()) * 4
+    both = torch.randn(4, 4)
+    put(store, (0, 1), (query, both[:, :2], x), (key, both[:, 2:], x))
+    assert store.pending_bytes == (dq.numel() + dk.numel() + x.numel() + both.numel()) * 4
+    store.run(0, 0)
+    assert store.pending_bytes == (both.numel() + x.numel()) * 4
+    store.run(0, 1)
+    assert store.pending_bytes == 0
+
+
+def test_each_entry_is_free_before_the_next_gemm_starts() -> None:
+    alive_at_gemm: list[list[bool]] = []
+    tensors: list[weakref.ref[Tensor]] = []
+
+    def accumulate(accumulator: Tensor, grad_output: Tensor, input_: Tensor) -> None:
+        alive_at_gemm.append([tensor() is not None for tensor in tensors])
+
+    store = WeightGradStore(WgradKernel(KernelKind.PLAIN, accumulate))
+
+    def uses() -> Iterator[tuple[SplitWeight, Tensor, Tensor]]:
+        for index in range(3):
+            split = weight(str(index))
+            grad_output, input_ = operands(index, split)
+            tensors.append(weakref.ref(grad_output))
+            tensors.append(weakref.ref(input_))
+            yield split, grad_output, input_
+            del grad_output, input_
+
+    store.begin(0, 0, fused=False)
+    for split, grad_output, input_ in uses():
+        store.put(split, grad_output, input_)
+        del grad_output, input_
+    store.end()
+    assert all(tensor() is not None for tensor in tensors)
+    store.run(0, 0)
+    assert alive_at_gemm == [[True] * 6, [False] * 2 + [True] * 4, [False] * 4 + [True] * 2]
+    assert all(tensor() is None for tensor in tensors)
+
+
+def test_fused_keeps_no_tensor_until_the_end_of_b(store: WeightGradStore) -> None:
+    split = weight()
+    store.begin(0, 0, fused=True)
+    grad_output, input_ = operands(0, split)
+    held = [weakref.ref(grad_output), weakref.ref(input_)]
+    store.put(split, grad_output, input_)
+    del grad_output, input_
+    assert [tensor() for tensor in held] == [None, None]
+
+
+def test_clear_frees_everything_and_closes_an_open_b(store: WeightGradStore) -> None:
+    split = weight()
+    put(store, (0, 0), (split, *operands(0, split)))
+    store.begin(0, 1, fused=False)
+    store.put(split, *operands(1, split))
+    store.clear()
+    assert store.pending == frozenset()
+    assert store.pending_bytes == 0
+    store.check_empty()
+    store.begin(0, 0, fused=False)
+
+
+# -- misuse -------------------------------------------------------------------------------------------------------------
+
+
+def message_of(error: pytest.ExceptionInfo[WeightGradStoreError]) -> str:
+    return str(error.value)
+
+
+def test_w_without_b_says_where_and_what_there_is(store: WeightGradStore) -> None:
+    with pytest.raises(WeightGradStoreError) as error:
+        store.run(1, 5)
+    assert message_of(error).startswith("rank 3, chunk 1, microbatch 5: W has nothing to compute")
+    assert "In the store: nothing." in message_of(error)
+    split = weight()
+    put(store, (1, 2), (split, *operands(0, split)))
+    put(store, (0, 4), (split, *operands(0, split)))
+    with pytest.raises(WeightGradStoreError) as error:
+        store.run(1, 5)
+    assert "In the store: chunk 0 microbatch 4, chunk 1 microbatch 2." in message_of(error)
+
+
+def test_w_twice(store: WeightGradStore) -> None:
+    split = weight()
+    put(store, (0, 7), (split, *operands(0, split)))
+    store.run(0, 7)
+    with pytest.raises(WeightGradStoreError, match="rank 3, chunk 0, microbatch 7: W has nothing to compute"):
+        store.run(0, 7)
+
+
+def test_w_of_a_b_that_is_still_open(store: WeightGradStore) -> None:
+    store.begin(0, 1, fused=False)
+    with pytest.raises(WeightGradStoreError, match="rank 3, chunk 0, microbatch 1"):
+        store.run(0, 1)
+
+
+def test_w_after_a_fused_backward(store: WeightGradStore) -> None:
+    split = weight()
+    put(store, (0, 1), (split, *operands(0, split)), fused=True)
+    with pytest.raises(WeightGradStoreError, match="rank 3, chunk 0, microbatch 1"):
+        store.run(0, 1)
+
+
+def test_b_twice_before_its_w(store: WeightGradStore) -> None:
+    put(store, (1, 6))
+    with pytest.raises(WeightGradStoreError, match="rank 3, chunk 1, microbatch 6: B runs a second time before its W"):
+        store.begin(1, 6, fused=False)
+    store.begin(1, 7, fused=False)
+
+
+def test_b_inside_b(store: WeightGradStore) -> None:
+    store.begin(0, 2, fused=False)
+    with pytest.raises(WeightGradStoreError) as error:
+        store.begin(1, 3, fused=False)
+    assert message_of(error) == ("rank 3, chunk 1, microbatch 3: B begins while B of rank 3, chunk 0, microbatch 2 is open")
+
+
+def test_end_without_begin(store: WeightGradStore) -> None:
+    with pytest.raises(WeightGradStoreError, match="rank 3: a B ends that never began"):
+        store.end()
+
+
+def test_put_outside_of_b_names_the_weight(store: WeightGradStore) -> None:
+    split = weight("decoder.layers.2.mlp.linear_fc1.weight")
+    with pytest.raises(WeightGradStoreError) as error:
+        store.put(split, *operands(0, split))
+    assert message_of(error).startswith("rank 3: a backward pass reached the split weight decoder.layers.2.mlp.linear_fc1.weight")
+    assert "Run backward through the schedule" in message_of(error)
+
+
+def test_an_iteration_that_ends_with_w_left_over_names_them_once(store: WeightGradStore) -> None:
+    split = weight()
+    for key in ((1, 0), (0, 2)):
+        put(store, key, (split, *operands(0, split)))
+    with pytest.raises(WeightGradStoreError) as error:
+        store.check_empty()
+    assert message_of(error) == (
+        "rank 3: the iteration ended but W never ran for chunk 0 microbatch 2, chunk 1 microbatch 0. "
+        "Their weight gradients are missing."
+    )
+    store.check_empty()
