@@ -44,6 +44,8 @@ FEATURES = [
     {"llama": True},
     {"llama": True, "tensor_parallel": 2},
     {"per_token_loss": True},
+    {"recompute": "full"},
+    {"recompute": "selective"},
     {"dtype": torch.bfloat16},
     {"dtype": torch.float16},
 ]

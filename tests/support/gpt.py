@@ -50,6 +50,7 @@ class Case:
     llama: bool = False
     dropout: float = 0.0
     per_token_loss: bool = False
+    recompute: str | None = None
     different_data: bool = False
     dtype: torch.dtype = torch.float32
     num_steps: int = 3
@@ -108,8 +109,7 @@ class Trainer:
         self.host = HostDevice()
         choice = case.choice
         virtual = case.num_chunks if case.num_chunks > 1 else None
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
+        _forget_groups()
         parallel_state.initialize_model_parallel(
             case.tensor_parallel, case.num_ranks, virtual, **embedding_ranks(choice.placement)
         )
@@ -127,12 +127,8 @@ class Trainer:
         self.schedule = PipelineSchedule(choice, self.built.chunks, store=self.built.store, config=self.config)
 
     def close(self) -> None:
-        """Give back every process group: gloo keeps threads for each, and megatron-core only forgets its own."""
-        parallel_state.destroy_model_parallel()
-        world = dist.distributed_c10d._world
-        for group in list(world.pg_map):
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
+        """Give back every process group."""
+        _forget_groups()
 
     # -- construction -----------------------------------------------------------------------------------------------------
 
@@ -148,6 +144,10 @@ class Trainer:
                 "add_bias_linear": False,
                 "ffn_hidden_size": 48,
             }
+        if case.recompute == "full":
+            shape |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        elif case.recompute == "selective":
+            shape |= {"recompute_granularity": "selective"}
         layout = None
         if case.choice.placement.name == "V":
             layout = StageLayout(even_layers(case.num_layers, case.choice.placement), case.choice.placement)
@@ -172,7 +172,8 @@ class Trainer:
             bias_dropout_fusion=False,
             masked_softmax_fusion=False,
             persist_layer_norm=False,
-            deallocate_pipeline_outputs=True,
+            # On gloo megatron-core's overlapped sends read an output after it was deallocated, and report wrong losses.
+            deallocate_pipeline_outputs=not (case.schedule == "stock" and case.num_chunks > 1),
             # Without overlap megatron-core's interleaved schedule mixes up the two directions between two ranks.
             overlap_p2p_comm=case.schedule == "stock" and case.num_chunks > 1,
             batch_p2p_comm=not (case.schedule == "stock" and case.num_chunks > 1),
@@ -294,6 +295,14 @@ class Trainer:
             return total / per_token.numel(), {"lm loss": mean}
 
         return output, loss_func
+
+
+def _forget_groups() -> None:
+    """Destroy every process group but the world: gloo keeps threads for each, and megatron-core only forgets its own."""
+    parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,0 +1,173 @@
+"""What the split installs, what it refuses by name, and that DDP's gradients stay exact."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from torch import nn
+
+from megatron.zerobubble.errors import ConfigError, SplitError
+from megatron.zerobubble.integration.layers import remove_split, split_weight_gradients
+from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
+from megatron.zerobubble.wgrad.store import WeightGradStore
+from tests.support.gpt import Case, Trainer
+from tests.support.ranks import RankPool
+
+
+class _OwnGradient(torch.autograd.Function):
+    """A product that adds its weight's gradient itself, like many fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class _FusedLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _OwnGradient.apply(x, self.weight)
+
+
+class _OwnForward(ColumnParallelLinear):
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return _OwnGradient.apply(input, weight)
+
+
+def _store() -> WeightGradStore:
+    return WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate))
+
+
+def _refusals(rank: int) -> dict[str, str]:
+    """The message for each kind of chunk that cannot be split, from megatron-core's real modules."""
+    trainer = Trainer(Case("stock", 4, 1, num_layers=8))
+    model = trainer.built.chunks[0].module
+    layers = model.decoder.layers
+    messages = {}
+
+    def refusal(name: str) -> None:
+        before = {key: type(module) for key, module in model.named_modules()}
+        with pytest.raises(SplitError) as caught:
+            split_weight_gradients(model, _store())
+        assert {key: type(module) for key, module in model.named_modules()} == before
+        assert not any("_forward_impl" in module.__dict__ for module in model.modules()), "a refused chunk is left as it was"
+        messages[name] = str(caught.value)
+
+    own = layers[1].mlp.linear_fc1.weight
+    layers[1].mlp.linear_fc1.weight = layers[0].mlp.linear_fc1.weight
+    refusal("shared")
+    layers[1].mlp.linear_fc1.weight = own
+
+    layers[0].fused = _FusedLinear()
+    refusal("fused")
+    layers[0].fused.wgrad_in_backward = True
+    assert split_weight_gradients(model, _store()), "declared to stay in B, so it is no obstacle"
+    remove_split(model)
+    del layers[0].fused
+
+    layers[0].mlp.linear_fc1.__class__ = _OwnForward
+    refusal("subclass")
+    layers[0].mlp.linear_fc1.__class__ = ColumnParallelLinear
+    trainer.close()
+
+    single = Trainer(Case("stock", 1, 1, tied=True))
+    model = single.built.chunks[0].module
+    refusal("tied")
+    single.close()
+    return messages
+
+
+def test_what_cannot_be_split_is_refused_by_name(four_ranks: RankPool) -> None:
+    for messages in four_ranks.run(_refusals):
+        assert (
+            "decoder.layers.0.mlp.linear_fc1.weight and decoder.layers.1.mlp.linear_fc1.weight are one weight"
+            in messages["shared"]
+        )
+        assert "decoder.layers.0.fused.weight" in messages["fused"]
+        assert "_FusedLinear" in messages["fused"]
+        assert "decoder.layers.0.mlp.linear_fc1.weight" in messages["subclass"]
+        assert "_OwnForward" in messages["subclass"]
+        assert "output_layer" in messages["tied"]
+
+
+def _install_and_remove(rank: int) -> tuple[int, int]:
+    trainer = Trainer(Case("stock", 4, 2))
+    model = trainer.built.chunks[0].module
+    names = split_weight_gradients(model, _store())
+    split = sum("_forward_impl" in module.__dict__ for module in model.modules())
+    assert split == len(names)
+    remove_split(model)
+    left = sum("_forward_impl" in module.__dict__ for module in model.modules())
+    assert not any(hasattr(parameter, "skip_backward_post_hook") for parameter in model.parameters())
+    trainer.forward_backward(0)
+    trainer.close()
+    return split, left
+
+
+def test_the_split_can_be_removed(four_ranks: RankPool) -> None:
+    for rank, (split, left) in enumerate(four_ranks.run(_install_and_remove)):
+        assert split == 2 * 4 + (rank == 3)
+        assert left == 0
+
+
+def _refused_config(rank: int, name: str, value: Any) -> str:
+    case = Case("zbv", 4, 2, num_chunks=2)
+    original = Trainer._config
+
+    @functools.wraps(original)
+    def changed(self: Trainer) -> Any:
+        config = original(self)
+        setattr(config, name, value)
+        return config
+
+    Trainer._config = changed  # type: ignore[method-assign]
+    try:
+        Trainer(case)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        Trainer._config = original  # type: ignore[method-assign]
+    return ""
+
+
+@pytest.mark.parametrize(("name", "value"), [("defer_embedding_wgrad_compute", True), ("mtp_num_layers", 1)])
+def test_a_feature_that_cannot_be_honoured_is_refused_by_name(four_ranks: RankPool, name: str, value: object) -> None:
+    for message in four_ranks.run(_refused_config, name, value):
+        assert message.startswith(f"{name} does not go with schedule 'zbv'")
+
+
+def _frozen(rank: int) -> bool:
+    """A frozen linear is left to megatron-core; the rest trains."""
+    original = Trainer._provide
+
+    def freezing(self: Trainer, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
+        model = original(self, pre_process, post_process, vp_stage)
+        model.decoder.layers[0].mlp.linear_fc1.weight.requires_grad = False
+        return model
+
+    Trainer._provide = freezing  # type: ignore[method-assign]
+    try:
+        trainer = Trainer(Case("zb-h1", 4, 3))
+        trainer.forward_backward(0)
+        gradients = {name: float(p.main_grad.abs().sum()) for name, p in trainer.parameters() if p.requires_grad}
+        trainer.close()
+    finally:
+        Trainer._provide = original  # type: ignore[method-assign]
+    trained = all(value > 0 for name, value in gradients.items() if name.endswith("weight"))
+    return trained and f"decoder.layers.{2 * rank}.mlp.linear_fc1.weight" not in gradients
+
+
+def test_frozen_weights(four_ranks: RankPool) -> None:
+    assert all(four_ranks.run(_frozen))

@@ -1,0 +1,61 @@
+"""Which layers a rank holds under V, and where the embedding and the head are."""
+
+from __future__ import annotations
+
+import pytest
+from megatron.core.transformer.enums import LayerType
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.integration.layout import StageLayout, embedding_ranks, even_layers
+from megatron.zerobubble.plan.ir import Placement
+
+
+def _layers(layout: StageLayout, rank: int, chunk: int) -> list[int]:
+    first = layout.get_layer_offset(vp_stage=chunk, pp_rank=rank)
+    count = layout.layout[rank][chunk].count(LayerType.decoder)
+    return list(range(first, first + count))
+
+
+def test_v_places_layers_down_and_up() -> None:
+    layout = StageLayout(even_layers(16, Placement.v(4)), Placement.v(4))
+    held = [[_layers(layout, rank, chunk) for chunk in (0, 1)] for rank in range(4)]
+    assert held == [
+        [[0, 1], [14, 15]],
+        [[2, 3], [12, 13]],
+        [[4, 5], [10, 11]],
+        [[6, 7], [8, 9]],
+    ]
+    layout.validate_layer_layout(num_layers=16, mtp_num_layers=None)
+    assert LayerType.embedding in layout.layout[0][0]
+    assert LayerType.loss in layout.layout[0][1]
+
+
+def test_uneven_stages_keep_their_global_index() -> None:
+    layout = StageLayout([2, 3, 3, 2], Placement.v(2))
+    assert [_layers(layout, *place) for place in ((0, 0), (1, 0), (1, 1), (0, 1))] == [[0, 1], [2, 3, 4], [5, 6, 7], [8, 9]]
+
+
+def test_loop_placement_is_megatron_cores_own() -> None:
+    layout = StageLayout(even_layers(8, Placement.loop(2, 2)), Placement.loop(2, 2))
+    assert [_layers(layout, rank, chunk) for chunk in (0, 1) for rank in (0, 1)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_layers_that_do_not_divide_name_what_would() -> None:
+    with pytest.raises(ConfigError, match=r"12 layers do not divide into 8 stages \(V placement\); use 8 or 16"):
+        even_layers(12, Placement.v(4))
+    with pytest.raises(ConfigError, match="use 8"):
+        even_layers(3, Placement.v(4))
+
+
+def test_wrong_number_of_stages() -> None:
+    with pytest.raises(ConfigError, match="3 layer counts were given for 4 stages"):
+        StageLayout([1, 1, 1], Placement.v(2))
+
+
+@pytest.mark.parametrize(
+    ("placement", "word"), [(Placement.v(4), [10]), (Placement.linear(4), [10, 13]), (Placement.loop(4, 2), [10, 13])]
+)
+def test_embedding_ranks(placement: Placement, word: list[int]) -> None:
+    chosen = embedding_ranks(placement)
+    assert chosen["get_embedding_ranks"]([10, 11, 12, 13]) == word
+    assert chosen["get_position_embedding_ranks"]([10, 11, 12, 13]) == [10]
