@@ -10,9 +10,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.zerobubble.errors import TransferError
-from megatron.zerobubble.plan.communication import Message, Payload, links_of, place_communication
+from megatron.zerobubble.plan.communication import Message, Payload, colour_links, links_of, place_communication
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.runtime.executor import Executor
@@ -110,6 +111,47 @@ def groups_of_links(rank: int) -> tuple[int, int]:
 
 def test_a_chain_has_four_groups_and_gives_them_back(four_ranks: RankPool) -> None:
     assert four_ranks.run(groups_of_links) == [(4, 0)] * 4
+
+
+def what_the_backend_is_given(rank: int) -> tuple[dict[tuple[int, int], int], bool]:
+    """The group of each link of this rank, numbered as torch made them; whether a send keeps its tensor alive."""
+    placement = Placement.v(4)
+    links = links_over_the_world(rank, placement)
+    groups: dict[tuple[int, int], int] = {}
+
+    def backend(tensor: torch.Tensor, peer: int, group: Any) -> mock.Mock:
+        """Neither keeps the tensor nor sends it."""
+        groups[source, target] = id(group)
+        return mock.Mock()
+
+    with mock.patch.object(dist, "isend", backend), mock.patch.object(dist, "irecv", backend):
+        tensor = torch.zeros(3)
+        storage = StorageWeakRef(tensor.untyped_storage())
+        for source, target in links_of(placement):
+            if source == rank:
+                transfer = links.send(message(source, target, 0), tensor)
+            elif target == rank:
+                links.receive(message(source, target, 0), torch.zeros(3))
+        del tensor
+        kept = not storage.expired()
+        transfer.wait()
+        del transfer
+    order = {id(group): index for index, group in enumerate(dict.fromkeys(links._groups.values()))}
+    links.close()
+    return {link: order[group] for link, group in groups.items()}, kept and storage.expired()
+
+
+def test_a_rank_has_each_of_its_links_in_a_group_of_its_own(four_ranks: RankPool) -> None:
+    """So that a communicator that serialises what it is given never makes one link wait for another."""
+    results = four_ranks.run(what_the_backend_is_given)
+    expected = {link: index for index, links in enumerate(colour_links(links_of(Placement.v(4)))) for link in links}
+    for rank, (groups, _) in enumerate(results):
+        assert groups == {link: index for link, index in expected.items() if rank in link}
+        assert len(set(groups.values())) == len(groups)
+
+
+def test_a_send_keeps_its_tensor_and_its_handle_lets_go(four_ranks: RankPool) -> None:
+    assert all(kept for _, kept in four_ranks.run(what_the_backend_is_given))
 
 
 # -- failures -----------------------------------------------------------------------------------------------------------

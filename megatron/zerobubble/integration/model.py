@@ -93,7 +93,12 @@ def _build(model_provider: ModelProvider, choice: ScheduleChoice, chunk: int) ->
 
 def _make_store(config: Any, ddp_config: DistributedDataParallelConfig, device: torch.device) -> WeightGradStore:
     accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
-    kernel = choose_kernel(device, input_dtype=config.params_dtype, accumulator_dtype=accumulator)
+    kernel = choose_kernel(
+        device,
+        input_dtype=config.params_dtype,
+        accumulator_dtype=accumulator,
+        allow_apex=config.gradient_accumulation_fusion,
+    )
     return WeightGradStore(kernel, rank=parallel_state.get_pipeline_model_parallel_rank())
 
 

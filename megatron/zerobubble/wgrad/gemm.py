@@ -42,15 +42,18 @@ class WgradKernel:
     accumulate: Accumulate
 
 
-def choose_kernel(device: torch.device, *, input_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> WgradKernel:
+def choose_kernel(
+    device: torch.device, *, input_dtype: torch.dtype, accumulator_dtype: torch.dtype, allow_apex: bool = True
+) -> WgradKernel:
     """Pick the best kernel that works for these dtypes on `device`, by trying it on a tiny problem.
 
     Args:
         device: where weights and gradients live.
         input_dtype: dtype of activations and output gradients.
         accumulator_dtype: dtype of ``main_grad``.
+        allow_apex: False leaves apex's kernel out (megatron-core's `gradient_accumulation_fusion` turned off).
     """
-    kernel = _choose(device, input_dtype, accumulator_dtype)
+    kernel = _choose(device, input_dtype, accumulator_dtype, allow_apex)
     logger.info("weight gradients (%s into %s on %s): %s", input_dtype, accumulator_dtype, device, kernel.kind.value)
     return kernel
 
@@ -68,11 +71,11 @@ def addmm_accumulate(accumulator: Tensor, grad_output: Tensor, input_: Tensor) -
         torch.ops.aten.addmm.dtype_out(accumulator, grad_output.t(), input_, accumulator.dtype, out=accumulator)
 
 
-def _choose(device: torch.device, input_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> WgradKernel:
+def _choose(device: torch.device, input_dtype: torch.dtype, accumulator_dtype: torch.dtype, allow_apex: bool) -> WgradKernel:
     plain = WgradKernel(KernelKind.PLAIN, plain_accumulate)
     if device.type != "cuda":
         return plain
-    apex = _apex_accumulate(accumulator_dtype)
+    apex = _apex_accumulate(accumulator_dtype) if allow_apex else None
     candidates = [WgradKernel(KernelKind.APEX, apex)] if apex is not None else []
     candidates.append(WgradKernel(KernelKind.ADDMM, addmm_accumulate))
     for kernel in candidates:

@@ -1,0 +1,328 @@
+"""Measure what the executor itself costs: Python time per op beyond the op's own work.
+
+One process plays each rank of the pipeline in turn. Nothing is computed and nothing travels; what is left is overhead. Three
+layers, each a line of the result, in microseconds an op:
+
+  executor       the walk over the ops; links and work do nothing
+  process group  the same through ProcessGroupLinks, over torch's backend "fake": adds the Python of isend and irecv
+  model          the same as "executor", with ops that run a tiny linear through megatron-core's own forward_step and
+                 backward_step; the time that those take for the unsplit linear without an executor is subtracted
+
+Time is the thread's CPU time, so that a busy machine does not count. Every rank is measured; the table shows the slowest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.zerobubble.errors import UserError
+from megatron.zerobubble.plan.communication import Message, Program, place_communication
+from megatron.zerobubble.plan.ir import Op
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.runtime.executor import Executor
+from megatron.zerobubble.runtime.p2p import Links, ProcessGroupLinks
+
+FORMAT = "zerobubble-executor-benchmark/1"
+SHAPE = (4, 1, 8)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Microseconds an op of one layer on one rank, over the repeats."""
+
+    schedule: str
+    layer: str
+    rank: int
+    num_ops: int
+    min_us: float
+    median_us: float
+    max_us: float
+
+
+class InstantLinks:
+    """Transfers that are over at once; also their own handle."""
+
+    def send(self, message: Message, tensor: Tensor) -> InstantLinks:
+        """Nothing travels."""
+        return self
+
+    def receive(self, message: Message, buffer: Tensor) -> InstantLinks:
+        """Nothing travels."""
+        return self
+
+    def wait(self) -> None:
+        """Over already."""
+
+
+class EmptyWork:
+    """Ops that do nothing and hand one and the same tensor on."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(SHAPE)
+
+    def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor:
+        """F."""
+        return self.tensor
+
+    def backward(self, op: Op, gradient: Tensor | None, last: bool) -> Tensor:
+        """B or BW."""
+        return self.tensor
+
+    def weight_gradient(self, op: Op, last: bool) -> None:
+        """W."""
+
+    def buffer(self, message: Message) -> Tensor:
+        """No memory is taken."""
+        return self.tensor
+
+
+def timed(run: Callable[[], Any], repeats: int) -> list[float]:
+    """Microseconds of CPU time of each of several calls, after one that does not count."""
+    run()
+    samples = []
+    for _ in range(repeats):
+        start = time.thread_time_ns()
+        run()
+        samples.append((time.thread_time_ns() - start) / 1000.0)
+    return samples
+
+
+def measure_executor(program: Program, rank: int, links: Links, layer: str, repeats: int) -> Measurement:
+    """The executor around ops that do nothing."""
+    executor = Executor(program, rank, links, EmptyWork())
+    num_ops = len(program.steps[rank])
+    return summary(program, layer, rank, [sample / num_ops for sample in timed(executor.run, repeats)])
+
+
+def summary(program: Program, layer: str, rank: int, samples: Sequence[float]) -> Measurement:
+    """The samples of one rank and layer."""
+    rounded = [round(sample, 2) for sample in (min(samples), statistics.median(samples), max(samples))]
+    return Measurement(program.plan.schedule, layer, rank, len(program.steps[rank]), *rounded)
+
+
+def measure_process_group(program: Program, repeats: int) -> list[Measurement]:
+    """ProcessGroupLinks on every rank; the backend takes every message and moves none."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    num_ranks, results = program.plan.num_ranks, []
+    for rank in range(num_ranks):
+        dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
+        try:
+            links = ProcessGroupLinks(program.plan.placement, pipeline=range(num_ranks), rank=rank, device=CPU)
+            results.append(measure_executor(program, rank, links, "process group", repeats))
+            links.close()
+        finally:
+            dist.destroy_process_group()
+    return results
+
+
+def measure_model(program: Program, rank: int, repeats: int) -> Measurement:
+    """ChunkWork and the split linear, less what megatron-core's own passes take for the unsplit linear.
+
+    `rank` must hold neither the first nor the last stage: those differ by the loss.
+    """
+    num_ops, samples = len(program.steps[rank]), []
+    with warnings.catch_warnings():
+        # megatron-core says on import and on every config what is deprecated or not installed.
+        warnings.filterwarnings("ignore", module=r"megatron\.core\.")
+        model = Passes(program, rank)
+        for _ in range(repeats):  # side by side, so that both see the same processor; best of three, for it is a difference
+            samples.append((min(timed(model.ours, 3)) - min(timed(model.stock, 3))) / num_ops)
+    return summary(program, "model", rank, samples)
+
+
+class Passes:
+    """One iteration of one rank over tiny linears: through the executor, and by megatron-core's own two functions alone."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        from megatron.core.enums import ModelType
+        from megatron.core.pipeline_parallel import schedules
+        from megatron.core.transformer import TransformerConfig
+
+        from megatron.zerobubble.integration.chunk_work import ChunkWork, Iteration
+        from megatron.zerobubble.wgrad.gemm import choose_kernel
+        from megatron.zerobubble.wgrad.store import WeightGradStore
+
+        self.program, self.rank = program, rank
+        self.schedules, self.model_type, self.chunk_work = schedules, ModelType.encoder_or_decoder, ChunkWork
+        self.config = TransformerConfig(
+            num_layers=1,
+            hidden_size=SHAPE[-1],
+            num_attention_heads=1,
+            pipeline_dtype=torch.float32,
+            deallocate_pipeline_outputs=True,
+        )
+        self.iteration = Iteration(
+            forward_step_func=lambda iterator, model: (model.forward(), None),
+            data_iterators=[None] * program.plan.placement.num_chunks,
+            num_microbatches=program.plan.num_microbatches,
+            tensor_shape=SHAPE,
+            forward_only=False,
+            collect_non_loss_data=False,
+            first_val_step=None,
+            context_parallel_size=1,
+        )
+        kernel = choose_kernel(CPU, input_dtype=torch.float32, accumulator_dtype=torch.float32)
+        self.store = WeightGradStore(kernel, rank=rank)
+        self.split = [TinyLinear(self.store) for _ in program.plan.placement.rank_to_stages[rank]]
+        self.plain = TinyLinear(None)
+        self.activation, self.gradient = torch.zeros(SHAPE), torch.zeros(SHAPE)
+
+    def ours(self) -> None:
+        """The executor, ChunkWork, the store and the split linear."""
+        work = self.chunk_work(self.split, self.program.plan.placement, self.store, self.config, self.iteration, CPU)
+        Executor(self.program, self.rank, InstantLinks(), work).run()
+        work.finish()
+
+    def stock(self) -> None:
+        """The same number of forward and backward passes, the backward fused, with nothing around them."""
+        losses: list[Any] = []
+        for microbatch in range(self.iteration.num_microbatches * len(self.split)):
+            activation = torch.empty(SHAPE).requires_grad_()
+            output, _ = self.schedules.forward_step(
+                self.iteration.forward_step_func,
+                None,
+                self.plain,
+                self.iteration.num_microbatches,
+                activation,
+                losses,
+                self.config,
+                cp_group_size=1,
+                is_first_microbatch=microbatch == 0,
+                current_microbatch=microbatch,
+                is_last_stage=False,
+            )
+            self.schedules.deallocate_output_tensor(output, True)
+            self.schedules.backward_step(activation, output, self.gradient, self.model_type, self.config)
+
+
+class TinyLinear(torch.nn.Module):
+    """As little of a model chunk as megatron-core's passes accept. Split into `store` if there is one."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
+        from megatron.zerobubble.wgrad.store import SplitWeight
+
+        self.weight = torch.nn.Parameter(torch.zeros(SHAPE[-1], SHAPE[-1]))
+        self.decoder = None
+        self.input: Tensor | None = None
+        self._split = None if store is None else LinearSplit(SplitWeight("weight", self.weight), store)
+        self._split_linear = split_linear
+
+    def set_input_tensor(self, tensors: list[Tensor]) -> None:
+        """megatron-core's way of giving a chunk its input."""
+        (self.input,) = tensors
+
+    def forward(self) -> Tensor:
+        """The product."""
+        assert self.input is not None
+        if self._split is None:
+            return torch.nn.functional.linear(self.input, self.weight)
+        return self._split_linear(self.input, self.weight, None, self._split)
+
+
+def benchmark(schedule: str, args: argparse.Namespace) -> list[Measurement]:
+    """Every layer of one schedule."""
+    program = place_communication(build_plan(schedule, num_ranks=args.num_ranks, num_microbatches=args.num_microbatches))
+    ranks = range(args.num_ranks)
+    results = [measure_executor(program, rank, InstantLinks(), "executor", args.repeats) for rank in ranks]
+    results += measure_process_group(program, args.repeats)
+    last = program.plan.num_stages - 1
+    inner = [rank for rank in ranks if not {0, last} & set(program.plan.placement.rank_to_stages[rank])]
+    if inner and not args.without_model:
+        results.append(measure_model(program, inner[len(inner) // 2], args.repeats))
+    return results
+
+
+def slowest(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """For each schedule and layer the rank with the largest median, in the order measured."""
+    worst: dict[tuple[str, str], Measurement] = {}
+    for measurement in measurements:
+        key = measurement.schedule, measurement.layer
+        if key not in worst or worst[key].median_us < measurement.median_us:
+            worst[key] = measurement
+    return list(worst.values())
+
+
+def table(measurements: Sequence[Measurement]) -> str:
+    """A plain text table of the slowest ranks."""
+    lines = [f"{'schedule':18}{'layer':15}{'rank':>5}{'ops':>6}{'min':>9}{'median':>9}{'max':>9}   us/op"]
+    for row in slowest(measurements):
+        lines.append(
+            f"{row.schedule:18}{row.layer:15}{row.rank:5}{row.num_ops:6}{row.min_us:9.2f}{row.median_us:9.2f}{row.max_us:9.2f}"
+        )
+    return "\n".join(lines)
+
+
+def report(measurements: Sequence[Measurement], args: argparse.Namespace) -> dict[str, Any]:
+    """The JSON form."""
+    return {
+        "format": FORMAT,
+        "num_ranks": args.num_ranks,
+        "num_microbatches": args.num_microbatches,
+        "repeats": args.repeats,
+        "clock": "CPU time of the thread",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "slowest": [asdict(row) for row in slowest(measurements)],
+        "ranks": [asdict(row) for row in measurements],
+    }
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedule", action="append", help="repeat for several (default: 1f1b, zb-h1, zb-h2, zbv)")
+    parser.add_argument("--num-ranks", type=int, default=8, help="pipeline ranks, p (default %(default)s)")
+    parser.add_argument("--num-microbatches", type=int, default=64, help="m (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=21, help="iterations measured a rank (default %(default)s)")
+    parser.add_argument("--without-model", action="store_true", help="leave the third layer out; megatron-core is not imported")
+    parser.add_argument("--limit-us", type=float, help="exit 1 if a median is larger")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.repeats < 1:
+        parser.error("--repeats must be 1 or more")
+    torch.set_num_threads(1)
+    try:
+        measurements = [
+            row for schedule in args.schedule or ("1f1b", "zb-h1", "zb-h2", "zbv") for row in benchmark(schedule, args)
+        ]
+    except UserError as error:
+        parser.error(str(error))
+    text = json.dumps(report(measurements, args), indent=1)
+    if args.json == "-":
+        print(text)
+    else:
+        print(table(measurements))
+        if args.json:
+            Path(args.json).write_text(text + "\n", encoding="utf-8")
+    over = [row for row in slowest(measurements) if args.limit_us is not None and row.median_us > args.limit_us]
+    for row in over:
+        print(f"{row.schedule}, {row.layer}: {row.median_us} us an op is more than {args.limit_us}", file=sys.stderr)
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
