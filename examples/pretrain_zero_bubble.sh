@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Train a GPT through a zero-bubble pipeline. Without GPUs: a small one on the CPU, in a few minutes.
+#
+#   bash examples/pretrain_zero_bubble.sh                        ZBV on 4 CPU ranks, or on all GPUs
+#   ENABLE_ZERO_BUBBLE=1 bash examples/pretrain_zero_bubble.sh   ZB-H1
+#   ENABLE_ZERO_BUBBLE=0 bash examples/pretrain_zero_bubble.sh   megatron-core's own 1F1B
+#
+# Switches (environment variables):
+#   ZERO_BUBBLE_V_SCHEDULE=1            ZBV: no bubble at 1F1B's memory (the default)
+#   ENABLE_ZERO_BUBBLE=1|0              ZB-H1 | megatron-core's own 1F1B
+#   ZERO_BUBBLE_MAX_PENDING_BACKWARD    1p (ZB-H1), 2p (ZB-H2) or a number of microbatches; ZERO_BUBBLE_MEM_LIMIT is the same
+#   INTERLEAVED_1F1B=1                  megatron-core's own interleaved 1F1B, one layer per chunk
+#   PIPELINE_SIZE TP_SIZE               pipeline and tensor ranks; what is left is data parallel
+#   GPUS_PER_NODE                       ranks per machine
+#   WORLD_SIZE (or NNODES) RANK         number of machines, and which one this is
+#   MASTER_ADDR MASTER_PORT             where the ranks meet, with several machines
+#   HIDDEN_SIZE LAYERS ATTENTION_HEADS SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR
+#   DATA_PATH (or DATASET)              prefix of an indexed dataset (tools/preprocess_data.py)
+#   RUN_DIR                             checkpoint and metrics; runs/<schedule> by default
+#   EXIT_INTERVAL FP32=1                leave after this iteration; fp32 on GPUs too
+# Further arguments are passed on to pretrain_gpt.py and win over these: ... pretrain_zero_bubble.sh --train-iters 20
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+python_bin=""
+[[ -x "$here/.venv/bin/torchrun" ]] && python_bin="$here/.venv/bin/"
+command -v torchrun >/dev/null && python_bin=""
+
+# -- the machine --------------------------------------------------------------------------------------------------------
+gpus=0
+command -v nvidia-smi >/dev/null && gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)"
+nodes="${NNODES:-${WORLD_SIZE:-1}}"
+if ((gpus * nodes >= 2)); then
+    backend=nccl
+    ranks_per_node="${GPUS_PER_NODE:-$gpus}"
+else # a pipeline needs two devices; with one GPU or none the ranks share the CPU
+    backend=gloo
+    ranks_per_node="${GPUS_PER_NODE:-4}"
+fi
+ranks=$((nodes * ranks_per_node))
+tensor="${TP_SIZE:-1}"
+pipeline="${PIPELINE_SIZE:-$((ranks / tensor))}"
+
+# -- the schedule -------------------------------------------------------------------------------------------------------
+pending="${ZERO_BUBBLE_MAX_PENDING_BACKWARD:-${ZERO_BUBBLE_MEM_LIMIT:-}}"
+is_on() { [[ -n "${1:-}" && "$1" != 0 ]]; }
+if is_on "${ZERO_BUBBLE_V_SCHEDULE:-}"; then
+    name=zbv schedule=(--zero-bubble-v-schedule)
+elif is_on "${INTERLEAVED_1F1B:-}"; then
+    name=interleaved schedule=(--num-layers-per-virtual-pipeline-stage 1)
+elif [[ -n "$pending" ]]; then
+    name="zb-$pending" schedule=(--zero-bubble-max-pending-backward "$pending")
+elif [[ -z "${ENABLE_ZERO_BUBBLE:-}" ]]; then
+    name=zbv schedule=(--zero-bubble-v-schedule)
+elif is_on "$ENABLE_ZERO_BUBBLE"; then
+    name=zb-h1 schedule=(--enable-zero-bubble)
+else
+    name=1f1b schedule=()
+fi
+
+# -- the model ----------------------------------------------------------------------------------------------------------
+if [[ $backend == nccl ]]; then
+    hidden="${HIDDEN_SIZE:-2048}" layers="${LAYERS:-$((pipeline * 4))}" heads="${ATTENTION_HEADS:-16}" length="${SEQ_LENGTH:-2048}"
+    micro="${MICRO_BATCH_SIZE:-1}" iterations="${TRAIN_ITERS:-200}" lr="${LR:-3e-4}"
+    batch="${GLOBAL_BATCH_SIZE:-$((ranks / tensor / pipeline * pipeline * 3 * micro))}"
+    device=()
+    is_on "${FP32:-}" || device+=(--bf16)
+    # megatron-core's tensor parallelism overlaps its reductions by relying on one hardware queue. The pipeline does not need it.
+    ((tensor > 1)) && export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+else
+    hidden="${HIDDEN_SIZE:-128}" layers="${LAYERS:-$((pipeline * 2))}" heads="${ATTENTION_HEADS:-4}" length="${SEQ_LENGTH:-256}"
+    micro="${MICRO_BATCH_SIZE:-2}" iterations="${TRAIN_ITERS:-120}" lr="${LR:-2e-3}"
+    batch="${GLOBAL_BATCH_SIZE:-$((ranks / tensor / pipeline * 8 * micro))}"
+    device=(--exit-duration-in-mins 3.5)
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+fi
+data="${DATA_PATH:-${DATASET:-$here/data/python-stdlib}}"
+run="${RUN_DIR:-$here/runs/$name}"
+
+# -- go -----------------------------------------------------------------------------------------------------------------
+launch=(--nproc-per-node "$ranks_per_node")
+if ((nodes > 1)); then
+    launch+=(--nnodes "$nodes" --node-rank "${RANK:?set RANK to the number of this machine}"
+        --master-addr "${MASTER_ADDR:?set MASTER_ADDR to the first machine}" --master-port "${MASTER_PORT:-29500}")
+elif [[ -n "${MASTER_PORT:-}" ]]; then
+    launch+=(--master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "$MASTER_PORT")
+else
+    launch+=(--standalone) # takes a free port
+fi
+unset WORLD_SIZE RANK # here they count machines; torchrun sets them to count ranks
+
+exec "${python_bin}torchrun" "${launch[@]}" "$here/pretrain_gpt.py" \
+    --distributed-backend "$backend" "${device[@]}" \
+    --tensor-model-parallel-size "$tensor" --pipeline-model-parallel-size "$pipeline" "${schedule[@]}" \
+    --num-layers "$layers" --hidden-size "$hidden" --num-attention-heads "$heads" --seq-length "$length" \
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear \
+    --hidden-dropout 0 --attention-dropout 0 \
+    --micro-batch-size "$micro" --global-batch-size "$batch" --train-iters "$iterations" \
+    --lr "$lr" --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95 \
+    --data-path "$data" --split 98,2,0 --tokenizer-type ByteLevelTokenizer \
+    --log-interval 10 --eval-interval 1000 --eval-iters 8 \
+    --save "$run/checkpoints" --metrics-jsonl "$run/metrics.jsonl" \
+    ${EXIT_INTERVAL:+--exit-interval "$EXIT_INTERVAL"} "$@"

@@ -1,0 +1,80 @@
+"""torch's own Adam and SGD in megatron-core's checkpoints.
+
+Where neither Transformer Engine nor Apex is installed, megatron-core steps with torch's optimizers, and four things in 0.16.1
+stand between them and a checkpoint:
+
+1. torch's optimizers make their state at the first step, but the distributed optimizer reads the step count from it;
+2. megatron-core has no function that allocates the state of SGD;
+3. the distributed optimizer leaves the step count out of what it loads per parameter (it is kept once for all), and then asks
+   for it per parameter;
+4. having loaded, it gives all parameters one and the same tensor as step count, which each of them then advances.
+
+`prepare_to_load` and `load_state` take care of them, on the instances, without patching a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+__all__ = ["load_state", "prepare_to_load"]
+
+
+def prepare_to_load(optimizer: Any) -> None:
+    """Make a megatron-core optimizer over torch's Adam or SGD ready for `sharded_state_dict(is_loading=True)`.
+
+    Optimizers of Transformer Engine and Apex are left as they are.
+
+    Args:
+        optimizer: what `get_megatron_optimizer` returned.
+    """
+    for part, inner in _torch_optimizers(optimizer):
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    inner.state[parameter] = _first_state(inner, parameter)
+        part.init_state_fn = _already_allocated
+        if hasattr(part, "_set_main_param_and_optimizer_states"):
+            part._set_main_param_and_optimizer_states = partial(_copy_states, part)
+
+
+def load_state(optimizer: Any, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict(state)`, after which every parameter has a step count of its own."""
+    optimizer.load_state_dict(state)
+    for _, inner in _torch_optimizers(optimizer):
+        for values in inner.state.values():
+            if "step" in values:
+                values["step"] = values["step"].clone()
+
+
+def _torch_optimizers(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
+    """(megatron-core's optimizer, torch's optimizer in it), for those that are torch's own."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.SGD):
+            yield part, part.optimizer
+
+
+def _first_state(inner: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    if isinstance(inner, torch.optim.SGD):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    return {
+        "step": torch.zeros((), dtype=torch.float32),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
+def _already_allocated(*_: object) -> None:
+    """Stands for the optimizer's own allocation, which has been done."""
+
+
+def _copy_states(part: Any, model_parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    """Copy a parameter's loaded master weight and moments into the distributed optimizer; the step count is kept elsewhere."""
+    group, place = part.model_param_group_index_map[model_parameter]
+    master = part.optimizer.param_groups[group]["params"][place]
+    for name, target in {"param": master, **part.optimizer.state[master]}.items():
+        if name != "step":
+            target.detach().copy_(tensors[name])

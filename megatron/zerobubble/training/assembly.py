@@ -1,0 +1,120 @@
+"""Puts together what is trained: configuration, chunks, schedule, optimizer. All ranks must call `assemble`.
+
+The order matters: the schedule's placement decides which layers and embeddings a rank holds, the B/W split has to be in the
+model before DistributedDataParallel wraps it, and the optimizer wants the wrapped chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.timers import Timers
+
+from megatron.zerobubble.integration.layout import StageLayout, even_layers
+from megatron.zerobubble.integration.model import build_chunks
+from megatron.zerobubble.integration.zb_schedules import PipelineSchedule, ScheduleChoice
+from megatron.zerobubble.training import translate
+from megatron.zerobubble.training.initialize import Job
+from megatron.zerobubble.training.settings import Settings
+from megatron.zerobubble.training.step import ForwardStep, Trainee
+
+__all__ = ["ModelProvider", "ModelSetup", "assemble", "schedule_choice"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSetup:
+    """What a model provider and a forward step may need to know."""
+
+    settings: Settings
+    """What was asked for."""
+    config: Any
+    """megatron-core's TransformerConfig."""
+    padded_vocab_size: int
+    """Rows of the embedding."""
+    device: torch.device
+    """Where this rank computes."""
+
+
+ModelProvider = Callable[[ModelSetup, bool, bool, "int | None"], Any]
+"""(setup, pre_process, post_process, vp_stage) -> the module of one stage."""
+
+ForwardStepProvider = Callable[[ModelSetup], ForwardStep]
+"""setup -> what a microbatch does in a chunk."""
+
+
+def schedule_choice(settings: Settings) -> ScheduleChoice:
+    """The schedule that the flags name, with the numbers it needs."""
+    return ScheduleChoice(
+        name=settings.zero_bubble.schedule,
+        num_ranks=settings.pipeline_size,
+        num_chunks=settings.num_chunks,
+        max_pending_backward=settings.max_pending_backward,
+    )
+
+
+def assemble(
+    settings: Settings,
+    job: Job,
+    choice: ScheduleChoice,
+    *,
+    vocab_size: int,
+    model_provider: ModelProvider,
+    forward_step_provider: ForwardStepProvider,
+) -> Trainee:
+    """Build this rank's part of the model, and what trains it."""
+    timers = Timers(settings.logging.timing_log_level, settings.logging.timing_log_option)
+    with job.host.on_host():
+        config = translate.transformer_config(settings, on_gpu=not job.host.enabled, layout=_layout(settings, choice))
+        config.timers = timers
+        setup = ModelSetup(
+            settings=settings,
+            config=config,
+            padded_vocab_size=translate.padded_vocab_size(settings, vocab_size),
+            device=job.host.device,
+        )
+        built = build_chunks(
+            partial(model_provider, setup), config=config, ddp_config=translate.ddp_config(settings), choice=choice
+        )
+        optimizer = get_megatron_optimizer(
+            translate.optimizer_config(settings, timers=timers), built.chunks, use_gloo_process_groups=False
+        )
+        scheduler = translate.scheduler(settings, optimizer)
+    if settings.precision.fp16:
+        config.grad_scale_func = optimizer.scale_loss
+    _count_parameters(built.chunks)
+    return Trainee(
+        settings=settings,
+        chunks=built.chunks,
+        schedule=PipelineSchedule(choice, built.chunks, store=built.store, config=config),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        forward_step=forward_step_provider(setup),
+        timers=timers,
+        device=job.host.device,
+        on_host=job.host.on_host,
+    )
+
+
+def _layout(settings: Settings, choice: ScheduleChoice) -> StageLayout | None:
+    """Which layers each stage holds; None where megatron-core's own order of stages is the schedule's."""
+    if choice.placement.name != "V":
+        return None
+    return StageLayout(even_layers(settings.model.num_layers, choice.placement), choice.placement)
+
+
+def _count_parameters(chunks: list[Any]) -> None:
+    """Say how large the model is: parameters of one copy, tied weights counted on every stage that holds them."""
+    from megatron.core import parallel_state
+
+    own = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    count = torch.tensor([own], dtype=torch.int64, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(count, group=parallel_state.get_model_parallel_group())
+    _log.info("model: %.2f million parameters", count.item() / 1e6)

@@ -1,0 +1,95 @@
+"""Looks at a checkpoint before it is loaded: is it complete, and does it contain nothing but data?
+
+torch's distributed checkpoint format keeps its metadata, and every object that is not a tensor, as a pickle, and torch loads
+them as such: a checkpoint from elsewhere could run code. So the metadata is read here first with an unpickler that knows only
+the classes such metadata consists of, and every stored object with torch's own `weights_only` loader. What does not pass is
+refused by name. Files that are missing or too short are found on the way.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from megatron.zerobubble.errors import CheckpointError
+
+__all__ = ["inspect_checkpoint"]
+
+_METADATA_NAMES = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.planner", "SavePlan"),
+    ("torch.distributed.checkpoint.planner", "WriteItem"),
+    ("torch.distributed.checkpoint.planner", "WriteItemType"),
+    ("torch.distributed.checkpoint.planner", "TensorWriteData"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+}
+
+
+def inspect_checkpoint(directory: Path) -> None:
+    """Raise CheckpointError unless `directory` holds a complete checkpoint without foreign code."""
+    for name in ("metadata.json", "common.pt", ".metadata"):
+        if not (directory / name).is_file():
+            raise CheckpointError(f"{directory} is not a complete checkpoint: {name} is missing")
+    metadata = _read_metadata(directory / ".metadata")
+    for index, place in metadata.storage_data.items():
+        file = directory / place.relative_path
+        if not file.resolve().is_relative_to(directory.resolve()):
+            raise CheckpointError(f"{directory}: {place.relative_path} lies outside the checkpoint")
+        if not file.is_file() or file.stat().st_size < place.offset + place.length:
+            raise CheckpointError(f"{directory} is damaged: {place.relative_path} is missing or too short")
+        if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
+            _check_object(file, place.offset, place.length, index.fqn)
+    _check_loads(directory / "common.pt", (directory / "common.pt").read_bytes())
+
+
+def _read_metadata(path: Path) -> Any:
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        metadata.storage_data.items()
+        metadata.state_dict_metadata.items()
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except (pickle.UnpicklingError, AttributeError, EOFError, ValueError, TypeError, IndexError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    return metadata
+
+
+def _check_object(file: Path, offset: int, length: int, name: str) -> None:
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        _check_loads(Path(f"{file} ({name})"), stream.read(length))
+
+
+def _check_loads(what: Path, data: bytes) -> None:
+    try:
+        with warnings.catch_warnings():  # about what it then refuses
+            warnings.simplefilter("ignore")
+            torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{what} is damaged or holds more than data: {reason}") from error
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles checkpoint metadata, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype) or (module, name) in _METADATA_NAMES:
+            return super().find_class(module, name)
+        raise CheckpointError(f"it names {module}.{name}, which checkpoint metadata does not contain; it is not loaded")

@@ -1,0 +1,270 @@
+"""Checkpoints with megatron.core.dist_checkpointing: complete or not there, readable by any layout, never a foreign pickle.
+
+Layout: ``SAVE/iter_0000100/`` holds one checkpoint, ``SAVE/latest_checkpointed_iteration.txt`` names the latest. The text file
+is replaced last, atomically and after everything else is on disk, so what it names is complete, whenever the job dies.
+
+Tensors are stored under global names (a layer keeps its number in the whole model), so a checkpoint can be read with another
+pipeline size, schedule or data-parallel size. The random generators belong to a rank's place in the layout and are restored
+where the layout is the same; the run then continues bit for bit.
+
+A distributed checkpoint contains pickles, so rank 0 inspects it before anything is loaded (see `checkpoint_files`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.integration.torch_optimizer import load_state, prepare_to_load
+from megatron.zerobubble.training.checkpoint_files import inspect_checkpoint
+from megatron.zerobubble.training.step import Trainee, parameters_in_place
+
+__all__ = ["Restored", "iteration_directory", "load", "save"]
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = "megatron-zerobubble/1"
+_TRACKER = "latest_checkpointed_iteration.txt"
+_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""How the distributed optimizer stores its state: by parameter, so that any layout can read it."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """How far the loaded run was."""
+
+    iteration: int
+    """Iterations done."""
+    consumed_samples: int
+    """Samples consumed."""
+
+
+def iteration_directory(save: str, iteration: int) -> Path:
+    """Where the checkpoint of an iteration lies."""
+    return Path(save) / f"iter_{iteration:07d}"
+
+
+def save(trainee: Trainee, *, iteration: int, consumed_samples: int) -> None:
+    """Write a checkpoint. All ranks must call this; it returns when the checkpoint is complete.
+
+    Args:
+        trainee: what to save.
+        iteration: iterations done.
+        consumed_samples: samples consumed.
+    """
+    flags = trainee.settings.checkpoint
+    assert flags.save is not None
+    final = iteration_directory(flags.save, iteration)
+    writing = final.with_name(final.name + ".writing")
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+    torch.distributed.barrier()
+    with trainee.on_host(), parameters_in_place(trainee):
+        state = _model_state(trainee)
+        if flags.save_optim:
+            state["optimizer"] = trainee.optimizer.sharded_state_dict(dict(state), metadata=dict(_SHARDING))
+            state["scheduler"] = trainee.scheduler.state_dict()
+        if flags.save_rng:
+            state["rng"] = _rng_state()
+        state["header"] = _header(trainee) | {"iteration": iteration, "consumed_samples": consumed_samples}
+        dist_checkpointing.save(state, str(writing), preprocess_common_before_consistancy_check=_without_optimizer)
+    if torch.distributed.get_rank() == 0:
+        _publish(writing, final, iteration)
+    torch.distributed.barrier()
+    _log.info("saved %s", final)
+
+
+def load(trainee: Trainee) -> Restored | None:
+    """Load the checkpoint that --load and --ckpt-step name, into the model, optimizer, scheduler and generators.
+
+    All ranks must call this.
+
+    Returns:
+        How far it was; None with --finetune, and where the --save directory has no checkpoint yet.
+
+    Raises:
+        CheckpointError: it is missing, damaged, contains foreign code, or belongs to another model.
+    """
+    flags = trainee.settings.checkpoint
+    assert flags.load is not None
+    iteration = flags.ckpt_step if flags.ckpt_step is not None else _tracked_iteration(Path(flags.load))
+    if iteration is None:
+        _log.info("no checkpoint in %s yet: starting from new weights", flags.load)
+        return None
+    directory = iteration_directory(flags.load, iteration)
+    _agree(lambda: inspect_checkpoint(directory))
+    try:
+        restored = _load_from(trainee, directory)
+    except (CheckpointingException, KeyError, ValueError, RuntimeError, AssertionError, OSError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        what = f"{type(error).__name__} {error}".strip()
+        raise CheckpointError(f"{directory} cannot be loaded into this model: {what}") from error
+    _log.info("loaded %s", directory)
+    return None if flags.finetune else restored
+
+
+def _load_from(trainee: Trainee, directory: Path) -> Restored:
+    flags, optimizer = trainee.settings.checkpoint, trainee.optimizer
+    header = dist_checkpointing.load_common_state_dict(str(directory)).get("header", {})
+    _check_header(header, trainee, directory)
+    loads_optimizer = flags.load_optim and not flags.finetune
+    loads_rng = flags.load_rng and not flags.finetune and header["layout"] == _layout(trainee)
+    with trainee.on_host():
+        wanted = _model_state(trainee)
+        if loads_optimizer:
+            prepare_to_load(optimizer)
+            wanted["optimizer"] = optimizer.sharded_state_dict(dict(wanted), is_loading=True, metadata=dict(_SHARDING))
+        if loads_rng:
+            wanted["rng"] = _rng_state()
+        state = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
+        for name, stage in _named_stages(trainee):
+            stage.load_state_dict(state[name])
+        if loads_optimizer:
+            load_state(optimizer, state["optimizer"])
+            trainee.scheduler.load_state_dict(state["scheduler"])
+        else:
+            optimizer.reload_model_params()
+    if loads_rng:
+        _set_rng_state(state["rng"])
+    elif flags.load_rng and not flags.finetune:
+        _log.info("the layout differs from the checkpoint's: dropout continues with fresh random generators")
+    return Restored(header["iteration"], header["consumed_samples"])
+
+
+# -- what a checkpoint holds ------------------------------------------------------------------------------------------
+
+
+def _named_stages(trainee: Trainee) -> Iterator[tuple[str, Any]]:
+    """`model`, or `model0`, `model1` where a rank has several chunks. Only the nesting differs: tensors have global names."""
+    for index, chunk in enumerate(trainee.chunks):
+        stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        yield ("model" if len(trainee.chunks) == 1 else f"model{index}"), stage
+
+
+def _model_state(trainee: Trainee) -> dict[str, Any]:
+    return {name: stage.sharded_state_dict(metadata={}) for name, stage in _named_stages(trainee)}
+
+
+def _layout(trainee: Trainee) -> dict[str, int]:
+    settings = trainee.settings
+    return {
+        "pipeline": settings.pipeline_size,
+        "tensor": settings.parallel.tensor_model_parallel_size,
+        "data": settings.data_parallel_size,
+        "chunks": settings.num_chunks,
+    }
+
+
+def _header(trainee: Trainee) -> dict[str, Any]:
+    model = trainee.settings.model
+    names = ("num_layers", "hidden_size", "num_attention_heads", "swiglu", "normalization", "position_embedding_type")
+    return {
+        "format": _FORMAT,
+        "layout": _layout(trainee),
+        "model": {name: getattr(model, name) for name in names},
+    }
+
+
+def _check_header(header: dict[str, Any], trainee: Trainee, directory: Path) -> None:
+    if header.get("format") != _FORMAT:
+        raise CheckpointError(f"{directory} has format {header.get('format')!r}; this version reads {_FORMAT!r}")
+    for name, value in _header(trainee)["model"].items():
+        if header["model"].get(name) != value:
+            flag = "--" + name.replace("_", "-")
+            raise CheckpointError(f"{directory} holds a model with {flag} {header['model'].get(name)}, got {value}")
+
+
+def _rng_state() -> dict[str, ShardedTensor]:
+    """The generators that training draws from: torch's, and the tracker's for each kind of parallelism.
+
+    As byte tensors at the rank's place in the layout. Python's and numpy's generators are not kept: nothing in training
+    draws from them.
+    """
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    states = {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state(), **tracker}
+    return {name: _at_this_place(f"rng.{name}", state) for name, state in states.items()}
+
+
+def _set_rng_state(states: dict[str, torch.Tensor]) -> None:
+    states = {name: state.reshape(-1).cpu() for name, state in states.items()}
+    torch.set_rng_state(states.pop("cpu"))
+    torch.cuda.set_rng_state(states.pop("device"))
+    tensor_parallel.get_cuda_rng_tracker().set_states(states)
+
+
+def _at_this_place(key: str, data: torch.Tensor) -> ShardedTensor:
+    places = (
+        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()),
+        (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()),
+        (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()),
+    )
+    offsets = [(axis, rank, size) for axis, (rank, size) in enumerate(places)]
+    return ShardedTensor.from_rank_offsets(key, data, *offsets, prepend_axis_num=len(offsets))
+
+
+def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
+    """What is the same on all ranks. The optimizer numbers its parameters by rank."""
+    return {name: value for name, value in common.items() if name != "optimizer"}
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _publish(writing: Path, final: Path, iteration: int) -> None:
+    """Make a complete checkpoint the latest. Everything is on disk before the tracker names it."""
+    for path in (*writing.iterdir(), writing):
+        _sync(path)
+    shutil.rmtree(final, ignore_errors=True)
+    writing.rename(final)
+    tracker = final.parent / _TRACKER
+    temporary = tracker.with_name(f".{_TRACKER}.new")
+    temporary.write_text(f"{iteration}\n", encoding="ascii")
+    _sync(temporary)
+    temporary.replace(tracker)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _tracked_iteration(directory: Path) -> int | None:
+    try:
+        text = (directory / _TRACKER).read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return None
+    if not text.isdecimal():
+        raise CheckpointError(f"{directory / _TRACKER} is damaged: it holds {text[:40]!r}, not an iteration")
+    return int(text)
+
+
+def _agree(check: Callable[[], None]) -> None:
+    """Run a check on rank 0; if it fails there, every rank raises the same error."""
+    verdict: list[str | None] = [None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            check()
+        except CheckpointError as error:
+            verdict = [str(error)]
+    torch.distributed.broadcast_object_list(verdict, src=0)
+    if verdict[0] is not None:
+        raise CheckpointError(verdict[0])

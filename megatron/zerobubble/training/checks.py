@@ -1,0 +1,203 @@
+"""Checks across groups of flags, before torch is loaded or a process group exists.
+
+Each failure is one line that says what was given, what is allowed and what to do. Files on disk are looked at, never written.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.training.corpus import read_corpus_info
+from megatron.zerobubble.training.settings import Settings
+
+__all__ = ["check_settings"]
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuse what cannot be run.
+
+    Raises:
+        ConfigError: flags that do not go together, or not with the number of ranks.
+        DataError: a dataset that is missing, or was made with another tokenizer or vocabulary.
+        CheckpointError: a checkpoint to load that is not there.
+    """
+    _check_world(settings)
+    _check_schedule(settings)
+    _check_layers(settings)
+    _check_batch(settings)
+    _check_plan(settings)
+    _check_tensor_parallel(settings)
+    _check_installed(settings)
+    _check_optimizer(settings)
+    _check_data(settings)
+    _check_checkpoint(settings)
+
+
+def _check_world(settings: Settings) -> None:
+    parallel, size = settings.parallel, settings.model_parallel_size
+    if settings.world_size % size:
+        raise ConfigError(
+            f"the job has {settings.world_size} rank(s), which is not divisible by --tensor-model-parallel-size "
+            f"{parallel.tensor_model_parallel_size} x --pipeline-model-parallel-size "
+            f"{parallel.pipeline_model_parallel_size} = {size}; start it with torchrun --nproc-per-node {size}, "
+            "or a multiple of it"
+        )
+
+
+def _check_schedule(settings: Settings) -> None:
+    zero_bubble, parallel = settings.zero_bubble, settings.parallel
+    if zero_bubble.schedule == "stock":
+        return
+    flag = "--zero-bubble-v-schedule" if zero_bubble.zero_bubble_v_schedule else f"schedule {zero_bubble.schedule}"
+    if parallel.is_interleaved:
+        raise ConfigError(
+            f"{flag} cannot be combined with --num-layers-per-virtual-pipeline-stage or "
+            "--num-virtual-stages-per-pipeline-rank, which choose the interleaved schedule; leave one of them out"
+        )
+    if settings.pipeline_size < 2:
+        raise ConfigError(
+            f"{flag} fills the bubble between pipeline ranks and needs --pipeline-model-parallel-size of at least 2, got 1"
+        )
+
+
+def _check_layers(settings: Settings) -> None:
+    layers, ranks = settings.model.num_layers, settings.pipeline_size
+    chunks, name = settings.num_chunks, settings.zero_bubble.schedule
+    if name != "stock" and chunks > 1:
+        if name == "zbv":
+            why = f"--zero-bubble-v-schedule needs an even number of layers on each of {ranks} pipeline ranks"
+        else:
+            why = f"schedule {name} has {chunks} stages on each of {ranks} pipeline ranks"
+        _divides(layers, chunks * ranks, why)
+        return
+    _divides(layers, ranks, f"each of {ranks} pipeline ranks holds the same number of layers")
+    per_rank, parallel = layers // ranks, settings.parallel
+    given = parallel.num_layers_per_virtual_pipeline_stage
+    if given is not None and per_rank % given:
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {given} does not divide the {per_rank} layers of a pipeline rank; "
+            f"choose from {', '.join(str(n) for n in range(1, per_rank + 1) if per_rank % n == 0)}"
+        )
+    stages = parallel.num_virtual_stages_per_pipeline_rank
+    if stages is not None:
+        _divides(layers, ranks * stages, f"{stages} virtual stages on each of {ranks} pipeline ranks")
+
+
+def _divides(layers: int, stages: int, why: str) -> None:
+    if layers % stages:
+        below, above = layers - layers % stages, layers - layers % stages + stages
+        would = f"{below} or {above}" if below else f"{above}"
+        raise ConfigError(f"--num-layers {layers} is not divisible by {stages} ({why}); {would} would be")
+
+
+def _check_batch(settings: Settings) -> None:
+    micro, data_parallel = settings.batch.micro_batch_size, settings.data_parallel_size
+    step = micro * data_parallel
+    if settings.global_batch_size % step:
+        raise ConfigError(
+            f"--global-batch-size {settings.global_batch_size} is not divisible by --micro-batch-size {micro} x "
+            f"data-parallel size {data_parallel} = {step}; "
+            f"{settings.global_batch_size // step * step + step} would be"
+        )
+    ranks, microbatches = settings.pipeline_size, settings.num_microbatches
+    if not settings.parallel.is_interleaved or settings.num_chunks == 1:
+        return
+    if ranks == 2 and not settings.parallel.overlap_p2p_communication:
+        raise ConfigError(
+            "the interleaved schedule on 2 pipeline ranks needs overlapped communication (without it megatron-core confuses "
+            "the two directions between them); leave out --no-overlap-p2p-communication"
+        )
+    if microbatches % ranks:
+        raise ConfigError(
+            f"the interleaved schedule needs a number of microbatches divisible by the pipeline size {ranks}, got "
+            f"{microbatches}; change --global-batch-size to {(microbatches // ranks + 1) * ranks * step}"
+        )
+
+
+def _check_plan(settings: Settings) -> None:
+    """Generate the plan once, here, so that what the planner refuses is refused before anything is started."""
+    if settings.zero_bubble.schedule != "stock":
+        build_plan(
+            settings.zero_bubble.schedule,
+            num_ranks=settings.pipeline_size,
+            num_microbatches=settings.num_microbatches,
+            max_pending_backward=settings.max_pending_backward,
+        )
+
+
+def _check_tensor_parallel(settings: Settings) -> None:
+    model, size = settings.model, settings.parallel.tensor_model_parallel_size
+    needs = {"--num-attention-heads": model.num_attention_heads}
+    if model.group_query_attention:
+        needs["--num-query-groups"] = model.num_query_groups
+    if model.ffn_hidden_size is not None:
+        needs["--ffn-hidden-size"] = model.ffn_hidden_size
+    if settings.parallel.sequence_parallel:
+        needs["--seq-length"] = model.seq_length
+    for flag, value in needs.items():
+        if value % size:
+            raise ConfigError(f"{flag} {value} is not divisible by --tensor-model-parallel-size {size}")
+
+
+def _check_installed(settings: Settings) -> None:
+    wanted = {}
+    if settings.model.transformer_impl == "transformer_engine":
+        wanted["transformer_engine"] = ("--transformer-impl transformer_engine", "leave it out for megatron-core's layers")
+    if settings.logging.tensorboard_dir is not None:
+        wanted["tensorboard"] = ("--tensorboard-dir", "pip install tensorboard")
+    if settings.checkpoint.save is not None:
+        wanted["psutil"] = ("--save", "pip install psutil (megatron-core's checkpoint writer would hang without it)")
+    if settings.data.tokenizer_type == "HuggingFaceTokenizer":
+        wanted["transformers"] = ("--tokenizer-type HuggingFaceTokenizer", "pip install transformers")
+    if settings.data.tokenizer_type == "SentencePieceTokenizer":
+        wanted["sentencepiece"] = ("--tokenizer-type SentencePieceTokenizer", "pip install sentencepiece")
+    for package, (flag, remedy) in wanted.items():
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{flag} needs the package {package}, which is not installed: {remedy}")
+
+
+def _check_optimizer(settings: Settings) -> None:
+    if settings.optim.optimizer == "sgd" and settings.parallel.use_distributed_optimizer:
+        raise ConfigError("--use-distributed-optimizer splits the state of Adam; leave it out with --optimizer sgd")
+    warmup, decay = settings.lr_warmup_iters, settings.lr_decay_iters
+    if warmup >= decay:
+        raise ConfigError(
+            f"the warm-up of {warmup:g} iterations must be shorter than the decay of {decay} "
+            "(--lr-decay-iters, by default --train-iters)"
+        )
+    annealing = settings.optim.lr_wsd_decay_iters
+    if settings.optim.lr_decay_style == "WSD" and annealing is not None and annealing > decay:
+        raise ConfigError(f"--lr-wsd-decay-iters {annealing} is longer than the decay of {decay} iterations")
+
+
+def _check_data(settings: Settings) -> None:
+    data = settings.data
+    if data.mock_data:
+        return
+    prefixes, _ = data.blend
+    for prefix in prefixes:
+        for suffix in (".idx", ".bin"):
+            if not Path(prefix + suffix).is_file():
+                raise DataError(
+                    f"--data-path {prefix}: {prefix}{suffix} does not exist; give the prefix of a dataset made by "
+                    "tools/preprocess_data.py, without .bin or .idx"
+                )
+        info = read_corpus_info(prefix)
+        if info is not None:
+            info.check_matches(data.tokenizer_type, data.vocab_size)
+
+
+def _check_checkpoint(settings: Settings) -> None:
+    checkpoint = settings.checkpoint
+    if checkpoint.load is None:
+        return
+    tracker = Path(checkpoint.load) / "latest_checkpointed_iteration.txt"
+    resumes_itself = checkpoint.save is not None and Path(checkpoint.save) == Path(checkpoint.load)
+    if checkpoint.ckpt_step is None and not tracker.is_file() and not resumes_itself:
+        raise CheckpointError(
+            f"--load {checkpoint.load}: there is no checkpoint ({tracker.name} is missing); "
+            "leave --load out to start from new weights"
+        )

@@ -1,0 +1,306 @@
+"""What is trained and how it is spread over ranks: model, precision, parallelism, schedule.
+
+One frozen dataclass per group of flags; the docstring under a field is the flag's help text (see `flags`). Names, defaults
+and meanings are Megatron-LM's. `__post_init__` checks what a group can check alone; `checks` does the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward
+from megatron.zerobubble.training.require import one_of, positive, within
+
+__all__ = ["ModelConfig", "ParallelConfig", "PrecisionConfig", "ZeroBubbleConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Model."""
+
+    num_layers: int
+    """Number of transformer layers."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_attention_heads: int
+    """Number of attention heads."""
+    seq_length: int
+    """Tokens per sample."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP. Default: 4 * hidden size, or with --swiglu 8/3 of it, rounded down to a multiple of 64."""
+    kv_channels: int | None = None
+    """Width of one attention head. Default: hidden size / number of heads."""
+    group_query_attention: bool = False
+    """Share keys and values between groups of query heads."""
+    num_query_groups: int = 1
+    """Number of key/value groups with --group-query-attention."""
+    max_position_embeddings: int | None = None
+    """Number of learned positions; at least the sequence length. Default: the sequence length."""
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """How positions enter the model."""
+    rotary_base: int = 10000
+    """Base of the rotary frequencies."""
+    rotary_percent: float = 1.0
+    """Part of each head that is rotated."""
+    rotary_interleaved: bool = False
+    """Rotate neighbouring channels instead of the two halves of a head."""
+    rotary_seq_len_interpolation_factor: float | None = None
+    """Stretch rotary positions by this factor."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Normalization layer."""
+    norm_epsilon: float = 1e-5
+    """Epsilon inside the normalization."""
+    qk_layernorm: bool = False
+    """Normalize queries and keys before the attention scores."""
+    swiglu: bool = False
+    """Gated linear units with SiLU in the MLP instead of GELU."""
+    squared_relu: bool = False
+    """Squared ReLU in the MLP instead of GELU."""
+    add_bias_linear: bool = field(default=True, metadata={"flag": "--disable-bias-linear"})
+    """Linear layers without bias."""
+    add_qkv_bias: bool = False
+    """A bias in the QKV projection even with --disable-bias-linear."""
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer its own weights instead of the embedding's."""
+    make_vocab_size_divisible_by: int = 128
+    """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
+    hidden_dropout: float = 0.1
+    """Dropout after attention, MLP and embedding."""
+    attention_dropout: float = 0.1
+    """Dropout on attention probabilities."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights."""
+    apply_query_key_layer_scaling: bool = False
+    """Scale attention scores by 1 / layer number."""
+    attention_softmax_in_fp32: bool = False
+    """Run the attention mask and softmax in fp32."""
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """Layers of megatron-core itself, or of Transformer Engine where it is installed."""
+    use_cpu_initialization: bool = False
+    """Draw the initial weights on the CPU, the same for every tensor-parallel size."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute activations in the backward pass: whole layers, or core attention only."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With --recompute-granularity full: which layers."""
+    recompute_num_layers: int | None = None
+    """With --recompute-granularity full: how many layers."""
+    gradient_accumulation_fusion: bool = True
+    """Do not use Apex's fused weight gradient kernel where it is installed."""
+    masked_softmax_fusion: bool = True
+    """Do not use Apex's fused softmax where it is installed."""
+    bias_gelu_fusion: bool = True
+    """Do not compile bias and GELU into one kernel (only done on GPUs)."""
+    bias_swiglu_fusion: bool = True
+    """Do not compile bias and SwiGLU into one kernel (only done on GPUs)."""
+    bias_dropout_fusion: bool = True
+    """Do not compile bias, dropout and residual into one kernel (only done on GPUs)."""
+
+    def __post_init__(self) -> None:
+        positive(self, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "num_query_groups")
+        positive(self, "ffn_hidden_size", "kv_channels", "make_vocab_size_divisible_by", "recompute_num_layers")
+        positive(self, "norm_epsilon", "init_method_std", "rotary_base", "rotary_seq_len_interpolation_factor")
+        within(self, 0.0, 1.0, "hidden_dropout", "attention_dropout")
+        if not 0.0 < self.rotary_percent <= 1.0:
+            raise ConfigError(f"--rotary-percent {self.rotary_percent} must be in (0, 1]")
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"--hidden-size {self.hidden_size} does not divide over --num-attention-heads "
+                f"{self.num_attention_heads}; change one of them or give --kv-channels"
+            )
+        if self.group_query_attention and self.num_attention_heads % self.num_query_groups:
+            raise ConfigError(
+                f"--num-attention-heads {self.num_attention_heads} does not divide over --num-query-groups "
+                f"{self.num_query_groups}"
+            )
+        if self.max_position_embeddings is not None and self.max_position_embeddings < self.seq_length:
+            raise ConfigError(
+                f"--max-position-embeddings {self.max_position_embeddings} is less than --seq-length {self.seq_length}"
+            )
+        if self.swiglu and self.squared_relu:
+            raise ConfigError("--swiglu and --squared-relu are both given; the MLP has one activation")
+        self._check_recompute()
+
+    def _check_recompute(self) -> None:
+        if self.recompute_granularity == "full":
+            if self.recompute_method is None or self.recompute_num_layers is None:
+                raise ConfigError(
+                    "--recompute-granularity full needs --recompute-method (uniform or block) and --recompute-num-layers"
+                )
+        elif self.recompute_method is not None or self.recompute_num_layers is not None:
+            raise ConfigError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Precision."""
+
+    bf16: bool = False
+    """Compute in bfloat16, with fp32 master weights. Default: fp32."""
+    fp16: bool = False
+    """Compute in float16, with fp32 master weights and loss scaling."""
+    loss_scale: float | None = None
+    """Constant loss scale. Default: dynamic with --fp16, none otherwise."""
+    initial_loss_scale: float = 2.0**32
+    """First value of the dynamic loss scale."""
+    min_loss_scale: float = 1.0
+    """Smallest value of the dynamic loss scale."""
+    loss_scale_window: float = 1000
+    """Iterations without overflow after which the dynamic loss scale doubles."""
+    hysteresis: int = 2
+    """Overflows after which the dynamic loss scale halves."""
+    accumulate_allreduce_grads_in_fp32: bool = False
+    """Accumulate and reduce gradients in fp32. Always so with --bf16, unless --grad-reduce-in-bf16."""
+    grad_reduce_in_bf16: bool = False
+    """With --bf16: accumulate and reduce gradients in bfloat16."""
+    fp16_lm_cross_entropy: bool = False
+    """With --fp16: compute the cross entropy in float16."""
+
+    def __post_init__(self) -> None:
+        positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        if self.bf16 and self.fp16:
+            raise ConfigError("--bf16 and --fp16 are both given; choose one")
+        if self.loss_scale is not None and not self.fp16:
+            raise ConfigError("--loss-scale needs --fp16")
+        if self.fp16_lm_cross_entropy and not self.fp16:
+            raise ConfigError("--fp16-lm-cross-entropy needs --fp16")
+        if self.grad_reduce_in_bf16 and not self.bf16:
+            raise ConfigError("--grad-reduce-in-bf16 needs --bf16")
+        if self.grad_reduce_in_bf16 and self.accumulate_allreduce_grads_in_fp32:
+            raise ConfigError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict each other")
+
+    @property
+    def name(self) -> str:
+        """`fp32`, `bf16` or `fp16`."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+    @property
+    def reduce_grads_in_fp32(self) -> bool:
+        """Whether main gradients are fp32."""
+        return self.accumulate_allreduce_grads_in_fp32 or (self.bf16 and not self.grad_reduce_in_bf16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Parallelism.
+
+    Data parallelism takes what tensor and pipeline parallelism leave: world size / (tensor * pipeline).
+    """
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the stack of layers."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Interleaved 1F1B: layers of one model chunk."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Interleaved 1F1B: model chunks per rank; the other way to say --num-layers-per-virtual-pipeline-stage."""
+    overlap_p2p_communication: bool = True
+    """Interleaved 1F1B: do not overlap sends and receives with compute."""
+    sequence_parallel: bool = False
+    """Split norms and dropout over the tensor-parallel ranks along the sequence."""
+    use_distributed_optimizer: bool = False
+    """Split the optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather parameters while the forward pass already runs; needs --use-distributed-optimizer."""
+    ddp_bucket_size: int | None = None
+    """Parameters per bucket of the overlapped gradient reduction."""
+    distributed_backend: Literal["nccl", "gloo"] | None = None
+    """Process group backend: nccl on GPUs, gloo on CPUs. Default: nccl where CUDA is available, else gloo."""
+    distributed_timeout_minutes: int = 10
+    """How long a rank waits for the others before it gives up."""
+
+    def __post_init__(self) -> None:
+        positive(self, "tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_timeout_minutes")
+        positive(self, "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "ddp_bucket_size")
+        virtual = (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank)
+        if None not in virtual:
+            raise ConfigError(
+                "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank are both given; "
+                "they say the same thing, choose one"
+            )
+        if virtual != (None, None) and self.pipeline_model_parallel_size == 1:
+            raise ConfigError(
+                "--num-layers-per-virtual-pipeline-stage interleaves pipeline ranks and needs "
+                "--pipeline-model-parallel-size of at least 2, got 1"
+            )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size of at least 2, got 1")
+        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+            raise ConfigError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
+        if self.ddp_bucket_size is not None and not self.overlap_grad_reduce:
+            raise ConfigError("--ddp-bucket-size needs --overlap-grad-reduce")
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether the stock interleaved schedule is asked for."""
+        return bool(self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroBubbleConfig:
+    """Zero bubble.
+
+    Without any of these megatron-core's own 1F1B runs, or interleaved 1F1B with
+    --num-layers-per-virtual-pipeline-stage. The papers are arXiv 2401.10241 and 2405.15362.
+    """
+
+    enable_zero_bubble: bool = False
+    """Split the backward pass and fill the bubble with weight gradients. Alone: ZB-H1, with the memory of 1F1B."""
+    zero_bubble_max_pending_backward: str | None = field(default=None, metadata={"metavar": "1p|2p|N"})
+    """Microbatches that a rank may hold between forward pass and weight gradient: 1p (ZB-H1), 2p (ZB-H2, no bubble, twice
+    the activation memory), or a number. Implies --enable-zero-bubble."""
+    zero_bubble_v_schedule: bool = False
+    """ZBV: two chunks per rank, placed in a V; no bubble with the memory of 1F1B. Implies --enable-zero-bubble."""
+    zero_bubble_schedule: str | None = field(default=None, metadata={"metavar": "NAME"})
+    """A schedule by name: stock (megatron-core's own 1F1B), or one that our executor runs: 1f1b, zb-h1, zb-h2, zb or zbv.
+    Not together with the other flags that choose a schedule."""
+    zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
+    """At the end of the run, write what the last recorded iteration looked like: timeline.svg, trace.json (Chrome,
+    Perfetto) and plan.json."""
+
+    def __post_init__(self) -> None:
+        given = self.zero_bubble_max_pending_backward
+        if given is not None:
+            self.max_pending_microbatches(num_ranks=1)
+        if given is not None and self.zero_bubble_v_schedule:
+            raise ConfigError(
+                "--zero-bubble-max-pending-backward and --zero-bubble-v-schedule are both given; "
+                "the V schedule's memory is fixed, leave the first one out"
+            )
+        if self.zero_bubble_schedule is not None:
+            one_of(self.zero_bubble_schedule, _schedule_names(), "--zero-bubble-schedule")
+            if self.enable_zero_bubble or given is not None or self.zero_bubble_v_schedule:
+                raise ConfigError(
+                    f"--zero-bubble-schedule {self.zero_bubble_schedule} already names the schedule; leave out "
+                    "--enable-zero-bubble, --zero-bubble-max-pending-backward and --zero-bubble-v-schedule"
+                )
+
+    @property
+    def schedule(self) -> str:
+        """The schedule's name: `stock`, or a name the plan registry knows."""
+        if self.zero_bubble_schedule is not None:
+            return self.zero_bubble_schedule
+        if self.zero_bubble_v_schedule:
+            return "zbv"
+        given = self.zero_bubble_max_pending_backward
+        if given is not None:
+            return {"1p": "zb-h1", "2p": "zb-h2"}.get(given.strip().lower(), "zb")
+        return "zb-h1" if self.enable_zero_bubble else "stock"
+
+    def max_pending_microbatches(self, *, num_ranks: int) -> int | None:
+        """What --zero-bubble-max-pending-backward says, in microbatches; None where it is not given."""
+        if self.zero_bubble_max_pending_backward is None:
+            return None
+        try:
+            return parse_max_pending_backward(self.zero_bubble_max_pending_backward, num_ranks)
+        except ConfigError as error:
+            raise ConfigError(f"--zero-bubble-max-pending-backward: {error}") from None
+
+
+def _schedule_names() -> tuple[str, ...]:
+    """What --zero-bubble-schedule takes. Interleaved 1F1B is megatron-core's own and has its own flag."""
+    return ("stock", *(info.name for info in known_schedules() if info.placement != "loop"))

@@ -1,0 +1,97 @@
+"""Command-line flags from dataclasses: one field is one flag, and the docstring under the field is its help text.
+
+So a flag has one definition. The spelling follows Megatron-LM: ``num_layers`` is ``--num-layers``; a bool that is False by
+default becomes a switch that turns it on, one that is True by default becomes ``--no-<name>``. A field may say otherwise in
+its metadata: ``field(default=True, metadata={"flag": "--disable-bias-linear"})``.
+
+Standard library only, and fast: this runs before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar, Union
+
+__all__ = ["add_group", "field_docs", "flag_of", "from_namespace"]
+
+Config = TypeVar("Config")
+
+
+def flag_of(field: dataclasses.Field[Any]) -> str:
+    """The flag that sets `field`."""
+    if "flag" in field.metadata:
+        return str(field.metadata["flag"])
+    name = field.name.replace("_", "-")
+    return f"--no-{name}" if field.default is True else f"--{name}"
+
+
+def add_group(parser: argparse.ArgumentParser, config_class: type) -> None:
+    """Add the flags of `config_class` to `parser` as one argument group, titled by the first line of its docstring."""
+    title, _, rest = (inspect.getdoc(config_class) or config_class.__name__).partition("\n")
+    group = parser.add_argument_group(title.rstrip("."), rest.strip() or None)
+    hints = typing.get_type_hints(config_class)
+    docs = field_docs(config_class)
+    for field in _fields(config_class):
+        help_text = docs[field.name].replace("%", "%%")
+        if hints[field.name] is bool:
+            action = "store_false" if field.default is True else "store_true"
+            group.add_argument(flag_of(field), action=action, dest=field.name, help=help_text)
+        else:
+            group.add_argument(flag_of(field), dest=field.name, **_value_options(field, hints[field.name], help_text))
+
+
+def from_namespace(config_class: type[Config], namespace: argparse.Namespace) -> Config:
+    """Make a `config_class` from the parsed flags. What its `__post_init__` raises passes through."""
+    given = {field.name: getattr(namespace, field.name) for field in _fields(config_class)}
+    return config_class(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
+
+def field_docs(config_class: type) -> dict[str, str]:
+    """The docstring under each field, as one line. Every field of a config class has one."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config_class)))
+    body = typing.cast(ast.ClassDef, tree.body[0]).body
+    docs = {}
+    for statement, below in itertools.pairwise(body):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        ):
+            docs[statement.target.id] = " ".join(str(below.value.value).split())
+    return docs
+
+
+def _fields(config_class: type) -> Iterator[dataclasses.Field[Any]]:
+    return (field for field in dataclasses.fields(config_class) if field.init)
+
+
+def _value_options(field: dataclasses.Field[Any], hint: Any, help_text: str) -> dict[str, Any]:
+    """What `add_argument` needs for a flag that takes a value."""
+    options: dict[str, Any] = {"metavar": field.metadata.get("metavar")}
+    if field.default is dataclasses.MISSING:
+        options["required"] = True
+        help_text += " Required."
+    else:
+        options["default"] = field.default
+        if field.default not in (None, ()):
+            help_text += f" Default: {field.default}."
+    options["help"] = help_text
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (option for option in typing.get_args(hint) if option is not type(None))
+    if typing.get_origin(hint) is Literal:
+        options["choices"] = typing.get_args(hint)
+    elif typing.get_origin(hint) is tuple:
+        options["nargs"] = "*"
+    else:
+        options["type"] = hint
+        options["metavar"] = options["metavar"] or {int: "N", float: "X", str: "TEXT"}[hint]
+    return options

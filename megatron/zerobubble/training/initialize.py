@@ -1,0 +1,182 @@
+"""Start-up: the environment of this process, its device, the process groups, the seeds.
+
+The only place that sees `os.environ`. torch is imported inside the functions: flags are checked before it is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.training.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.zerobubble.integration.host import HostDevice
+    from megatron.zerobubble.training.failure import Store
+
+__all__ = ["Job", "Launch", "choose_device", "join_job", "read_launch", "set_up_logging", "set_up_model_parallel"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """This process among the processes of the job, as torchrun tells it."""
+
+    rank: int
+    """0 .. world_size-1."""
+    local_rank: int
+    """Rank among the processes of this machine; the index of its GPU."""
+    world_size: int
+    """Processes of the job."""
+    has_threads_set: bool
+    """Whether OMP_NUM_THREADS says how many threads a process may use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a rank shares with the others once it has joined."""
+
+    launch: Launch
+    """Which rank this is."""
+    host: HostDevice
+    """Stands in for CUDA on the CPU; does nothing on GPUs."""
+    store: Store
+    """The job's key-value store. With torchrun it outlives a rank that fails."""
+
+
+def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
+    """What torchrun put into the environment; a process started without it is a job of one.
+
+    Raises:
+        ConfigError: a variable is not a number.
+    """
+    environment = os.environ if environment is None else environment
+
+    def number(name: str, default: int) -> int:
+        text = environment.get(name, str(default))
+        if not text.isdecimal():
+            raise ConfigError(f"the environment variable {name} is {text!r}, not a number; start the job with torchrun")
+        return int(text)
+
+    rank = number("RANK", 0)
+    return Launch(
+        rank=rank,
+        local_rank=number("LOCAL_RANK", rank),
+        world_size=number("WORLD_SIZE", 1),
+        has_threads_set="OMP_NUM_THREADS" in environment,
+    )
+
+
+def set_up_logging(launch: Launch) -> None:
+    """Rank 0 talks, on standard output; the others only warn. megatron-core's own notes are left out."""
+    talks = launch.rank == 0
+    logging.basicConfig(level=logging.INFO if talks else logging.WARNING, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("megatron.core").setLevel(logging.WARNING)
+    logging.getLogger("torch").setLevel(logging.WARNING)
+    if not talks:
+        warnings.simplefilter("ignore")  # rank 0 says the same
+
+
+def choose_device(settings: Settings, launch: Launch) -> HostDevice:
+    """The device of this rank: a GPU with NCCL, the CPU with gloo. Checks that it can compute what is asked for.
+
+    Called before any process group exists. Installs the host-device layer on the CPU.
+
+    Raises:
+        ConfigError: NCCL without a GPU for this rank, or a number format that the device cannot compute.
+    """
+    import torch
+
+    from megatron.zerobubble.integration.host import HostDevice
+
+    backend = settings.parallel.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    host = HostDevice(enabled=backend == "gloo")
+    if host.enabled:
+        host.install()
+        if not launch.has_threads_set:
+            torch.set_num_threads(1)  # as torchrun does: the ranks of a machine share its cores
+    else:
+        if launch.local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"--distributed-backend nccl needs a GPU for each rank; rank {launch.rank} is number "
+                f"{launch.local_rank} on a machine with {torch.cuda.device_count()}; use gloo to run on the CPU"
+            )
+        torch.cuda.set_device(launch.local_rank)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.precision.name]
+    if not computes(dtype, host.device):
+        raise ConfigError(
+            f"--{settings.precision.name} is given, but the device {host.device} cannot multiply {settings.precision.name} "
+            "matrices; leave it out to train in fp32"
+        )
+    return host
+
+
+def computes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `device` can multiply matrices of `dtype`, found out by doing it."""
+    import torch
+
+    try:
+        sample = torch.ones(8, 8, dtype=dtype, device=device)
+        return bool(torch.isfinite(sample @ sample).all())
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def join_job(settings: Settings, launch: Launch, host: HostDevice) -> Job:
+    """Meet the other ranks. All ranks must call this."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+    from torch.distributed.rendezvous import rendezvous
+
+    timeout = timedelta(minutes=settings.parallel.distributed_timeout_minutes)
+    store: Any
+    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+    else:
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    c10d.init_process_group(
+        "gloo" if host.enabled else "nccl",
+        store=c10d.PrefixStore("process_group", store),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+        device_id=None if host.enabled else host.device,
+    )
+    return Job(launch=launch, host=host, store=c10d.PrefixStore("job", store))
+
+
+def set_up_model_parallel(settings: Settings, **embedding_ranks: Any) -> None:
+    """Make megatron-core's process groups and seed every generator. All ranks must call this.
+
+    Seeds are Megatron-LM's: different for each pipeline rank, the same for all data-parallel copies.
+
+    Args:
+        settings: sizes and seed.
+        **embedding_ranks: which pipeline ranks hold embeddings, where the schedule's placement moves them.
+    """
+    import numpy
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=settings.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=settings.pipeline_size,
+        virtual_pipeline_model_parallel_size=settings.virtual_pipeline_size,
+        distributed_timeout_minutes=settings.parallel.distributed_timeout_minutes,
+        create_gloo_process_groups=False,
+        **embedding_ranks,
+    )
+    seed = settings.run.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,0 +1,259 @@
+"""`pretrain`: from checked settings to a trained model.
+
+Phases, in order: choose the device; meet the other ranks; make process groups; build data and model; load a checkpoint;
+iterate; evaluate; save; say what happened. What can be refused is refused before the ranks meet.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron.zerobubble.errors import UserError
+from megatron.zerobubble.integration.layout import embedding_ranks
+from megatron.zerobubble.training import checkpointing
+from megatron.zerobubble.training.arguments import refuse
+from megatron.zerobubble.training.assembly import ForwardStepProvider, ModelProvider, assemble, schedule_choice
+from megatron.zerobubble.training.data import Datasets, build_datasets, chunk_iterators
+from megatron.zerobubble.training.failure import JobGuard
+from megatron.zerobubble.training.initialize import (
+    Job,
+    Launch,
+    choose_device,
+    join_job,
+    set_up_logging,
+    set_up_model_parallel,
+)
+from megatron.zerobubble.training.metrics import IterationRecord, Metrics
+from megatron.zerobubble.training.settings import Settings
+from megatron.zerobubble.training.step import Trainee, evaluate, train_step
+from megatron.zerobubble.training.tokenizers import build_tokenizer
+from megatron.zerobubble.training.trace import write_trace
+
+__all__ = ["pretrain"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """How far training is. Changes with every iteration."""
+
+    iteration: int = 0
+    """Iterations done."""
+    consumed_samples: int = 0
+    """Samples of all finished iterations."""
+    saved_iteration: int = -1
+    """Iteration of the last checkpoint written."""
+    evaluated_iteration: int = -1
+    """Iteration of the last evaluation."""
+
+
+def pretrain(
+    settings: Settings, launch: Launch, *, model_provider: ModelProvider, forward_step_provider: ForwardStepProvider
+) -> None:
+    """Train, evaluate and save as the settings say. All ranks must call this; it ends the process when one fails.
+
+    Args:
+        settings: checked flags.
+        launch: which rank this process is.
+        model_provider: builds the module of one stage.
+        forward_step_provider: makes the function that runs one microbatch through a chunk.
+    """
+    set_up_logging(launch)
+    try:
+        choice = schedule_choice(settings)
+        tokenizer = build_tokenizer(
+            settings.data.tokenizer_type, model=settings.data.tokenizer_model, vocab_size=settings.data.vocab_size
+        )
+        host = choose_device(settings, launch)
+    except UserError as error:
+        refuse(error, rank=launch.rank)
+    job = join_job(settings, launch, host)
+    with JobGuard(job.store, launch.rank):
+        set_up_model_parallel(settings, **({} if choice.is_stock else embedding_ranks(choice.placement)))
+        init_num_microbatches_calculator(
+            launch.rank,
+            None,
+            settings.global_batch_size,
+            settings.batch.micro_batch_size,
+            settings.data_parallel_size,
+        )
+        trainee = assemble(
+            settings,
+            job,
+            choice,
+            vocab_size=tokenizer.vocab_size,
+            model_provider=model_provider,
+            forward_step_provider=forward_step_provider,
+        )
+        _Run(trainee, job, tokenizer).to_the_end()
+    _tear_down(job)
+
+
+class _Run:
+    """One call of `pretrain`, after everything is put together."""
+
+    def __init__(self, trainee: Trainee, job: Job, tokenizer: Any) -> None:
+        self.trainee = trainee
+        self.settings = trainee.settings
+        self.job = job
+        self.reads_by_chunk = [self._reads(chunk) for chunk in trainee.chunks]
+        self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=any(self.reads_by_chunk))
+        self.started_s = time.monotonic()
+        self.progress = Progress()
+        if self.settings.checkpoint.load is not None:
+            restored = checkpointing.load(trainee)
+            if restored is not None:
+                self.progress = Progress(restored.iteration, restored.consumed_samples)
+        self.metrics = Metrics(
+            self.settings, rank=job.launch.rank, start_iteration=self.progress.iteration, timers=trainee.timers
+        )
+
+    def to_the_end(self) -> None:
+        """Iterate, evaluate, save, summarize."""
+        _log.info("%s", self._what_runs())
+        if not self.settings.run.skip_train:
+            self._train()
+        if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration != self.progress.iteration:
+            self._evaluate()  # nothing was trained
+        self._save()
+        self._summarize()
+        self.metrics.close()
+        self.trainee.schedule.close()
+
+    def _train(self) -> None:
+        run, logs, progress = self.settings.run, self.settings.logging, self.progress
+        data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
+        while progress.iteration < run.train_iters:
+            self._iterate(data_iterator)
+            is_last = self._leaves() or progress.iteration == run.train_iters
+            if run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0):
+                self._evaluate()
+            elif is_last or progress.iteration % logs.log_interval == 0:
+                self.metrics.tell()
+            interval = self.settings.checkpoint.save_interval
+            if interval is not None and progress.iteration % interval == 0:
+                self._save()
+            if is_last:
+                break
+
+    def _iterate(self, data_iterator: Any) -> None:
+        timer = self.trainee.timers("iteration", log_level=0)
+        timer.start(barrier=False)
+        result = train_step(self.trainee, data_iterator)
+        timer.stop()
+        self.progress.iteration += 1
+        self.progress.consumed_samples += self.settings.global_batch_size
+        self.metrics.add(
+            IterationRecord(
+                iteration=self.progress.iteration,
+                consumed_samples=self.progress.consumed_samples,
+                result=result,
+                seconds=timer.elapsed(reset=True),
+            )
+        )
+
+    def _evaluate(self) -> None:
+        """Every evaluation reads the same samples, so that its losses can be compared."""
+        loss = evaluate(self.trainee, self._iterators(self.datasets.valid, consumed=0))
+        self.progress.evaluated_iteration = self.progress.iteration
+        self.metrics.tell(validation_loss=loss, iteration=self.progress.iteration)
+
+    def _save(self) -> None:
+        progress = self.progress
+        if self.settings.checkpoint.save is None or progress.saved_iteration == progress.iteration:
+            return
+        if self.settings.run.skip_train:
+            return
+        self.metrics.tell()
+        checkpointing.save(self.trainee, iteration=progress.iteration, consumed_samples=progress.consumed_samples)
+        progress.saved_iteration = progress.iteration
+
+    def _leaves(self) -> bool:
+        """Whether to stop here, by --exit-interval or --exit-duration-in-mins. All ranks decide alike."""
+        run = self.settings.run
+        if run.exit_interval is not None and self.progress.iteration % run.exit_interval == 0:
+            _log.info("leaving at iteration %d (--exit-interval)", self.progress.iteration)
+            return True
+        if run.exit_duration_in_mins is None:
+            return False
+        minutes = torch.tensor([(time.monotonic() - self.started_s) / 60.0], device=self.trainee.device)
+        torch.distributed.all_reduce(minutes, op=torch.distributed.ReduceOp.MAX)
+        if minutes.item() < run.exit_duration_in_mins:
+            return False
+        _log.info("leaving at iteration %d after %.1f minutes", self.progress.iteration, minutes.item())
+        return True
+
+    def _iterators(self, dataset: Any | None, *, consumed: int) -> Any:
+        return chunk_iterators(
+            dataset,
+            self.settings,
+            reads_by_chunk=self.reads_by_chunk,
+            consumed=consumed,
+            rank=parallel_state.get_data_parallel_rank(),
+            on_gpu=not self.job.host.enabled,
+        )
+
+    def _reads(self, chunk: Any) -> bool:
+        """Whether a chunk needs samples: the first stage tokens, the last one labels, all of them a special mask."""
+        stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        return bool(stage.pre_process or stage.post_process or self.settings.data.reset_attention_mask)
+
+    def _what_runs(self) -> str:
+        settings = self.settings
+        return (
+            f"training with {self._schedule_name()}: {settings.world_size} ranks = {settings.pipeline_size} pipeline x "
+            f"{settings.parallel.tensor_model_parallel_size} tensor x {settings.data_parallel_size} data, "
+            f"{settings.num_microbatches} microbatches of {settings.batch.micro_batch_size} x {settings.model.seq_length} "
+            f"tokens, {settings.precision.name} on {'CPU' if self.job.host.enabled else 'GPU'}"
+        )
+
+    def _schedule_name(self) -> str:
+        settings = self.settings
+        if settings.zero_bubble.schedule != "stock":
+            return f"the {settings.zero_bubble.schedule.upper()} schedule"
+        if settings.pipeline_size == 1:
+            return "no pipeline"
+        return f"megatron-core's own {'interleaved ' if settings.num_chunks > 1 else ''}1F1B schedule"
+
+    def _summarize(self) -> None:
+        _log.info("done: %d iterations, schedule: %s", self.progress.iteration, self._schedule_name())
+        speed = self.metrics.tokens_per_second()
+        if speed is not None:
+            _log.info("speed: %.0f tokens per second", speed)
+        told = self.trainee.schedule.summary()
+        if told:
+            _log.info("%s", told)
+            self._warn_of_shared_cores()
+        if self.settings.zero_bubble.zero_bubble_trace is not None:
+            write_trace(self.trainee.schedule, self.settings.zero_bubble.zero_bubble_trace)
+        if self.settings.checkpoint.save is not None:
+            where = checkpointing.iteration_directory(self.settings.checkpoint.save, self.progress.iteration)
+            _log.info("checkpoint: %s", where)
+
+
+    def _warn_of_shared_cores(self) -> None:
+        """On the CPU of one machine the ranks may take turns on its cores; no schedule can then be faster than another."""
+        cores = os.cpu_count() or 1
+        if self.job.host.enabled and self.settings.world_size > cores:
+            _log.info("(%d ranks take turns on %d cores here, which counts as bubble)", self.settings.world_size, cores)
+
+
+def _tear_down(job: Job) -> None:
+    """Leave nothing behind, so that a process could train again."""
+    unset_num_microbatches_calculator()
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    job.host.uninstall()

@@ -1,0 +1,160 @@
+"""One iteration, and one evaluation.
+
+The schedule's function does all forward and backward passes; what is left is to zero the gradients, to step the optimizer
+and the learning rate, and to add up the loss. The loss stays on the device and is not told to the other ranks here: that is
+done once per progress line, so that an iteration has no synchronisation of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+from megatron.zerobubble.training.settings import Settings
+
+__all__ = ["LOSS", "ForwardStep", "StepResult", "Trainee", "evaluate", "train_step"]
+
+LOSS = "lm loss"
+"""Under this name the loss function reports [sum of losses, number of tokens] of a microbatch."""
+
+ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
+"""(data iterator, model chunk) -> (output, loss function), as megatron-core's schedules call it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """What is trained on this rank, put together: see `assembly`."""
+
+    settings: Settings
+    """What was asked for."""
+    chunks: list[Any]
+    """The model chunks of this rank, each wrapped in DistributedDataParallel."""
+    schedule: Any
+    """The `PipelineSchedule`: its `forward_backward_func` runs all passes of an iteration."""
+    optimizer: Any
+    """megatron-core's optimizer."""
+    scheduler: Any
+    """megatron-core's OptimizerParamScheduler."""
+    forward_step: ForwardStep
+    """What a microbatch does in a chunk."""
+    timers: Any
+    """megatron-core's Timers."""
+    device: torch.device
+    """Where this rank computes."""
+    on_host: Callable[[], AbstractContextManager[object]]
+    """To be entered around optimizer steps and checkpoints (see `integration.host`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one iteration did."""
+
+    loss: torch.Tensor
+    """[sum of losses, number of tokens] of this rank's microbatches, float64; zeros where the loss is not computed."""
+    is_stepped: bool
+    """False where a gradient overflowed and the optimizer left the weights alone."""
+    grad_norm: float | None
+    """Norm of all gradients before clipping; None where the optimizer did not say."""
+    num_zeros: int | None
+    """Zeros in the gradients, where asked for."""
+    lr: float
+    """Learning rate of this step."""
+    loss_scale: float
+    """Loss scale of this step; 1 without."""
+
+
+def train_step(trainee: Trainee, data_iterator: Any) -> StepResult:
+    """Forward, backward, optimizer. All ranks must call this."""
+    settings, optimizer = trainee.settings, trainee.optimizer
+    for chunk in trainee.chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    reports = _run_passes(trainee, data_iterator, forward_only=False)
+    lr = _learning_rate(optimizer)
+    loss_scale = float(optimizer.get_loss_scale().item())
+    trainee.timers("optimizer", log_level=1).start(barrier=False)
+    with trainee.on_host():
+        is_stepped, grad_norm, num_zeros = optimizer.step()
+    trainee.timers("optimizer").stop()
+    if is_stepped:
+        trainee.scheduler.step(increment=settings.global_batch_size)
+    return StepResult(
+        loss=_total(reports, trainee.device),
+        is_stepped=bool(is_stepped),
+        grad_norm=None if grad_norm is None else float(grad_norm),
+        num_zeros=None if num_zeros is None else int(num_zeros),
+        lr=lr,
+        loss_scale=loss_scale,
+    )
+
+
+@torch.no_grad()
+def evaluate(trainee: Trainee, data_iterator: Any) -> float:
+    """The mean loss over --eval-iters global batches, the same number on all ranks. All ranks must call this."""
+    for chunk in trainee.chunks:
+        chunk.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=trainee.device)
+    with parameters_in_place(trainee):
+        for _ in range(trainee.settings.run.eval_iters):
+            total += _total(_run_passes(trainee, data_iterator, forward_only=True), trainee.device)
+    for chunk in trainee.chunks:
+        chunk.train()
+    return mean_losses(total.unsqueeze(0))[0]
+
+
+def mean_losses(totals: torch.Tensor) -> list[float]:
+    """Mean losses from [n, 2] sums and token counts, summed over all ranks. All ranks must call this.
+
+    Tensor-parallel ranks hold the same sums and count alike, and a rank without the last stage adds zero, so that one sum
+    over the world serves every layout and placement.
+    """
+    totals = totals.to(torch.float64)
+    torch.distributed.all_reduce(totals)
+    return [float(loss / tokens) if tokens else float("nan") for loss, tokens in totals.tolist()]
+
+
+@contextmanager
+def parameters_in_place(trainee: Trainee) -> Iterator[None]:
+    """With --overlap-param-gather the weights of the last step arrive during the next forward pass; here they are waited for."""
+    overlaps = trainee.settings.parallel.overlap_param_gather
+    for chunk in trainee.chunks if overlaps else ():
+        chunk.disable_forward_pre_hook(param_sync=True)
+    yield
+    for chunk in trainee.chunks if overlaps else ():
+        chunk.enable_forward_pre_hook()
+
+
+def _run_passes(trainee: Trainee, data_iterator: Any, *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+    settings = trainee.settings
+    return list(
+        trainee.schedule.forward_backward_func(
+            forward_step_func=trainee.forward_step,
+            data_iterator=data_iterator,
+            model=trainee.chunks,
+            num_microbatches=get_num_microbatches(),
+            seq_length=settings.model.seq_length,
+            micro_batch_size=settings.batch.micro_batch_size,
+            decoder_seq_length=settings.model.seq_length,
+            forward_only=forward_only,
+        )
+    )
+
+
+def _total(reports: list[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
+    """[sum of losses, number of tokens] over microbatches."""
+    if not reports:
+        return torch.zeros(2, dtype=torch.float64, device=device)
+    return torch.stack([report[LOSS] for report in reports]).to(torch.float64).sum(dim=0)
+
+
+def _learning_rate(optimizer: Any) -> float:
+    """The learning rate of the parameters that follow the default schedule."""
+    for group in optimizer.param_groups:
+        if group.get("default_config", False):
+            return float(group["lr"])
+    return float("nan")

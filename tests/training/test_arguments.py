@@ -1,0 +1,196 @@
+"""The command line: what is accepted, what is refused and how, and that no flag comes or goes unnoticed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError, UserError
+from megatron.zerobubble.training.arguments import build_parser, settings_from_argv
+from megatron.zerobubble.training.settings import Settings
+from tests.training.launch import PRETRAIN, ROOT, environment
+
+BASE = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --lr 1e-3 "
+    "--train-iters 10 --mock-data "
+)
+P4 = "--pipeline-model-parallel-size 4 "
+V = "--zero-bubble-v-schedule "
+
+
+def settings(flags: str = "", *, world_size: int = 4, base: str = BASE) -> Settings:
+    return settings_from_argv((base + flags).split(), world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule", "num_chunks", "max_pending"),
+    [
+        ("", "stock", 1, None),
+        ("--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4", "stock", 2, None),
+        ("--num-virtual-stages-per-pipeline-rank 2 --global-batch-size 4", "stock", 2, None),
+        ("--num-layers-per-virtual-pipeline-stage 2", "stock", 1, None),
+        ("--enable-zero-bubble", "zb-h1", 1, None),
+        ("--zero-bubble-max-pending-backward 1p", "zb-h1", 1, None),
+        ("--enable-zero-bubble --zero-bubble-max-pending-backward 2p", "zb-h2", 1, None),
+        ("--zero-bubble-max-pending-backward 6", "zb", 1, 6),
+        ("--zero-bubble-max-pending-backward 3p", "zb", 1, 12),
+        ("--zero-bubble-v-schedule", "zbv", 2, None),
+        ("--enable-zero-bubble --zero-bubble-v-schedule", "zbv", 2, None),
+        ("--zero-bubble-schedule 1f1b", "1f1b", 1, None),
+        ("--zero-bubble-schedule stock", "stock", 1, None),
+        ("--zero-bubble-schedule zbv", "zbv", 2, None),
+    ],
+)
+def test_schedules(flags: str, schedule: str, num_chunks: int, max_pending: int | None) -> None:
+    made = settings(P4 + flags)
+    assert (made.zero_bubble.schedule, made.num_chunks, made.max_pending_backward) == (schedule, num_chunks, max_pending)
+    assert made.virtual_pipeline_size == (num_chunks if num_chunks > 1 else None)
+
+
+def test_batch_and_data_parallelism() -> None:
+    made = settings("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 12", world_size=8)
+    assert (made.data_parallel_size, made.num_microbatches, made.tokens_per_iteration) == (2, 6, 12 * 64)
+    assert settings("--micro-batch-size 3", world_size=2).global_batch_size == 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "message"),
+    [
+        ("--pipeline-model-parallel-size 3", 3, "--num-layers 8 is not divisible by 3 .* 6 or 9 would be"),
+        (P4 + "--num-layers 2", 4, "--num-layers 2 is not divisible by 4 .*; 4 would be"),
+        (P4 + V + "--num-layers 12", 4, "even number of layers on each of 4 pipeline ranks.*; 8 or 16 would be"),
+        (P4 + V + "--num-layers-per-virtual-pipeline-stage 1", 4, "cannot be combined with --num-layers-per-virtual"),
+        (V, 4, "--zero-bubble-v-schedule .* --pipeline-model-parallel-size of at least 2, got 1"),
+        ("--enable-zero-bubble", 4, "zb-h1 .* needs --pipeline-model-parallel-size of at least 2"),
+        (P4 + "--zero-bubble-schedule zbx", 4, "'zbx' is unknown; choose from stock, 1f1b, zb-h1, zb-h2, zb, zbv"),
+        (P4 + "--zero-bubble-schedule zbv --enable-zero-bubble", 4, "already names the schedule"),
+        (P4 + "--zero-bubble-max-pending-backward soon", 4, "--zero-bubble-max-pending-backward.*'soon'.*1p or 2p"),
+        (P4 + V + "--zero-bubble-max-pending-backward 2p", 4, "are both given"),
+        (P4 + "--num-layers-per-virtual-pipeline-stage 3", 4, "does not divide the 2 layers .* choose from 1, 2"),
+        (P4 + "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 6", 4, "divisible by the pipeline size 4, got 6"),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --no-overlap-p2p-communication "
+            "--global-batch-size 2",
+            2,
+            "leave out --no-overlap-p2p-communication",
+        ),
+        ("--num-layers-per-virtual-pipeline-stage 1", 4, "needs --pipeline-model-parallel-size of at least 2, got 1"),
+        (P4, 6, r"6 rank\(s\), which is not divisible by .* 1 x .* 4 = 4"),
+        ("--global-batch-size 6", 4, "--global-batch-size 6 is not divisible by --micro-batch-size 1 x .* 4 = 4; 8 would be"),
+        ("--tensor-model-parallel-size 2 --num-attention-heads 1", 2, "--num-attention-heads 1 is not divisible"),
+        ("--sequence-parallel", 4, "--sequence-parallel needs --tensor-model-parallel-size"),
+        ("--overlap-param-gather", 4, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
+        ("--hidden-size 66", 4, "--hidden-size 66 does not divide over --num-attention-heads 4"),
+        ("--group-query-attention --num-query-groups 3", 4, "does not divide over --num-query-groups 3"),
+        ("--max-position-embeddings 32", 4, "--max-position-embeddings 32 is less than --seq-length 64"),
+        ("--bf16 --fp16", 4, "--bf16 and --fp16 are both given"),
+        ("--loss-scale 8", 4, "--loss-scale needs --fp16"),
+        ("--clip-grad -1", 4, "--clip-grad -1.0 must not be negative"),
+        ("--hidden-dropout 1", 4, "--hidden-dropout 1.0 must be at least 0 and less than 1"),
+        ("--min-lr 1", 4, "--min-lr 1.0 is larger than --lr 0.001"),
+        ("--lr-warmup-iters 10", 4, "warm-up of 10 iterations must be shorter than the decay of 10"),
+        ("--lr-decay-style WSD", 4, "needs --lr-wsd-decay-iters"),
+        ("--weight-decay-incr-style linear", 4, "needs --start-weight-decay and --end-weight-decay"),
+        ("--optimizer sgd --use-distributed-optimizer", 4, "leave it out with --optimizer sgd"),
+        ("--recompute-granularity full", 4, "needs --recompute-method"),
+        ("--tokenizer-type NullTokenizer", 4, "NullTokenizer needs --vocab-size"),
+        ("--tokenizer-type HuggingFaceTokenizer", 4, "needs --tokenizer-model"),
+        ("--vocab-size 100", 4, "--vocab-size 100 is too small for ByteLevelTokenizer"),
+        ("--transformer-impl transformer_engine", 4, "needs the package transformer_engine, which is not installed"),
+        ("--save-interval 5", 4, "--save-interval needs --save"),
+        ("--split 90,ten", 4, "--split '90,ten' must be up to three proportions"),
+        ("--data-path x", 4, "--mock-data and --data-path are both given"),
+        ("--lr much", 4, "argument --lr: invalid float value: 'much'"),
+        ("--optimizer adagrad", 4, "argument --optimizer: invalid choice: 'adagrad'"),
+        ("--zero-bubble-v", 4, "unrecognized arguments: --zero-bubble-v"),
+    ],
+)
+def test_bad_flags_are_refused_in_one_line(flags: str, world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        settings(flags, world_size=world_size)
+    assert "\n" not in str(raised.value)
+
+
+def test_missing_flags_are_named() -> None:
+    with pytest.raises(ConfigError, match="required: --num-layers, --hidden-size"):
+        settings_from_argv([], world_size=1)
+
+
+def test_data_must_be_there(tmp_path: Path) -> None:
+    base = BASE.replace("--mock-data", "")
+    with pytest.raises(ConfigError, match="no data: give --data-path"):
+        settings(base=base)
+    with pytest.raises(DataError, match=r"absent\.idx does not exist"):
+        settings(f"--data-path {tmp_path}/absent", base=base)
+
+
+def test_data_of_another_vocabulary_is_refused(corpus: str) -> None:
+    base = BASE.replace("--mock-data", f"--data-path {corpus}")
+    assert settings(base=base).data.blend == ([corpus], None)
+    with pytest.raises(DataError, match=r"--vocab-size 512 does not match the data.* 256; give --vocab-size 256"):
+        settings("--vocab-size 512", base=base)
+    with pytest.raises(DataError, match=r"--tokenizer-type NullTokenizer does not match the data.* ByteLevelTokenizer"):
+        settings("--tokenizer-type NullTokenizer --vocab-size 256", base=base)
+
+
+def test_weighted_data(corpus: str) -> None:
+    base = BASE.replace("--mock-data", f"--data-path 0.3 {corpus} 0.7 {corpus}")
+    assert settings(base=base).data.blend == ([corpus, corpus], [0.3, 0.7])
+
+
+def test_a_checkpoint_to_load_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration.txt is missing"):
+        settings(f"--load {tmp_path}")
+    assert settings(f"--load {tmp_path} --save {tmp_path}").checkpoint.load == str(tmp_path), "a run may continue itself"
+
+
+def test_the_list_of_flags_is_frozen() -> None:
+    """Flags are an interface: adding one is a decision, and so is removing one. Then change flags.txt, too."""
+    frozen = Path(__file__).with_name("flags.txt").read_text().split()
+    assert sorted(build_parser()._option_string_actions) == frozen
+
+
+def test_every_flag_is_documented() -> None:
+    for action in build_parser()._actions:
+        assert action.help, action.option_strings
+
+
+def test_help_lists_groups_and_needs_no_torch() -> None:
+    started = time.monotonic()
+    program = f"""
+import runpy, sys
+sys.argv = ["pretrain_gpt.py", "--help"]
+try:
+    runpy.run_path({str(PRETRAIN)!r}, run_name="__main__")
+except SystemExit as left:
+    assert left.code == 0
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    for title in ("Model:", "Batch:", "Parallelism:", "Zero bubble:", "Optimizer and learning rate:", "Checkpoints:"):
+        assert f"\n{title}\n" in done.stdout
+    assert time.monotonic() - started < 30.0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_says_what_is_wrong(rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.zerobubble.training import arguments
+
+    monkeypatch.setattr(arguments.time, "sleep", lambda _: None)
+    with pytest.raises(SystemExit) as left:
+        arguments.parse_arguments(["--bad"], rank=rank, world_size=2)
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == (1 if rank == 0 else 0)
+    assert (rank != 0) or said.startswith("pretrain_gpt.py: error: ")
+
+
+def test_user_errors_share_a_root() -> None:
+    assert issubclass(ConfigError, UserError)

@@ -1,0 +1,106 @@
+"""A checkpoint is looked at before it is loaded: complete, undamaged, and nothing but data."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training.checkpoint_files import inspect_checkpoint
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+class Attack:
+    """What a pickle from elsewhere may be: unpickling it runs code."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def write(directory: Path, state: dict[str, Any]) -> Path:
+    """A checkpoint in the format that megatron-core's dist_checkpointing builds on."""
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(directory))
+    (directory / "metadata.json").write_text("{}")
+    torch.save({"header": {"iteration": 3}}, directory / "common.pt")
+    return directory
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write(tmp_path / "iter_0000003", {"weight": torch.ones(8, 4), "state": {"step": 3}, "nothing": None})
+
+
+def test_a_checkpoint_passes(checkpoint: Path) -> None:
+    inspect_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "common.pt", ".metadata"])
+def test_a_missing_file_is_named(checkpoint: Path, name: str) -> None:
+    (checkpoint / name).unlink()
+    with pytest.raises(CheckpointError, match=f"not a complete checkpoint: {name} is missing"):
+        inspect_checkpoint(checkpoint)
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
+        inspect_checkpoint(tmp_path / "absent")
+
+
+def test_a_short_file_is_named(checkpoint: Path) -> None:
+    (data,) = checkpoint.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-200])
+    with pytest.raises(CheckpointError, match=f"{data.name} is missing or too short"):
+        inspect_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_a_damaged_file_is_named(checkpoint: Path, name: str) -> None:
+    (checkpoint / name).write_bytes(b"\x80\x04 not a pickle")
+    with pytest.raises(CheckpointError, match=f"{name} is damaged"):
+        inspect_checkpoint(checkpoint)
+
+
+def test_code_in_the_metadata_is_refused_and_not_run(checkpoint: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Attack(mark)))
+    with pytest.raises(CheckpointError, match=r"it names posix\.mkdir"):
+        inspect_checkpoint(checkpoint)
+    assert not mark.exists()
+
+
+def test_code_in_a_stored_object_is_refused_and_not_run(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    directory = write(tmp_path / "iter_0000003", {"weight": torch.ones(2), "object": Attack(mark)})
+    with pytest.raises(CheckpointError, match=r"\(object\) is damaged or holds more than data"):
+        inspect_checkpoint(directory)
+    assert not mark.exists()
+
+
+def test_code_in_common_is_refused_and_not_run(checkpoint: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    torch.save({"header": Attack(mark)}, checkpoint / "common.pt")
+    with pytest.raises(CheckpointError, match=r"common\.pt is damaged or holds more than data"):
+        inspect_checkpoint(checkpoint)
+    assert not mark.exists()
+
+
+def test_files_outside_of_the_checkpoint_are_not_read(checkpoint: Path, tmp_path: Path) -> None:
+    (data,) = checkpoint.glob("*.distcp")
+    shutil.copy(data, tmp_path / data.name)
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../{data.name}"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="lies outside the checkpoint"):
+        inspect_checkpoint(checkpoint)

@@ -1,0 +1,119 @@
+"""A rank that fails ends the job: at once, with its own traceback on top."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.zerobubble.errors import ConfigError, TransferError
+from megatron.zerobubble.training.failure import JobGuard
+from tests.training.launch import PRETRAIN, TINY_BATCH, TINY_MODEL, launch
+
+FAILING_SCRIPT = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("pretrain_gpt", {str(PRETRAIN)!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+provide = module.forward_step_provider
+
+def failing_provider(setup):
+    forward_step, calls = provide(setup), [0]
+    def step(data_iterator, chunk):
+        import torch
+        calls[0] += 1
+        if torch.distributed.get_rank() == 1 and calls[0] == 10:  # in the middle of iteration 3, with two chunks 2
+            raise ZeroDivisionError("the injected failure")
+        return forward_step(data_iterator, chunk)
+    return step
+
+module.forward_step_provider = failing_provider
+module.main()
+"""
+
+
+def report(error: Exception, *, rank: int = 0, store: object | None = None) -> tuple[list[int], str]:
+    """(exit codes, what was said) of a guard around `error`."""
+    left: list[int] = []
+    said = io.StringIO()
+    try:
+        with JobGuard(store or torch.distributed.HashStore(), rank, leave=left.append, stream=said):  # type: ignore[arg-type]
+            raise error
+    except type(error):
+        pass
+    return left, said.getvalue()
+
+
+def test_the_first_to_fail_shows_its_traceback() -> None:
+    left, said = report(ZeroDivisionError("why"), rank=3)
+    assert left == [1]
+    assert said.startswith("rank 3 failed:\nTraceback")
+    assert said.rstrip().endswith("ZeroDivisionError: why")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[pair.cc:537] Connection closed by peer [127.0.0.1]:1234"),
+        torch.distributed.DistNetworkError("lost"),
+        TransferError("stage 2, microbatch 1: send failed"),
+    ],
+)
+def test_a_peer_that_lost_it_says_one_line(error: Exception) -> None:
+    store = torch.distributed.HashStore()
+    report(ZeroDivisionError("why"), rank=1, store=store)
+    left, said = report(error, rank=2, store=store)
+    assert left == [1]
+    assert said == "rank 2 stops: rank 1 failed first, see its traceback\n"
+
+
+def test_a_second_failure_of_its_own_is_shown() -> None:
+    store = torch.distributed.HashStore()
+    report(ZeroDivisionError("why"), rank=1, store=store)
+    _, said = report(KeyError("another"), rank=2, store=store)
+    assert "KeyError: 'another'" in said
+
+
+def test_an_error_of_the_user_is_one_line_once() -> None:
+    store = torch.distributed.HashStore()
+    assert report(ConfigError("wrong flag"), rank=1, store=store) == ([2], "error: wrong flag\n")
+    assert report(ConfigError("wrong flag"), rank=0, store=store) == ([2], "")
+
+
+def test_a_store_that_is_gone_does_not_hide_the_failure() -> None:
+    class Gone:
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+            raise RuntimeError("Connection reset by peer")
+
+    left, said = report(ZeroDivisionError("why"), store=Gone())
+    assert left == [1]
+    assert "ZeroDivisionError: why" in said
+
+
+def test_success_and_interrupts_pass() -> None:
+    left: list[int] = []
+    with JobGuard(torch.distributed.HashStore(), 0, leave=left.append):  # type: ignore[attr-defined]
+        pass
+    with pytest.raises(KeyboardInterrupt), JobGuard(torch.distributed.HashStore(), 0, leave=left.append):  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+    assert left == []
+
+
+@pytest.mark.parametrize("schedule", ["", "--zero-bubble-v-schedule"], ids=["stock", "zbv"])
+def test_a_rank_that_raises_ends_the_job(schedule: str, tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING_SCRIPT)
+    started = time.monotonic()
+    flags = f"--pipeline-model-parallel-size 2 --mock-data --eval-iters 0 --train-iters 1000 {schedule}"
+    done = launch([*TINY_MODEL, *TINY_BATCH, *flags.split()], num_ranks=2, script=script)
+    assert done.returncode != 0
+    assert "iteration      1/1000" in done.stdout, "it failed in the middle"
+    said = done.stderr
+    assert "rank 1 failed:\nTraceback" in said
+    assert "ZeroDivisionError: the injected failure" in said
+    assert said.index("ZeroDivisionError") < said.index("ChildFailedError"), "torchrun's summary comes after it"
+    assert "rank 0 failed" not in said
+    assert time.monotonic() - started < 200.0

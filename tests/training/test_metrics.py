@@ -1,0 +1,144 @@
+"""What is told about iterations."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.zerobubble.errors import ExecutionError
+from megatron.zerobubble.integration.host import quiet_third_parties
+from megatron.zerobubble.training.arguments import settings_from_argv
+from megatron.zerobubble.training.settings import Settings
+
+with quiet_third_parties():
+    from megatron.zerobubble.training.metrics import IterationRecord, Metrics
+    from megatron.zerobubble.training.step import StepResult
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 "
+    "--train-iters 10 --mock-data "
+)
+STEP = StepResult(
+    loss=torch.tensor([6.0, 2.0], dtype=torch.float64), is_stepped=True, grad_norm=0.1, num_zeros=None, lr=1 / 3, loss_scale=1.0
+)
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+def settings(flags: str = "") -> Settings:
+    return settings_from_argv((FLAGS + flags).split(), world_size=1)
+
+
+def record(iteration: int, **changes: Any) -> IterationRecord:
+    return IterationRecord(iteration=iteration, consumed_samples=2 * iteration, result=replace(STEP, **changes), seconds=0.5)
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "metrics.jsonl"
+
+
+@pytest.fixture
+def told(jsonl: Path) -> Iterator[Metrics]:
+    metrics = Metrics(settings(f"--metrics-jsonl {jsonl}"), rank=0, start_iteration=0, timers=None)
+    yield metrics
+    metrics.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_one_object_per_iteration_in_full_precision(told: Metrics, jsonl: Path) -> None:
+    told.add(record(1))
+    told.add(record(2, loss=torch.tensor([1.0, 3.0]), grad_norm=1 / 7))
+    assert read(jsonl) == [], "told with the next progress line"
+    told.tell()
+    first, second = read(jsonl)
+    assert first == {
+        "iteration": 1,
+        "loss": 3.0,
+        "lr": 1 / 3,
+        "grad_norm": 0.1,
+        "skipped": False,
+        "tokens_per_s": 64.0,
+        "iteration_ms": 500.0,
+        "schedule": "stock",
+    }
+    assert (second["loss"], second["grad_norm"]) == (1 / 3, 1 / 7)
+
+
+def test_a_validation_loss_belongs_to_its_iteration(told: Metrics, jsonl: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told.add(record(1))
+    with caplog.at_level(logging.INFO):
+        told.tell(validation_loss=2.0, iteration=1)
+    told.tell(validation_loss=1.5, iteration=1)
+    first, second = read(jsonl)
+    assert (first["iteration"], first["loss"], first["validation_loss"]) == (1, 3.0, 2.0)
+    assert second == {"iteration": 1, "schedule": "stock", "validation_loss": 1.5}
+    assert "validation loss at iteration 1: 2.0000 (ppl 7.39)" in caplog.text
+
+
+def test_a_progress_line(told: Metrics, caplog: pytest.LogCaptureFixture) -> None:
+    told.add(record(1))
+    told.add(record(2, loss=torch.tensor([1.0, 1.0]), is_stepped=False, grad_norm=math.inf))
+    with caplog.at_level(logging.INFO):
+        told.tell()
+    (line,) = caplog.messages
+    for part in ("2/10", "consumed samples 4", "loss 3.0000", "lr 3.333e-01", "64 tokens/s", "500.0 ms/iteration", "skipped 1"):
+        assert part in line, line
+
+
+def test_what_is_not_finite_becomes_null(told: Metrics, jsonl: Path) -> None:
+    told.add(record(1, is_stepped=False, grad_norm=math.inf, loss=torch.tensor([math.nan, 1.0])))
+    told.tell()
+    (fields,) = read(jsonl)
+    assert (fields["loss"], fields["grad_norm"], fields["skipped"]) == (None, None, True)
+
+
+@pytest.mark.parametrize("changes", [{"grad_norm": math.nan}, {"loss": torch.tensor([math.inf, 1.0])}])
+def test_training_stops_when_it_diverges(told: Metrics, changes: dict[str, Any]) -> None:
+    def go() -> None:
+        told.add(record(3, **changes))
+        told.tell()
+
+    with pytest.raises(ExecutionError, match=r"of iteration 3 is (nan|inf); training stops"):
+        go()
+
+
+def test_training_goes_on_when_asked_to() -> None:
+    metrics = Metrics(settings("--no-check-for-nan-in-loss-and-grad"), rank=0, start_iteration=0, timers=None)
+    metrics.add(record(1, grad_norm=math.nan))
+    metrics.tell()
+
+
+@pytest.mark.parametrize(("start", "lines"), [(0, 1), (1, 2)])
+def test_a_new_run_starts_the_file_and_a_continued_one_appends(jsonl: Path, start: int, lines: int) -> None:
+    for start_iteration in (0, start):
+        metrics = Metrics(settings(f"--metrics-jsonl {jsonl}"), rank=0, start_iteration=start_iteration, timers=None)
+        metrics.add(record(start_iteration + 1))
+        metrics.tell()
+        metrics.close()
+    assert len(read(jsonl)) == lines
+
+
+def test_only_rank_0_writes(jsonl: Path) -> None:
+    metrics = Metrics(settings(f"--metrics-jsonl {jsonl}"), rank=1, start_iteration=0, timers=None)
+    metrics.add(record(1))
+    metrics.tell()
+    assert not jsonl.exists()
+
+
+def test_speed_leaves_out_the_first_iteration(told: Metrics) -> None:
+    told.add(replace(record(1), seconds=100.0))
+    assert told.tokens_per_second() is None
+    told.add(record(2))
+    assert told.tokens_per_second() == 64.0

@@ -1,0 +1,145 @@
+"""Whole jobs, started as a user starts them: they learn, stop, continue bit for bit, change schedule, and say what they did.
+
+Every job costs seconds of start-up, so jobs are shared: one job writes checkpoints that several tests continue.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.launch import PRETRAIN, ROOT, TINY_BATCH, TINY_MODEL, environment, launch, metrics, train
+
+P2 = ["--pipeline-model-parallel-size", "2"]
+RUN = [*TINY_MODEL, *TINY_BATCH, *P2, "--train-iters", "6", "--eval-interval", "4", "--eval-iters", "1", "--split", "90,10,0"]
+NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+
+
+class Job:
+    """A finished job: what it said and what it wrote."""
+
+    def __init__(self, folder: Path, flags: list[str], *, num_ranks: int = 2) -> None:
+        self.checkpoints = folder / "checkpoints"
+        self.jsonl = folder / "metrics.jsonl"
+        self.said = train([*RUN, *flags, "--metrics-jsonl", self.jsonl], num_ranks=num_ranks)
+
+    @property
+    def metrics(self) -> dict[int, dict[str, Any]]:
+        return metrics(self.jsonl)
+
+
+@pytest.fixture(scope="module")
+def stock(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """megatron-core's own 1F1B with dropout; checkpoints at 3 and 6."""
+    folder = tmp_path_factory.mktemp("stock")
+    return Job(folder, ["--data-path", corpus, "--save", str(folder / "checkpoints"), "--save-interval", "3"])
+
+
+@pytest.fixture(scope="module")
+def zb_h1(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """ZB-H1 without dropout on a modern layer, distributed optimizer; checkpoints at 3 and 6."""
+    folder = tmp_path_factory.mktemp("zb_h1")
+    return Job(folder, [*ZB_H1, "--data-path", corpus, "--save", str(folder / "checkpoints"), "--save-interval", "3"])
+
+
+LAYER = [
+    *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope"),
+    *("--group-query-attention", "--num-query-groups", "2"),
+]
+ZB_H1 = ["--enable-zero-bubble", "--use-distributed-optimizer", "--disable-bias-linear", *LAYER, *NO_DROPOUT]
+
+
+def losses(job: Job, first: int = 1) -> list[float]:
+    return [fields["loss"] for iteration, fields in sorted(job.metrics.items()) if iteration >= first]
+
+
+def test_a_run_learns_and_says_so(stock: Job) -> None:
+    assert sorted(stock.metrics) == [1, 2, 3, 4, 5, 6]
+    assert abs(losses(stock)[0] - math.log(256)) < 0.3, "it starts from a guess among 256 bytes"
+    assert losses(stock)[-1] < losses(stock)[0] - 0.5
+    for fields in stock.metrics.values():
+        assert fields["schedule"] == "stock"
+        assert fields["tokens_per_s"] == pytest.approx(8 * 32 / (fields["iteration_ms"] / 1000.0))
+        assert fields["grad_norm"] > 0.0
+        assert fields["skipped"] is False
+    assert {iteration for iteration, fields in stock.metrics.items() if "validation_loss" in fields} == {4, 6}
+    for part in (
+        "training with megatron-core's own 1F1B schedule: 2 ranks = 2 pipeline x 1 tensor x 1 data, 4 microbatches",
+        "iteration      6/6 | consumed samples 48",
+        f"validation loss at iteration 6: {stock.metrics[6]['validation_loss']:.4f} (ppl ",
+        "done: 6 iterations, schedule: megatron-core's own 1F1B schedule",
+        "tokens per second",
+        "bubble: ",
+        f"checkpoint: {stock.checkpoints / 'iter_0000006'}",
+    ):
+        assert part in stock.said, stock.said
+
+
+def test_a_checkpoint_is_complete_before_it_is_named(stock: Job) -> None:
+    assert (stock.checkpoints / "latest_checkpointed_iteration.txt").read_text() == "6\n"
+    assert {path.name for path in stock.checkpoints.iterdir()} == {
+        "iter_0000003",
+        "iter_0000006",
+        "latest_checkpointed_iteration.txt",
+    }
+
+
+def test_a_continued_run_is_bit_for_bit_the_same(stock: Job, corpus: str, tmp_path: Path) -> None:
+    """With dropout: weights, optimizer, learning rate, order of samples and generators all go on where they were."""
+    shutil.copytree(stock.checkpoints, tmp_path / "checkpoints")
+    continued = Job(tmp_path, ["--data-path", corpus, "--load", str(tmp_path / "checkpoints"), "--ckpt-step", "3"])
+    assert sorted(continued.metrics) == [4, 5, 6]
+    for iteration, fields in continued.metrics.items():
+        for name in ("loss", "grad_norm", "lr", "validation_loss"):
+            assert fields.get(name) == stock.metrics[iteration].get(name), (iteration, name)
+
+
+def test_a_checkpoint_goes_on_under_another_schedule_and_optimizer_split(zb_h1: Job, corpus: str, tmp_path: Path) -> None:
+    """ZB-H1 -> ZBV: other stages on other ranks, the same losses up to the order of additions."""
+    flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]
+    continued = Job(tmp_path, [*flags, "--zero-bubble-v-schedule"])
+    assert "training with the ZBV schedule" in continued.said
+    assert losses(continued) == pytest.approx(losses(zb_h1, first=4), rel=1e-6)
+    assert continued.metrics[6]["validation_loss"] == pytest.approx(zb_h1.metrics[6]["validation_loss"], rel=1e-6)
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(zb_h1: Job, corpus: str, tmp_path: Path) -> None:
+    """2 pipeline ranks -> 2 data-parallel copies without a pipeline, stock: the distributed optimizer's state is resharded."""
+    flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]
+    continued = Job(tmp_path, [*flags, "--pipeline-model-parallel-size", "1"])
+    assert losses(continued) == pytest.approx(losses(zb_h1, first=4), rel=1e-6)
+
+
+def test_a_checkpoint_of_another_model_is_refused(stock: Job, corpus: str) -> None:
+    flags = ["--data-path", corpus, "--load", str(stock.checkpoints), "--hidden-size", "64"]
+    done = launch([*RUN, *flags], num_ranks=2)
+    assert done.returncode != 0
+    assert "holds a model with --hidden-size 32, got 64" in done.stderr
+    assert done.stderr.count("error: ") == 1
+
+
+def test_one_process_needs_no_torchrun() -> None:
+    flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--train-iters", "2", "--eval-iters", "0"]
+    done = subprocess.run(
+        [sys.executable, str(PRETRAIN), *flags], capture_output=True, text=True, check=False, env=environment(), cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "training with no pipeline: 1 ranks" in done.stdout
+    assert "Warning" not in done.stderr
+
+
+def test_a_bad_flag_is_one_line_before_anything_starts() -> None:
+    done = launch([*RUN, "--mock-data", "--zero-bubble-v-schedule", "--num-layers", "6"], num_ranks=2)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    own_lines = done.stderr.split("Traceback")[0].strip().splitlines()
+    assert [line for line in own_lines if "pretrain_gpt.py: error:" in line] == [
+        "pretrain_gpt.py: error: --num-layers 6 is not divisible by 4 (--zero-bubble-v-schedule needs an even number of "
+        "layers on each of 2 pipeline ranks); 4 or 8 would be"
+    ]
