@@ -243,7 +243,6 @@ class _Run:
             where = checkpointing.iteration_directory(self.settings.checkpoint.save, self.progress.iteration)
             _log.info("checkpoint: %s", where)
 
-
     def _warn_of_shared_cores(self) -> None:
         """On the CPU of one machine the ranks may take turns on its cores; no schedule can then be faster than another."""
         cores = os.cpu_count() or 1
