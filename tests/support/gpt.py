@@ -7,6 +7,7 @@ finalisation; the only difference is the schedule.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -298,7 +299,9 @@ class Trainer:
 
 
 def _forget_groups() -> None:
-    """Destroy every process group but the world: gloo keeps threads for each, and megatron-core only forgets its own."""
+    """Destroy every process group but the world, and what still refers to one: gloo keeps threads and sockets for each, and
+    megatron-core only forgets its own."""
+    gc.collect()
     parallel_state.destroy_model_parallel()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

@@ -82,7 +82,14 @@ class RankPool:
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        TORCHDYNAMO_DISABLE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+    )
     import torch
     import torch.distributed as dist
 

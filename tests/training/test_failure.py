@@ -26,6 +26,8 @@ def failing_provider(setup):
         import torch
         calls[0] += 1
         if torch.distributed.get_rank() == 1 and calls[0] == 10:  # in the middle of iteration 3, with two chunks 2
+            import pathlib, time
+            pathlib.Path(__file__).with_suffix(".when").write_text(str(time.time()))
             raise ZeroDivisionError("the injected failure")
         return forward_step(data_iterator, chunk)
     return step
@@ -106,9 +108,9 @@ def test_success_and_interrupts_pass() -> None:
 def test_a_rank_that_raises_ends_the_job(schedule: str, tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING_SCRIPT)
-    started = time.monotonic()
     flags = f"--pipeline-model-parallel-size 2 --mock-data --eval-iters 0 --train-iters 1000 {schedule}"
     done = launch([*TINY_MODEL, *TINY_BATCH, *flags.split()], num_ranks=2, script=script)
+    ended = time.time()
     assert done.returncode != 0
     assert "iteration      1/1000" in done.stdout, "it failed in the middle"
     said = done.stderr
@@ -116,4 +118,4 @@ def test_a_rank_that_raises_ends_the_job(schedule: str, tmp_path: Path) -> None:
     assert "ZeroDivisionError: the injected failure" in said
     assert said.index("ZeroDivisionError") < said.index("ChildFailedError"), "torchrun's summary comes after it"
     assert "rank 0 failed" not in said
-    assert time.monotonic() - started < 200.0
+    assert ended - float(script.with_suffix(".when").read_text()) < 30.0

@@ -44,6 +44,7 @@ _NOT_FOR_THE_USER: tuple[tuple[str, type[Warning]], ...] = (
     (r"(Transformer Engine and )?Apex (is|are) not installed", UserWarning),
     (r"When using (async grad allreduce|sequence parallelism) it is recommended to set .* CUDA_DEVICE_MAX", UserWarning),
     (r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed", UserWarning),
+    (r"If you are using transformer_engine as the transformer implementation, the core_attn is from", UserWarning),
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
     (r"`load_state_dict` is deprecated", FutureWarning),
     (r"Please use DTensor instead", FutureWarning),

@@ -80,7 +80,11 @@ def save(trainee: Trainee, *, iteration: int, consumed_samples: int) -> None:
             state["scheduler"] = trainee.scheduler.state_dict()
         if flags.save_rng:
             state["rng"] = _rng_state()
-        state["header"] = _header(trainee) | {"iteration": iteration, "consumed_samples": consumed_samples}
+        state["header"] = _header(trainee) | {
+            "iteration": iteration,
+            "consumed_samples": consumed_samples,
+            "has_rng": flags.save_rng,
+        }
         dist_checkpointing.save(state, str(writing), preprocess_common_before_consistancy_check=_without_optimizer)
     if torch.distributed.get_rank() == 0:
         _publish(writing, final, iteration)
@@ -120,10 +124,14 @@ def load(trainee: Trainee) -> Restored | None:
 
 def _load_from(trainee: Trainee, directory: Path) -> Restored:
     flags, optimizer = trainee.settings.checkpoint, trainee.optimizer
-    header = dist_checkpointing.load_common_state_dict(str(directory)).get("header", {})
+    common = dist_checkpointing.load_common_state_dict(str(directory))
+    header = common.get("header", {})
     _check_header(header, trainee, directory)
     loads_optimizer = flags.load_optim and not flags.finetune
-    loads_rng = flags.load_rng and not flags.finetune and header["layout"] == _layout(trainee)
+    if loads_optimizer:
+        _check_optimizer(common, trainee, directory)
+    same_layout = header["layout"] == _layout(trainee)
+    loads_rng = flags.load_rng and not flags.finetune and same_layout and header["has_rng"]
     with trainee.on_host():
         wanted = _model_state(trainee)
         if loads_optimizer:
@@ -135,14 +143,14 @@ def _load_from(trainee: Trainee, directory: Path) -> Restored:
         for name, stage in _named_stages(trainee):
             stage.load_state_dict(state[name])
         if loads_optimizer:
-            load_state(optimizer, state["optimizer"])
-            trainee.scheduler.load_state_dict(state["scheduler"])
+            _load_optimizer(trainee, state)
         else:
             optimizer.reload_model_params()
     if loads_rng:
         _set_rng_state(state["rng"])
     elif flags.load_rng and not flags.finetune:
-        _log.info("the layout differs from the checkpoint's: dropout continues with fresh random generators")
+        why = "the checkpoint has no random generators" if same_layout else "the layout differs from the checkpoint's"
+        _log.info("%s: dropout continues with fresh ones", why)
     return Restored(header["iteration"], header["consumed_samples"])
 
 
@@ -187,6 +195,31 @@ def _check_header(header: dict[str, Any], trainee: Trainee, directory: Path) -> 
         if header["model"].get(name) != value:
             flag = "--" + name.replace("_", "-")
             raise CheckpointError(f"{directory} holds a model with {flag} {header['model'].get(name)}, got {value}")
+
+
+def _check_optimizer(common: dict[str, Any], trainee: Trainee, directory: Path) -> None:
+    """The checkpoint has an optimizer, and its learning rate schedule is that of the flags, or it is said which one wins."""
+    if "scheduler" not in common:
+        raise CheckpointError(f"{directory} holds no optimizer; give --no-load-optim, or --finetune to start anew")
+    optim = trainee.settings.optim
+    if optim.override_opt_param_scheduler or optim.use_checkpoint_opt_param_scheduler:
+        return
+    for name, value in trainee.scheduler.state_dict().items():
+        if name != "num_steps" and common["scheduler"].get(name) != value:
+            raise CheckpointError(
+                f"{directory} was trained with {name} {common['scheduler'].get(name)}, the flags say {value}; give "
+                "--override-opt_param-scheduler to use the flags, or --use-checkpoint-opt_param-scheduler"
+            )
+
+
+def _load_optimizer(trainee: Trainee, state: dict[str, Any]) -> None:
+    """Optimizer and scheduler. The optimizer's groups carry learning rates of their own, which follow the same decision."""
+    groups = [(group["max_lr"], group["min_lr"]) for group in trainee.optimizer.param_groups]
+    load_state(trainee.optimizer, state["optimizer"])
+    if trainee.settings.optim.override_opt_param_scheduler:
+        for group, (max_lr, min_lr) in zip(trainee.optimizer.param_groups, groups, strict=True):
+            group["max_lr"], group["min_lr"] = max_lr, min_lr
+    trainee.scheduler.load_state_dict(state["scheduler"])
 
 
 def _rng_state() -> dict[str, ShardedTensor]:

@@ -130,7 +130,7 @@ class DataConfig:
     mock_data: bool = False
     """Synthetic data instead of --data-path."""
     data_cache_path: str | None = None
-    """Where sample indices are cached. Default: beside the data."""
+    """Where sample indices are cached. Default: beside the data; those of several datasets together are not."""
     tokenizer_type: Literal["ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer"] = (
         "ByteLevelTokenizer"
     )

@@ -101,8 +101,9 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
     )
     sizes = [max(1, iterations * settings.global_batch_size) for iterations in (run.train_iters, run.eval_iters, 0)]
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
-    if data.mock_data:  # it warns three times that the indices of synthetic data are not cached
-        logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
+    if data.data_cache_path is None:  # they warn that indices of synthetic and of blended data are then not cached
+        for name in ("gpt_dataset", "blended_dataset"):
+            logging.getLogger(f"megatron.core.datasets.{name}").setLevel(logging.ERROR)
     train, valid, _ = BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: reads, config).build()
     if reads and train is None and not run.skip_train:
         raise DataError(f"--split {data.split!r} leaves no documents for training")

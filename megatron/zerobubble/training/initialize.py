@@ -100,11 +100,7 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
 
     backend = settings.parallel.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     host = HostDevice(enabled=backend == "gloo")
-    if host.enabled:
-        host.install()
-        if not launch.has_threads_set:
-            torch.set_num_threads(1)  # as torchrun does: the ranks of a machine share its cores
-    else:
+    if not host.enabled:
         if launch.local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"--distributed-backend nccl needs a GPU for each rank; rank {launch.rank} is number "
@@ -117,6 +113,9 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
             f"--{settings.precision.name} is given, but the device {host.device} cannot multiply {settings.precision.name} "
             "matrices; leave it out to train in fp32"
         )
+    host.install()
+    if host.enabled and not launch.has_threads_set:
+        torch.set_num_threads(1)  # as torchrun does: the ranks of a machine share its cores
     return host
 
 

@@ -1,0 +1,61 @@
+"""Start-up before the ranks meet: the environment, the device, and what it can compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.training import initialize
+from megatron.zerobubble.training.arguments import settings_from_argv
+from megatron.zerobubble.training.initialize import Launch, choose_device, computes, read_launch
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 "
+    "--train-iters 10 --mock-data "
+)
+LAUNCH = Launch(rank=1, local_rank=1, world_size=2, has_threads_set=True)
+
+
+def test_torchruns_environment() -> None:
+    environment = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "OMP_NUM_THREADS": "2"}
+    assert read_launch(environment) == Launch(rank=3, local_rank=1, world_size=4, has_threads_set=True)
+
+
+def test_a_process_alone_is_a_job_of_one() -> None:
+    assert read_launch({}) == Launch(rank=0, local_rank=0, world_size=1, has_threads_set=False)
+
+
+def test_a_broken_environment_is_named() -> None:
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 'two', not a number"):
+        read_launch({"WORLD_SIZE": "two"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_cpu_computes_every_format_of_this_torch(dtype: torch.dtype) -> None:
+    assert computes(dtype, torch.device("cpu"))
+
+
+def test_a_format_that_a_device_lacks_is_found_out() -> None:
+    assert not computes(torch.float8_e4m3fn, torch.device("cpu"))
+
+
+def test_fp16_on_a_device_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initialize, "computes", lambda dtype, device: dtype is not torch.float16)
+    with pytest.raises(ConfigError, match="--fp16 is given, but the device cpu cannot multiply fp16 matrices"):
+        choose_device(settings_from_argv((FLAGS + "--fp16 --distributed-backend gloo").split(), world_size=2), LAUNCH)
+
+
+def test_the_cpu_is_chosen_with_gloo() -> None:
+    host = choose_device(settings_from_argv((FLAGS + "--distributed-backend gloo").split(), world_size=2), LAUNCH)
+    try:
+        assert host.enabled
+        assert torch.cuda.current_device() == torch.device("cpu")
+    finally:
+        host.uninstall()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has a GPU for that rank")
+def test_nccl_without_a_gpu_for_the_rank_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs a GPU for each rank; rank 1 is number 1 on a machine with"):
+        choose_device(settings_from_argv((FLAGS + "--distributed-backend nccl").split(), world_size=2), LAUNCH)
