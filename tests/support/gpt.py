@@ -129,6 +129,8 @@ class Trainer:
 
     def close(self) -> None:
         """Give back every process group."""
+        for chunk in self.built.chunks:
+            chunk.grad_accs.clear()  # autograd nodes whose hooks refer back to the chunk: a cycle that Python cannot see
         _forget_groups()
 
     # -- construction -----------------------------------------------------------------------------------------------------

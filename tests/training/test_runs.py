@@ -5,15 +5,18 @@ Every job costs seconds of start-up, so jobs are shared: one job writes checkpoi
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+from megatron.zerobubble.plan.ir import Plan
 from tests.training.launch import PRETRAIN, ROOT, TINY_BATCH, TINY_MODEL, environment, launch, metrics, train
 
 P2 = ["--pipeline-model-parallel-size", "2"]
@@ -103,10 +106,22 @@ def test_a_continued_run_is_bit_for_bit_the_same(stock: Job, corpus: str, tmp_pa
 def test_a_checkpoint_goes_on_under_another_schedule_and_optimizer_split(zb_h1: Job, corpus: str, tmp_path: Path) -> None:
     """ZB-H1 -> ZBV: other stages on other ranks, the same losses up to the order of additions."""
     flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]
-    continued = Job(tmp_path, [*flags, "--zero-bubble-v-schedule"])
+    continued = Job(tmp_path, [*flags, "--zero-bubble-v-schedule", "--zero-bubble-trace", str(tmp_path / "trace")])
     assert "training with the ZBV schedule" in continued.said
+    assert "ms were passes on the busiest rank); the plan promises" in continued.said
+    _check_trace(tmp_path / "trace")
     assert losses(continued) == pytest.approx(losses(zb_h1, first=4), rel=1e-6)
     assert continued.metrics[6]["validation_loss"] == pytest.approx(zb_h1.metrics[6]["validation_loss"], rel=1e-6)
+
+
+def _check_trace(folder: Path) -> None:
+    """The recorded iteration: every op of the plan once, on its rank, in the plan's order."""
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    assert (plan.schedule, plan.num_ranks, plan.num_microbatches) == ("zbv", 2, 4)
+    events = [event for event in json.loads((folder / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    for rank, row in enumerate(plan.ops):
+        assert [event["name"] for event in events if event["tid"] == rank] == [str(op) for op in row]
+    assert ElementTree.parse(folder / "timeline.svg").getroot().tag.endswith("svg")
 
 
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(zb_h1: Job, corpus: str, tmp_path: Path) -> None:
