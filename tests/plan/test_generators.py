@@ -96,6 +96,10 @@ def test_golden_zb_below_p(k: int) -> None:
         ("zb_h2", "zb-h2", 3, 6, None),
         ("zb", "zb", 4, 6, 5),
         ("zbv", "zbv", 2, 4, None),
+        ("v_half", "v-half", 3, 4, None),
+        ("v_min", "v-min", 3, 4, None),
+        ("one_f_one_b_v", "1f1b-v", 3, 3, None),
+        ("zb_interleaved", "zb-interleaved", 2, 4, None),
     ],
 )
 def test_what_the_docstring_draws_is_what_comes_out(module: str, name: str, p: int, m: int, pending: int | None) -> None:

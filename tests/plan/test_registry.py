@@ -9,7 +9,9 @@ from megatron.zerobubble.plan.registry import build_plan, known_schedules, parse
 
 
 def test_the_schedules_we_know() -> None:
-    assert [info.name for info in known_schedules()] == ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb", "zbv"]
+    fixed_and_drawn = ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb", "zbv"]
+    searched = ["v-half", "v-min", "1f1b-v", "zb-interleaved"]
+    assert [info.name for info in known_schedules()] == fixed_and_drawn + searched
     for info in known_schedules():
         assert info.description
         assert info.reference.startswith("arXiv ")
@@ -20,7 +22,7 @@ def test_the_schedules_we_know() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "closest"), [("zb-v", "zbv"), ("ZBH1", "zb-h1"), ("1F1B", "1f1b"), ("interleaved", "interleaved-1f1b")]
+    ("given", "closest"), [("zb-v", "zbv"), ("ZBH1", "zb-h1"), ("1F1B", "1f1b"), ("interleaved-1f", "interleaved-1f1b")]
 )
 def test_an_unknown_name_gets_the_closest(given: str, closest: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean '{closest}'") as caught:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.generators.interleaved_1f1b import interleaved_1f1b
 from megatron.zerobubble.plan.generators.one_f_one_b import one_f_one_b
+from megatron.zerobubble.plan.generators.one_f_one_b_v import one_f_one_b_v, one_f_one_b_v_memory
+from megatron.zerobubble.plan.generators.v_half import v_half, v_half_memory
+from megatron.zerobubble.plan.generators.v_min import v_min, v_min_memory
 from megatron.zerobubble.plan.generators.zb import zb
 from megatron.zerobubble.plan.generators.zb_h1 import zb_h1
 from megatron.zerobubble.plan.generators.zb_h2 import zb_h2
+from megatron.zerobubble.plan.generators.zb_interleaved import zb_interleaved, zb_interleaved_memory
 from megatron.zerobubble.plan.generators.zbv import zbv
-from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.search import Goal, search
 from megatron.zerobubble.plan.validate import validate
 
 
@@ -24,7 +30,26 @@ class Request:
     num_ranks: int
     num_microbatches: int
     num_chunks: int
-    max_pending_backward: int
+    max_pending_backward: int | None
+    """None: not asked for, which is p where nothing else decides it."""
+    costs: CostModel | None = None
+    """None: every stage alike, F=B=W and free links."""
+    goal: Goal | None = None
+    """None: the drawn pattern where there is one, else a search without a budget."""
+
+    @property
+    def pending(self) -> int:
+        """Most microbatches between F and W on a rank."""
+        return self.num_ranks if self.max_pending_backward is None else self.max_pending_backward
+
+    def costs_of(self, placement: Placement) -> CostModel:
+        """The given costs, or the default ones."""
+        return CostModel.uniform(placement) if self.costs is None else self.costs
+
+    def goal_within(self, memory_limit: float | None) -> Goal:
+        """The goal, with the family's own limit where none was given."""
+        goal = self.goal or Goal(budget=0.0)
+        return goal if goal.memory_limit is not None else replace(goal, memory_limit=memory_limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +96,48 @@ def _info(
     )
 
 
+def _zb(request: Request) -> Plan:
+    """The drawn pattern; with costs or a goal, the best plan found from the patterns of several memory points."""
+    p, m = request.num_ranks, request.num_microbatches
+    drawn = zb(p, m, request.pending)
+    if request.goal is None:
+        return drawn
+    placement = Placement.linear(p)
+    limit = None if request.max_pending_backward is None else request.pending / min(p, m)
+    starts = [zb(p, m, pending) for pending in sorted({1, -(-p // 2), p, -(-3 * p // 2), 2 * p, request.pending})]
+    return search("zb", placement, m, request.costs_of(placement), request.goal_within(limit or 1.0), starts=starts)
+
+
+def _zbv(request: Request) -> Plan:
+    p, m = request.num_ranks, request.num_microbatches
+    drawn = zbv(p, m)
+    if request.goal is None:
+        return drawn
+    placement = Placement.v(p)
+    return search("zbv", placement, m, request.costs_of(placement), request.goal_within(1.0), starts=[drawn])
+
+
+def _v_half(request: Request) -> Plan:
+    p, m = request.num_ranks, request.num_microbatches
+    return v_half(p, m, request.costs_of(Placement.v(p)), request.goal_within(v_half_memory(p, m)))
+
+
+def _v_min(request: Request) -> Plan:
+    p, m = request.num_ranks, request.num_microbatches
+    return v_min(p, m, request.costs_of(Placement.v(p)), request.goal_within(v_min_memory(p, m)))
+
+
+def _one_f_one_b_v(request: Request) -> Plan:
+    p, m = request.num_ranks, request.num_microbatches
+    return one_f_one_b_v(p, m, request.costs_of(Placement.v(p)), request.goal_within(one_f_one_b_v_memory(p, m)))
+
+
+def _zb_interleaved(request: Request) -> Plan:
+    p, m, v = request.num_ranks, request.num_microbatches, request.num_chunks
+    goal = request.goal_within(zb_interleaved_memory(p, m, v))
+    return zb_interleaved(p, m, v, request.costs_of(Placement.loop(p, v)), goal)
+
+
 _ALL = (
     _info(
         "1f1b",
@@ -106,7 +173,7 @@ _ALL = (
         "linear",
         "zero bubble for any number of pending microbatches a rank",
         "arXiv 2401.10241, section 3",
-        lambda request: zb(request.num_ranks, request.num_microbatches, request.max_pending_backward),
+        _zb,
         takes_max_pending_backward=True,
     ),
     _info(
@@ -114,8 +181,40 @@ _ALL = (
         "V",
         "no bubble at 1F1B's memory, two stages a rank in a V",
         "arXiv 2401.10241, section 6",
-        lambda request: zbv(request.num_ranks, request.num_microbatches),
+        _zbv,
         num_chunks=2,
+    ),
+    _info(
+        "v-half",
+        "V",
+        "about half of 1F1B's memory, two stages a rank in a V",
+        "arXiv 2405.15362, section 3",
+        _v_half,
+        num_chunks=2,
+    ),
+    _info(
+        "v-min",
+        "V",
+        "about a third of 1F1B's memory, two stages a rank in a V",
+        "arXiv 2405.15362, section 3",
+        _v_min,
+        num_chunks=2,
+    ),
+    _info(
+        "1f1b-v",
+        "V",
+        "fused backward at two thirds of 1F1B's memory, two stages a rank in a V",
+        "arXiv 2405.15362, section 3",
+        _one_f_one_b_v,
+        num_chunks=2,
+    ),
+    _info(
+        "zb-interleaved",
+        "loop",
+        "B and W split, several stages a rank, going round",
+        "arXiv 2104.04473 and 2401.10241",
+        _zb_interleaved,
+        num_chunks=None,
     ),
 )
 
@@ -143,6 +242,8 @@ def build_plan(
     num_microbatches: int,
     num_chunks: int | None = None,
     max_pending_backward: int | None = None,
+    costs: CostModel | None = None,
+    goal: Goal | None = None,
 ) -> Plan:
     """Generate and validate a plan.
 
@@ -150,11 +251,17 @@ def build_plan(
         name: one of `known_schedules`.
         num_ranks: p, at least 1.
         num_microbatches: m, at least 1.
-        num_chunks: v, stages a rank; only interleaved-1f1b leaves a choice (2 where not given).
+        num_chunks: v, stages a rank; only the interleaved schedules leave a choice (2 where not given).
         max_pending_backward: most microbatches between F and W on a rank; only `zb` takes it (p where not given).
+        costs: times and memory per stage; F=B=W, free links and everything held until W where not given.
+        goal: search for the best order of the family, under the goal's memory limit or the family's own. Schedules that are
+            a fixed order are held against the limit instead. Without a goal: the drawn order, or where the family has none,
+            the best of a few list schedules.
 
     Raises:
-        ConfigError: an unknown name, a number below 1, or an option that the schedule does not take.
+        ConfigError: an unknown name, a number below 1, an option that the schedule does not take, or a memory limit under
+            which no plan of the placement exists.
+        PlanError: costs for another number of stages, or a fixed order that breaks the goal's limit.
     """
     info = schedule_info(name)
     _check_at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -173,10 +280,14 @@ def build_plan(
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
             num_chunks=info.default_num_chunks if num_chunks is None else num_chunks,
-            max_pending_backward=num_ranks if max_pending_backward is None else max_pending_backward,
+            max_pending_backward=max_pending_backward,
+            costs=costs,
+            goal=goal,
         )
     )
-    validate(plan)
+    if costs is not None:
+        costs.check_fits(plan.placement)
+    validate(plan, memory_limit=None if goal is None else goal.memory_limit, costs=costs)
     return plan
 
 

@@ -1,0 +1,30 @@
+"""Builds the planner's optional compiled core; everything else about the package is in pyproject.toml.
+
+`optional=True`: without a compiler, or where compiling fails, the install succeeds and the planner uses its Python twin.
+`-ffp-contract=off` keeps a*b+c from being fused, so that both twins compute the same numbers.
+"""
+
+from __future__ import annotations
+
+from setuptools import Extension, setup
+
+
+def extensions() -> list[Extension]:
+    """The compiled core, where pybind11 can be imported while building."""
+    try:
+        from pybind11 import get_include
+    except ImportError:
+        return []
+    return [
+        Extension(
+            "megatron.zerobubble.plan._search_core",
+            sources=["megatron/zerobubble/plan/search_core.cpp"],
+            include_dirs=[get_include()],
+            extra_compile_args=["-O3", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden"],
+            language="c++",
+            optional=True,
+        )
+    ]
+
+
+setup(ext_modules=extensions())

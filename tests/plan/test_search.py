@@ -1,0 +1,203 @@
+"""The search: any times, any memory limit, the same plan from both cores."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan import search as search_module
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.generators.zbv import zbv
+from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
+from megatron.zerobubble.plan.policies import starting_policies
+from megatron.zerobubble.plan.registry import build_plan, schedule_info
+from megatron.zerobubble.plan.search import Goal, Objective, best_core, objective_ms, search, smallest_memory
+from megatron.zerobubble.plan.search_core import PythonCore, Random
+from megatron.zerobubble.plan.simulate import peak_memory, simulate
+from megatron.zerobubble.plan.validate import validate
+
+SEARCHED = ["zb", "zbv", "v-half", "v-min", "1f1b-v", "zb-interleaved"]
+COMPILED = best_core() is not PythonCore
+MEASURED = {
+    "forward_ms": 29.718,
+    "backward_ms": 29.444,
+    "wgrad_ms": 19.927,
+    "comm_ms": 0.527,
+    "activation_after_backward": 0.4324,
+}
+"""The 6.2B model of arXiv 2401.10241, Table 9."""
+
+times = st.floats(0.0, 10.0, allow_nan=False)
+
+
+def placement_of(name: str, p: int, v: int) -> Placement:
+    kind = schedule_info(name).placement
+    return Placement.v(p) if kind == "V" else Placement.loop(p, v if kind == "loop" else 1)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Placement, int, CostModel, float]:
+    """A placement, m, uneven costs, and a memory limit from the smallest that works."""
+    p = draw(st.integers(1, 5))
+    v = draw(st.integers(1, 3))
+    placement = draw(st.sampled_from([Placement.linear(p), Placement.v(p), Placement.loop(p, v)]))
+    m = draw(st.integers(1, 3 * p))
+    lists = [draw(st.lists(times, min_size=placement.num_stages, max_size=placement.num_stages)) for _ in range(4)]
+    shares = draw(st.lists(st.floats(0.0, 1.0), min_size=placement.num_stages, max_size=placement.num_stages))
+    costs = CostModel(
+        forward_ms=tuple(lists[0]),
+        backward_ms=tuple(lists[1]),
+        wgrad_ms=tuple(lists[2]),
+        comm_ms=draw(times),
+        activation=tuple(lists[3]),
+        activation_after_backward=tuple(whole * share for whole, share in zip(lists[3], shares, strict=True)),
+    )
+    limit = smallest_memory(placement, m, costs) * draw(st.sampled_from([1.0, 1.0, 1.1, 1.7, 3.0]))
+    return placement, m, costs, limit
+
+
+@given(problems(), st.sampled_from(list(Objective)))
+def test_any_problem_has_a_valid_plan_within_its_memory(
+    problem: tuple[Placement, int, CostModel, float], objective: Objective
+) -> None:
+    placement, m, costs, limit = problem
+    goal = Goal(memory_limit=limit, objective=objective, budget=2e5 if COMPILED else 0.0)
+    plan = search("any", placement, m, costs, goal)
+    validate(plan, memory_limit=limit, costs=costs)
+    simulate(plan, costs)
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_families_over_a_grid(name: str) -> None:
+    for p in (1, 2, 3, 5):
+        for m in {1, p, 3 * p}:
+            placement = placement_of(name, p, 2)
+            costs = CostModel.uniform(placement, **MEASURED)
+            for limit in (None, smallest_memory(placement, m, costs), 0.8 + 1 / p):
+                plan = build_plan(name, num_ranks=p, num_microbatches=m, costs=costs, goal=Goal(memory_limit=limit, budget=0.0))
+                assert plan.schedule == name
+                assert plan.placement == placement
+                assert max(peak_memory(plan, costs)) <= (limit or math.inf) + 1e-9
+                kinds = {op.kind for row in plan.ops for op in row}
+                assert kinds == ({OpKind.F, OpKind.BW} if name == "1f1b-v" else {OpKind.F, OpKind.B, OpKind.W})
+
+
+@pytest.mark.parametrize("name", ["v-half", "v-min", "1f1b-v"])
+def test_the_memory_points(name: str) -> None:
+    """In microbatches, p=1..12: the paper's half and third, and what is left of two thirds."""
+    points = {
+        "v-half": [1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7],
+        "v-min": [1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5],
+        "1f1b-v": [1, 2, 2.5, 3.5, 4.5, 4.5, 5.5, 6.5, 6.5, 7.5, 8.5, 8.5],
+    }
+    for p, point in enumerate(points[name], start=1):
+        plan = build_plan(name, num_ranks=p, num_microbatches=2 * p)
+        assert max(peak_memory(plan, CostModel.uniform(plan.placement))) * p <= point
+
+
+@pytest.mark.parametrize("p", [4, 8])
+def test_v_half_and_v_min_are_where_the_paper_says(p: int) -> None:
+    """F=B=W, free links: V-Half's bubble is at most 0.6 of 1F1B's, V-Min's at most 0.9."""
+    m = 3 * p
+    one = simulate(build_plan("1f1b", num_ranks=p, num_microbatches=m), CostModel.uniform(Placement.linear(p))).bubble_rate
+    for name, share in (("v-half", 0.7), ("v-min", 1.0)):
+        plan = build_plan(name, num_ranks=p, num_microbatches=m)
+        assert simulate(plan, CostModel.uniform(plan.placement)).bubble_rate <= share * one
+
+
+@pytest.mark.skipif(not COMPILED, reason="the compiled core was not built")
+@given(problems(), st.integers(0, 2**40))
+def test_both_cores_are_twins(problem: tuple[Placement, int, CostModel, float], seed: int) -> None:
+    placement, m, costs, limit = problem
+    goal = Goal(memory_limit=limit, seed=seed, budget=4e4)
+    plans = [search("twin", placement, m, costs, goal, core=core) for core in (PythonCore, best_core())]
+    assert plans[0] == plans[1]
+
+
+def test_the_same_seed_gives_the_same_plan_and_more_budget_no_worse_a_start() -> None:
+    placement = Placement.v(4)
+    costs = CostModel.uniform(placement, **MEASURED)
+
+    def plan_of(seed: int) -> Plan:
+        return search("x", placement, 8, costs, Goal(memory_limit=0.75, seed=seed, budget=3e5))
+
+    assert plan_of(3) == plan_of(3)
+    drawn = zbv(4, 8)
+    for objective in Objective:
+        goal = Goal(memory_limit=1.0, objective=objective, budget=3e5)
+        found = search("x", placement, 8, costs, goal, starts=[drawn])
+        assert objective_ms(found, costs, objective) <= objective_ms(drawn, costs, objective) + 1e-9
+
+
+@pytest.mark.skipif(not COMPILED, reason="takes the compiled core")
+@pytest.mark.parametrize(
+    ("name", "limit", "reference"),
+    [("zb", 1.0, 0.1323), ("zb", 1.9831, 0.0029), ("v-half", 0.625, 0.1447), ("v-min", 0.5, 0.2721)],
+)
+def test_no_worse_than_the_published_scheduler(name: str, limit: float, reference: float) -> None:
+    """p=8, m=24, the 6.2B model: bubble rates of the reference scheduler, at its own peak memory."""
+    placement = placement_of(name, 8, 1)
+    costs = CostModel.uniform(placement, **MEASURED)
+    goal = Goal(memory_limit=limit, budget=6e7)
+    plan = build_plan(name, num_ranks=8, num_microbatches=24, costs=costs, goal=goal)
+    assert round(simulate(plan, costs).bubble_rate, 4) <= reference
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_too_little_memory_says_the_smallest_that_works(name: str) -> None:
+    placement = placement_of(name, 4, 2)
+    costs = CostModel.uniform(placement)
+    with pytest.raises(ConfigError, match=r"the smallest that works is 0\.25") as caught:
+        build_plan(name, num_ranks=4, num_microbatches=8, costs=costs, goal=Goal(memory_limit=0.2))
+    assert "\n" not in str(caught.value)
+    build_plan(name, num_ranks=4, num_microbatches=8, costs=costs, goal=Goal(memory_limit=0.25, budget=0.0))
+
+
+def test_a_fixed_order_is_held_against_the_limit() -> None:
+    with pytest.raises(PlanError, match="memory peaks at"):
+        build_plan("zb-h2", num_ranks=4, num_microbatches=8, goal=Goal(memory_limit=1.0))
+    with pytest.raises(ConfigError, match="memory limit is nan"):
+        build_plan("zbv", num_ranks=4, num_microbatches=8, goal=Goal(memory_limit=math.nan))
+    with pytest.raises(PlanError, match="one value a stage"):
+        build_plan("1f1b", num_ranks=4, num_microbatches=8, costs=CostModel.uniform(Placement.v(4)))
+
+
+def test_without_the_compiled_core_one_line_says_what_is_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    fresh: Callable[[], type] = best_core.__wrapped__
+    monkeypatch.setattr(search_module.importlib, "import_module", missing)
+    assert fresh() is PythonCore
+    assert [record.message for record in caplog.records] == [
+        "planner: the compiled search core was not built; the same plans take about 50 times longer to find"
+    ]
+
+
+def test_random_numbers_are_splitmix64() -> None:
+    """The generator's published first output for seed 1234567."""
+    assert Random(1234567).bits() == 6457827717110365317
+
+
+def test_policies_are_finite_and_repeatable() -> None:
+    placement = Placement.v(3)
+    costs = CostModel.uniform(placement, **MEASURED)
+    first = list(starting_policies(placement, costs))
+    assert first == list(starting_policies(placement, costs))
+    assert len(first) == 4 * 3 * 5 * 3 * 4 * 2
+    core = PythonCore(4, placement.stage_to_rank, first[0].durations, 0.0, costs.activation, costs.activation, 1.0, False)
+    assert all(core.decode(policy) for policy in first[:200])
+
+
+def test_an_order_that_deadlocks_is_infinitely_bad() -> None:
+    core = PythonCore(1, [0, 0], [1.0] * 6, 0.0, [1.0] * 2, [1.0] * 2, 9.0, False)
+    good = bytes([0, 3, 4, 1, 2, 5])
+    assert core.evaluate([good])[1] == 6.0
+    bad = bytearray(good)
+    bad[0], bad[1] = bad[1], bad[0]
+    assert core.evaluate([bytes(bad)]) == (math.inf, math.inf)
