@@ -10,7 +10,10 @@ from types import ModuleType
 
 import pytest
 
-from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.search import best_core
+from megatron.zerobubble.plan.search_core import PythonCore
 
 TOOL = Path(__file__).parents[2] / "tools" / "plan.py"
 
@@ -25,6 +28,8 @@ def tool() -> ModuleType:
     return module
 
 
+SMALL = ["--num-ranks", "2", "--num-microbatches", "4", "--effort", "fast"]
+compiled = pytest.mark.skipif(best_core() is PythonCore, reason="takes the compiled core")
 ZBV = ["plan", "--schedule", "zbv", "--num-ranks", "4", "--num-microbatches", "8"]
 
 
@@ -117,3 +122,76 @@ def test_as_a_command_with_a_pipe() -> None:
     shown = subprocess.run([*command, "show", "-"], cwd=root, input=made.stdout, capture_output=True, text=True, check=True)
     assert "bubble 0.00 %" in shown.stdout
     assert "examples:" in subprocess.run([*command, "--help"], cwd=root, capture_output=True, text=True, check=True).stdout
+
+
+@compiled
+def test_a_searched_plan_has_bounds_and_keeps_its_limit(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--schedule", "zbv", *SMALL, "--memory-limit", "0.75", "--comm-ms", "0.1", "--objective", "makespan"]
+    assert tool.main([*arguments, "--json", "-"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert max(body["metrics"]["peak_memory"]) <= 0.75 + 1e-9
+    assert body["metrics"]["bound_makespan_ms"] <= body["metrics"]["makespan_ms"]
+    assert body["metrics"]["span_gap"] >= 0
+    assert tool.main(["plan", "--schedule", "v-half", *SMALL, "--memory-limit", "0.1"]) == 2
+    assert "the smallest that works is 0.5" in capsys.readouterr().err
+
+
+@compiled
+def test_auto_takes_the_best_and_pareto_never_rises(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "pareto.png"
+    assert tool.main(["pareto", *SMALL, "--memory-limits", "1,0.5,2", "--json", "-", "--png", str(picture)]) == 0
+    points = json.loads(capsys.readouterr().out)
+    assert [point["memory_limit"] for point in points] == [0.5, 1.0, 2.0]
+    spans = [point["span_ms"] for point in points]
+    assert spans == sorted(spans, reverse=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for point in points:
+        assert max(point["peak_memory"]) <= point["memory_limit"] + 1e-9
+    assert tool.main(["plan", "--schedule", "auto", *SMALL, "--memory-limit", "0.1"]) == 2
+    assert "the smallest that works is 0.5" in capsys.readouterr().err
+    assert tool.main(["plan", "--schedule", "auto", *SMALL, "--num-chunks", "2"]) == 2
+    assert "drop them" in capsys.readouterr().err
+
+
+@compiled
+def test_per_stage_costs(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "costs.json"
+    costs = CostModel.uniform(Placement.v(2), wgrad_ms=0.5).to_json()
+    path.write_text(json.dumps(costs))
+    for schedule in ("zbv", "auto"):
+        assert tool.main(["plan", "--schedule", schedule, *SMALL, "--costs", str(path), "--json", "-"]) == 0
+        assert json.loads(capsys.readouterr().out)["costs"]["wgrad_ms"] == [0.25] * 4
+    assert tool.main(["plan", "--schedule", "zb-h1", *SMALL, "--costs", str(path)]) == 2
+    assert "one value a stage" in capsys.readouterr().err
+
+
+@compiled
+def test_compare(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "published.json"
+    config = {"model": "tiny", "num_ranks": 2, "num_microbatches": 4, "forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1}
+    config |= {"comm_ms": 0, "activation_after_backward": 0.5}
+    config["reference"] = {name: {"bubble_rate": 0.2, "peak_memory": 1.0} for name in ("1F1B", "ZB-1p", "ZBV")}
+    path.write_text(json.dumps({"configs": [config]}))
+    assert tool.main(["compare", str(path), "--effort", "fast"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["model", "p", "m", "schedule", "memory", "reference", "ours", "bound", "seconds"]
+    assert [line.split()[3] for line in lines] == ["ZB-1p", "ZBV"]
+    assert lines[1].split()[6] == "0.0000"
+    assert tool.main(["compare", str(path), "--rows", "3"]) == 2
+
+
+def test_torch_tables_and_back(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, table = tmp_path / "plan.json", tmp_path / "table.csv"
+    for schedule in ("zbv", "interleaved-1f1b"):
+        assert (
+            tool.main(["plan", "--schedule", schedule, "--num-ranks", "2", "--num-microbatches", "4", "--json", str(plan)]) == 0
+        )
+        assert tool.main(["export", str(plan), "--torch-csv", str(table)]) == 0
+        capsys.readouterr()
+        assert tool.main(["import", str(table), "--schedule", schedule]) == 0
+        assert Plan.from_json(capsys.readouterr().out) == Plan.from_json(plan.read_text())
+    assert table.read_text().startswith("0F0,0F1,2F0")
+    for text, message in (("0F0,0X0", "'0X0' is not"), ("", "no actions"), ("0F0\n0I0", "stage 0 on rank 0"), ("1F0", "stage 0")):
+        table.write_text(text)
+        assert tool.main(["import", str(table)]) == 2
+        assert message in capsys.readouterr().err

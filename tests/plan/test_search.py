@@ -134,14 +134,14 @@ def test_the_same_seed_gives_the_same_plan_and_more_budget_no_worse_a_start() ->
 
 @pytest.mark.skipif(not COMPILED, reason="takes the compiled core")
 @pytest.mark.parametrize(
-    ("name", "limit", "reference"),
-    [("zb", 1.0, 0.1323), ("zb", 1.9831, 0.0029), ("v-half", 0.625, 0.1447), ("v-min", 0.5, 0.2721)],
+    ("name", "limit", "reference", "budget"),
+    [("zb", 1.0, 0.1323, 6e7), ("zb", 1.9831, 0.0029, 6e7), ("v-half", 0.625, 0.1447, 4e8), ("v-min", 0.5, 0.2721, 6e7)],
 )
-def test_no_worse_than_the_published_scheduler(name: str, limit: float, reference: float) -> None:
+def test_no_worse_than_the_published_scheduler(name: str, limit: float, reference: float, budget: float) -> None:
     """p=8, m=24, the 6.2B model: bubble rates of the reference scheduler, at its own peak memory."""
     placement = placement_of(name, 8, 1)
     costs = CostModel.uniform(placement, **MEASURED)
-    goal = Goal(memory_limit=limit, budget=6e7)
+    goal = Goal(memory_limit=limit, budget=budget)
     plan = build_plan(name, num_ranks=8, num_microbatches=24, costs=costs, goal=goal)
     assert round(simulate(plan, costs).bubble_rate, 4) <= reference
 

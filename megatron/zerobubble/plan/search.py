@@ -37,6 +37,10 @@ logger = logging.getLogger(__name__)
 
 _KINDS = (OpKind.F, OpKind.B, OpKind.W)
 _MOST_TUNED = 4
+_ROUNDS = ((0.1, 0.2), (0.1, 0.1), (0.1, 0.05), (0.15, 0.02), (0.2, 0.01), (0.2, 0.008), (0.15, 0.004))
+"""Annealing: share of the budget and first threshold, as a share of the busiest rank's time for one microbatch. Small instances
+need the high ones, long ones the low ones."""
+_DRAWN_TEMPERATURE = 0.008
 
 
 class Objective(enum.Enum):
@@ -165,11 +169,10 @@ class _Finder:
         self._small_m = min(num_microbatches, 3 * placement.num_ranks)
         self._full = self._make_core(num_microbatches)
         self._small = self._full if self._small_m == num_microbatches else self._make_core(self._small_m)
-        busiest = max(
+        self._busiest = max(
             math.fsum(costs.forward_ms[s] + costs.backward_ms[s] + costs.wgrad_ms[s] for s in stages)
             for stages in placement.rank_to_stages
         )
-        self._temperature = 0.005 * busiest * placement.num_ranks
 
     def _make_core(self, m: int) -> Core:
         """A core for m microbatches whose limit is that of the whole instance, in microbatches."""
@@ -214,7 +217,7 @@ class _Finder:
 
     def _tune(self, policies: Sequence[Policy], budget: float) -> Policy:
         """Half of the budget over several policies alike, the other half for the winner."""
-        temperature = 2 * self._temperature
+        temperature = 0.01 * self._busiest * self._placement.num_ranks
         seeds = self._seeds()
         tuned = [self._small_tune(policy, next(seeds), 0.5 * budget / len(policies), temperature) for policy in policies]
         score, best = min(tuned, key=lambda pair: pair[0])
@@ -226,16 +229,18 @@ class _Finder:
         return self._small.evaluate(self._small.decode(better))[0], better
 
     def _anneal(self, found: list[Order], drawn: list[Order], budget: float) -> Order:
-        """Half for the best order and the best drawn one, half for the better of the two results."""
-        starts = [found[0]]
-        best_drawn = min(drawn, key=lambda order: self._full.evaluate(order)[1], default=None)
-        if best_drawn is not None and best_drawn != found[0]:
-            starts.append(best_drawn)
+        """Round after round from the best so far, less and less patient; the best drawn order gets a round of its own."""
+        best = found[0]
         seeds = self._seeds()
-        results = [self._full.anneal(order, next(seeds), 0.5 * budget / len(starts), 0.2 * self._temperature) for order in starts]
-        best = min([*found, *results], key=lambda order: self._full.evaluate(order)[1])
-        last = self._full.anneal(best, next(seeds), 0.5 * budget, 0.1 * self._temperature)
-        return min((best, last), key=lambda order: self._full.evaluate(order)[1])
+        best_drawn = min(drawn, key=lambda order: self._full.evaluate(order)[1], default=None)
+        if best_drawn is not None and best_drawn != best:
+            mended = self._full.anneal(best_drawn, next(seeds), 0.3 * budget, _DRAWN_TEMPERATURE * self._busiest)
+            best = min((best, mended), key=lambda order: self._full.evaluate(order)[1])
+            budget *= 0.7
+        for share, temperature in _ROUNDS:
+            order = self._full.anneal(best, next(seeds), share * budget, temperature * self._busiest)
+            best = min((best, order), key=lambda order: self._full.evaluate(order)[1])
+        return best
 
     def _seeds(self) -> Iterator[int]:
         """Seeds of the parts of one search."""

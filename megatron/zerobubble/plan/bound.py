@@ -1,0 +1,146 @@
+"""What no plan can beat: lower bounds on span and makespan under a memory limit.
+
+For one rank, from the start of its first op (the first F of its first stage) to the end of its last, each of these is a bound:
+
+1. *Work and ends.* Its own work, plus what it must idle at both ends. Before its first B it can only run F, and only as many as
+   fit the memory; but that B waits for microbatch 0 to go to the last stage and back. After its last F only what the memory holds
+   is left to do; but the last microbatch still has to go to the last stage and back. The two ends are added where not all F
+   fit the memory, for then the last F comes after the first B; else the larger counts.
+2. *Memory and time.* A microbatch holds a stage's activation at least from its F through all later stages and back to the end of
+   its B, and the rest during its W. The limit times the span is at least the sum over all microbatches.
+
+Span is the largest over the ranks. The makespan adds the way of microbatch 0 to the rank, and, after the rank's last B can have
+ended, the way of its gradient back to stage 0. Every path is counted with its links. The bounds hold for B and W split; BW only
+waits longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Lower bounds of every plan for one problem."""
+
+    span_ms: float
+    """No plan has a shorter span."""
+    makespan_ms: float
+    """No plan has a shorter makespan."""
+    bubble_rate: float
+    """No plan has a smaller bubble rate (of the span)."""
+
+    def gap(self, span_ms: float) -> float:
+        """How far a span is above its bound, as a share of the bound; the optimum lies somewhere in between."""
+        return span_ms / self.span_ms - 1.0 if self.span_ms > 0 else 0.0
+
+    def makespan_gap(self, makespan_ms: float) -> float:
+        """Likewise for a makespan."""
+        return makespan_ms / self.makespan_ms - 1.0 if self.makespan_ms > 0 else 0.0
+
+
+def lower_bound(placement: Placement, num_microbatches: int, costs: CostModel, memory_limit: float | None = None) -> Bound:
+    """Bounds for `num_microbatches` on a placement, with `memory_limit` as in `validate` (None: no limit)."""
+    costs.check_fits(placement)
+    paths = _Paths(placement, costs)
+    unit = min(placement.num_ranks, num_microbatches)
+    # A limit is kept within rounding, so it is as much larger here.
+    limit = math.inf if memory_limit is None else memory_limit * unit * (1 + 1e-9) + 1e-9
+    span = makespan = busiest = 0.0
+    for stages in placement.rank_to_stages:
+        forward, backward, wgrad = (
+            num_microbatches * math.fsum(times[stage] for stage in stages)
+            for times in (costs.forward_ms, costs.backward_ms, costs.wgrad_ms)
+        )
+        head, tail = _idle_ends(stages, num_microbatches, costs, paths, limit)
+        holds_all = num_microbatches * math.fsum(costs.activation[stage] for stage in stages) <= limit
+        work = forward + backward + wgrad
+        own = max(
+            work + (max(head, tail) if holds_all else head + tail),
+            _memory_time(stages, num_microbatches, costs, paths) / limit if limit > 0 else 0.0,
+        )
+        first = stages[0]
+        until_last_backward = max(forward + backward + head, paths.there_and_back(first))
+        span = max(span, own)
+        makespan = max(
+            makespan,
+            paths.down_to(first) + max(own, until_last_backward + paths.back_from(first)),
+        )
+        busiest = max(busiest, work)
+    return Bound(span, makespan, max(0.0, span - busiest) / span if span > 0 else 0.0)
+
+
+class _Paths:
+    """Times of one microbatch's way through the stages, links included."""
+
+    def __init__(self, placement: Placement, costs: CostModel) -> None:
+        ranks = placement.stage_to_rank
+        last = placement.num_stages - 1
+        self._link = [costs.comm_ms if ranks[s] != ranks[s + 1] else 0.0 for s in range(last)]
+        self._down = [0.0]
+        self._back = [costs.wgrad_ms[0]]
+        for s in range(last):
+            self._down.append(self._down[-1] + costs.forward_ms[s] + self._link[s])
+        for s in range(last):
+            self._back.append(self._back[-1] + self._link[s] + costs.backward_ms[s])
+        self._turn = [costs.forward_ms[last] + costs.backward_ms[last]]
+        for s in reversed(range(last)):
+            self._turn.append(self._turn[-1] + 2 * self._link[s] + costs.forward_ms[s] + costs.backward_ms[s])
+        self._turn.reverse()
+
+    def down_to(self, stage: int) -> float:
+        """From the start of F of stage 0 to the start of F of `stage`."""
+        return self._down[stage]
+
+    def there_and_back(self, stage: int) -> float:
+        """From the start of F of `stage` to the end of its B."""
+        return self._turn[stage]
+
+    def back_from(self, stage: int) -> float:
+        """From the end of B of `stage` to the end of W of stage 0."""
+        return self._back[stage]
+
+
+def _idle_ends(
+    stages: Sequence[int], num_microbatches: int, costs: CostModel, paths: _Paths, limit: float
+) -> tuple[float, float]:
+    """Unavoidable idle time of one rank before its first B and after its last F."""
+    first, last = stages[0], stages[-1]
+    # From the first F of the rank to the start of its first B, which is of its last stage.
+    until_backward = paths.down_to(last) - paths.down_to(first) + paths.there_and_back(last) - costs.backward_ms[last]
+    forwards = _most(
+        [(costs.forward_ms[s], costs.activation[s], num_microbatches) for s in stages],
+        limit,
+    )
+    # From the end of the last F of the rank to the end of its last W, both of the last microbatch.
+    until_end = (
+        paths.there_and_back(first)
+        - (paths.down_to(last) - paths.down_to(first))
+        - costs.forward_ms[last]
+        + costs.wgrad_ms[first]
+    )
+    left = [(costs.backward_ms[s] + costs.wgrad_ms[s], costs.activation[s], num_microbatches) for s in stages]
+    left += [(costs.wgrad_ms[s], costs.activation_after_backward[s], num_microbatches) for s in stages]
+    return max(0.0, until_backward - forwards), max(0.0, until_end - _most(left, limit))
+
+
+def _most(items: Sequence[tuple[float, float, int]], limit: float) -> float:
+    """At most how much time fits a memory: (time, memory, count) items, cut where they do not fit whole."""
+    total, room = 0.0, limit
+    for time, memory, count in sorted(items, key=lambda item: item[0] / item[1] if item[1] > 0 else math.inf, reverse=True):
+        share = count if memory <= 0 or count * memory <= room else max(0.0, room) / memory
+        total += share * time
+        room -= share * memory
+    return total
+
+
+def _memory_time(stages: Sequence[int], num_microbatches: int, costs: CostModel, paths: _Paths) -> float:
+    """Sum over all microbatches of memory times the shortest time it is held."""
+    return num_microbatches * math.fsum(
+        costs.activation[s] * paths.there_and_back(s) + costs.activation_after_backward[s] * costs.wgrad_ms[s] for s in stages
+    )

@@ -1,0 +1,56 @@
+"""The action tables that torch.distributed.pipelining reads: one line a rank, one action a cell.
+
+Their letters are not ours: what we call B, the gradient of the input alone, is ``I`` there, and our fused BW is ``B``. Only
+compute actions are written; torch places its own sends and receives. An empty cell means nothing.
+"""
+
+from __future__ import annotations
+
+import re
+
+from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+
+_TO_TORCH = {OpKind.F: "F", OpKind.B: "I", OpKind.W: "W", OpKind.BW: "B"}
+_FROM_TORCH = {letter: kind for kind, letter in _TO_TORCH.items()}
+_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
+
+
+def to_torch_csv(plan: Plan) -> str:
+    """The plan's compute order as a table of torch's actions."""
+    return "".join(",".join(f"{op.stage}{_TO_TORCH[op.kind]}{op.microbatch}" for op in row) + "\n" for row in plan.ops)
+
+
+def from_torch_csv(text: str, *, schedule: str = "imported") -> Plan:
+    """Read such a table; which rank has which stage and how many microbatches there are is read off it.
+
+    Raises:
+        PlanError: a cell is not a compute action, a stage is missing or on two ranks, or there is nothing in the table.
+    """
+    rows = [
+        [_action(cell.strip(), rank) for cell in line.split(",") if cell.strip()] for rank, line in enumerate(text.splitlines())
+    ]
+    while rows and not rows[-1]:
+        rows.pop()
+    owner: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for op in row:
+            if owner.setdefault(op.stage, rank) != rank:
+                raise PlanError(f"the table has {op} on rank {rank}, and stage {op.stage} on rank {owner[op.stage]} before")
+    if not owner:
+        raise PlanError("the table has no actions; one line a rank is expected, for example 0F0,0F1,0I0,0W0")
+    missing = sorted(set(range(max(owner) + 1)) - set(owner))
+    if missing:
+        raise PlanError(f"the table has {max(owner) + 1} stages and no action of stage {missing[0]}")
+    placement = Placement(tuple(owner[stage] for stage in range(len(owner))))
+    num_microbatches = 1 + max(op.microbatch for row in rows for op in row)
+    return Plan.of(schedule, placement, num_microbatches, rows)
+
+
+def _action(cell: str, rank: int) -> Op:
+    match = _ACTION.fullmatch(cell)
+    if match is None:
+        raise PlanError(
+            f"rank {rank}: {cell!r} is not a compute action; expected <stage><F|I|W|B><microbatch>, for example 3F0 or 3I0"
+        )
+    return Op(int(match[1]), _FROM_TORCH[match[2]], int(match[3]))
