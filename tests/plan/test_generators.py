@@ -1,11 +1,13 @@
 """Every family over a grid of p and m: valid, within its memory, at its closed form. Small plans as text a person can check."""
 
 import importlib
+import math
 
 import pytest
 
 from megatron.zerobubble.plan.costs import CostModel
-from megatron.zerobubble.plan.ir import OpKind, Plan
+from megatron.zerobubble.plan.generators.zb import timed_zb
+from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render import render_text
 from megatron.zerobubble.plan.simulate import simulate
@@ -195,6 +197,28 @@ def test_zb_has_zb_h1_and_zb_h2_among_its_points(p: int) -> None:
         assert build_plan("zb", num_ranks=p, num_microbatches=m, max_pending_backward=p).ops == h1.ops
         for k in (2 * p - 1, 2 * p):
             assert build_plan("zb", num_ranks=p, num_microbatches=m, max_pending_backward=k).ops == h2.ops
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_zb_for_measured_times(p: int) -> None:
+    """Valid and within any memory; at twice 1F1B's memory close to no bubble in spite of uneven passes and slow links."""
+    for m in (1, p, 3 * p):
+        costs = CostModel.uniform(
+            Placement.linear(p),
+            forward_ms=28.8,
+            backward_ms=28.7,
+            wgrad_ms=19.3,
+            comm_ms=1.6,
+            activation_after_backward=0.43,
+        )
+        for limit in (1 / min(p, m), 0.7 + 1 / p, 2.0, math.inf):
+            plans = timed_zb(p, m, costs, limit)
+            for plan in plans:
+                validate(plan, memory_limit=limit, costs=costs)
+            if limit == 2.0 and m == 3 * p:
+                assert min(simulate(plan, costs).bubble_rate for plan in plans) < 0.1
+    free = CostModel.uniform(Placement.linear(p), forward_ms=0, backward_ms=0, wgrad_ms=0, activation_after_backward=0)
+    assert timed_zb(p, 3, free, 5.0)
 
 
 @pytest.mark.parametrize("p", RANKS)

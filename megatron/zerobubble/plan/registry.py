@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from megatron.zerobubble.plan.generators.one_f_one_b import one_f_one_b
 from megatron.zerobubble.plan.generators.one_f_one_b_v import one_f_one_b_v, one_f_one_b_v_memory
 from megatron.zerobubble.plan.generators.v_half import v_half, v_half_memory
 from megatron.zerobubble.plan.generators.v_min import v_min, v_min_memory
-from megatron.zerobubble.plan.generators.zb import zb
+from megatron.zerobubble.plan.generators.zb import timed_zb, zb
 from megatron.zerobubble.plan.generators.zb_h1 import zb_h1
 from megatron.zerobubble.plan.generators.zb_h2 import zb_h2
 from megatron.zerobubble.plan.generators.zb_interleaved import zb_interleaved, zb_interleaved_memory
@@ -105,7 +106,11 @@ def _zb(request: Request) -> Plan:
     placement = Placement.linear(p)
     limit = None if request.max_pending_backward is None else request.pending / min(p, m)
     starts = [zb(p, m, pending) for pending in sorted({1, -(-p // 2), p, -(-3 * p // 2), 2 * p, request.pending})]
-    return search("zb", placement, m, request.costs_of(placement), request.goal_within(limit or 1.0), starts=starts)
+    costs, goal = request.costs_of(placement), request.goal_within(limit or 1.0)
+    costs.check_fits(placement)
+    if goal.memory_limit is not None and not math.isnan(goal.memory_limit):
+        starts += timed_zb(p, m, costs, goal.memory_limit)
+    return search("zb", placement, m, costs, goal, starts=starts)
 
 
 def _zbv(request: Request) -> Plan:

@@ -19,9 +19,18 @@ Bubble with F=B=W and free links, k >= p: max(2p-1-k, 2p-1-m, 0). Memory: at mos
 
 from __future__ import annotations
 
+import itertools
+import math
+
+from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.generators.deferral import deferred_wgrad_row
 from megatron.zerobubble.plan.generators.greedy import greedy_plan
 from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.search import fits
+from megatron.zerobubble.plan.simulate import simulate
+
+_EXTRA_FORWARDS = (-2, -1, 0, 1)
+_DELAY_SHARES = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)
 
 
 def zb(num_ranks: int, num_microbatches: int, max_pending_backward: int) -> Plan:
@@ -34,3 +43,43 @@ def zb(num_ranks: int, num_microbatches: int, max_pending_backward: int) -> Plan
         num_ahead = (p - rank) + min(pending - p, p - rank - 1)
         rows.append(deferred_wgrad_row(rank, num_microbatches, num_ahead=num_ahead, delay=pending - num_ahead))
     return Plan.of("zb", Placement.linear(p), num_microbatches, rows)
+
+
+def timed_zb(num_ranks: int, num_microbatches: int, costs: CostModel, memory_limit: float, *, most: int = 3) -> list[Plan]:
+    """The same pattern for measured times: a rank runs as many forwards ahead as fit the time until its first B arrives.
+
+    What memory that leaves holds pending W. How much of either is best depends on how the ranks fall into step, so several
+    shares are tried, on no more than 3p microbatches. The limit is 1.0 at 1F1B's rank 0.
+
+    Returns:
+        The best patterns that keep the limit, at most `most`; none where the memory is too small for the pattern.
+    """
+    p, m = num_ranks, num_microbatches
+    unit = min(p, m)
+    scored = []
+    for extra, share in itertools.product(_EXTRA_FORWARDS, _DELAY_SHARES):
+        plan = _timed(p, min(m, 3 * p), costs, memory_limit * unit, extra, share)
+        if fits(plan, costs, memory_limit):
+            scored.append((simulate(plan, costs).span_ms, extra, share))
+    chosen = [_timed(p, m, costs, memory_limit * unit, extra, share) for _, extra, share in sorted(scored)[:most]]
+    return [plan for plan in chosen if fits(plan, costs, memory_limit)]
+
+
+def _timed(num_ranks: int, num_microbatches: int, costs: CostModel, memory: float, extra: int, share: float) -> Plan:
+    """`memory` in microbatches; `extra` forwards ahead on all ranks but the last; `share` of the memory left for pending W."""
+    rows = []
+    until_backward = 0.0
+    for rank in reversed(range(num_ranks)):
+        held, left = costs.activation[rank], costs.activation_after_backward[rank]
+        ahead = num_microbatches
+        if costs.forward_ms[rank] > 0:
+            ahead = 1 + math.ceil(until_backward / costs.forward_ms[rank] - 1e-9) + (extra if rank + 1 < num_ranks else 0)
+        if held > 0:
+            ahead = min(ahead, math.floor(min(memory / held, num_microbatches) + 1e-9))
+        ahead = max(1, ahead)
+        delay = num_microbatches
+        if left > 0:
+            delay = math.floor(min(share * (memory - ahead * held) / left, num_microbatches) + 1e-9)
+        rows.append(deferred_wgrad_row(rank, num_microbatches, num_ahead=ahead, delay=max(0, delay)))
+        until_backward += costs.forward_ms[rank] + costs.backward_ms[rank] + 2 * costs.comm_ms
+    return Plan.of("zb", Placement.linear(num_ranks), num_microbatches, reversed(rows))
