@@ -27,6 +27,8 @@ def _grid() -> list[Case]:
                 cases.append(Case(schedule, num_ranks, num_microbatches, num_chunks=num_chunks))
         cases.append(Case("stock", num_ranks, 2 * num_ranks, num_chunks=2))
         cases.append(Case("interleaved-1f1b", num_ranks, num_ranks + 1, num_chunks=2))
+        for schedule in ("v-half", "v-min", "1f1b-v", "zb-interleaved"):
+            cases.append(Case(schedule, num_ranks, num_ranks + 1, num_chunks=2))
         cases.append(Case("zb", num_ranks, 6, max_pending_backward=num_ranks + 1))
     return sorted(cases, key=lambda case: case.num_microbatches)  # neighbours share their reference
 

@@ -18,7 +18,16 @@ from megatron.zerobubble.plan.validate import live_timeline
 from tests.support.gpt import Case, Tensors, Trainer, unpipelined
 from tests.support.ranks import RankPool
 
-ALL = [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("zb-h2", 1), ("zbv", 2)]
+ALL = [
+    ("1f1b", 1),
+    ("interleaved-1f1b", 2),
+    ("zb-h1", 1),
+    ("zb-h2", 1),
+    ("zbv", 2),
+    ("v-half", 2),
+    ("v-min", 2),
+    ("zb-interleaved", 2),
+]
 
 
 class _CountGemms(TorchDispatchMode):
