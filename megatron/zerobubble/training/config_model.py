@@ -256,7 +256,8 @@ class ZeroBubbleConfig:
     zero_bubble_v_schedule: bool = False
     """ZBV: two chunks per rank, placed in a V; no bubble with the memory of 1F1B. Implies --enable-zero-bubble."""
     zero_bubble_schedule: str | None = field(default=None, metadata={"metavar": "NAME"})
-    """A schedule by name: stock (megatron-core's own 1F1B), or one that our executor runs: 1f1b, zb-h1, zb-h2, zb or zbv.
+    """A schedule by name: stock (megatron-core's own 1F1B), or one that our executor runs: 1f1b, zb-h1, zb-h2, zb, zbv, v-half,
+    v-min or 1f1b-v.
     Not together with the other flags that choose a schedule."""
     zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
     """At the end of the run, write what the last recorded iteration looked like: timeline.svg, trace.json (Chrome,
