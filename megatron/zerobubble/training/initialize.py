@@ -126,7 +126,7 @@ def computes(dtype: torch.dtype, device: torch.device) -> bool:
     try:
         sample = torch.ones(8, 8, dtype=dtype, device=device)
         return bool(torch.isfinite(sample @ sample).all())
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # what torch raises for a dtype without a kernel, too, is one
         return False
 
 
