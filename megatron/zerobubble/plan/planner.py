@@ -14,7 +14,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.bound import Bound, lower_bound
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.registry import build_plan, schedule_info
+from megatron.zerobubble.plan.registry import build_plan, check_at_least_one, check_num_chunks, schedule_info
 from megatron.zerobubble.plan.search import Goal, Objective, smallest_memory
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 
@@ -89,9 +89,7 @@ def make_plan(
         ConfigError: a wrong name or number, or a memory limit that no plan keeps (names the smallest that works).
         PlanError: a fixed order that breaks the limit, or costs for another number of stages.
     """
-    for label, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), ("num_chunks", num_chunks or 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{label} is {value!r}; it must be a whole number, 1 or more")
+    check_at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches)
     if name == AUTO:
         if num_chunks is not None or max_pending_backward is not None:
             raise ConfigError("auto chooses the number of chunks and of pending microbatches; drop them or name a schedule")
@@ -108,9 +106,7 @@ def _one(
     goal: Goal,
     max_pending_backward: int | None = None,
 ) -> Result:
-    info = schedule_info(name)
-    if num_chunks is not None and info.num_chunks not in (None, num_chunks):
-        raise ConfigError(f"schedule {name!r} has {info.num_chunks} stage(s) a rank, not {num_chunks}; drop num_chunks")
+    check_num_chunks(schedule_info(name), num_chunks)
     costs = costs_of(placement_of(name, num_ranks, num_chunks))
     plan = build_plan(
         name,

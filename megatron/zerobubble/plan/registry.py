@@ -269,13 +269,10 @@ def build_plan(
         PlanError: costs for another number of stages, or a fixed order that breaks the goal's limit.
     """
     info = schedule_info(name)
-    _check_at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    if num_chunks is not None:
-        _check_at_least_one(num_chunks=num_chunks)
-        if info.num_chunks not in (None, num_chunks):
-            raise ConfigError(f"schedule {name!r} has {info.num_chunks} stage(s) a rank, not {num_chunks}; drop num_chunks")
+    check_at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    check_num_chunks(info, num_chunks)
     if max_pending_backward is not None:
-        _check_at_least_one(max_pending_backward=max_pending_backward)
+        check_at_least_one(max_pending_backward=max_pending_backward)
         if not info.takes_max_pending_backward:
             raise ConfigError(
                 f"schedule {name!r} has a fixed number of pending microbatches; drop max_pending_backward or choose 'zb'"
@@ -307,7 +304,17 @@ def parse_max_pending_backward(text: str, num_ranks: int) -> int:
     return int(digits) * (num_ranks if stripped.endswith("p") else 1)
 
 
-def _check_at_least_one(**values: int) -> None:
+def check_num_chunks(info: ScheduleInfo, num_chunks: int | None) -> None:
+    """Raise ConfigError where a schedule cannot have so many stages a rank; None is always right."""
+    if num_chunks is None:
+        return
+    check_at_least_one(num_chunks=num_chunks)
+    if info.num_chunks not in (None, num_chunks):
+        raise ConfigError(f"schedule {info.name!r} has {info.num_chunks} stage(s) a rank, not {num_chunks}; drop num_chunks")
+
+
+def check_at_least_one(**values: int) -> None:
+    """Raise ConfigError naming the first value that is not a whole number, 1 or more."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} is {value!r}; it must be a whole number, 1 or more")
