@@ -11,7 +11,7 @@ is retired. The input is dropped when its B has run, the weight gradient's opera
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,17 +123,21 @@ class ChunkWork:
         """B, or with an op of kind BW the fused backward; returns the gradient of the stage's input."""
         chunk = self._chunk_of[op.stage]
         activation, output = self._inflight.pop((chunk, op.microbatch))
-        with self._sync[chunk].during(op.kind, last):
-            self._store.begin(chunk, op.microbatch, fused=op.kind is OpKind.BW)
-            grad = schedules.backward_step(activation, output, gradient, ModelType.encoder_or_decoder, self._config)
-            self._store.end()
+        if last:
+            self._sync[chunk].allow()
+        self._store.begin(chunk, op.microbatch, fused=op.kind is OpKind.BW)
+        grad = schedules.backward_step(activation, output, gradient, ModelType.encoder_or_decoder, self._config)
+        self._store.end()
+        if last and op.kind is OpKind.B:  # its W is still to come
+            self._sync[chunk].forbid()
         return grad
 
     def weight_gradient(self, op: Op, last: bool) -> None:
         """W of one microbatch."""
         chunk = self._chunk_of[op.stage]
-        with self._sync[chunk].during(op.kind, last):
-            self._store.run(chunk, op.microbatch)
+        if last:
+            self._sync[chunk].allow()
+        self._store.run(chunk, op.microbatch)
 
     def finish(self) -> None:
         """After the last op: check that nothing was left, and allow gradients to be reduced again."""
@@ -153,18 +157,7 @@ class _GradSync:
     def __init__(self, chunk: nn.Module) -> None:
         self._chunk: Any = chunk
         self._forbidden: contextlib.AbstractContextManager[Any] | None = None
-        self._forbid()
-
-    @contextlib.contextmanager
-    def during(self, kind: OpKind, last: bool) -> Iterator[None]:
-        """Around one op of the chunk."""
-        if not last:
-            yield
-            return
-        self.allow()
-        yield
-        if kind is OpKind.B:  # its W is still to come
-            self._forbid()
+        self.forbid()
 
     def allow(self) -> None:
         """Gradients reported from here on are final."""
@@ -172,7 +165,8 @@ class _GradSync:
             self._forbidden.__exit__(None, None, None)
             self._forbidden = None
 
-    def _forbid(self) -> None:
+    def forbid(self) -> None:
+        """Gradients reported from here on may still grow."""
         if hasattr(self._chunk, "no_sync"):
             self._forbidden = self._chunk.no_sync()
             self._forbidden.__enter__()
