@@ -1,6 +1,7 @@
 """The search: any times, any memory limit, the same plan from both cores."""
 
 import math
+import random as random_module
 from collections.abc import Callable
 
 import pytest
@@ -10,11 +11,12 @@ from hypothesis import strategies as st
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan import search as search_module
 from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.generators.building_blocks import grid_blocks
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
-from megatron.zerobubble.plan.policies import starting_policies
+from megatron.zerobubble.plan.policies import Blocks, flat_durations
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
-from megatron.zerobubble.plan.search import Goal, Objective, best_core, objective_ms, search, smallest_memory
+from megatron.zerobubble.plan.search import Goal, Objective, best_core, drawing_of, objective_ms, search, smallest_memory
 from megatron.zerobubble.plan.search_core import PythonCore, Random
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
@@ -128,7 +130,7 @@ def test_the_same_seed_gives_the_same_plan_and_more_budget_no_worse_a_start() ->
     drawn = zbv(4, 8)
     for objective in Objective:
         goal = Goal(memory_limit=1.0, objective=objective, budget=3e5)
-        found = search("x", placement, 8, costs, goal, starts=[drawn])
+        found = search("x", placement, 8, costs, goal, drawings=[drawing_of(lambda m: zbv(4, m))])
         assert objective_ms(found, costs, objective) <= objective_ms(drawn, costs, objective) + 1e-9
 
 
@@ -184,14 +186,48 @@ def test_random_numbers_are_splitmix64() -> None:
     assert Random(1234567).bits() == 6457827717110365317
 
 
-def test_policies_are_finite_and_repeatable() -> None:
+def test_every_block_of_a_family_schedules_and_is_repeatable() -> None:
     placement = Placement.v(3)
     costs = CostModel.uniform(placement, **MEASURED)
-    first = list(starting_policies(placement, costs))
-    assert first == list(starting_policies(placement, costs))
-    assert len(first) == 4 * 3 * 5 * 3 * 4 * 2
-    core = PythonCore(4, placement.stage_to_rank, first[0].durations, 0.0, costs.activation, costs.activation, 1.0, False)
-    assert all(core.decode(policy) for policy in first[:200])
+    blocks = Blocks(placement, costs, limit=3.0)
+    durations = flat_durations(costs)
+    core = PythonCore(4, placement.stage_to_rank, durations, 0.0, costs.activation, costs.activation, 3.0, False)
+    bred = []
+    for _ in range(2):
+        random = random_module.Random(5)
+        some = [*blocks.plain(), *(blocks.random(random) for _ in range(50))]
+        some += [blocks.varied(block, random) for block in some]
+        bred.append([core.decode(blocks.policy(block)) for block in some])
+    assert all(bred[0])
+    assert bred[0] == bred[1]
+    assert len(set(map(tuple, bred[0]))) > 50
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 8])
+def test_grid_blocks_are_steady(p: int) -> None:
+    """For F=B=W: no idle time in the steady state, so what 3p more microbatches add to the span is exactly their work."""
+    blocks = grid_blocks(p)
+    assert len(blocks) > 5
+    placement = Placement.v(p)
+    costs = CostModel.uniform(placement, forward_ms=2.0, backward_ms=2.0, wgrad_ms=2.0)
+    for block in blocks[:: max(1, len(blocks) // 12)]:
+        spans = []
+        for m in (6 * p, 9 * p):
+            stored = costs.activation
+            core = PythonCore(m, placement.stage_to_rank, flat_durations(costs), 0.0, stored, stored, 1e9, False)
+            assert all(row.count(code) == m for row in block.order(m) for code in range(6))
+            spans.append(core.evaluate(block.order(m))[1])
+        assert spans[1] - spans[0] == pytest.approx(3 * p * 6.0)
+
+
+def test_a_row_without_w_gets_it_back_where_it_fits() -> None:
+    """Two stages on one rank each; F, B, W take 1, the link 5: rank 1 waits 5 for nothing, rank 0 for its B's."""
+    core = PythonCore(2, [0, 1], [1.0] * 6, 5.0, [1.0] * 2, [0.5] * 2, 9.0, False)
+    rows = [bytes([0, 0, 1, 1]), bytes([0, 1, 0, 1])]
+    assert core.fill(rows, [0.5, 0.5]) == [bytes([0, 0, 1, 2, 1, 2]), bytes([0, 1, 0, 1, 2, 2])]
+    tight = PythonCore(2, [0, 1], [1.0] * 6, 5.0, [1.0] * 2, [0.5] * 2, 1.0, False)
+    assert tight.fill(rows, [math.inf] * 2) == []
+    assert tight.fill([bytes([0, 1, 0, 1])] * 2, [math.inf] * 2) == [bytes([0, 1, 2, 0, 1, 2])] * 2
 
 
 def test_an_order_that_deadlocks_is_infinitely_bad() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.generators.building_blocks import v_drawings
 from megatron.zerobubble.plan.generators.interleaved_1f1b import interleaved_1f1b
 from megatron.zerobubble.plan.generators.one_f_one_b import one_f_one_b
 from megatron.zerobubble.plan.generators.one_f_one_b_v import one_f_one_b_v, one_f_one_b_v_memory
@@ -20,7 +21,7 @@ from megatron.zerobubble.plan.generators.zb_h2 import zb_h2
 from megatron.zerobubble.plan.generators.zb_interleaved import zb_interleaved, zb_interleaved_memory
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search import Goal, search
+from megatron.zerobubble.plan.search import Goal, drawing_of, memory_of, search
 from megatron.zerobubble.plan.validate import validate
 
 
@@ -105,21 +106,22 @@ def _zb(request: Request) -> Plan:
         return drawn
     placement = Placement.linear(p)
     limit = None if request.max_pending_backward is None else request.pending / min(p, m)
-    starts = [zb(p, m, pending) for pending in sorted({1, -(-p // 2), p, -(-3 * p // 2), 2 * p, request.pending})]
     costs, goal = request.costs_of(placement), request.goal_within(limit or 1.0)
     costs.check_fits(placement)
-    if goal.memory_limit is not None and not math.isnan(goal.memory_limit):
-        starts += timed_zb(p, m, costs, goal.memory_limit)
-    return search("zb", placement, m, costs, goal, starts=starts)
+    memory = memory_of(goal, placement, m)
+    pendings = [k for k in (1, -(-p // 2), p, -(-3 * p // 2), 2 * p) if k <= memory][-2:]
+    drawings = [drawing_of(partial(zb, p, max_pending_backward=k)) for k in {*pendings, request.pending}]
+    drawings += map(drawing_of, timed_zb(p, costs, memory))
+    return search("zb", placement, m, costs, goal, drawings=drawings)
 
 
 def _zbv(request: Request) -> Plan:
     p, m = request.num_ranks, request.num_microbatches
-    drawn = zbv(p, m)
     if request.goal is None:
-        return drawn
-    placement = Placement.v(p)
-    return search("zbv", placement, m, request.costs_of(placement), request.goal_within(1.0), starts=[drawn])
+        return zbv(p, m)
+    placement, goal = Placement.v(p), request.goal_within(1.0)
+    drawings = v_drawings(p, memory_of(goal, placement, m))
+    return search("zbv", placement, m, request.costs_of(placement), goal, drawings=drawings)
 
 
 def _v_half(request: Request) -> Plan:

@@ -2,45 +2,64 @@
 
 Three stages, each on the real objective (in-order execution with the true times), each within its share of the budget:
 
-1. *Try* the starting policies (`policies`) by list scheduling, and the plans drawn by hand.
-2. *Tune* the numbers of the best policies. A policy has few numbers whatever the number of microbatches, and changing one
-   changes the whole steady state. With many microbatches this happens on a smaller instance; the policy then unrolls it.
-3. *Anneal* the best order by moving single ops, which mends the ends and the seams.
+1. *Breed* building blocks (`policies`) and list-schedule them. A block has few numbers whatever the number of microbatches, and
+   changing one changes the whole steady state. With many microbatches this happens on a smaller instance; the block unrolls it.
+2. *Draw*: patterns drawn by hand or on a grid, as they are, and with W moved into the bubbles.
+3. *Anneal* the best of both: first without W, which then follows F and B into the bubbles, and by moving many ops at once; then
+   single ops of the full order, which mends ends and seams. A worse candidate is accepted while it is within a threshold that
+   falls to zero (threshold accepting: Dueck and Scheuer, Journal of Computational Physics 90, 1990).
 
-All three accept a worse candidate while it is within a threshold that falls to zero (threshold accepting: Dueck and Scheuer,
-Journal of Computational Physics 90, 1990). A budget is a number of op evaluations, not seconds: the same arguments and seed give
-the same plan on every machine, with the compiled core and without.
+A budget is a number of op evaluations, not seconds: the same arguments and seed give the same plan on every machine, with the
+compiled core and without.
 """
 
 from __future__ import annotations
 
 import enum
-import heapq
 import importlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from random import Random
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.passes import split_fused
-from megatron.zerobubble.plan.policies import flat_durations, starting_policies
-from megatron.zerobubble.plan.search_core import DECODE_WEIGHT, Core, Order, Policy, PythonCore
-from megatron.zerobubble.plan.simulate import peak_memory, simulate
-from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE, validate
+from megatron.zerobubble.plan.policies import Block, Blocks, flat_durations
+from megatron.zerobubble.plan.search_core import Core, Order, PythonCore
+from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 
 logger = logging.getLogger(__name__)
 
 _KINDS = (OpKind.F, OpKind.B, OpKind.W)
-_MOST_TUNED = 4
-_ROUNDS = ((0.1, 0.2), (0.1, 0.1), (0.1, 0.05), (0.15, 0.02), (0.2, 0.01), (0.2, 0.008), (0.15, 0.004))
-"""Annealing: share of the budget and first threshold, as a share of the busiest rank's time for one microbatch. Small instances
-need the high ones, long ones the low ones."""
-_DRAWN_TEMPERATURE = 0.008
+_FEWEST_BLOCKS = 24
+_RANDOM_BLOCKS = 300
+_KEPT_BLOCKS = 20
+_MOST_STARTS = 3
+_WGRAD_CODES = bytes(range(2, 256, 3))
+_PATIENCES = (0.3, 0.6, 0.9, 1.5)
+_FIRST_ROUND = 0.05
+_ROUNDS = (
+    (True, 0.15, 0.03),
+    (False, 0.1, 0.2),
+    (False, 0.1, 0.1),
+    (False, 0.1, 0.05),
+    (True, 0.15, 0.01),
+    (False, 0.1, 0.02),
+    (False, 0.1, 0.01),
+    (False, 0.1, 0.008),
+    (False, 0.1, 0.004),
+)
+"""Annealing: whether W is left out, share of the budget, first threshold as a share of the busiest rank's time for a microbatch.
+Small instances need the high ones, long ones the low ones."""
+
+Drawing = Callable[[int], Order]
+"""A pattern for any number of microbatches."""
 
 
 class Objective(enum.Enum):
@@ -100,9 +119,10 @@ def check_memory_limit(placement: Placement, num_microbatches: int, costs: CostM
         )
 
 
-def fits(plan: Plan, costs: CostModel, limit: float | None) -> bool:
-    """Whether a plan keeps a memory limit."""
-    return limit is None or max(peak_memory(plan, costs)) <= limit + MEMORY_TOLERANCE
+def memory_of(goal: Goal, placement: Placement, num_microbatches: int) -> float:
+    """The goal's limit in microbatches of a whole rank; 0 where it is not a number, which `search` refuses."""
+    limit = math.inf if goal.memory_limit is None else goal.memory_limit
+    return limit * min(placement.num_ranks, num_microbatches) + MEMORY_TOLERANCE if limit >= 0 else 0.0
 
 
 def objective_ms(plan: Plan, costs: CostModel, objective: Objective) -> float:
@@ -118,11 +138,11 @@ def search(
     costs: CostModel,
     goal: Goal,
     *,
-    starts: Sequence[Plan] = (),
+    drawings: Sequence[Drawing] = (),
     fused: bool = False,
     core: type[Any] | None = None,
 ) -> Plan:
-    """The best plan found on a placement.
+    """The best plan found on a placement. `registry.build_plan` validates what it hands out.
 
     Args:
         schedule: the plan's name.
@@ -130,7 +150,7 @@ def search(
         num_microbatches: m, at least 1.
         costs: times and memory of every stage.
         goal: limit, objective, seed and budget.
-        starts: plans to begin from besides the policies; those that break the limit are left out.
+        drawings: patterns to begin from besides the list schedules; those that cannot keep the limit are left out.
         fused: build plans of F and BW only.
         core: `PythonCore` or the compiled one; the compiled one where it was built if not given.
 
@@ -139,11 +159,8 @@ def search(
     """
     check_memory_limit(placement, num_microbatches, costs, goal.memory_limit)
     finder = _Finder(placement, num_microbatches, costs, goal, fused, core or best_core())
-    orders = [_order_of(plan) for plan in map(split_fused, starts) if fits(plan, costs, goal.memory_limit)]
-    order = finder.find(orders)
-    plan = _plan_of(order, schedule, placement, num_microbatches, fused=fused)
-    validate(plan, memory_limit=goal.memory_limit, costs=costs)
-    return plan
+    order = finder.find(drawings)
+    return _plan_of(order, schedule, placement, num_microbatches, fused=fused)
 
 
 @cache
@@ -166,9 +183,13 @@ class _Finder:
     ) -> None:
         self._placement, self._costs, self._goal, self._fused, self._core = placement, costs, goal, fused, core
         self._m = num_microbatches
-        self._small_m = min(num_microbatches, 3 * placement.num_ranks)
+        self._small_m = min(num_microbatches, max(3 * placement.num_ranks, 24))
+        limit = math.inf if goal.memory_limit is None else float(goal.memory_limit)
+        self._limit = limit * min(placement.num_ranks, num_microbatches)
         self._full = self._make_core(num_microbatches)
         self._small = self._full if self._small_m == num_microbatches else self._make_core(self._small_m)
+        self._blocks = Blocks(placement, costs, self._limit, fused=fused)
+        self._seeds = _seeds(goal.seed)
         self._busiest = max(
             math.fsum(costs.forward_ms[s] + costs.backward_ms[s] + costs.wgrad_ms[s] for s in stages)
             for stages in placement.rank_to_stages
@@ -176,8 +197,7 @@ class _Finder:
 
     def _make_core(self, m: int) -> Core:
         """A core for m microbatches whose limit is that of the whole instance, in microbatches."""
-        costs, limit = self._costs, self._goal.memory_limit
-        unit = min(self._placement.num_ranks, self._m)
+        costs = self._costs
         core: Core = self._core(
             m,
             list(self._placement.stage_to_rank),
@@ -185,69 +205,102 @@ class _Finder:
             float(costs.comm_ms),
             list(map(float, costs.activation)),
             list(map(float, costs.activation_after_backward)),
-            math.inf if limit is None else float(limit) * unit,
+            self._limit,
             self._goal.objective is Objective.MAKESPAN,
         )
         return core
 
-    def find(self, orders: list[Order]) -> Order:
+    def find(self, drawings: Sequence[Drawing]) -> Order:
         """Run the three stages."""
         budget = self._goal.budget
-        ranked = self._try(0.1 * budget)
-        policies = [policy for _, policy in ranked[: _MOST_TUNED if budget > 0 else 8]]
-        if budget > 0:
-            policies = [self._tune(policies, 0.4 * budget), *policies]
-        found = [order for order in (*orders, *map(self._full.decode, policies)) if order]
-        found.sort(key=lambda order: self._full.evaluate(order)[1])
+        bred = [self._full.decode(self._blocks.policy(block)) for block in self._breed(0.4 * budget)]
+        drawn = [] if self._fused else self._draw(drawings)
+        found = sorted((self._scored(order) for order in (*bred, *drawn) if order), key=_score)
         if budget <= 0 or self._fused:
-            return found[0]
-        return self._anneal(found, orders, 0.5 * budget)
+            return found[0][1]
+        starts = [*sorted(map(self._scored, filter(None, bred)), key=_score)[:1], *map(self._scored, drawn[:_MOST_STARTS])]
+        return self._anneal(found[0], starts, 0.6 * budget)
 
-    def _try(self, budget: float) -> list[tuple[float, Policy]]:
-        """List-schedule starting policies on the small instance; the best of every few, best first."""
-        num_ops = 3 * self._placement.num_stages * self._small_m
-        count = max(24, int(budget / (num_ops * (DECODE_WEIGHT + 1))))
-        scored: list[tuple[float, int, Policy]] = []
-        policies = starting_policies(self._placement, self._costs, fused=self._fused)
-        for index, policy in zip(range(count), policies, strict=False):
-            order = self._small.decode(policy)
+    def _scored(self, order: Order) -> tuple[float, Order]:
+        return self._full.evaluate(order)[1], order
+
+    def _breed(self, budget: float) -> list[Block]:
+        """List-schedule blocks on the small instance: plain ones, random ones, then changes of the best; the best few."""
+        random = Random(next(self._seeds))
+        plain = self._blocks.plain()
+        kept: list[tuple[float, int, Block]] = []
+        begin, count = self._small.work, 0
+        while count < _FEWEST_BLOCKS or self._small.work - begin < budget:
+            block = next(plain, None)
+            if block is None:
+                fresh = not kept or count < _RANDOM_BLOCKS or random.random() < 0.1
+                block = self._blocks.random(random) if fresh else self._blocks.varied(random.choice(kept)[2], random)
+            order = self._small.decode(self._blocks.policy(block))
+            count += 1
             if order:
-                scored.append((self._small.evaluate(order)[0], index, policy))
-        return [(score, policy) for score, _, policy in heapq.nsmallest(_MOST_TUNED * 2, scored, key=lambda item: item[:2])]
+                kept.append((self._small.evaluate(order)[0], count, block))
+                kept = sorted(kept, key=lambda entry: entry[:2])[:_KEPT_BLOCKS]
+        return [entry[2] for entry in kept[: 4 if self._m > self._small_m else 1]]
 
-    def _tune(self, policies: Sequence[Policy], budget: float) -> Policy:
-        """Half of the budget over several policies alike, the other half for the winner."""
-        temperature = 0.01 * self._busiest * self._placement.num_ranks
-        seeds = self._seeds()
-        tuned = [self._small_tune(policy, next(seeds), 0.5 * budget / len(policies), temperature) for policy in policies]
-        score, best = min(tuned, key=lambda pair: pair[0])
-        again = self._small_tune(best, next(seeds), 0.5 * budget, 0.5 * temperature)
-        return again[1] if again[0] < score else best
+    def _draw(self, drawings: Sequence[Drawing]) -> list[Order]:
+        """The best drawings on the small instance, drawn in full, best first."""
+        scored = []
+        for index, drawing in enumerate(drawings):
+            small = self._mended(self._small, drawing(self._small_m))
+            if small:
+                scored.append((self._small.evaluate(small)[0], index))
+        chosen = [drawings[index](self._m) for _, index in sorted(scored)[:_MOST_STARTS]]
+        return sorted(filter(None, (self._mended(self._full, order) for order in chosen)), key=self._full.evaluate)
 
-    def _small_tune(self, policy: Policy, seed: int, budget: float, temperature: float) -> tuple[float, Policy]:
-        better = Policy(*self._small.tune(policy, seed, budget, temperature))
-        return self._small.evaluate(self._small.decode(better))[0], better
+    def _mended(self, core: Core, order: Order) -> Order:
+        """The best of the drawing as it is, with W of the end in the bubbles, and with every W there; empty where none fits."""
+        candidates = [core.fill(order, [math.inf] * len(order))]
+        for rows in (_without_wgrad(order, tail=True), _without_wgrad(order)):
+            candidates += [core.fill(rows, [patience] * len(rows)) for patience in _PATIENCES]
+        return min(filter(None, candidates), key=core.evaluate, default=[])
 
-    def _anneal(self, found: list[Order], drawn: list[Order], budget: float) -> Order:
-        """Round after round from the best so far, less and less patient; the best drawn order gets a round of its own."""
-        best = found[0]
-        seeds = self._seeds()
-        best_drawn = min(drawn, key=lambda order: self._full.evaluate(order)[1], default=None)
-        if best_drawn is not None and best_drawn != best:
-            mended = self._full.anneal(best_drawn, next(seeds), 0.3 * budget, _DRAWN_TEMPERATURE * self._busiest)
-            best = min((best, mended), key=lambda order: self._full.evaluate(order)[1])
-            budget *= 0.7
-        for share, temperature in _ROUNDS:
-            order = self._full.anneal(best, next(seeds), share * budget, temperature * self._busiest)
-            best = min((best, order), key=lambda order: self._full.evaluate(order)[1])
-        return best
+    def _anneal(self, best: tuple[float, Order], starts: Sequence[tuple[float, Order]], budget: float) -> Order:
+        """A short round for each start, then round after round from the best so far, less and less patient."""
+        for _, order in starts:
+            best = min(best, self._round(order, True, 0.1 * budget, _FIRST_ROUND), key=_score)
+        left = budget * (1.0 - 0.1 * len(starts))
+        for filled, share, temperature in _ROUNDS:
+            best = min(best, self._round(best[1], filled, share * left, temperature), key=_score)
+        return best[1]
 
-    def _seeds(self) -> Iterator[int]:
-        """Seeds of the parts of one search."""
-        part = 0
-        while True:
-            yield (self._goal.seed * 1_000_003 + part) & (2**63 - 1)
-            part += 1
+    def _round(self, order: Order, filled: bool, budget: float, temperature: float) -> tuple[float, Order]:
+        rows, patience = order, [math.inf] * len(order)
+        if filled:
+            rows = _without_wgrad(order)
+            waits = min(_PATIENCES, key=lambda value: self._full.evaluate(self._full.fill(rows, [value] * len(rows)) or order))
+            patience = [waits] * len(rows)
+        return self._scored(self._full.anneal(rows, patience, next(self._seeds), budget, temperature * self._busiest) or order)
+
+
+def _score(scored: tuple[float, Order]) -> float:
+    return scored[0]
+
+
+def _seeds(seed: int) -> Iterator[int]:
+    """Seeds of the parts of one search."""
+    part = 0
+    while True:
+        yield (seed * 1_000_003 + part) & (2**63 - 1)
+        part += 1
+
+
+def _without_wgrad(order: Order, *, tail: bool = False) -> Order:
+    """Rows that leave W out; with `tail` only behind the last F."""
+    rows = []
+    for row in order:
+        begin = max(map(row.rfind, range(0, max(row) + 1, 3))) if tail else 0
+        rows.append(row[:begin] + row[begin:].translate(None, delete=_WGRAD_CODES))
+    return rows
+
+
+def drawing_of(draw: Callable[[int], Plan]) -> Drawing:
+    """A generator of plans as a drawing."""
+    return lambda num_microbatches: _order_of(split_fused(draw(num_microbatches)))
 
 
 def _order_of(plan: Plan) -> Order:

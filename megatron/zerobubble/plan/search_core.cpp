@@ -22,6 +22,9 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kEpsilon = 1e-9;
 constexpr double kDecodeWeight = 8;
 constexpr double kMeanWeight = 0.1;
+constexpr double kThetaShare = 0.05;
+constexpr double kSwapShare = 0.1;
+constexpr double kShiftShare = 0.9;
 
 using Row = std::string;
 using Order = std::vector<Row>;
@@ -35,13 +38,17 @@ struct Policy {
   double period;
   double wait_weight;
   double max_wait;
+  double limit;
+  double settled;
+  double settle_after;
 };
 
-using PolicyTuple =
-    std::tuple<std::vector<double>, double, std::vector<double>, std::vector<double>, double, double, double>;
+using PolicyTuple = std::tuple<std::vector<double>, double, std::vector<double>, std::vector<double>, double, double, double,
+                               double, double, double>;
 
 Policy from_tuple(const PolicyTuple& t) {
-  return {std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t), std::get<4>(t), std::get<5>(t), std::get<6>(t)};
+  return {std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t), std::get<4>(t),
+          std::get<5>(t), std::get<6>(t), std::get<7>(t), std::get<8>(t), std::get<9>(t)};
 }
 
 class Random {
@@ -85,77 +92,20 @@ class NativeCore {
     position_.resize(p_);
     free_.resize(p_);
     first_.resize(p_);
+    held_.resize(p_);
     counts_.resize(p_);
   }
 
   double work = 0.0;
 
   std::pair<double, double> evaluate(const Order& order) {
-    const int S = num_stages_, m = m_;
-    ends_.assign(static_cast<std::size_t>(2) * S * m, -1.0);
-    stack_.clear();
-    double total = 0, done = 0;
-    for (int rank = p_ - 1; rank >= 0; --rank) {
-      stack_.push_back(rank);
-      awaited_[rank] = -1;
-      position_[rank] = 0;
-      free_[rank] = 0.0;
-      first_[rank] = 0.0;
-      counts_[rank].assign(3 * stages_[rank].size(), 0);
-      total += static_cast<double>(order[rank].size());
-    }
-    while (!stack_.empty()) {
-      const int rank = stack_.back();
-      stack_.pop_back();
-      const Row& row = order[rank];
-      const int length = static_cast<int>(row.size()), begin = position_[rank];
-      const int* own = stages_[rank].data();
-      int* counts = counts_[rank].data();
-      double now = free_[rank];
-      int step = begin;
-      for (; step < length; ++step) {
-        const int code = row[step], chunk = code / 3, kind = code - 3 * chunk, stage = own[chunk], count = counts[code];
-        const int producer = kind == 0 ? stage - 1 : stage + 1;
-        double start = now;
-        if (kind < 2 && producer >= 0 && producer < S) {
-          const long key = (static_cast<long>(kind) * S + producer) * m + count;
-          double ready = ends_[key];
-          if (ready < 0) {
-            awaited_[rank] = key;
-            break;
-          }
-          if (rank_of_[producer] != rank) ready += comm_ms_;
-          if (ready > start) start = ready;
-        }
-        if (step == 0) first_[rank] = start;
-        now = start + durations_[3 * stage + kind];
-        counts[code] = count + 1;
-        if (kind < 2) {
-          const long key = (static_cast<long>(kind) * S + stage) * m + count;
-          ends_[key] = now;
-          const int consumer = kind == 0 ? stage + 1 : stage - 1;
-          if (consumer >= 0 && consumer < S && awaited_[rank_of_[consumer]] == key) {
-            awaited_[rank_of_[consumer]] = -1;
-            stack_.push_back(rank_of_[consumer]);
-          }
-        }
-      }
-      position_[rank] = step;
-      free_[rank] = now;
-      done += step - begin;
-    }
-    work += total;
-    if (done < total) return {kInfinity, kInfinity};
-    double longest = 0.0, mean = 0.0;
-    for (int rank = 0; rank < p_; ++rank) {
-      const double span = free_[rank] - first_[rank];
-      longest = std::max(longest, span);
-      mean += span;
-    }
-    const double objective = makespan_ ? *std::max_element(free_.begin(), free_.end()) -
-                                             *std::min_element(first_.begin(), first_.end())
-                                       : longest;
-    return {objective + kMeanWeight * (mean / p_), objective};
+    return run(order, std::vector<double>(p_, kInfinity), nullptr);
+  }
+
+  Order fill(const Order& rows, const std::vector<double>& patience) {
+    Order order(p_);
+    if (run(rows, patience, &order).first == kInfinity) return {};
+    return order;
   }
 
   Order decode(const Policy& policy) {
@@ -202,66 +152,51 @@ class NativeCore {
     return rows;
   }
 
-  Policy tune(const Policy& policy, std::uint64_t seed, double budget, double temperature) {
-    Random random(seed);
-    Policy current = policy, best = policy;
-    double score = policy_score(policy), best_score = score;
-    const double begin = work;
-    while (work - begin < budget) {
-      const double left = 1.0 - (work - begin) / budget;
-      Policy candidate = varied(current, policy.period, random);
-      const double candidate_score = policy_score(candidate);
-      if (candidate_score <= score + temperature * left * left * random.unit()) {
-        current = std::move(candidate);
-        score = candidate_score;
-        if (score < best_score) {
-          best = current;
-          best_score = score;
-        }
-      }
-    }
-    return best;
-  }
-
-  Order anneal(const Order& order, std::uint64_t seed, double budget, double temperature) {
+  Order anneal(const Order& order, const std::vector<double>& patience_of, std::uint64_t seed, double budget,
+               double temperature) {
     Random random(seed);
     Order rows = order, best = order;
-    double score = evaluate(rows).first, best_score = score;
+    std::vector<double> patience = patience_of, best_patience = patience_of, saved;
+    const bool filled = std::any_of(patience.begin(), patience.end(), [](double value) { return value < kInfinity; });
+    const int kinds = filled ? 2 : 3;
+    double score = run(rows, patience, nullptr).first, best_score = score;
     const double begin = work;
     Changes changed;
     while (work - begin < budget) {
       const double left = 1.0 - (work - begin) / budget;
       changed.clear();
-      if (random.unit() < 0.1) {
-        repeated_swap(rows, random, changed);
+      saved.clear();
+      const double choice = random.unit();
+      if (filled && choice < kThetaShare) {
+        saved = patience;
+        vary_patience(patience, random);
+      } else if (choice < kSwapShare) {
+        repeated_swap(rows, kinds, random, changed);
+      } else if (filled && choice < kShiftShare) {
+        repeated_shift(rows, random, changed);
       } else {
         single_move(rows, random, changed);
       }
       work += 8;
-      if (changed.empty()) continue;
-      bool fits = true;
+      if (changed.empty() && saved.empty()) continue;
       for (auto& [rank, row] : changed) {
         rows[rank].swap(row);
         work += static_cast<double>(rows[rank].size());
       }
-      for (const auto& change : changed) {
-        if (!row_is_valid(change.first, rows[change.first])) {
-          fits = false;
-          break;
-        }
-      }
-      const double candidate = fits ? evaluate(rows).first : kInfinity;
+      const double candidate = run(rows, patience, nullptr).first;
       if (candidate <= score + temperature * left * left * random.unit()) {
         score = candidate;
         if (score < best_score) {
           best = rows;
+          best_patience = patience;
           best_score = score;
         }
       } else {
         for (auto& [rank, row] : changed) rows[rank].swap(row);
+        if (!saved.empty()) patience.swap(saved);
       }
     }
-    return best;
+    return fill(best, best_patience);
   }
 
  private:
@@ -303,60 +238,133 @@ class NativeCore {
   bool admits(const Policy& policy, int rank, int chunk, const std::vector<int>& counts, double held) const {
     const auto& own = stages_[rank];
     const int stage = own[chunk], last = static_cast<int>(own.size()) - 1;
-    if (held + activation_[stage] > limit_ + kEpsilon) return false;
-    const int passed = chunk < last ? counts[3 * own[chunk + 1]] : counts[3 * stage + 1];
-    if (counts[3 * stage] - passed >= policy.caps[stage]) return false;
+    const double limit = std::min(limit_, policy.limit);
+    if (held + activation_[stage] > limit + kEpsilon) return false;
+    const int started = counts[3 * stage], passed = chunk < last ? counts[3 * own[chunk + 1]] : counts[3 * stage + 1];
+    const double share = 1.0 - (1.0 - policy.settled) * std::min(1.0, started / policy.settle_after);
+    if (started - passed >= policy.caps[stage] * share) return false;
     for (int c = chunk; c < last; ++c) {
       double waiting = activation_[stage];
       const int beyond = counts[3 * own[c + 1]];
       for (int k = 0; k <= c; ++k) waiting += (counts[3 * own[k]] - beyond) * activation_[own[k]];
       for (int k = c + 1; k <= last; ++k) waiting += activation_[own[k]];
-      if (waiting > limit_ + kEpsilon) return false;
+      if (waiting > limit + kEpsilon) return false;
     }
     return true;
   }
 
-  double policy_score(const Policy& policy) {
-    const Order order = decode(policy);
-    work += 8;
-    return order.empty() ? kInfinity : evaluate(order).first;
+  std::pair<double, double> run(const Order& rows, const std::vector<double>& patience, Order* out) {
+    const int S = num_stages_, m = m_;
+    ends_.assign(static_cast<std::size_t>(2) * S * m, -1.0);
+    stack_.clear();
+    double total = 0, done = 0;
+    for (int rank = p_ - 1; rank >= 0; --rank) {
+      stack_.push_back(rank);
+      awaited_[rank] = -1;
+      position_[rank] = 0;
+      free_[rank] = first_[rank] = held_[rank] = 0.0;
+      counts_[rank].assign(3 * stages_[rank].size(), 0);
+      total += static_cast<double>(rows[rank].size());
+    }
+    work += total;
+    while (!stack_.empty()) {
+      const int rank = stack_.back();
+      stack_.pop_back();
+      const Row& row = rows[rank];
+      const int length = static_cast<int>(row.size()), begin = position_[rank];
+      const int* own = stages_[rank].data();
+      const int chunks = static_cast<int>(stages_[rank].size());
+      int* counts = counts_[rank].data();
+      double now = free_[rank], held = held_[rank];
+      Row* emitted = out ? &(*out)[rank] : nullptr;
+      const auto wgrad = [&](int chunk) {
+        now += durations_[3 * own[chunk] + 2];
+        held -= remaining_[own[chunk]];
+        ++counts[3 * chunk + 2];
+        if (emitted) emitted->push_back(static_cast<char>(3 * chunk + 2));
+      };
+      int step = begin;
+      for (; step < length; ++step) {
+        const int code = row[step], chunk = code / 3, kind = code - 3 * chunk, stage = own[chunk], count = counts[code];
+        if (kind == 2) {
+          if (count < counts[code - 1]) wgrad(chunk);
+          continue;
+        }
+        if (kind == 1 && count >= counts[code - 1]) return {kInfinity, kInfinity};
+        const int producer = kind == 0 ? stage - 1 : stage + 1;
+        double ready = now;
+        if (producer >= 0 && producer < S) {
+          const long key = (static_cast<long>(kind) * S + producer) * m + count;
+          ready = ends_[key];
+          if (ready < 0) {
+            awaited_[rank] = key;
+            break;
+          }
+          if (rank_of_[producer] != rank) ready += comm_ms_;
+        }
+        while (true) {
+          const bool full = kind == 0 && held + activation_[stage] > limit_ + kEpsilon;
+          if (!full && ready <= now) break;
+          int oldest = -1, microbatch = m;
+          for (int c = chunks - 1; c >= 0; --c) {
+            if (counts[3 * c + 2] < counts[3 * c + 1] && counts[3 * c + 2] < microbatch) {
+              oldest = c;
+              microbatch = counts[3 * c + 2];
+            }
+          }
+          if (full && oldest < 0) return {kInfinity, kInfinity};
+          if (oldest < 0 || (!full && ready - now < patience[rank] * durations_[3 * own[oldest] + 2])) break;
+          wgrad(oldest);
+        }
+        if (ready > now) now = ready;
+        if (step == 0) first_[rank] = now;
+        now += durations_[3 * stage + kind];
+        held += kind == 0 ? activation_[stage] : remaining_[stage] - activation_[stage];
+        counts[code] = count + 1;
+        if (emitted) emitted->push_back(static_cast<char>(code));
+        const long key = (static_cast<long>(kind) * S + stage) * m + count;
+        ends_[key] = now;
+        const int consumer = kind == 0 ? stage + 1 : stage - 1;
+        if (consumer >= 0 && consumer < S && awaited_[rank_of_[consumer]] == key) {
+          awaited_[rank_of_[consumer]] = -1;
+          stack_.push_back(rank_of_[consumer]);
+        }
+      }
+      if (step == length && begin < length) {
+        for (int chunk = chunks - 1; chunk >= 0; --chunk) {
+          while (counts[3 * chunk + 2] < counts[3 * chunk + 1]) wgrad(chunk);
+        }
+      }
+      position_[rank] = step;
+      free_[rank] = now;
+      held_[rank] = held;
+      done += step - begin;
+    }
+    if (done < total) return {kInfinity, kInfinity};
+    double longest = 0.0, mean = 0.0;
+    for (int rank = 0; rank < p_; ++rank) {
+      const double span = free_[rank] - first_[rank];
+      longest = std::max(longest, span);
+      mean += span;
+    }
+    const double objective = makespan_ ? *std::max_element(free_.begin(), free_.end()) -
+                                             *std::min_element(first_.begin(), first_.end())
+                                       : longest;
+    return {objective + kMeanWeight * (mean / p_), objective};
   }
 
-  Policy varied(const Policy& policy, double period, Random& random) const {
-    Policy result = policy;
+  void vary_patience(std::vector<double>& patience, Random& random) const {
+    const auto [first, last] = some_ranks(random);
+    const double value = random.unit() * 1.5;
+    for (int rank = first; rank <= last; ++rank) patience[rank] = value;
+  }
+
+  std::pair<int, int> some_ranks(Random& random) const {
+    const int first = random.below(p_);
     const double choice = random.unit();
-    if (choice >= 0.96) {
-      result.max_wait = random.unit() * period * 0.3;
-      return result;
-    }
-    if (choice >= 0.93) {
-      result.period = period * (0.95 + 0.45 * random.unit());
-      return result;
-    }
-    if (choice >= 0.9) {
-      result.wait_weight = random.unit() * 3.0;
-      return result;
-    }
-    const int kind = random.below(3);
-    int first = random.below(num_stages_), last = first;
-    if (random.unit() >= 0.5) {
-      const int other = random.below(num_stages_);
-      last = std::max(first, other);
-      first = std::min(first, other);
-    }
-    if (choice < 0.6) {
-      const double scale = random.unit();
-      const double change = (random.unit() - 0.5) * 2.0 * period * (scale * scale);
-      const bool ramp = random.unit() < 0.3;
-      for (int stage = first; stage <= last; ++stage) {
-        const double share = ramp ? static_cast<double>(stage - first + 1) / (last - first + 1) : 1.0;
-        result.offsets[3 * stage + kind] += change * share;
-      }
-      return result;
-    }
-    const double step = random.below(2) ? 1.0 : -1.0;
-    for (int stage = first; stage <= last; ++stage) result.caps[stage] = std::max(1.0, result.caps[stage] + step);
-    return result;
+    if (choice < 0.3) return {0, p_ - 1};
+    if (choice < 0.7) return {first, std::min(p_ - 1, first + 1 + random.below(p_))};
+    return {first, first};
   }
 
   void single_move(const Order& rows, Random& random, Changes& changed) const {
@@ -377,17 +385,11 @@ class NativeCore {
     if (moved != row) changed.emplace_back(rank, std::move(moved));
   }
 
-  void repeated_swap(const Order& rows, Random& random, Changes& changed) const {
-    int first = random.below(p_), last = first;
-    const double choice = random.unit();
-    if (choice < 0.3) {
-      first = 0;
-      last = p_ - 1;
-    } else if (choice < 0.6) {
-      last = std::min(p_ - 1, first + 1 + random.below(p_));
-    }
-    const int num_codes = 3 * static_cast<int>(stages_[first].size());
-    const int before = random.below(num_codes), after = random.below(num_codes);
+  void repeated_swap(const Order& rows, int kinds, Random& random, Changes& changed) const {
+    const auto [first, last] = some_ranks(random);
+    const int chunks = static_cast<int>(stages_[first].size());
+    const int before = 3 * random.below(chunks) + random.below(kinds);
+    const int after = 3 * random.below(chunks) + random.below(kinds);
     const int length = static_cast<int>(rows[first].size());
     int low = random.below(length), high = random.below(length);
     if (low > high) std::swap(low, high);
@@ -405,21 +407,42 @@ class NativeCore {
     }
   }
 
-  bool row_is_valid(int rank, const Row& row) {
-    valid_counts_.assign(3 * stages_[rank].size(), 0);
-    double held = 0.0;
-    for (const char code : row) {
-      const int chunk = code / 3, kind = code - 3 * chunk, stage = stages_[rank][chunk];
-      ++valid_counts_[code];
-      if (kind == 0) {
-        held += activation_[stage];
-        if (held > limit_ + kEpsilon) return false;
+  void repeated_shift(const Order& rows, Random& random, Changes& changed) const {
+    const auto [first, last] = some_ranks(random);
+    const int chunks = static_cast<int>(stages_[first].size());
+    const int code = 3 * random.below(chunks) + random.below(2);
+    const double scale = random.unit();
+    const int distance = 1 + static_cast<int>(scale * scale * (3 * chunks));
+    const bool later = random.below(2) == 1;
+    int low = random.below(m_), high = random.below(m_);
+    if (low > high) std::swap(low, high);
+    const double ends = random.unit();
+    if (ends < 0.25) low = 0;
+    if (ends >= 0.75) high = m_;
+    const int slope = random.below(3) - 1;
+    for (int rank = first; rank <= last; ++rank) {
+      const int drift = slope * (rank - first);
+      Row row = rows[rank];
+      const int length = static_cast<int>(row.size());
+      if (later) {
+        int count = m_;
+        for (int step = length - 1; step >= 0; --step) {
+          if (row[step] != code) continue;
+          --count;
+          if (count < low + drift || count > high + drift || step + distance >= length) continue;
+          std::rotate(row.begin() + step, row.begin() + step + 1, row.begin() + step + distance + 1);
+        }
       } else {
-        if (valid_counts_[code] > valid_counts_[code - 1]) return false;
-        held -= kind == 1 ? activation_[stage] - remaining_[stage] : remaining_[stage];
+        int count = -1;
+        for (int step = 0; step < length; ++step) {
+          if (row[step] != code) continue;
+          ++count;
+          if (count < low + drift || count > high + drift || step < distance) continue;
+          std::rotate(row.begin() + step - distance, row.begin() + step, row.begin() + step + 1);
+        }
       }
+      if (row != rows[rank]) changed.emplace_back(rank, std::move(row));
     }
-    return true;
   }
 
   int m_, p_, num_stages_;
@@ -430,9 +453,9 @@ class NativeCore {
   std::vector<double> activation_, remaining_;
   double limit_;
   bool makespan_;
-  std::vector<double> ends_, free_, first_;
+  std::vector<double> ends_, free_, first_, held_;
   std::vector<long> awaited_;
-  std::vector<int> position_, stack_, valid_counts_;
+  std::vector<int> position_, stack_;
   std::vector<std::vector<int>> counts_;
 };
 
@@ -451,13 +474,8 @@ PYBIND11_MODULE(_search_core, module) {
       .def_readwrite("work", &NativeCore::work)
       .def("evaluate", &NativeCore::evaluate)
       .def("decode", [](NativeCore& core, const PolicyTuple& policy) { return to_bytes(core.decode(from_tuple(policy))); })
-      .def("tune",
-           [](NativeCore& core, const PolicyTuple& policy, std::uint64_t seed, double budget, double temperature) {
-             const Policy best = core.tune(from_tuple(policy), seed, budget, temperature);
-             return PolicyTuple(best.durations, best.comm_ms, best.offsets, best.caps, best.period, best.wait_weight,
-                                best.max_wait);
-           })
-      .def("anneal", [](NativeCore& core, const Order& order, std::uint64_t seed, double budget, double temperature) {
-        return to_bytes(core.anneal(order, seed, budget, temperature));
-      });
+      .def("fill", [](NativeCore& core, const Order& rows,
+                      const std::vector<double>& patience) { return to_bytes(core.fill(rows, patience)); })
+      .def("anneal", [](NativeCore& core, const Order& rows, const std::vector<double>& patience, std::uint64_t seed, double budget,
+                        double temperature) { return to_bytes(core.anneal(rows, patience, seed, budget, temperature)); });
 }

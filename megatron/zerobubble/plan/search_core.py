@@ -6,10 +6,17 @@ seed gives the same plan with and without a compiler. What is changed here has t
 An *order* has one row a rank, and a row is a string of bytes ``3 * chunk + kind`` with kind 0, 1, 2 for F, B, W. Microbatches
 ascend per stage and kind (an invariant of every plan), so the bytes say everything.
 
+Rows may leave W out. W is what fills a bubble, and where it fits follows from the order of F and B: a rank runs the oldest W
+that is due when its next op is at least `patience` times that W away, or when an F does not fit the memory before. What is left
+runs at the end. Changing an order without W therefore moves every W with it, which changes of a full order cannot. A
+patience of infinity runs W only where the rows say so.
+
 A *policy* makes an order of any length by list scheduling: whenever a rank is free it takes, of what can run, the op with the
 smallest ``offset[stage, kind] + microbatch * period``. The offsets are the building block of arXiv 2405.15362 (section 3); a rank
 may also wait up to `max_wait` for an op that is on its way, which costs `wait_weight` a millisecond in the comparison. The policy
-has times of its own, which need not be the true ones: regular patterns are often found with evened-out times.
+has times of its own, which need not be the true ones: regular patterns are often found with evened-out times. A cap on the
+microbatches between two chunks may sink over the first ones: many forwards fill the start of a pipeline, later their memory
+serves better for W that wait.
 
 A policy never runs into a memory deadlock. With the chunks of a rank numbered in the order data flows and `n[c]` forwards of
 chunk c started, an F is only admitted while for every chunk c with a successor
@@ -33,6 +40,9 @@ from typing import NamedTuple, Protocol
 Order = list[bytes]
 """Per rank its ops, see the module docstring."""
 
+Rows = Sequence[bytes | bytearray]
+"""Likewise, perhaps without W."""
+
 EPSILON = 1e-9
 """Rounding allowed in comparisons of times and memory."""
 
@@ -41,6 +51,9 @@ DECODE_WEIGHT = 8
 
 MEAN_WEIGHT = 0.1
 """Share of the ranks' mean span in the score; the maximum alone is flat under most moves."""
+
+THETA_SHARE, SWAP_SHARE, SHIFT_SHARE = 0.05, 0.1, 0.9
+"""Upper ends of the shares of moves: patience and repeated shifts (without W only), repeated swaps; the rest are single moves."""
 
 _MASK = (1 << 64) - 1
 
@@ -62,6 +75,12 @@ class Policy(NamedTuple):
     """Priority lost per millisecond of waiting for an op."""
     max_wait: float
     """Longest wait for an op while another could run."""
+    limit: float
+    """Memory the policy allows itself, in the unit of the core's limit; the smaller of both counts."""
+    settled: float
+    """What is left of every cap in the end, as a share of it; above 0."""
+    settle_after: float
+    """Microbatches until then; above 0."""
 
 
 class Core(Protocol):
@@ -76,11 +95,14 @@ class Core(Protocol):
     def decode(self, policy: Policy) -> Order:
         """List-schedule a policy. Empty where it cannot finish."""
 
-    def tune(self, policy: Policy, seed: int, budget: float, temperature: float) -> Policy:
-        """Change a policy's numbers at random, with an acceptance threshold falling from `temperature` to 0."""
+    def fill(self, rows: Order, patience: Sequence[float]) -> Order:
+        """The order with every W in its place; patience per rank. Empty where the rows deadlock or cannot keep the memory."""
 
-    def anneal(self, order: Order, seed: int, budget: float, temperature: float) -> Order:
-        """Move ops within rows likewise. The order must fit the memory; so does the result."""
+    def anneal(self, rows: Order, patience: Sequence[float], seed: int, budget: float, temperature: float) -> Order:
+        """Move ops within rows at random, with an acceptance threshold falling from `temperature` to 0, and fill the best.
+
+        Rows with a finite patience are changed by many ops at once more often, and their patience changes, too.
+        """
 
 
 class Random:
@@ -137,63 +159,36 @@ class PythonCore:
 
     # -- scoring --------------------------------------------------------------------------------------------------------
 
-    def evaluate(self, order: Sequence[bytes | bytearray]) -> tuple[float, float]:
+    def evaluate(self, order: Rows) -> tuple[float, float]:
         """See `Core`. Execution in order, as in `simulate`."""
-        p, m = self.p, self.m
-        ends = [-1.0] * (2 * self.num_stages * m)
-        awaited = [-1] * p
-        position = [0] * p
-        free = [0.0] * p
-        first = [0.0] * p
-        counts = [[0] * (3 * len(stages)) for stages in self.stages]
-        stack = list(range(p - 1, -1, -1))
-        done = 0
+        return self._run(order, [math.inf] * self.p, None)
+
+    def fill(self, rows: Rows, patience: Sequence[float]) -> Order:
+        """See `Core`."""
+        order = [bytearray() for _ in range(self.p)]
+        return [bytes(row) for row in order] if self._run(rows, patience, order)[0] < math.inf else []
+
+    def _run(self, rows: Rows, patience: Sequence[float], out: list[bytearray] | None) -> tuple[float, float]:
+        """Score and objective of rows that may leave W out; `out` gets them with every W."""
+        ends = [-1.0] * (2 * self.num_stages * self.m)
+        ranks = [
+            _Rank(self, stages, row, waits, out[rank] if out else bytearray())
+            for rank, (stages, row, waits) in enumerate(zip(self.stages, rows, patience, strict=True))
+        ]
+        stack = list(range(self.p - 1, -1, -1))
+        self.work += sum(map(len, rows))
         while stack:
-            rank = stack.pop()
-            row, begin = order[rank], position[rank]
-            now = free[rank]
-            step = begin
-            while step < len(row):
-                code = row[step]
-                kind = code % 3
-                stage = self.stages[rank][code // 3]
-                count = counts[rank][code]
-                start = now
-                producer = stage - 1 if kind == 0 else stage + 1
-                if kind < 2 and 0 <= producer < self.num_stages:
-                    key = (kind * self.num_stages + producer) * m + count
-                    ready = ends[key]
-                    if ready < 0:
-                        awaited[rank] = key
-                        break
-                    if self.rank_of[producer] != rank:
-                        ready += self.comm_ms
-                    start = max(start, ready)
-                if step == 0:
-                    first[rank] = start
-                now = start + self.durations[3 * stage + kind]
-                counts[rank][code] = count + 1
-                step += 1
-                if kind < 2:
-                    key = (kind * self.num_stages + stage) * m + count
-                    ends[key] = now
-                    consumer = stage + 1 if kind == 0 else stage - 1
-                    if 0 <= consumer < self.num_stages and awaited[self.rank_of[consumer]] == key:
-                        awaited[self.rank_of[consumer]] = -1
-                        stack.append(self.rank_of[consumer])
-            position[rank], free[rank] = step, now
-            done += step - begin
-        total = sum(map(len, order))
-        self.work += total
-        if done < total:
+            if not ranks[stack.pop()].advance(ranks, ends, stack):
+                return math.inf, math.inf
+        if any(rank.step < len(rank.row) for rank in ranks):
             return math.inf, math.inf
         longest = mean = 0.0
-        for rank in range(p):
-            span = free[rank] - first[rank]
+        for rank in ranks:
+            span = rank.now - rank.first
             longest = max(longest, span)
             mean += span
-        objective = max(free) - min(first) if self.makespan else longest
-        return objective + MEAN_WEIGHT * (mean / p), objective
+        objective = max(rank.now for rank in ranks) - min(rank.first for rank in ranks) if self.makespan else longest
+        return objective + MEAN_WEIGHT * (mean / self.p), objective
 
     # -- list scheduling ------------------------------------------------------------------------------------------------
 
@@ -266,10 +261,12 @@ class PythonCore:
         """Whether an F of `chunk` fits the limit, leaves room for what must follow, and is within its cap."""
         stages = self.stages[rank]
         stage, last = stages[chunk], len(stages) - 1
-        if held + self.activation[stage] > self.limit + EPSILON:
+        limit = min(self.limit, policy.limit)
+        if held + self.activation[stage] > limit + EPSILON:
             return False
-        passed = counts[3 * stages[chunk + 1]] if chunk < last else counts[3 * stage + 1]
-        if counts[3 * stage] - passed >= policy.caps[stage]:
+        started, passed = counts[3 * stage], counts[3 * stages[chunk + 1]] if chunk < last else counts[3 * stage + 1]
+        share = 1.0 - (1.0 - policy.settled) * min(1.0, started / policy.settle_after)
+        if started - passed >= policy.caps[stage] * share:
             return False
         for c in range(chunk, last):
             waiting = self.activation[stage]
@@ -278,91 +275,62 @@ class PythonCore:
                 waiting += (counts[3 * stages[k]] - beyond) * self.activation[stages[k]]
             for k in range(c + 1, last + 1):
                 waiting += self.activation[stages[k]]
-            if waiting > self.limit + EPSILON:
+            if waiting > limit + EPSILON:
                 return False
         return True
 
     # -- moves ----------------------------------------------------------------------------------------------------------
 
-    def tune(self, policy: Policy, seed: int, budget: float, temperature: float) -> Policy:
+    def anneal(self, rows: Rows, patience: Sequence[float], seed: int, budget: float, temperature: float) -> Order:
         """See `Core`."""
         random = Random(seed)
-        current, score = policy, self._score(policy)
-        best, best_score = current, score
+        current = [bytearray(row) for row in rows]
+        patient = list(patience)
+        filled = any(value < math.inf for value in patient)
+        score = self._run(current, patient, None)[0]
+        best, best_patience, best_score = list(current), patient, score
         begin = self.work
         while self.work - begin < budget:
             left = 1.0 - (self.work - begin) / budget
-            candidate = self._varied(current, policy.period, random)
-            candidate_score = self._score(candidate)
-            if candidate_score <= score + temperature * left * left * random.unit():
-                current, score = candidate, candidate_score
-                if score < best_score:
-                    best, best_score = current, score
-        return best
-
-    def _score(self, policy: Policy) -> float:
-        order = self.decode(policy)
-        self.work += 8
-        return self.evaluate(order)[0] if order else math.inf
-
-    def _varied(self, policy: Policy, period: float, random: Random) -> Policy:
-        """A policy with one thing changed."""
-        choice = random.unit()
-        if choice >= 0.96:
-            return policy._replace(max_wait=random.unit() * period * 0.3)
-        if choice >= 0.93:
-            return policy._replace(period=period * (0.95 + 0.45 * random.unit()))
-        if choice >= 0.9:
-            return policy._replace(wait_weight=random.unit() * 3.0)
-        kind = random.below(3)
-        first = last = random.below(self.num_stages)
-        if random.unit() >= 0.5:
-            other = random.below(self.num_stages)
-            first, last = min(first, other), max(last, other)
-        if choice < 0.6:
-            offsets = list(policy.offsets)
-            scale = random.unit()
-            change = (random.unit() - 0.5) * 2.0 * period * (scale * scale)
-            ramp = random.unit() < 0.3
-            for stage in range(first, last + 1):
-                share = (stage - first + 1) / (last - first + 1) if ramp else 1.0
-                offsets[3 * stage + kind] += change * share
-            return policy._replace(offsets=offsets)
-        caps = list(policy.caps)
-        step = 1.0 if random.below(2) else -1.0
-        for stage in range(first, last + 1):
-            caps[stage] = max(1.0, caps[stage] + step)
-        return policy._replace(caps=caps)
-
-    def anneal(self, order: Order, seed: int, budget: float, temperature: float) -> Order:
-        """See `Core`."""
-        random = Random(seed)
-        rows = [bytearray(row) for row in order]
-        score = self.evaluate(rows)[0]
-        best, best_score = [bytes(row) for row in rows], score
-        begin = self.work
-        while self.work - begin < budget:
-            left = 1.0 - (self.work - begin) / budget
-            changed = self._repeated_swap(rows, random) if random.unit() < 0.1 else self._single_move(rows, random)
-            self.work += 8
-            if not changed:
-                continue
-            saved = [(rank, rows[rank]) for rank, _ in changed]
-            for rank, row in changed:
-                rows[rank] = row
-                self.work += len(row)
-            fits = all(self._row_is_valid(rank, row) for rank, row in changed)
-            candidate = self.evaluate(rows)[0] if fits else math.inf
-            if candidate <= score + temperature * left * left * random.unit():
-                score = candidate
-                if score < best_score:
-                    best, best_score = [bytes(row) for row in rows], score
+            varied, changed = patient, dict[int, bytearray]()
+            choice = random.unit()
+            if filled and choice < THETA_SHARE:
+                varied = self._vary_patience(patient, random)
+            elif choice < SWAP_SHARE:
+                changed = self._repeated_swap(current, 2 if filled else 3, random)
+            elif filled and choice < SHIFT_SHARE:
+                changed = self._repeated_shift(current, random)
             else:
-                for rank, row in saved:
-                    rows[rank] = row
-        return best
+                changed = self._single_move(current, random)
+            self.work += 8
+            if not changed and varied is patient:
+                continue
+            candidate = [changed.get(rank, row) for rank, row in enumerate(current)]
+            self.work += sum(map(len, changed.values()))
+            candidate_score = self._run(candidate, varied, None)[0]
+            if candidate_score <= score + temperature * left * left * random.unit():
+                current, patient, score = candidate, varied, candidate_score
+                if score < best_score:
+                    best, best_patience, best_score = current, patient, score
+        return self.fill(best, best_patience)
 
-    def _single_move(self, rows: list[bytearray], random: Random) -> list[tuple[int, bytearray]]:
+    def _some_ranks(self, random: Random) -> tuple[int, int]:
+        """First and last of all ranks, some neighbours, or one."""
+        first = random.below(self.p)
+        choice = random.unit()
+        if choice < 0.3:
+            return 0, self.p - 1
+        if choice < 0.7:
+            return first, min(self.p - 1, first + 1 + random.below(self.p))
+        return first, first
+
+    def _vary_patience(self, patience: list[float], random: Random) -> list[float]:
+        """Another patience for some ranks."""
+        first, last = self._some_ranks(random)
+        value = random.unit() * 1.5
+        return [value if first <= rank <= last else old for rank, old in enumerate(patience)]
+
+    def _single_move(self, rows: list[bytearray], random: Random) -> dict[int, bytearray]:
         """Take one op out and put it back a little earlier or later."""
         rank = random.below(self.p)
         row = rows[rank]
@@ -371,27 +339,23 @@ class PythonCore:
         distance = 1 + int(scale * scale * scale * (3 * len(self.stages[rank]) + 6))
         target = source + distance if random.below(2) else source - distance
         if not 0 <= target < len(row):
-            return []
+            return {}
         moved = bytearray(row)
         moved.insert(target, moved.pop(source))
-        return [(rank, moved)] if moved != row else []
+        return {rank: moved} if moved != row else {}
 
-    def _repeated_swap(self, rows: list[bytearray], random: Random) -> list[tuple[int, bytearray]]:
-        """Swap every pair of neighbours of two given codes in a window, on one rank, some, or all: another steady state."""
-        first = last = random.below(self.p)
-        choice = random.unit()
-        if choice < 0.3:
-            first, last = 0, self.p - 1
-        elif choice < 0.6:
-            last = min(self.p - 1, first + 1 + random.below(self.p))
-        num_codes = 3 * len(self.stages[first])
-        before, after = random.below(num_codes), random.below(num_codes)
+    def _repeated_swap(self, rows: list[bytearray], kinds: int, random: Random) -> dict[int, bytearray]:
+        """Swap every pair of neighbours of two given codes in a window: another steady state."""
+        first, last = self._some_ranks(random)
+        chunks = len(self.stages[first])
+        before = 3 * random.below(chunks) + random.below(kinds)
+        after = 3 * random.below(chunks) + random.below(kinds)
         length = len(rows[first])
         low, high = random.below(length), random.below(length)
         low, high = min(low, high), max(low, high)
         if before == after:
-            return []
-        changed = []
+            return {}
+        changed = {}
         for rank in range(first, last + 1):
             row = bytearray(rows[rank])
             step = low
@@ -401,22 +365,116 @@ class PythonCore:
                     step += 1
                 step += 1
             if row != rows[rank]:
-                changed.append((rank, row))
+                changed[rank] = row
         return changed
 
-    def _row_is_valid(self, rank: int, row: bytearray) -> bool:
-        """Whether the row runs F before B before W and stays within the memory."""
-        counts = [0] * (3 * len(self.stages[rank]))
-        held = 0.0
-        for code in row:
-            kind, stage = code % 3, self.stages[rank][code // 3]
-            counts[code] += 1
-            if kind == 0:
-                held += self.activation[stage]
-                if held > self.limit + EPSILON:
-                    return False
-            else:
-                if counts[code] > counts[code - 1]:
-                    return False
-                held -= self.activation[stage] - self.remaining[stage] if kind == 1 else self.remaining[stage]
+    def _repeated_shift(self, rows: list[bytearray], random: Random) -> dict[int, bytearray]:
+        """Move one F or B of many microbatches by as many places: another wave of it through the ranks."""
+        first, last = self._some_ranks(random)
+        chunks = len(self.stages[first])
+        code = 3 * random.below(chunks) + random.below(2)
+        scale = random.unit()
+        distance = 1 + int(scale * scale * (3 * chunks))
+        later = random.below(2) == 1
+        low, high = random.below(self.m), random.below(self.m)
+        low, high = min(low, high), max(low, high)
+        ends = random.unit()
+        low, high = 0 if ends < 0.25 else low, self.m if ends >= 0.75 else high
+        slope = random.below(3) - 1
+        changed = {}
+        for rank in range(first, last + 1):
+            drift = slope * (rank - first)
+            row = bytearray(rows[rank])
+            steps = range(len(row))
+            count = -1
+            for step in reversed(steps) if later else steps:
+                if row[step] != code:
+                    continue
+                count += 1
+                microbatch = self.m - 1 - count if later else count
+                target = step + distance if later else step - distance
+                if low + drift <= microbatch <= high + drift and 0 <= target < len(row):
+                    row.insert(target, row.pop(step))
+            if row != rows[rank]:
+                changed[rank] = row
+        return changed
+
+
+class _Rank:
+    """One rank while rows run."""
+
+    def __init__(self, core: PythonCore, stages: list[int], row: bytes | bytearray, patience: float, out: bytearray) -> None:
+        self.core, self.stages, self.row, self.patience, self.out = core, stages, row, patience, out
+        self.counts = [0] * (3 * len(stages))
+        self.step = 0
+        self.now = self.first = self.held = 0.0
+        self.awaited = -1
+
+    def advance(self, ranks: list[_Rank], ends: list[float], stack: list[int]) -> bool:
+        """Run until an op has to wait for another rank or the row ends; whether the row can still go on."""
+        core, m, num_stages = self.core, self.core.m, self.core.num_stages
+        begin = self.step
+        while self.step < len(self.row):
+            code = self.row[self.step]
+            kind, stage, count = code % 3, self.stages[code // 3], self.counts[code]
+            if kind == 2:
+                if count < self.counts[code - 1]:
+                    self._wgrad(code // 3)
+                self.step += 1
+                continue
+            if kind == 1 and count >= self.counts[code - 1]:
+                return False
+            producer = stage - 1 if kind == 0 else stage + 1
+            ready = self.now
+            if 0 <= producer < num_stages:
+                key = (kind * num_stages + producer) * m + count
+                ready = ends[key]
+                if ready < 0:
+                    self.awaited = key
+                    return True
+                if core.rank_of[producer] != core.rank_of[stage]:
+                    ready += core.comm_ms
+            if not self._fill(ready, core.activation[stage] if kind == 0 else -math.inf):
+                return False
+            self.now = max(self.now, ready)
+            if self.step == 0:
+                self.first = self.now
+            self.now += core.durations[3 * stage + kind]
+            self.held += core.activation[stage] if kind == 0 else core.remaining[stage] - core.activation[stage]
+            self.counts[code] = count + 1
+            self.out.append(code)
+            self.step += 1
+            key = (kind * num_stages + stage) * m + count
+            ends[key] = self.now
+            consumer = stage + 1 if kind == 0 else stage - 1
+            if 0 <= consumer < num_stages and ranks[core.rank_of[consumer]].awaited == key:
+                ranks[core.rank_of[consumer]].awaited = -1
+                stack.append(core.rank_of[consumer])
+        if begin < len(self.row):
+            for chunk in reversed(range(len(self.stages))):
+                while self.counts[3 * chunk + 2] < self.counts[3 * chunk + 1]:
+                    self._wgrad(chunk)
         return True
+
+    def _fill(self, ready: float, needed: float) -> bool:
+        """Run W until the next op, `ready` then, fits the memory and is too near for another W; whether it fits."""
+        while True:
+            full = self.held + needed > self.core.limit + EPSILON
+            if not full and ready <= self.now:
+                return True
+            oldest, microbatch = -1, self.core.m
+            for chunk in reversed(range(len(self.stages))):
+                done = self.counts[3 * chunk + 2]
+                if done < self.counts[3 * chunk + 1] and done < microbatch:
+                    oldest, microbatch = chunk, done
+            if full and oldest < 0:
+                return False
+            if oldest < 0 or (not full and ready - self.now < self.patience * self.core.durations[3 * self.stages[oldest] + 2]):
+                return True
+            self._wgrad(oldest)
+
+    def _wgrad(self, chunk: int) -> None:
+        self.now += self.core.durations[3 * self.stages[chunk] + 2]
+        self.held -= self.core.remaining[self.stages[chunk]]
+        self.counts[3 * chunk + 2] += 1
+        self.out.append(3 * chunk + 2)

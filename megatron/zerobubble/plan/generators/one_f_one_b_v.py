@@ -4,7 +4,7 @@ About two thirds of 1F1B's memory without splitting the backward pass; no W is l
 capitals the chunk on the way down, small letters the chunk on the way up::
 
     rank 0  F0 F1 F2 ..... f0 bw0-- f1 bw1-- ........ f2 bw2-- BW0-- ..... BW1-- ..... BW2--
-    rank 1     F0 F1 .. f0 F2 f1 .. bw0-- .. bw1-- f2 .. BW0-- bw2-- BW1-- ..... BW2--
+    rank 1     F0 F1 F2 f0 .. f1 .. bw0-- .. bw1-- f2 .. BW0-- bw2-- BW1-- ..... BW2--
     rank 2        F0 f0 F1 f1 F2 ........ bw0-- f2 BW0-- bw1-- BW1-- bw2-- BW2--
 
 Memory: 2p/3 microbatches rounded up, and half of one more, on every rank.

@@ -1,12 +1,12 @@
 """V-Half: about half of 1F1B's activation memory, two stages a rank in a V (arXiv 2405.15362, section 3).
 
-The paper draws one building block for F=B=W and repeats it. Here the limit is the point and the list scheduler finds the block
-for the times at hand, so that uneven passes and slow links get an order of their own. p=3, m=4, capitals the chunk on the way
-down, small letters the chunk on the way up::
+The paper draws one building block for F=B=W and repeats it (`building_blocks` has it, strides 1 and 2). Here the limit is the
+point: that block and its like are where the search begins, so that uneven passes and slow links get an order of their own. p=3,
+m=4, capitals the chunk on the way down, small letters the chunk on the way up::
 
-    rank 0  F0 F1 ........ f0 b0 w0 F2 f1 b1 B0 w1 W0 F3 f2 b2 B1 w2 W1 .. f3 b3 B2 w3 W2 .. B3 W3
-    rank 1     F0 ..... f0 F1 .. b0 f1 w0 B0 F2 b1 W0 f2 w1 B1 F3 b2 W1 f3 w2 B2 b3 W2 w3 B3 W3
-    rank 2        F0 f0 ..... F1 f1 b0 B0 w0 W0 F2 f2 b1 B1 w1 W1 F3 f3 b2 B2 w2 W2 b3 B3 w3 W3
+    rank 0  F0 F1 ........ f0 b0 F2 w0 f1 b1 B0 W0 F3 w1 .. B1 f2 b2 W1 w2 f3 b3 B2 W2 w3 .. B3 W3
+    rank 1     F0 ..... f0 F1 .. b0 f1 w0 B0 F2 b1 W0 w1 B1 f2 F3 W1 b2 f3 w2 B2 b3 W2 w3 B3 W3
+    rank 2        F0 f0 ..... F1 f1 b0 B0 w0 W0 F2 b1 B1 f2 w1 W1 F3 f3 b2 B2 w2 W2 b3 B3 w3 W3
 
 Memory: p//2 + 1 microbatches on every rank, 1/2 + 1/p of 1F1B's for even p.
 """
@@ -14,8 +14,9 @@ Memory: p//2 + 1 microbatches on every rank, 1/2 + 1/p of 1F1B's for even p.
 from __future__ import annotations
 
 from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.generators.building_blocks import v_drawings
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search import Goal, search
+from megatron.zerobubble.plan.search import Goal, memory_of, search
 
 
 def v_half_memory(num_ranks: int, num_microbatches: int) -> float:
@@ -26,4 +27,6 @@ def v_half_memory(num_ranks: int, num_microbatches: int) -> float:
 
 def v_half(num_ranks: int, num_microbatches: int, costs: CostModel, goal: Goal) -> Plan:
     """V-Half for any p >= 1 and m >= 1, within the goal's limit."""
-    return search("v-half", Placement.v(num_ranks), num_microbatches, costs, goal)
+    placement = Placement.v(num_ranks)
+    drawings = v_drawings(num_ranks, memory_of(goal, placement, num_microbatches))
+    return search("v-half", placement, num_microbatches, costs, goal, drawings=drawings)

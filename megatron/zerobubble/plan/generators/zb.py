@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from functools import partial
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.generators.deferral import deferred_wgrad_row
 from megatron.zerobubble.plan.generators.greedy import greedy_plan
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search import fits
-from megatron.zerobubble.plan.simulate import simulate
 
 _EXTRA_FORWARDS = (-2, -1, 0, 1)
 _DELAY_SHARES = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)
@@ -45,28 +45,19 @@ def zb(num_ranks: int, num_microbatches: int, max_pending_backward: int) -> Plan
     return Plan.of("zb", Placement.linear(p), num_microbatches, rows)
 
 
-def timed_zb(num_ranks: int, num_microbatches: int, costs: CostModel, memory_limit: float, *, most: int = 3) -> list[Plan]:
+def timed_zb(num_ranks: int, costs: CostModel, memory: float) -> list[Callable[[int], Plan]]:
     """The same pattern for measured times: a rank runs as many forwards ahead as fit the time until its first B arrives.
 
-    What memory that leaves holds pending W. How much of either is best depends on how the ranks fall into step, so several
-    shares are tried, on no more than 3p microbatches. The limit is 1.0 at 1F1B's rank 0.
-
-    Returns:
-        The best patterns that keep the limit, at most `most`; none where the memory is too small for the pattern.
+    What memory that leaves, of `memory` microbatches, holds pending W. How much of either is best depends on how the ranks fall
+    into step, so there are several shares to try: each is a plan for any number of microbatches. Those with too many forwards
+    ahead break the limit.
     """
-    p, m = num_ranks, num_microbatches
-    unit = min(p, m)
-    scored = []
-    for extra, share in itertools.product(_EXTRA_FORWARDS, _DELAY_SHARES):
-        plan = _timed(p, min(m, 3 * p), costs, memory_limit * unit, extra, share)
-        if fits(plan, costs, memory_limit):
-            scored.append((simulate(plan, costs).span_ms, extra, share))
-    chosen = [_timed(p, m, costs, memory_limit * unit, extra, share) for _, extra, share in sorted(scored)[:most]]
-    return [plan for plan in chosen if fits(plan, costs, memory_limit)]
+    shares = itertools.product(_EXTRA_FORWARDS, _DELAY_SHARES)
+    return [partial(_timed, num_ranks, costs, memory, extra, share) for extra, share in shares]
 
 
-def _timed(num_ranks: int, num_microbatches: int, costs: CostModel, memory: float, extra: int, share: float) -> Plan:
-    """`memory` in microbatches; `extra` forwards ahead on all ranks but the last; `share` of the memory left for pending W."""
+def _timed(num_ranks: int, costs: CostModel, memory: float, extra: int, share: float, num_microbatches: int) -> Plan:
+    """`extra` forwards ahead on all ranks but the last; `share` of the memory left for pending W."""
     rows = []
     until_backward = 0.0
     for rank in reversed(range(num_ranks)):
