@@ -13,7 +13,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.integration.zb_schedules import program_of
 from megatron.zerobubble.plan.communication import Message
+from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.validate import live_timeline
 from tests.support.gpt import Case, Tensors, Trainer, unpipelined
 from tests.support.ranks import RankPool
@@ -261,3 +263,16 @@ def test_misuse_is_refused_in_words(four_ranks: RankPool) -> None:
             for message in messages
         ]
         assert len(messages) == 4
+
+
+def test_a_plan_that_can_deadlock_in_one_hardware_queue_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    risky = build_plan("zb-interleaved", num_ranks=2, num_microbatches=4)
+    safe = build_plan("zbv", num_ranks=2, num_microbatches=4)
+    for device, connections, refused in (("cuda", "1", True), ("cuda", "8", False), ("cpu", "1", False)):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+        assert program_of(safe, torch.device(device)).plan is safe
+        if refused:
+            with pytest.raises(ConfigError, match="set it to 8, or choose another schedule"):
+                program_of(risky, torch.device(device))
+        else:
+            assert program_of(risky, torch.device(device)).plan is risky

@@ -7,6 +7,7 @@ With the choice "stock" the function *is* megatron-core's own, untouched: the ba
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.passes import forward_only as only_forward
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.single_queue import finishes
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.profiling.report import report
@@ -75,6 +77,18 @@ class ScheduleChoice:
         )
 
 
+def program_of(plan: Plan, device: torch.device) -> Program:
+    """The plan with its transfers. Raises ConfigError where kernels in one hardware queue can wait for each other (ADR 3)."""
+    program = place_communication(plan)
+    single_queue = device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    if single_queue and not finishes(program, single_queue=True):
+        raise ConfigError(
+            f"schedule {plan.schedule!r} with {plan.num_ranks} ranks and {plan.num_microbatches} microbatches can deadlock with "
+            "CUDA_DEVICE_MAX_CONNECTIONS=1: set it to 8, or choose another schedule or number of microbatches"
+        )
+    return program
+
+
 class PipelineSchedule:
     """One rank's schedule for the whole run. Every rank of the world must construct it at the same point.
 
@@ -124,7 +138,7 @@ class PipelineSchedule:
             if forward_only:
                 plan = only_forward(plan)
                 validate(plan, forward_only=True)
-            self._programs[key] = place_communication(plan)
+            self._programs[key] = program_of(plan, self._device)
         return self._programs[key]
 
     def timeline(self) -> tuple[Plan, list[list[TimedOp]]] | None:
