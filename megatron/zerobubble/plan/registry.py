@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from megatron.zerobubble.plan.generators.zb_h2 import zb_h2
 from megatron.zerobubble.plan.generators.zb_interleaved import zb_interleaved, zb_interleaved_memory
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search import Goal, drawing_of, memory_of, search
+from megatron.zerobubble.plan.search import Goal, drawing_of, memory_of, search, smallest_memory
 from megatron.zerobubble.plan.validate import validate
 
 
@@ -48,10 +49,16 @@ class Request:
         """The given costs, or the default ones."""
         return CostModel.uniform(placement) if self.costs is None else self.costs
 
-    def goal_within(self, memory_limit: float | None) -> Goal:
-        """The goal, with the family's own limit where none was given."""
+    def goal_within(self, placement: Placement, memory_limit: float) -> Goal:
+        """The goal; where it has no limit, the family's own, in microbatches of the fullest rank instead of whole ones."""
         goal = self.goal or Goal(budget=0.0)
-        return goal if goal.memory_limit is not None else replace(goal, memory_limit=memory_limit)
+        if goal.memory_limit is not None:
+            return goal
+        costs = self.costs_of(placement)
+        costs.check_fits(placement)
+        fullest = max(math.fsum(costs.activation[stage] for stage in stages) for stages in placement.rank_to_stages)
+        least = smallest_memory(placement, self.num_microbatches, costs)
+        return replace(goal, memory_limit=max(memory_limit * fullest, least))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +113,7 @@ def _zb(request: Request) -> Plan:
         return drawn
     placement = Placement.linear(p)
     limit = None if request.max_pending_backward is None else request.pending / min(p, m)
-    costs, goal = request.costs_of(placement), request.goal_within(limit or 1.0)
+    costs, goal = request.costs_of(placement), request.goal_within(placement, limit or 1.0)
     costs.check_fits(placement)
     memory = memory_of(goal, placement, m)
     pendings = [k for k in (1, -(-p // 2), p, -(-3 * p // 2), 2 * p) if k <= memory][-2:]
@@ -119,30 +126,35 @@ def _zbv(request: Request) -> Plan:
     p, m = request.num_ranks, request.num_microbatches
     if request.goal is None:
         return zbv(p, m)
-    placement, goal = Placement.v(p), request.goal_within(1.0)
+    placement = Placement.v(p)
+    goal = request.goal_within(placement, 1.0)
     drawings = v_drawings(p, memory_of(goal, placement, m))
     return search("zbv", placement, m, request.costs_of(placement), goal, drawings=drawings)
 
 
 def _v_half(request: Request) -> Plan:
     p, m = request.num_ranks, request.num_microbatches
-    return v_half(p, m, request.costs_of(Placement.v(p)), request.goal_within(v_half_memory(p, m)))
+    placement = Placement.v(p)
+    return v_half(p, m, request.costs_of(placement), request.goal_within(placement, v_half_memory(p, m)))
 
 
 def _v_min(request: Request) -> Plan:
     p, m = request.num_ranks, request.num_microbatches
-    return v_min(p, m, request.costs_of(Placement.v(p)), request.goal_within(v_min_memory(p, m)))
+    placement = Placement.v(p)
+    return v_min(p, m, request.costs_of(placement), request.goal_within(placement, v_min_memory(p, m)))
 
 
 def _one_f_one_b_v(request: Request) -> Plan:
     p, m = request.num_ranks, request.num_microbatches
-    return one_f_one_b_v(p, m, request.costs_of(Placement.v(p)), request.goal_within(one_f_one_b_v_memory(p, m)))
+    placement = Placement.v(p)
+    return one_f_one_b_v(p, m, request.costs_of(placement), request.goal_within(placement, one_f_one_b_v_memory(p, m)))
 
 
 def _zb_interleaved(request: Request) -> Plan:
     p, m, v = request.num_ranks, request.num_microbatches, request.num_chunks
-    goal = request.goal_within(zb_interleaved_memory(p, m, v))
-    return zb_interleaved(p, m, v, request.costs_of(Placement.loop(p, v)), goal)
+    placement = Placement.loop(p, v)
+    goal = request.goal_within(placement, zb_interleaved_memory(p, m, v))
+    return zb_interleaved(p, m, v, request.costs_of(placement), goal)
 
 
 _ALL = (

@@ -19,6 +19,7 @@ import enum
 import importlib
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -26,23 +27,27 @@ from random import Random
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.bound import lower_bound
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.passes import split_fused
 from megatron.zerobubble.plan.policies import Block, Blocks, flat_durations
-from megatron.zerobubble.plan.search_core import Core, Order, PythonCore
+from megatron.zerobubble.plan.search_core import EPSILON, Core, Order, PythonCore
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 
 logger = logging.getLogger(__name__)
 
 _KINDS = (OpKind.F, OpKind.B, OpKind.W)
-_FEWEST_BLOCKS = 24
+_FEWEST_BLOCKS = 48
 _RANDOM_BLOCKS = 300
 _KEPT_BLOCKS = 20
+_BLOCK_WEIGHT = 500
+"""How many op evaluations a block costs besides its list schedule, per stage."""
+_MOST_MENDED, _MOST_DRAWN = 16, 6
 _MOST_STARTS = 3
 _WGRAD_CODES = bytes(range(2, 256, 3))
-_PATIENCES = (0.3, 0.6, 0.9, 1.5)
+_PATIENCES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.9, 1.5)
 _FIRST_ROUND = 0.05
 _ROUNDS = (
     (True, 0.15, 0.03),
@@ -81,7 +86,7 @@ class Effort(enum.Enum):
     @property
     def budget(self) -> float:
         """Op evaluations of a whole search."""
-        return {"fast": 6e7, "default": 1.5e9, "max": 1.5e10}[self.value]
+        return {"fast": 6e7, "default": 1.2e9, "max": 1.1e10}[self.value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +193,8 @@ class _Finder:
         self._limit = limit * min(placement.num_ranks, num_microbatches)
         self._full = self._make_core(num_microbatches)
         self._small = self._full if self._small_m == num_microbatches else self._make_core(self._small_m)
+        bound = lower_bound(placement, num_microbatches, costs, goal.memory_limit)
+        self._bound = bound.span_ms if goal.objective is Objective.SPAN else bound.makespan_ms
         self._blocks = Blocks(placement, costs, self._limit, fused=fused)
         self._seeds = _seeds(goal.seed)
         self._busiest = max(
@@ -213,13 +220,19 @@ class _Finder:
     def find(self, drawings: Sequence[Drawing]) -> Order:
         """Run the three stages."""
         budget = self._goal.budget
-        bred = [self._full.decode(self._blocks.policy(block)) for block in self._breed(0.4 * budget)]
         drawn = [] if self._fused else self._draw(drawings)
-        found = sorted((self._scored(order) for order in (*bred, *drawn) if order), key=_score)
+        if drawn and self._is_best(drawn[0]):
+            return drawn[0][1]
+        orders = [self._full.decode(self._blocks.policy(block)) for block in self._breed(0.4 * budget)]
+        bred = sorted((self._scored(order) for order in orders if order), key=_score)
+        best = min((*drawn, *bred), key=_score)
         if budget <= 0 or self._fused:
-            return found[0][1]
-        starts = [*sorted(map(self._scored, filter(None, bred)), key=_score)[:1], *map(self._scored, drawn[:_MOST_STARTS])]
-        return self._anneal(found[0], starts, 0.6 * budget)
+            return best[1]
+        return self._anneal(best, [*bred[:1], *drawn[:_MOST_STARTS]], 0.6 * budget)
+
+    def _is_best(self, scored: tuple[float, Order]) -> bool:
+        """Whether the bound is reached, within what it allows for rounding."""
+        return scored[0] <= self._bound * (1.0 + 1e-8)
 
     def _scored(self, order: Order) -> tuple[float, Order]:
         return self._full.evaluate(order)[1], order
@@ -236,28 +249,59 @@ class _Finder:
                 fresh = not kept or count < _RANDOM_BLOCKS or random.random() < 0.1
                 block = self._blocks.random(random) if fresh else self._blocks.varied(random.choice(kept)[2], random)
             order = self._small.decode(self._blocks.policy(block))
+            self._small.work += _BLOCK_WEIGHT * self._placement.num_stages
             count += 1
             if order:
                 kept.append((self._small.evaluate(order)[0], count, block))
                 kept = sorted(kept, key=lambda entry: entry[:2])[:_KEPT_BLOCKS]
         return [entry[2] for entry in kept[: 4 if self._m > self._small_m else 1]]
 
-    def _draw(self, drawings: Sequence[Drawing]) -> list[Order]:
-        """The best drawings on the small instance, drawn in full, best first."""
-        scored = []
-        for index, drawing in enumerate(drawings):
-            small = self._mended(self._small, drawing(self._small_m))
-            if small:
-                scored.append((self._small.evaluate(small)[0], index))
-        chosen = [drawings[index](self._m) for _, index in sorted(scored)[:_MOST_STARTS]]
-        return sorted(filter(None, (self._mended(self._full, order) for order in chosen)), key=self._full.evaluate)
+    def _draw(self, drawings: Sequence[Drawing]) -> list[tuple[float, Order]]:
+        """The best drawings: many as they are and fewer mended on the small instance, the last ones in full; best first."""
+        small = [(index, self._squeezed(drawing(self._small_m))) for index, drawing in enumerate(drawings)]
+        as_drawn = [math.inf] * self._placement.num_ranks
+        plain = sorted(
+            (self._small.evaluate(self._small.fill(order, as_drawn) or order)[0], index, order) for index, order in small
+        )
+        mended = [(index, self._mended(self._small, order, _PATIENCES[1::3])) for _, index, order in plain[:_MOST_MENDED]]
+        chosen = sorted((self._small.evaluate(order)[0], index) for index, order in mended if order)[:_MOST_DRAWN]
+        full = [self._mended(self._full, self._squeezed(drawings[index](self._m)), _PATIENCES) for _, index in chosen]
+        return sorted((self._scored(order) for order in full if order), key=_score)
 
-    def _mended(self, core: Core, order: Order) -> Order:
+    def _mended(self, core: Core, order: Order, patiences: Sequence[float]) -> Order:
         """The best of the drawing as it is, with W of the end in the bubbles, and with every W there; empty where none fits."""
         candidates = [core.fill(order, [math.inf] * len(order))]
         for rows in (_without_wgrad(order, tail=True), _without_wgrad(order)):
-            candidates += [core.fill(rows, [patience] * len(rows)) for patience in _PATIENCES]
+            candidates += [core.fill(rows, [patience] * len(rows)) for patience in patiences]
         return min(filter(None, candidates), key=core.evaluate, default=[])
+
+    def _squeezed(self, order: Order) -> Order:
+        """Every F that does not fit the memory, and what needs it, put off until it does."""
+        return [self._squeezed_row(stages, row) for stages, row in zip(self._placement.rank_to_stages, order, strict=True)]
+
+    def _squeezed_row(self, stages: Sequence[int], row: bytes) -> bytes:
+        after, whole = self._costs.activation_after_backward, self._costs.activation
+        counts, held = [0] * (3 * len(stages)), 0.0
+        late: deque[int] = deque()
+        result = bytearray()
+
+        def run(code: int) -> bool:
+            nonlocal held
+            chunk, kind = divmod(code, 3)
+            change = (whole[stages[chunk]], after[stages[chunk]] - whole[stages[chunk]], -after[stages[chunk]])[kind]
+            fits = held + change <= self._limit + EPSILON if kind == 0 else counts[code] < counts[code - 1]
+            if fits:
+                counts[code] += 1
+                held += change
+                result.append(code)
+            return fits
+
+        for code in row:
+            if (code % 3 == 0 and late) or not run(code):
+                late.append(code)
+            while late and run(late[0]):
+                late.popleft()
+        return bytes(result + bytes(late))
 
     def _anneal(self, best: tuple[float, Order], starts: Sequence[tuple[float, Order]], budget: float) -> Order:
         """A short round for each start, then round after round from the best so far, less and less patient."""
@@ -265,6 +309,8 @@ class _Finder:
             best = min(best, self._round(order, True, 0.1 * budget, _FIRST_ROUND), key=_score)
         left = budget * (1.0 - 0.1 * len(starts))
         for filled, share, temperature in _ROUNDS:
+            if self._is_best(best):
+                break
             best = min(best, self._round(best[1], filled, share * left, temperature), key=_score)
         return best[1]
 
@@ -293,7 +339,7 @@ def _without_wgrad(order: Order, *, tail: bool = False) -> Order:
     """Rows that leave W out; with `tail` only behind the last F."""
     rows = []
     for row in order:
-        begin = max(map(row.rfind, range(0, max(row) + 1, 3))) if tail else 0
+        begin = row.rfind(0) if tail else 0
         rows.append(row[:begin] + row[begin:].translate(None, delete=_WGRAD_CODES))
     return rows
 

@@ -21,6 +21,7 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kEpsilon = 1e-9;
 constexpr double kDecodeWeight = 8;
+constexpr double kMoveWeight = 40;
 constexpr double kMeanWeight = 0.1;
 constexpr double kThetaShare = 0.05;
 constexpr double kSwapShare = 0.1;
@@ -177,7 +178,7 @@ class NativeCore {
       } else {
         single_move(rows, random, changed);
       }
-      work += 8;
+      work += kMoveWeight;
       if (changed.empty() && saved.empty()) continue;
       for (auto& [rank, row] : changed) {
         rows[rank].swap(row);

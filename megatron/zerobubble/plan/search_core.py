@@ -49,6 +49,9 @@ EPSILON = 1e-9
 DECODE_WEIGHT = 8
 """How many op evaluations list scheduling of one op counts for."""
 
+MOVE_WEIGHT = 40
+"""How many op evaluations drawing a move counts for."""
+
 MEAN_WEIGHT = 0.1
 """Share of the ranks' mean span in the score; the maximum alone is flat under most moves."""
 
@@ -302,7 +305,7 @@ class PythonCore:
                 changed = self._repeated_shift(current, random)
             else:
                 changed = self._single_move(current, random)
-            self.work += 8
+            self.work += MOVE_WEIGHT
             if not changed and varied is patient:
                 continue
             candidate = [changed.get(rank, row) for rank, row in enumerate(current)]

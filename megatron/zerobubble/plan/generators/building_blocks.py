@@ -24,6 +24,7 @@ from megatron.zerobubble.plan.search_core import Order
 _PERIOD = 6
 _STRIDES = (1, 2, 3)
 _LEAST_SHARE = 0.6
+_MOST_SHARE = 1.25
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class GridBlock:
 
 
 def v_drawings(num_ranks: int, memory: float) -> list[Drawing]:
-    """What a search for a V schedule within `memory` microbatches begins with: ZB-V by hand, and blocks that use most of it."""
-    fitting = [block for block in grid_blocks(num_ranks) if block.residence <= memory]
+    """What a search for a V schedule within `memory` microbatches begins with: ZB-V by hand, and blocks that need about that."""
+    fitting = [block for block in grid_blocks(num_ranks) if block.residence <= _MOST_SHARE * memory]
     most = max((block.residence for block in fitting), default=0.0)
     blocks = [block for block in fitting if block.residence >= _LEAST_SHARE * most]
     return [drawing_of(partial(zbv, num_ranks)), *(block.order for block in blocks)]

@@ -4,9 +4,9 @@ The paper draws one building block for F=B=W and repeats it (`building_blocks` h
 point: that block and its like are where the search begins, so that uneven passes and slow links get an order of their own. p=3,
 m=4, capitals the chunk on the way down, small letters the chunk on the way up::
 
-    rank 0  F0 F1 ........ f0 b0 F2 w0 f1 b1 B0 W0 F3 w1 .. B1 f2 b2 W1 w2 f3 b3 B2 W2 w3 .. B3 W3
-    rank 1     F0 ..... f0 F1 .. b0 f1 w0 B0 F2 b1 W0 w1 B1 f2 F3 W1 b2 f3 w2 B2 b3 W2 w3 B3 W3
-    rank 2        F0 f0 ..... F1 f1 b0 B0 w0 W0 F2 b1 B1 f2 w1 W1 F3 f3 b2 B2 w2 W2 b3 B3 w3 W3
+    rank 0  F0 F1 ........ f0 b0 F2 w0 f1 b1 w1 B0 W0 F3 f2 b2 w2 B1 W1 .. f3 b3 B2 W2 w3 .. B3 W3
+    rank 1     F0 ..... f0 F1 .. b0 f1 w0 F2 B0 W0 b1 f2 w1 F3 B1 b2 W1 f3 w2 B2 b3 W2 w3 B3 W3
+    rank 2        F0 f0 ..... F1 f1 b0 B0 W0 F2 w0 f2 b1 B1 W1 F3 w1 f3 b2 B2 w2 W2 b3 B3 w3 W3
 
 Memory: p//2 + 1 microbatches on every rank, 1/2 + 1/p of 1F1B's for even p.
 """

@@ -3,8 +3,8 @@
 Interleaving shortens the ramp v times; splitting the backward lets W fill what is left of it. Interleaved 1F1B with each BW
 as a B and a W is where the search begins. p=2, v=2, m=4, small letters for the second stage of a rank::
 
-    rank 0  F0 F1 f0 f1 F2 b0 w0 B0 b1 f2 B1 W0 F3 b2 w1 B2 f3 W1 w2 b3 W2 B3 w3 W3
-    rank 1     F0 F1 f0 b0 f1 B0 b1 F2 B1 w0 f2 b2 W0 B2 F3 w1 f3 b3 W1 B3 w2 W2 w3 W3
+    rank 0  F0 F1 f0 f1 F2 b0 w0 F3 b1 w1 f2 B0 W0 f3 B1 W1 b2 w2 b3 B2 B3 w3 W2 W3
+    rank 1     F0 F1 f0 b0 w0 f1 b1 w1 F2 B0 W0 F3 B1 f2 b2 f3 b3 B2 B3 w2 w3 W1 W2 W3
 
 Memory, where no limit is given: interleaved 1F1B's, 1 + (p-1)/(p*v) of 1F1B's rank 0.
 """

@@ -1,0 +1,117 @@
+"""Every family for any times, any memory and up to 16 ranks: what must hold for all of them alike."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.bound import lower_bound
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.planner import placement_of
+from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_info
+from megatron.zerobubble.plan.search import Goal, smallest_memory
+from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
+from megatron.zerobubble.plan.validate import validate
+
+NAMES = [info.name for info in known_schedules()]
+times = st.floats(0.1, 10.0)
+
+
+@st.composite
+def requests(draw: st.DrawFn, most_ranks: int = 16) -> tuple[str, int, int, Placement, CostModel]:
+    """A family, p, m up to 3p, and uneven costs."""
+    name = draw(st.sampled_from(NAMES))
+    p = draw(st.integers(1, most_ranks))
+    m = draw(st.integers(1, 3 * p))
+    placement = placement_of(name, p)
+    lists = [draw(st.lists(times, min_size=placement.num_stages, max_size=placement.num_stages)) for _ in range(4)]
+    share = draw(st.floats(0.0, 1.0))
+    costs = CostModel(
+        forward_ms=tuple(lists[0]),
+        backward_ms=tuple(lists[1]),
+        wgrad_ms=tuple(lists[2]),
+        comm_ms=draw(st.floats(0.0, 3.0)),
+        activation=tuple(lists[3]),
+        activation_after_backward=tuple(share * whole for whole in lists[3]),
+    )
+    return name, p, m, placement, costs
+
+
+def check_dependencies(simulation: Simulation) -> None:
+    """The executor's rules, spelled out again: inputs from the neighbour stages, one op at a time, in order."""
+    plan, costs = simulation.plan, simulation.costs
+    last = plan.num_stages - 1
+    done = {}
+    for rank, row in enumerate(simulation.rows):
+        assert [timed.op for timed in row] == list(plan.ops[rank])
+        for op, _, end in row:
+            if op.kind is not OpKind.W:
+                done[op.stage, op.kind is not OpKind.F, op.microbatch] = end
+        for before, after in itertools.pairwise(row):
+            assert after.start_ms >= before.end_ms
+    for rank, row in enumerate(simulation.rows):
+        for op, start, end in row:
+            assert end - start == pytest.approx(costs.duration_ms(op.stage, op.kind))
+            needs = []
+            if op.kind is OpKind.F and op.stage > 0:
+                needs.append((op.stage - 1, False))
+            if op.kind in (OpKind.B, OpKind.BW):
+                needs.append((op.stage, False))
+                needs += [(op.stage + 1, True)] if op.stage < last else []
+            if op.kind is OpKind.W:
+                needs.append((op.stage, True))
+            for stage, backward in needs:
+                link = 0.0 if plan.placement.stage_to_rank[stage] == rank else costs.comm_ms
+                assert start >= done[stage, backward, op.microbatch] + link - 1e-9
+
+
+@settings(max_examples=60)
+@given(requests())
+def test_the_drawn_order(request: tuple[str, int, int, Placement, CostModel]) -> None:
+    """Complete, in a valid order, executed by the rules, no faster than the bound, and the same after any round trip."""
+    name, p, m, placement, costs = request
+    plan = build_plan(name, num_ranks=p, num_microbatches=m, costs=costs)
+    validate(plan)
+    assert plan.placement == placement
+    assert {op for row in plan.ops for op in row if op.kind is OpKind.F} == {
+        Op(stage, OpKind.F, k) for stage in range(placement.num_stages) for k in range(m)
+    }
+    simulation = simulate(plan, costs)
+    check_dependencies(simulation)
+    bound = lower_bound(placement, m, costs, max(simulation.peak_memory))
+    assert simulation.span_ms >= bound.span_ms * (1 - 1e-9)
+    assert simulation.makespan_ms >= bound.makespan_ms * (1 - 1e-9)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_text(plan.to_text(), placement=placement, schedule=name, num_microbatches=m) == plan
+
+
+@settings(max_examples=40)
+@given(requests(most_ranks=8), st.sampled_from([1.0, 1.05, 1.5, 3.0]))
+def test_within_a_memory_limit(request: tuple[str, int, int, Placement, CostModel], times_least: float) -> None:
+    """A family that is searched for keeps any limit that can be kept; a fixed order keeps it or is refused."""
+    name, p, m, placement, costs = request
+    limit = smallest_memory(placement, m, costs) * times_least
+    goal = Goal(memory_limit=limit, budget=0.0)
+    if name in ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2"):
+        peak = max(peak_memory(build_plan(name, num_ranks=p, num_microbatches=m, costs=costs), costs))
+        if peak > limit + 1e-9:
+            with pytest.raises(PlanError, match="memory peaks at"):
+                build_plan(name, num_ranks=p, num_microbatches=m, costs=costs, goal=goal)
+            return
+    simulation = simulate(build_plan(name, num_ranks=p, num_microbatches=m, costs=costs, goal=goal), costs)
+    assert max(simulation.peak_memory) <= limit + 1e-9
+    check_dependencies(simulation)
+
+
+@pytest.mark.parametrize("name", ["zb", "zbv", "v-half", "v-min", "1f1b-v", "zb-interleaved"])
+def test_just_too_little_memory_is_refused(name: str) -> None:
+    placement = placement_of(name, 3)
+    costs = CostModel.uniform(placement, forward_ms=3.0, activation_after_backward=0.5)
+    least = smallest_memory(placement, 5, costs)
+    with pytest.raises(ConfigError, match=f"the smallest that works is {math.ceil(least * 1e6) / 1e6}"):
+        build_plan(name, num_ranks=3, num_microbatches=5, costs=costs, goal=Goal(memory_limit=least * 0.99, budget=0.0))
+    assert schedule_info(name).name == name
