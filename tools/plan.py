@@ -10,15 +10,16 @@ import json
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megatron.zerobubble.errors import PlanError, UserError
 from megatron.zerobubble.plan.bound import lower_bound
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
-from megatron.zerobubble.plan.registry import build_plan, known_schedules, parse_max_pending_backward
+from megatron.zerobubble.plan.planner import AUTO, CostsOf, Result, make_plan
+from megatron.zerobubble.plan.registry import build_plan, check_at_least_one, known_schedules, parse_max_pending_backward
 from megatron.zerobubble.plan.render import render_chrome_trace, render_svg, render_text
 from megatron.zerobubble.plan.search import Effort, Goal, Objective
 from megatron.zerobubble.plan.simulate import Simulation, simulate
@@ -43,7 +44,7 @@ COMPARED = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_afte
 """The times of one config in a file for `compare`."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
@@ -53,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="plan.py", description=__doc__, epilog=EXAMPLES, formatter_class=raw)
+    parser = Parser(prog="plan.py", description=__doc__, epilog=EXAMPLES, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,show,pareto,compare,export,import}")
     schedules = "\n".join(f"  {info.name:17} {info.description} ({info.reference})" for info in known_schedules())
     schedules += f"\n  {AUTO:17} the best of all within the memory limit"
@@ -197,7 +198,7 @@ def run_pareto(args: argparse.Namespace) -> None:
         raise PlanError(f"--memory-limits is {args.memory_limits!r}; give numbers separated by commas") from None
     args.schedule, args.num_chunks, args.max_pending_backward = AUTO, None, None
     objective = Objective(args.objective)
-    points = []
+    points: list[dict[str, Any]] = []
     best: Result | None = None
     for limit in limits:
         found = _result(args, limit)
@@ -239,31 +240,65 @@ REFERENCES = {"ZB-1p": "zb", "ZB-2p": "zb", "ZBV": "zbv", "V-half": "v-half", "V
 """Names in a file for `compare`, and ours."""
 
 
+class Reference(NamedTuple):
+    """What a reference schedule reaches on a config."""
+
+    bubble_rate: float
+    peak_memory: float
+
+
+class Config(NamedTuple):
+    """One config of a file for `compare`."""
+
+    row: int
+    model: str
+    num_ranks: int
+    num_microbatches: int
+    costs_of: CostsOf
+    reference: dict[str, Reference]
+
+
+def read_configs(file: str, rows: str | None) -> list[Config]:
+    """The configs of a file for `compare`, or those of them that `rows` (as on the command line) names."""
+    try:
+        configs = [_config(row, body) for row, body in enumerate(json.loads(_read_text(file))["configs"])]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise PlanError(f"{file} has no readable configs: {error!r}") from None
+    try:
+        return configs if rows is None else [configs[int(word)] for word in rows.split(",")]
+    except (ValueError, IndexError):
+        raise PlanError(f"--rows is {rows!r}; give rows of {file}, 0 to {len(configs) - 1}, separated by commas") from None
+
+
+def _config(row: int, body: dict[str, Any]) -> Config:
+    check_at_least_one(num_ranks=body["num_ranks"], num_microbatches=body["num_microbatches"])
+    costs_of = partial(CostModel.uniform, **{name: body[name] for name in COMPARED})
+    reached = {
+        name: Reference(float(reference["bubble_rate"]), float(reference["peak_memory"]))
+        for name, reference in body["reference"].items()
+    }
+    return Config(row, str(body["model"]), body["num_ranks"], body["num_microbatches"], costs_of, reached)
+
+
 def run_compare(args: argparse.Namespace) -> None:
     """`compare`: every reference schedule against ours at the reference's own peak memory."""
-    try:
-        configs = json.loads(_read_text(args.file))["configs"]
-        rows = range(len(configs)) if args.rows is None else [int(word) for word in args.rows.split(",")]
-        chosen = [configs[row] for row in rows]
-        times = [{name: config[name] for name in COMPARED} for config in chosen]
-    except (ValueError, LookupError, TypeError) as error:
-        raise PlanError(f"{args.file} or --rows cannot be read: {error!r}") from None
+    configs = read_configs(args.file, args.rows)
     print("model    p    m  schedule memory  reference     ours    bound  seconds")
-    for config, scalars in zip(chosen, times, strict=True):
-        for name, reference in config["reference"].items():
+    for config in configs:
+        for name, reference in config.reference.items():
             if name not in REFERENCES:
                 continue
             begin = time.perf_counter()
             result = make_plan(
                 REFERENCES[name],
-                num_ranks=config["num_ranks"],
-                num_microbatches=config["num_microbatches"],
-                costs_of=lambda placement, scalars=scalars: CostModel.uniform(placement, **scalars),
-                goal=Goal(memory_limit=reference["peak_memory"], seed=args.seed, budget=Effort(args.effort).budget),
+                num_ranks=config.num_ranks,
+                num_microbatches=config.num_microbatches,
+                costs_of=config.costs_of,
+                goal=Goal(memory_limit=reference.peak_memory, seed=args.seed, budget=Effort(args.effort).budget),
             )
             print(
-                f"{config['model']:6} {config['num_ranks']:3} {config['num_microbatches']:4}  {name:8} "
-                f"{reference['peak_memory']:6.4f}  {reference['bubble_rate']:9.4f} {result.simulation.bubble_rate:8.4f} "
+                f"{config.model:6} {config.num_ranks:3} {config.num_microbatches:4}  {name:8} "
+                f"{reference.peak_memory:6.4f}  {reference.bubble_rate:9.4f} {result.simulation.bubble_rate:8.4f} "
                 f"{result.bound.bubble_rate:8.4f} {time.perf_counter() - begin:8.1f}",
                 flush=True,
             )

@@ -1,0 +1,242 @@
+"""The command line: tools/benchmark_planner.py. That it measures what it says, on tiny configs; not how good the plans are."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.planner import make_plan
+from megatron.zerobubble.plan.search import Effort, Goal
+from megatron.zerobubble.plan.simulate import simulate
+from tools.benchmark_planner import LIMITS, POINTS, PUBLISHED, SECTIONS, Settings, main, missed, uneven
+from tools.plan import read_configs
+
+TIMES = {"forward_ms": 10.0, "backward_ms": 9.0, "wgrad_ms": 6.0, "comm_ms": 0.5, "activation_after_backward": 0.5}
+PEAKS = {"1F1B": 1.0, "ZB-1p": 1.0, "ZB-2p": 2.0, "ZBV": 1.0, "V-half": 1.0, "V-min": 0.5}
+REFERENCE = {name: {"bubble_rate": 0.4, "peak_memory": peak, "seconds": 0.1} for name, peak in PEAKS.items()}
+CONFIGS = [
+    {"model": "tiny", "num_ranks": 2, "num_microbatches": 4, **TIMES, "reference": REFERENCE},
+    {"model": "small", "num_ranks": 3, "num_microbatches": 6, **TIMES, "reference": {"ZBV": REFERENCE["ZBV"]}},
+]
+SIZES = Settings(ideal=(2,), uneven=((2, 4), (16, 48)), fast=((3, 6),))
+BUDGET = 20000.0
+LITTLE = ["--budget", str(BUDGET)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the configs, and a result of all sections."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    (folder / "configs.json").write_text(json.dumps({"about": "made up", "configs": CONFIGS}))
+    files = ["--json", str(folder / "result.json"), "--markdown", str(folder / "result.md")]
+    assert main([str(folder / "configs.json"), *LITTLE, *files], SIZES) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return body
+
+
+def rows_of(report: dict[str, Any], section: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = report["sections"][section]["rows"]
+    return rows
+
+
+def goal(limit: float) -> Goal:
+    return Goal(memory_limit=limit, budget=BUDGET)
+
+
+def test_the_report_says_where_it_comes_from(report: dict[str, Any], folder: Path) -> None:
+    assert report["format"] == "zerobubble-planner-benchmark/1"
+    assert report["command"].startswith(f"python tools/benchmark_planner.py {folder}/configs.json --budget")
+    assert report["core"] in ("compiled", "pure Python")
+    assert list(report["sections"]) == list(SECTIONS)
+    for name in SECTIONS:
+        for row in rows_of(report, name):
+            assert row["bound"] <= row["ours"] + 1e-9
+            assert row["peak_memory"] <= row["limit"] + 1e-9
+            assert row["budget"] == BUDGET
+
+
+def test_points_are_what_a_simulation_says(report: dict[str, Any]) -> None:
+    rows = rows_of(report, "points")
+    named = [(row["row"], row["point"]) for row in rows]
+    assert named == [(0, point.name) for point in POINTS] + [(1, "zbv@1"), (1, "zbv@1.25")]
+    assert [row["limit"] for row in rows] == [1.0, 2.0, 1.0, 1.0, 0.5, 0.75, 1.25, 1.0, 1.25]
+    for row in rows:
+        found = make_plan(
+            row["schedule"],
+            num_ranks=row["p"],
+            num_microbatches=row["m"],
+            costs_of=lambda placement: CostModel.uniform(placement, **TIMES),
+            goal=goal(row["limit"]),
+        )
+        scored = simulate(found.simulation.plan, CostModel.uniform(found.simulation.plan.placement, **TIMES))
+        assert row["ours"] == scored.bubble_rate
+        assert row["reference"] == 0.4
+        assert row["ratio"] == round(row["ours"], 4) / 0.4
+    targets = [verdict["target"] for verdict in report["sections"]["points"]["verdicts"]]
+    assert len(targets) == 8
+    assert sum("never above" in target for target in targets) == 5
+
+
+def test_auto_is_held_against_the_best_that_fits(report: dict[str, Any]) -> None:
+    rows = rows_of(report, "auto")
+    assert [(row["row"], row["limit"]) for row in rows] == [(row, limit) for row in (0, 1) for limit in LIMITS]
+    assert [row["published"] for row in rows[:7]] == ["V-min"] * 3 + ["1F1B"] * 4
+    assert [row["reference"] for row in rows[7:]] == [None] * 3 + [0.4] * 4
+    assert all(row["schedule"] in ("1f1b", "interleaved-1f1b", "1f1b-v", "zb", "zb-interleaved", "zbv") for row in rows)
+
+
+def test_ideal_has_no_bubble(report: dict[str, Any]) -> None:
+    rows = rows_of(report, "ideal")
+    assert [(row["p"], row["m"], row["point"]) for row in rows] == [(2, m, point) for m in (4, 6) for point in ("zbv@1", "zb@2")]
+    assert all(row["ours"] <= 1e-9 for row in rows)
+    assert report["sections"]["ideal"]["verdicts"] == [{"target": "no bubble", "result": "4 of 4", "met": True, "misses": []}]
+
+
+def test_uneven_runs_both_orders_under_the_true_times(report: dict[str, Any]) -> None:
+    def true(placement: Placement) -> CostModel:
+        return uneven(lambda placement: CostModel.uniform(placement, **TIMES), placement)
+
+    def flat(placement: Placement) -> CostModel:
+        return uneven(lambda placement: CostModel.uniform(placement, **TIMES), placement, flat=True)
+
+    rows = rows_of(report, "uneven")
+    assert [row["point"] for row in rows] == ["zb@1", "zbv@1", "v-half"]
+    for row in rows:
+        for key, costs_of in (("ours", true), ("flattened", flat)):
+            problem: dict[str, Any] = {"num_ranks": row["p"], "num_microbatches": row["m"], "goal": goal(row["limit"])}
+            plan = make_plan(row["schedule"], costs_of=costs_of, **problem).simulation.plan
+            assert row[key] == simulate(plan, true(plan.placement)).bubble_rate
+
+
+def test_uneven_costs() -> None:
+    placement = Placement.v(3)
+    even = CostModel.uniform(placement, **TIMES)
+    true, flat = (uneven(lambda _: even, placement, flat=flat) for flat in (False, True))
+    shares = [a / b for a, b in zip(true.forward_ms, even.forward_ms, strict=True)]
+    assert shares == pytest.approx([a / b for a, b in zip(true.wgrad_ms, even.wgrad_ms, strict=True)])
+    assert 0.72 <= shares[0] <= 0.88
+    assert 1.26 <= shares[-1] <= 1.54
+    assert all(0.9 <= share <= 1.1 for share in shares[1:-1])
+    assert len(set(flat.backward_ms)) == 1
+    assert math.fsum(flat.backward_ms) == pytest.approx(math.fsum(true.backward_ms))
+    assert (true.comm_ms, true.activation, flat.activation) == (even.comm_ms, even.activation, even.activation)
+
+
+def test_fast_takes_only_its_sizes(report: dict[str, Any]) -> None:
+    assert [(row["row"], row["point"]) for row in rows_of(report, "fast")] == [(1, "zbv@1")]
+    assert len(report["sections"]["fast"]["verdicts"]) == 2
+
+
+def test_efforts() -> None:
+    assert [Settings().goal(p, 1.0).budget for p in (16, 17)] == [Effort.DEFAULT.budget, Effort.MAX.budget]
+    assert {Settings(effort="fast").goal(p, 1.0).budget for p in (16, 17)} == {Effort.FAST.budget}
+    assert Settings(effort="fast", budget=7.0).goal(8, 1.0).budget == 7.0
+
+
+def test_misses_are_reported() -> None:
+    row = {"row": 3, "model": "x", "p": 8, "m": 24, "point": "v-min", "limit": 0.5, "reference": 0.2, "seconds": 6.0}
+    rows = [row | {"ours": ours, "ratio": ours / 0.2} for ours in (0.20004, 0.2002, 0.2)]
+    points, ratio = SECTIONS["points"].judge(rows)
+    assert (points["result"], points["met"], ratio["result"], ratio["met"]) == ("2 of 3", False, "1.000", False)
+    assert points["misses"] == ["row 3 (x), p=8, m=24, v-min: ours 0.2002, reference 0.2000, 6.0 s"]
+    rising = [row | {"limit": limit, "ours": ours} for limit, ours in ((0.5, 0.2), (0.75, 0.1), (1.0, 0.11), (0.5, 0.2))]
+    better, falling = SECTIONS["auto"].judge(rising)
+    assert (better["met"], falling["result"], len(falling["misses"])) == (True, "3 of 4", 1)
+    timely, close = SECTIONS["fast"].judge([row | {"ours": 0.2201}, row | {"ours": 0.22, "seconds": 5.0}])
+    assert (timely["result"], close["result"]) == ("1 of 2", "1 of 2")
+    assert not SECTIONS["ideal"].judge([row | {"ours": 1e-8}])[0]["met"]
+    assert not SECTIONS["uneven"].judge([row | {"ours": 0.2, "flattened": 0.1999}])[0]["met"]
+    assert SECTIONS["uneven"].judge([]) == []
+    lines = missed({"sections": {"fast": {"rows": [], "verdicts": [timely, falling]}}})
+    assert lines[0].startswith("missed: fast, at most 5 s a plan: 1 of 2; row 3 (x)")
+
+
+def test_markdown_is_rendered_from_the_json(
+    folder: Path, report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (folder / "result.md").read_text()
+    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == ["Targets", *SECTIONS, "How to reproduce"]
+    assert "| ideal | no bubble | 4 of 4 | yes |" in text
+    assert "| 0 | tiny | 2 | 4 | v-min | 0.5000 | V-min | 0.4000 |" in text
+    assert f"```\n{report['command']}\n```" in text
+    again = tmp_path / "again.md"
+    assert main(["--from-json", str(folder / "result.json"), "--markdown", str(again)]) == 0
+    assert again.read_text() == text
+    assert capsys.readouterr().out.splitlines()[1:] == (missed(report) or ["no target was missed"])
+
+
+def test_two_processes_find_the_same(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "two.json"
+    some = ["--sections", "uneven,ideal", "--rows", "0", "--jobs", "2"]
+    assert main([str(folder / "configs.json"), *LITTLE, *some, "--json", str(path)], SIZES) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("uneven: ")
+    assert lines[2].split()[-4:] == ["flattened", "ours", "bound", "seconds"]
+    ours = json.loads(path.read_text())["sections"]
+    theirs = json.loads((folder / "result.json").read_text())["sections"]
+    assert list(ours) == ["uneven", "ideal"]
+    for name in ours:
+        pairs = zip(ours[name]["rows"], theirs[name]["rows"], strict=True)
+        assert all(a | {"seconds": 0} == b | {"seconds": 0} for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/no/such/file"], "No such file"),
+        (["{folder}/result.json"], "no readable configs"),
+        (["{folder}/result.md"], "no readable configs"),
+        (["{folder}/configs.json", "--rows", "2"], "--rows is '2'"),
+        (["--rows", "first"], "0 to 20"),
+        (["--sections", "points,speed"], "points,auto,ideal,uneven,fast"),
+        (["--json", "/no/such/folder/result.json"], "No such file"),
+        (["--from-json", "{folder}/configs.json", "--markdown", "unused.md"], "not written by --json"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_code_2(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main([word.format(folder=folder) for word in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--jobs", "0"], ["--budget", "-1"], ["--budget", "nan"], ["--effort", "much"], ["--from-json", "x"]]
+)
+def test_usage_errors_are_one_line_too(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_published_configs() -> None:
+    configs = read_configs(str(PUBLISHED), None)
+    assert len(configs) == 21
+    assert {point.published for point in POINTS} <= set.intersection(*(set(config.reference) for config in configs))
+    assert sorted({config.num_ranks for config in configs}) == [8, 16, 24, 32]
+    assert sum((config.num_ranks, config.num_microbatches) in Settings().fast for config in configs) == 2
+
+
+def test_as_a_command_from_anywhere(folder: Path) -> None:
+    tool = Path(__file__).parents[2] / "tools" / "benchmark_planner.py"
+    arguments = [str(folder / "configs.json"), *LITTLE, "--sections", "points", "--rows", "1", "--jobs", "2"]
+    done = subprocess.run([sys.executable, str(tool), *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.count(" zbv@1 ") == 1
+    assert "examples:" in subprocess.run([sys.executable, str(tool), "--help"], capture_output=True, text=True, check=True).stdout
