@@ -21,7 +21,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
 from typing import Any
@@ -44,24 +44,33 @@ _RANDOM_BLOCKS = 300
 _KEPT_BLOCKS = 20
 _BLOCK_WEIGHT = 500
 """How many op evaluations a block costs besides its list schedule, per stage."""
-_MOST_MENDED, _MOST_DRAWN = 16, 6
-_MOST_STARTS = 3
+_MOST_MENDED, _MOST_DRAWN, _MOST_UNROLLED = 16, 6, 4
+_CYCLE_AT = (0.3, 0.4, 0.5, 0.6, 0.7)
+_MOST_STARTS = 2
 _WGRAD_CODES = bytes(range(2, 256, 3))
 _PATIENCES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.9, 1.5)
-_FIRST_ROUND = 0.05
-_ROUNDS = (
-    (True, 0.15, 0.03),
-    (False, 0.1, 0.2),
-    (False, 0.1, 0.1),
-    (False, 0.1, 0.05),
-    (True, 0.15, 0.01),
-    (False, 0.1, 0.02),
-    (False, 0.1, 0.01),
-    (False, 0.1, 0.008),
-    (False, 0.1, 0.004),
-)
+_FIRST_SHARE, _FIRST_ROUNDS = 0.09, ((True, 0.05), (True, 0.02), (False, 0.02))
+_ROUNDS = {
+    True: (
+        (True, 0.3, 0.03),
+        (False, 0.05, 0.1),
+        (False, 0.05, 0.05),
+        (True, 0.3, 0.01),
+        (False, 0.15, 0.01),
+        (False, 0.15, 0.005),
+    ),
+    False: (
+        (False, 0.1, 0.2),
+        (False, 0.1, 0.1),
+        (False, 0.1, 0.05),
+        (False, 0.15, 0.02),
+        (False, 0.2, 0.01),
+        (False, 0.2, 0.008),
+        (False, 0.15, 0.004),
+    ),
+}
 """Annealing: whether W is left out, share of the budget, first threshold as a share of the busiest rank's time for a microbatch.
-Small instances need the high ones, long ones the low ones."""
+Small instances need the high ones, long ones the low ones. Which rounds follow depends on which of the first ones did best."""
 
 Drawing = Callable[[int], Order]
 """A pattern for any number of microbatches."""
@@ -86,7 +95,7 @@ class Effort(enum.Enum):
     @property
     def budget(self) -> float:
         """Op evaluations of a whole search."""
-        return {"fast": 6e7, "default": 1.2e9, "max": 1.1e10}[self.value]
+        return {"fast": 6e7, "default": 1.5e9, "max": 1.1e10}[self.value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +205,8 @@ class _Finder:
         bound = lower_bound(placement, num_microbatches, costs, goal.memory_limit)
         self._bound = bound.span_ms if goal.objective is Objective.SPAN else bound.makespan_ms
         self._blocks = Blocks(placement, costs, self._limit, fused=fused)
+        self.kept_blocks: list[Block] = []
+        self._best_drawn = math.inf
         self._seeds = _seeds(goal.seed)
         self._busiest = max(
             math.fsum(costs.forward_ms[s] + costs.backward_ms[s] + costs.wgrad_ms[s] for s in stages)
@@ -223,12 +234,36 @@ class _Finder:
         drawn = [] if self._fused else self._draw(drawings)
         if drawn and self._is_best(drawn[0]):
             return drawn[0][1]
-        orders = [self._full.decode(self._blocks.policy(block)) for block in self._breed(0.4 * budget)]
+        solved: list[tuple[float, Order]] = []
+        if self._m > self._small_m and budget > 0 and not self._fused:
+            few = _Finder(self._placement, self._small_m, self._costs, self._half_the_goal(), self._fused, self._core)
+            solved = [self._scored(order) for order in self._unrolled(few.find(drawings))]
+            blocks, left = few.kept_blocks, 0.5 * budget
+        else:
+            begin = self._small.work
+            blocks = self._breed(0.4 * budget)
+            left = budget - (self._small.work - begin)
+        orders = [self._full.decode(self._blocks.policy(block)) for block in blocks]
         bred = sorted((self._scored(order) for order in orders if order), key=_score)
-        best = min((*drawn, *bred), key=_score)
+        best = min((*drawn, *bred, *solved), key=_score)
         if budget <= 0 or self._fused:
             return best[1]
-        return self._anneal(best, [*bred[:1], *drawn[:_MOST_STARTS]], 0.6 * budget)
+        starts = sorted([*bred[:1], *solved, *drawn[:_MOST_STARTS]], key=_score)
+        return self._anneal(best, starts[:_MOST_STARTS], left)
+
+    def _half_the_goal(self) -> Goal:
+        return replace(self._goal, budget=0.5 * self._goal.budget)
+
+    def _unrolled(self, order: Order) -> list[Order]:
+        """An order of the smaller instance with its steady cycle repeated where that works best; nothing where there is none."""
+        patient = [math.inf] * len(order)
+        candidates = []
+        for share in _CYCLE_AT:
+            candidates.append(self._full.fill(_repeated(order, share, self._m - self._small_m), patient))
+            rows = _repeated(_without_wgrad(order), share, self._m - self._small_m)
+            candidates += [self._full.fill(rows, [patience] * len(order)) for patience in _PATIENCES]
+        best = min(filter(None, candidates), key=self._full.evaluate, default=[])
+        return [best] if best else []
 
     def _is_best(self, scored: tuple[float, Order]) -> bool:
         """Whether the bound is reached, within what it allows for rounding."""
@@ -244,6 +279,9 @@ class _Finder:
         kept: list[tuple[float, int, Block]] = []
         begin, count = self._small.work, 0
         while count < _FEWEST_BLOCKS or self._small.work - begin < budget:
+            behind = kept and kept[0][0] > self._best_drawn
+            if behind and self._small.work - begin > 0.25 * budget > 0:
+                break
             block = next(plain, None)
             if block is None:
                 fresh = not kept or count < _RANDOM_BLOCKS or random.random() < 0.1
@@ -254,7 +292,8 @@ class _Finder:
             if order:
                 kept.append((self._small.evaluate(order)[0], count, block))
                 kept = sorted(kept, key=lambda entry: entry[:2])[:_KEPT_BLOCKS]
-        return [entry[2] for entry in kept[: 4 if self._m > self._small_m else 1]]
+        self.kept_blocks = [block for _, _, block in kept[:_MOST_UNROLLED]]
+        return self.kept_blocks if self._m > self._small_m else self.kept_blocks[:1]
 
     def _draw(self, drawings: Sequence[Drawing]) -> list[tuple[float, Order]]:
         """The best drawings: many as they are and fewer mended on the small instance, the last ones in full; best first."""
@@ -265,6 +304,7 @@ class _Finder:
         )
         mended = [(index, self._mended(self._small, order, _PATIENCES[1::3])) for _, index, order in plain[:_MOST_MENDED]]
         chosen = sorted((self._small.evaluate(order)[0], index) for index, order in mended if order)[:_MOST_DRAWN]
+        self._best_drawn = chosen[0][0] if chosen else math.inf
         full = [self._mended(self._full, self._squeezed(drawings[index](self._m)), _PATIENCES) for _, index in chosen]
         return sorted((self._scored(order) for order in full if order), key=_score)
 
@@ -304,11 +344,15 @@ class _Finder:
         return bytes(result + bytes(late))
 
     def _anneal(self, best: tuple[float, Order], starts: Sequence[tuple[float, Order]], budget: float) -> Order:
-        """A short round for each start, then round after round from the best so far, less and less patient."""
-        for _, order in starts:
-            best = min(best, self._round(order, True, 0.1 * budget, _FIRST_ROUND), key=_score)
-        left = budget * (1.0 - 0.1 * len(starts))
-        for filled, share, temperature in _ROUNDS:
+        """Short rounds for each start, then round after round from the best so far, less and less patient."""
+        firsts = [(order, *first) for _, order in starts for first in _FIRST_ROUNDS]
+        winner = True
+        for order, filled, temperature in firsts:
+            found = self._round(order, filled, _FIRST_SHARE * budget, temperature)
+            if found[0] < best[0]:
+                best, winner = found, filled
+        left = budget * (1.0 - _FIRST_SHARE * len(firsts))
+        for filled, share, temperature in _ROUNDS[winner]:
             if self._is_best(best):
                 break
             best = min(best, self._round(best[1], filled, share * left, temperature), key=_score)
@@ -333,6 +377,19 @@ def _seeds(seed: int) -> Iterator[int]:
     while True:
         yield (seed * 1_000_003 + part) & (2**63 - 1)
         part += 1
+
+
+def _repeated(rows: Order, share: float, times: int) -> Order:
+    """Rows in which the ops nearest to `share` of the way that hold every code once are repeated; as they are without any."""
+    longer = []
+    for row in rows:
+        width, middle = len(set(row)), int(share * len(row))
+        cycles = [step for step in range(len(row) - width + 1) if len(set(row[step : step + width])) == width]
+        if not cycles:
+            return rows
+        step = min(cycles, key=lambda step: abs(step - middle))
+        longer.append(row[:step] + row[step : step + width] * times + row[step:])
+    return longer
 
 
 def _without_wgrad(order: Order, *, tail: bool = False) -> Order:

@@ -1,7 +1,7 @@
 """Whether a program can deadlock on a device with a single hardware queue.
 
 With CUDA_DEVICE_MAX_CONNECTIONS=1 every kernel of a rank goes through one hardware queue: a kernel that must wait keeps all that
-were issued after it waiting too, transfers included. The four rules of `communication` do not cover that case. Whether it is free of
+were issued after it waiting too, transfers included. The four rules of `communication` do not cover that case. Whether there are
 cycles is a property of the plan, and of posting receives one op ahead (docs/adr/0003).
 
 The model: each rank issues posts, ops and sends in program order. A kernel *starts* when the kernel issued before it on its rank
