@@ -78,8 +78,10 @@ class Blocks:
     def plain(self) -> Iterator[Block]:
         """A few that are good for something."""
         chunks = self._placement.num_chunks
-        for view, cap, delay, slack in itertools.product((0, 1), (math.inf, 1.3), (_NEVER, 0.5), (0.0, 0.5, 1.0)):
-            yield Block(view, 1.0, (slack,) * (2 * chunks), (0.0,) * chunks, delay, cap, 1.0, 1.0, 0.05, 1.0, 1.0)
+        even = [(slack,) * (2 * chunks) for slack in (0.0, 0.5, 1.0)]
+        behind = (0.0,) * chunks + tuple(3.0 * (chunk + 1) / chunks for chunk in range(chunks))
+        for view, cap, delay, slacks in itertools.product((0, 2), (math.inf, 1.3), (_NEVER, 0.5), (*even, behind)):
+            yield Block(view, 1.0, slacks, (0.0,) * chunks, delay, cap, 1.0, 1.0, 0.05, 1.0, 1.0)
 
     def random(self, random: Random) -> Block:
         """Any block."""
