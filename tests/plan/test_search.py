@@ -87,6 +87,23 @@ def test_families_over_a_grid(name: str) -> None:
                 assert kinds == ({OpKind.F, OpKind.BW} if name == "1f1b-v" else {OpKind.F, OpKind.B, OpKind.W})
 
 
+@pytest.mark.parametrize("name", SEARCHED)
+@pytest.mark.parametrize(("p", "m", "comm_ms"), [(1, 30, 0.0), (2, 40, 0.5), (3, 31, 20.0)])
+def test_more_microbatches_than_the_smaller_instance(name: str, p: int, m: int, comm_ms: float) -> None:
+    """What is unrolled is complete, whether the order of the smaller instance has a cycle or not."""
+    placement = placement_of(name, p, 2)
+    costs = CostModel.uniform(placement, **MEASURED | {"comm_ms": comm_ms})
+    for limit in (0.75, 1.5):
+        goal = Goal(memory_limit=max(limit, smallest_memory(placement, m, costs)), budget=4e5 if COMPILED else 2e4)
+        validate(build_plan(name, num_ranks=p, num_microbatches=m, costs=costs, goal=goal))
+
+
+def test_an_order_without_a_cycle_is_not_unrolled() -> None:
+    periodic, not_periodic = bytes([0, 1, 2] * 4), bytes([0, 0, 1, 1, 2, 2])
+    assert search_module._repeated([periodic], 0.5, 2) == [bytes([0, 1, 2] * 6)]
+    assert search_module._repeated([periodic, not_periodic], 0.5, 2) == []
+
+
 @pytest.mark.parametrize("name", ["v-half", "v-min", "1f1b-v"])
 def test_the_memory_points(name: str) -> None:
     """In microbatches, p=1..12: the paper's half and third, and what is left of two thirds."""

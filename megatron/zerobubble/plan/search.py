@@ -256,12 +256,13 @@ class _Finder:
 
     def _unrolled(self, order: Order) -> list[Order]:
         """An order of the smaller instance with its steady cycle repeated where that works best; nothing where there is none."""
-        patient = [math.inf] * len(order)
+        as_found, times = [math.inf] * len(order), self._m - self._small_m
         candidates = []
         for share in _CYCLE_AT:
-            candidates.append(self._full.fill(_repeated(order, share, self._m - self._small_m), patient))
-            rows = _repeated(_without_wgrad(order), share, self._m - self._small_m)
-            candidates += [self._full.fill(rows, [patience] * len(order)) for patience in _PATIENCES]
+            if rows := _repeated(order, share, times):
+                candidates.append(self._full.fill(rows, as_found))
+            if rows := _repeated(_without_wgrad(order), share, times):
+                candidates += [self._full.fill(rows, [patience] * len(rows)) for patience in _PATIENCES]
         best = min(filter(None, candidates), key=self._full.evaluate, default=[])
         return [best] if best else []
 
@@ -380,13 +381,13 @@ def _seeds(seed: int) -> Iterator[int]:
 
 
 def _repeated(rows: Order, share: float, times: int) -> Order:
-    """Rows in which the ops nearest to `share` of the way that hold every code once are repeated; as they are without any."""
+    """Rows with the ops nearest to `share` of the way that hold every code once repeated; nothing where a row has no such."""
     longer = []
     for row in rows:
         width, middle = len(set(row)), int(share * len(row))
         cycles = [step for step in range(len(row) - width + 1) if len(set(row[step : step + width])) == width]
         if not cycles:
-            return rows
+            return []
         step = min(cycles, key=lambda step: abs(step - middle))
         longer.append(row[:step] + row[step : step + width] * times + row[step:])
     return longer
