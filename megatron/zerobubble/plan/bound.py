@@ -9,9 +9,13 @@ For one rank, from the start of its first op (the first F of its first stage) to
 2. *Memory and time.* A microbatch holds a stage's activation at least from its F through all later stages and back to the end of
    its B, and the rest during its W. The limit times the span is at least the sum over all microbatches.
 
-Span is the largest over the ranks. The makespan adds the way of microbatch 0 to the rank, and, after the rank's last B can have
-ended, the way of its gradient back to stage 0. Every path is counted with its links. The bounds hold for B and W split; BW only
-waits longer.
+A third one spans two ranks:
+
+3. *There, work, and back.* The rank of stage 0 begins with the first F of all, which has to come to a rank; there all F and B
+   must run, and the W that the memory cannot hold back any longer; then the gradient of the last B has to go back to stage 0.
+
+Span is the largest of all. The makespan adds the way of microbatch 0 to the rank to 1 and 2. Every path is counted with its
+links. The bounds hold for B and W split; BW only waits longer.
 """
 
 from __future__ import annotations
@@ -65,12 +69,11 @@ def lower_bound(placement: Placement, num_microbatches: int, costs: CostModel, m
             _memory_time(stages, num_microbatches, costs, paths) / limit if limit > 0 else 0.0,
         )
         first = stages[0]
-        until_last_backward = max(forward + backward + head, paths.there_and_back(first))
-        span = max(span, own)
-        makespan = max(
-            makespan,
-            paths.down_to(first) + max(own, until_last_backward + paths.back_from(first)),
-        )
+        put_off = _most([(costs.wgrad_ms[s], costs.activation_after_backward[s], num_microbatches) for s in stages], limit)
+        until_last_backward = max(forward + backward + max(0.0, wgrad - put_off) + head, paths.there_and_back(first))
+        round_trip = paths.down_to(first) + until_last_backward + paths.back_from(first)
+        span = max(span, own, round_trip)
+        makespan = max(makespan, paths.down_to(first) + own, round_trip)
         busiest = max(busiest, work)
     return Bound(span, makespan, max(0.0, span - busiest) / span if span > 0 else 0.0)
 
