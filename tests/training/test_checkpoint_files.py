@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -13,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training.checkpoint_files import inspect_checkpoint
+from megatron.zerobubble.training.checkpoint_files import _MetadataUnpickler, inspect_checkpoint
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -104,3 +105,25 @@ def test_files_outside_of_the_checkpoint_are_not_read(checkpoint: Path, tmp_path
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="lies outside the checkpoint"):
         inspect_checkpoint(checkpoint)
+
+
+class ByGetattr:
+    """Pickles as an attribute of something: how Python 3.11.2 pickles a member of an enum, on any Python."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.asked = owner, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.asked
+
+
+def test_an_enum_pickled_by_getattr_is_read_and_nothing_else_is() -> None:
+    kind = type(torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT)
+
+    def load(owner: Any, name: str) -> Any:
+        return _MetadataUnpickler(io.BytesIO(pickle.dumps(ByGetattr(owner, name)))).load()
+
+    assert load(kind, "TORCH_PRESERVE_FORMAT") is kind.TORCH_PRESERVE_FORMAT
+    for owner, name in ((kind, "__class__"), (kind, "mro"), (torch.distributed.checkpoint.metadata.Metadata, "__init__")):
+        with pytest.raises(CheckpointError, match=f"it asks for '{name}'"):
+            load(owner, name)

@@ -8,6 +8,7 @@ refused by name. Files that are missing or too short are found on the way.
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 import warnings
@@ -85,10 +86,19 @@ def _check_loads(what: Path, data: bytes) -> None:
         raise CheckpointError(f"{what} is damaged or holds more than data: {reason}") from error
 
 
+def _enum_member(kind: Any, name: Any) -> Any:
+    """What stands in for `getattr`: it knows the members of an enum, and nothing else."""
+    if isinstance(kind, enum.EnumMeta) and isinstance(name, str) and name in kind.__members__:
+        return kind[name]
+    raise CheckpointError(f"it asks for {name!r} of {kind!r}, which checkpoint metadata does not contain; it is not loaded")
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles checkpoint metadata, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member  # some Pythons, 3.11.2 for one, pickle a member of an enum so
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype) or (module, name) in _METADATA_NAMES:
             return super().find_class(module, name)
