@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan import search as search_module
 from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.generators import building_blocks
 from megatron.zerobubble.plan.generators.building_blocks import grid_blocks
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
@@ -235,6 +236,12 @@ def test_grid_blocks_are_steady(p: int) -> None:
             assert all(row.count(code) == m for row in block.order(m) for code in range(6))
             spans.append(core.evaluate(block.order(m))[1])
         assert spans[1] - spans[0] == pytest.approx(3 * p * 6.0)
+
+
+def test_the_block_that_the_docstring_draws() -> None:
+    drawn = [line.split()[2:] for line in (building_blocks.__doc__ or "").splitlines() if line.strip().startswith("rank ")]
+    ticks = tuple(tuple(row.index(letter) for letter in "FBWfbw") for row in drawn)
+    assert ticks == grid_blocks(2)[0].ticks
 
 
 def test_a_row_without_w_gets_it_back_where_it_fits() -> None:

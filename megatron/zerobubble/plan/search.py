@@ -236,7 +236,8 @@ class _Finder:
             return drawn[0][1]
         solved: list[tuple[float, Order]] = []
         if self._m > self._small_m and budget > 0 and not self._fused:
-            few = _Finder(self._placement, self._small_m, self._costs, self._half_the_goal(), self._fused, self._core)
+            goal = replace(self._goal, budget=0.5 * budget)
+            few = _Finder(self._placement, self._small_m, self._costs, goal, self._fused, self._core)
             solved = [self._scored(order) for order in self._unrolled(few.find(drawings))]
             blocks, left = few.kept_blocks, 0.5 * budget
         else:
@@ -250,9 +251,6 @@ class _Finder:
             return best[1]
         starts = sorted([*bred[:1], *solved, *drawn[:_MOST_STARTS]], key=_score)
         return self._anneal(best, starts[:_MOST_STARTS], left)
-
-    def _half_the_goal(self) -> Goal:
-        return replace(self._goal, budget=0.5 * self._goal.budget)
 
     def _unrolled(self, order: Order) -> list[Order]:
         """An order of the smaller instance with its steady cycle repeated where that works best; nothing where there is none."""

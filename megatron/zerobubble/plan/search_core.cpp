@@ -23,7 +23,7 @@ constexpr double kEpsilon = 1e-9;
 constexpr double kDecodeWeight = 8;
 constexpr double kMoveWeight = 40;
 constexpr double kMeanWeight = 0.1;
-constexpr double kThetaShare = 0.05;
+constexpr double kPatienceShare = 0.05;
 constexpr double kSwapShare = 0.1;
 constexpr double kShiftShare = 0.9;
 
@@ -168,7 +168,7 @@ class NativeCore {
       changed.clear();
       saved.clear();
       const double choice = random.unit();
-      if (filled && choice < kThetaShare) {
+      if (filled && choice < kPatienceShare) {
         saved = patience;
         vary_patience(patience, random);
       } else if (choice < kSwapShare) {

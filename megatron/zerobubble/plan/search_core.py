@@ -55,7 +55,7 @@ MOVE_WEIGHT = 40
 MEAN_WEIGHT = 0.1
 """Share of the ranks' mean span in the score; the maximum alone is flat under most moves."""
 
-THETA_SHARE, SWAP_SHARE, SHIFT_SHARE = 0.05, 0.1, 0.9
+PATIENCE_SHARE, SWAP_SHARE, SHIFT_SHARE = 0.05, 0.1, 0.9
 """Upper ends of the shares of moves: patience and repeated shifts (without W only), repeated swaps; the rest are single moves."""
 
 _MASK = (1 << 64) - 1
@@ -297,7 +297,7 @@ class PythonCore:
             left = 1.0 - (self.work - begin) / budget
             varied, changed = patient, dict[int, bytearray]()
             choice = random.unit()
-            if filled and choice < THETA_SHARE:
+            if filled and choice < PATIENCE_SHARE:
                 varied = self._vary_patience(patient, random)
             elif choice < SWAP_SHARE:
                 changed = self._repeated_swap(current, 2 if filled else 3, random)

@@ -3,10 +3,11 @@
 A block starts F of stage 0 at tick 0 and takes one tick a pass. From rank to rank it moves on by four strides: F down, F up, B
 down, B up; and it may pause at each of the three turns. Repeated every six ticks it is a schedule if no rank has two passes in
 the same tick modulo six; W takes the next free ticks. How long a microbatch stays on a rank is the memory: strides of 1 give
-the paper's V-Min, two of 1 and two of 2 its V-Half, strides of 3 its V-ZB. p=2, strides 1 and 2::
+the paper's V-Min, two of 1 and two of 2 its V-Half, strides of 3 its V-ZB. p=2, strides of 1, one microbatch by ticks, small
+letters for the way up::
 
-    rank 0  F0 F1 f0 b0 f1 w0 b1 B0 F2 w1 W0 ...
-    rank 1     F0 f0 F1 b0 f1 B0 ...
+    rank 0  F . . f b w . B W . .
+    rank 1  . F f . . b B . . W w
 
 `grid_blocks` lists all of them up to stride 3. They are drawn for equal passes; the search starts from them for any.
 """
@@ -54,7 +55,7 @@ def v_drawings(num_ranks: int, memory: float) -> list[Drawing]:
 
 @lru_cache(maxsize=8)
 def grid_blocks(num_ranks: int) -> tuple[GridBlock, ...]:
-    """Every block for p ranks; of two that differ only in the direction of time, one."""
+    """Every block for p ranks whose strides of F are in order not above those of B."""
     blocks = []
     for down, up, back, home in itertools.product(_STRIDES, repeat=4):
         if (down, up) > (back, home):
