@@ -6,8 +6,9 @@ Three stages, each on the real objective (in-order execution with the true times
    changing one changes the whole steady state. With many microbatches this happens on a smaller instance; the block unrolls it.
 2. *Draw*: patterns drawn by hand or on a grid, as they are, and with W moved into the bubbles.
 3. *Anneal* the best of both: first without W, which then follows F and B into the bubbles, and by moving many ops at once; then
-   single ops of the full order, which mends ends and seams. A worse candidate is accepted while it is within a threshold that
-   falls to zero (threshold accepting: Dueck and Scheuer, Journal of Computational Physics 90, 1990).
+   single ops of the full order, most of them on the critical path, which mends ends and seams. A worse candidate is accepted
+   while it is within a threshold that falls to zero (threshold accepting: Dueck and Scheuer, Journal of Computational Physics 90,
+   1990).
 
 A budget is a number of op evaluations, not seconds: the same arguments and seed give the same plan on every machine, with the
 compiled core and without.
@@ -46,31 +47,26 @@ _BLOCK_WEIGHT = 500
 """How many op evaluations a block costs besides its list schedule, per stage."""
 _MOST_MENDED, _MOST_DRAWN, _MOST_UNROLLED = 16, 6, 4
 _CYCLE_AT = (0.3, 0.4, 0.5, 0.6, 0.7)
-_MOST_STARTS = 2
+_MOST_STARTS, _NEAR = 2, 1.005
 _WGRAD_CODES = bytes(range(2, 256, 3))
 _PATIENCES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.9, 1.5)
-_FIRST_SHARE, _FIRST_ROUNDS = 0.09, ((True, 0.05), (True, 0.02), (False, 0.02))
+_FIRST_SHARE = 0.06
+_FIRST_ROUNDS = ((True, 0.05), (True, 0.02), (False, 0.02), (False, 0.01))
 _ROUNDS = {
     True: (
-        (True, 0.3, 0.03),
-        (False, 0.05, 0.1),
-        (False, 0.05, 0.05),
-        (True, 0.3, 0.01),
+        (True, 0.35, 0.03),
+        (True, 0.35, 0.015),
         (False, 0.15, 0.01),
         (False, 0.15, 0.005),
     ),
     False: (
-        (False, 0.1, 0.2),
-        (False, 0.1, 0.1),
-        (False, 0.1, 0.05),
-        (False, 0.15, 0.02),
-        (False, 0.2, 0.01),
-        (False, 0.2, 0.008),
-        (False, 0.15, 0.004),
+        (False, 0.4, 0.02),
+        (False, 0.3, 0.01),
+        (False, 0.3, 0.004),
     ),
 }
 """Annealing: whether W is left out, share of the budget, first threshold as a share of the busiest rank's time for a microbatch.
-Small instances need the high ones, long ones the low ones. Which rounds follow depends on which of the first ones did best."""
+Which rounds follow depends on which of the first ones did best."""
 
 Drawing = Callable[[int], Order]
 """A pattern for any number of microbatches."""
@@ -250,7 +246,8 @@ class _Finder:
         if budget <= 0 or self._fused:
             return best[1]
         starts = sorted([*bred[:1], *solved, *drawn[:_MOST_STARTS]], key=_score)
-        return self._anneal(best, starts[:_MOST_STARTS], left)
+        near = [start for start in starts[:_MOST_STARTS] if start[0] <= _NEAR * best[0]]
+        return self._anneal(best, (near * 2)[:_MOST_STARTS], left)
 
     def _unrolled(self, order: Order) -> list[Order]:
         """An order of the smaller instance with its steady cycle repeated where that works best; nothing where there is none."""
@@ -288,9 +285,9 @@ class _Finder:
             order = self._small.decode(self._blocks.policy(block))
             self._small.work += _BLOCK_WEIGHT * self._placement.num_stages
             count += 1
-            if order:
-                kept.append((self._small.evaluate(order)[0], count, block))
-                kept = sorted(kept, key=lambda entry: entry[:2])[:_KEPT_BLOCKS]
+            score = self._small.evaluate(order)[0] if order else math.inf
+            if score < math.inf and score not in (other for other, _, _ in kept):
+                kept = sorted([*kept, (score, count, block)], key=lambda entry: entry[:2])[:_KEPT_BLOCKS]
         self.kept_blocks = [block for _, _, block in kept[:_MOST_UNROLLED]]
         return self.kept_blocks if self._m > self._small_m else self.kept_blocks[:1]
 
@@ -345,7 +342,7 @@ class _Finder:
     def _anneal(self, best: tuple[float, Order], starts: Sequence[tuple[float, Order]], budget: float) -> Order:
         """Short rounds for each start, then round after round from the best so far, less and less patient."""
         firsts = [(order, *first) for _, order in starts for first in _FIRST_ROUNDS]
-        winner = True
+        winner = False
         for order, filled, temperature in firsts:
             found = self._round(order, filled, _FIRST_SHARE * budget, temperature)
             if found[0] < best[0]:

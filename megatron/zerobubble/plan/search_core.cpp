@@ -26,6 +26,8 @@ constexpr double kMeanWeight = 0.1;
 constexpr double kPatienceShare = 0.05;
 constexpr double kSwapShare = 0.1;
 constexpr double kShiftShare = 0.9;
+constexpr double kPlainShiftShare = 0.2;
+constexpr double kCriticalShare = 0.7;
 
 using Row = std::string;
 using Order = std::vector<Row>;
@@ -90,6 +92,8 @@ class NativeCore {
       own.push_back(stage);
     }
     awaited_.resize(p_);
+    bound_.resize(p_);
+    step_of_.resize(static_cast<std::size_t>(2) * num_stages_ * m_);
     position_.resize(p_);
     free_.resize(p_);
     first_.resize(p_);
@@ -161,6 +165,8 @@ class NativeCore {
     const bool filled = std::any_of(patience.begin(), patience.end(), [](double value) { return value < kInfinity; });
     const int kinds = filled ? 2 : 3;
     double score = run(rows, patience, nullptr).first, best_score = score;
+    if (score == kInfinity) return {};
+    find_critical(rows);
     const double begin = work;
     Changes changed;
     while (work - begin < budget) {
@@ -173,7 +179,7 @@ class NativeCore {
         vary_patience(patience, random);
       } else if (choice < kSwapShare) {
         repeated_swap(rows, kinds, random, changed);
-      } else if (filled && choice < kShiftShare) {
+      } else if (choice < (filled ? kShiftShare : kPlainShiftShare)) {
         repeated_shift(rows, random, changed);
       } else {
         single_move(rows, random, changed);
@@ -187,6 +193,7 @@ class NativeCore {
       const double candidate = run(rows, patience, nullptr).first;
       if (candidate <= score + temperature * left * left * random.unit()) {
         score = candidate;
+        find_critical(rows);
         if (score < best_score) {
           best = rows;
           best_patience = patience;
@@ -285,7 +292,10 @@ class NativeCore {
         if (emitted) emitted->push_back(static_cast<char>(3 * chunk + 2));
       };
       int step = begin;
+      if (bound_[rank].size() != row.size()) bound_[rank].resize(row.size());
+      long* bound = bound_[rank].data();
       for (; step < length; ++step) {
+        bound[step] = -1;
         const int code = row[step], chunk = code / 3, kind = code - 3 * chunk, stage = own[chunk], count = counts[code];
         if (kind == 2) {
           if (count < counts[code - 1]) wgrad(chunk);
@@ -294,11 +304,12 @@ class NativeCore {
         if (kind == 1 && count >= counts[code - 1]) return {kInfinity, kInfinity};
         const int producer = kind == 0 ? stage - 1 : stage + 1;
         double ready = now;
+        long awaited = -1;
         if (producer >= 0 && producer < S) {
-          const long key = (static_cast<long>(kind) * S + producer) * m + count;
-          ready = ends_[key];
+          awaited = (static_cast<long>(kind) * S + producer) * m + count;
+          ready = ends_[awaited];
           if (ready < 0) {
-            awaited_[rank] = key;
+            awaited_[rank] = awaited;
             break;
           }
           if (rank_of_[producer] != rank) ready += comm_ms_;
@@ -317,7 +328,10 @@ class NativeCore {
           if (oldest < 0 || (!full && ready - now < patience[rank] * durations_[3 * own[oldest] + 2])) break;
           wgrad(oldest);
         }
-        if (ready > now) now = ready;
+        if (ready > now) {
+          now = ready;
+          bound[step] = awaited;
+        }
         if (step == 0) first_[rank] = now;
         now += durations_[3 * stage + kind];
         held += kind == 0 ? activation_[stage] : remaining_[stage] - activation_[stage];
@@ -325,6 +339,7 @@ class NativeCore {
         if (emitted) emitted->push_back(static_cast<char>(code));
         const long key = (static_cast<long>(kind) * S + stage) * m + count;
         ends_[key] = now;
+        step_of_[key] = step;
         const int consumer = kind == 0 ? stage + 1 : stage - 1;
         if (consumer >= 0 && consumer < S && awaited_[rank_of_[consumer]] == key) {
           awaited_[rank_of_[consumer]] = -1;
@@ -368,11 +383,41 @@ class NativeCore {
     return {first, first};
   }
 
+  void find_critical(const Order& rows) {
+    critical_.clear();
+    const auto length = [&](int rank) { return free_[rank] - (makespan_ ? 0.0 : first_[rank]); };
+    int rank = 0;
+    for (int other = 1; other < p_; ++other) {
+      if (length(other) > length(rank)) rank = other;
+    }
+    int step = static_cast<int>(rows[rank].size()) - 1;
+    while (step >= 0) {
+      critical_.emplace_back(rank, step);
+      const long key = bound_[rank][step];
+      if (key >= 0) {
+        rank = rank_of_[(key / m_) % num_stages_];
+        step = step_of_[key];
+      } else {
+        --step;
+      }
+    }
+  }
+
+  std::pair<int, int> some_of(int length, Random& random) const {
+    const int low = random.below(length), high = random.below(length), open = random.below(4);
+    return {open & 1 ? 0 : std::min(low, high), open & 2 ? length : std::max(low, high)};
+  }
+
   void single_move(const Order& rows, Random& random, Changes& changed) const {
-    const int rank = random.below(p_);
+    int rank, source;
+    if (random.unit() < kCriticalShare) {
+      std::tie(rank, source) = critical_[random.below(static_cast<int>(critical_.size()))];
+    } else {
+      rank = random.below(p_);
+      source = random.below(static_cast<int>(rows[rank].size()));
+    }
     const Row& row = rows[rank];
     const int length = static_cast<int>(row.size());
-    const int source = random.below(length);
     const double scale = random.unit();
     const int distance = 1 + static_cast<int>(scale * scale * scale * (3 * static_cast<int>(stages_[rank].size()) + 6));
     const int target = random.below(2) ? source + distance : source - distance;
@@ -392,8 +437,7 @@ class NativeCore {
     const int before = 3 * random.below(chunks) + random.below(kinds);
     const int after = 3 * random.below(chunks) + random.below(kinds);
     const int length = static_cast<int>(rows[first].size());
-    int low = random.below(length), high = random.below(length);
-    if (low > high) std::swap(low, high);
+    const auto [low, high] = some_of(length, random);
     if (before == after) return;
     for (int rank = first; rank <= last; ++rank) {
       Row row = rows[rank];
@@ -415,11 +459,7 @@ class NativeCore {
     const double scale = random.unit();
     const int distance = 1 + static_cast<int>(scale * scale * (3 * chunks));
     const bool later = random.below(2) == 1;
-    int low = random.below(m_), high = random.below(m_);
-    if (low > high) std::swap(low, high);
-    const double ends = random.unit();
-    if (ends < 0.25) low = 0;
-    if (ends >= 0.75) high = m_;
+    const auto [low, high] = some_of(m_, random);
     const int slope = random.below(3) - 1;
     for (int rank = first; rank <= last; ++rank) {
       const int drift = slope * (rank - first);
@@ -456,6 +496,9 @@ class NativeCore {
   bool makespan_;
   std::vector<double> ends_, free_, first_, held_;
   std::vector<long> awaited_;
+  std::vector<std::vector<long>> bound_;
+  std::vector<int> step_of_;
+  std::vector<std::pair<int, int>> critical_;
   std::vector<int> position_, stack_;
   std::vector<std::vector<int>> counts_;
 };

@@ -55,8 +55,12 @@ MOVE_WEIGHT = 40
 MEAN_WEIGHT = 0.1
 """Share of the ranks' mean span in the score; the maximum alone is flat under most moves."""
 
-PATIENCE_SHARE, SWAP_SHARE, SHIFT_SHARE = 0.05, 0.1, 0.9
-"""Upper ends of the shares of moves: patience and repeated shifts (without W only), repeated swaps; the rest are single moves."""
+PATIENCE_SHARE, SWAP_SHARE, SHIFT_SHARE, PLAIN_SHIFT_SHARE = 0.05, 0.1, 0.9, 0.2
+"""Upper ends of the shares of moves: patience (without W only), repeated swaps, repeated shifts (without W, with W); the rest are
+single moves."""
+
+CRITICAL_SHARE = 0.7
+"""Of single moves, how many are of an op on the critical path: no other move shortens it."""
 
 _MASK = (1 << 64) - 1
 
@@ -159,6 +163,9 @@ class PythonCore:
         self.limit = limit
         self.makespan = makespan
         self.work = 0.0
+        self.step_of: list[int] = []
+        self._ranks: list[_Rank] = []
+        self._critical: list[tuple[int, int]] = []
 
     # -- scoring --------------------------------------------------------------------------------------------------------
 
@@ -174,7 +181,8 @@ class PythonCore:
     def _run(self, rows: Rows, patience: Sequence[float], out: list[bytearray] | None) -> tuple[float, float]:
         """Score and objective of rows that may leave W out; `out` gets them with every W."""
         ends = [-1.0] * (2 * self.num_stages * self.m)
-        ranks = [
+        self.step_of = [-1] * (2 * self.num_stages * self.m)
+        self._ranks = ranks = [
             _Rank(self, stages, row, waits, out[rank] if out else bytearray())
             for rank, (stages, row, waits) in enumerate(zip(self.stages, rows, patience, strict=True))
         ]
@@ -291,6 +299,9 @@ class PythonCore:
         patient = list(patience)
         filled = any(value < math.inf for value in patient)
         score = self._run(current, patient, None)[0]
+        if score == math.inf:
+            return []
+        self._find_critical()
         best, best_patience, best_score = list(current), patient, score
         begin = self.work
         while self.work - begin < budget:
@@ -301,7 +312,7 @@ class PythonCore:
                 varied = self._vary_patience(patient, random)
             elif choice < SWAP_SHARE:
                 changed = self._repeated_swap(current, 2 if filled else 3, random)
-            elif filled and choice < SHIFT_SHARE:
+            elif choice < (SHIFT_SHARE if filled else PLAIN_SHIFT_SHARE):
                 changed = self._repeated_shift(current, random)
             else:
                 changed = self._single_move(current, random)
@@ -313,9 +324,24 @@ class PythonCore:
             candidate_score = self._run(candidate, varied, None)[0]
             if candidate_score <= score + temperature * left * left * random.unit():
                 current, patient, score = candidate, varied, candidate_score
+                self._find_critical()
                 if score < best_score:
                     best, best_patience, best_score = current, patient, score
         return self.fill(best, best_patience)
+
+    def _find_critical(self) -> None:
+        """Of the last run, the ops that decide when its longest rank ends, last first: (rank, step)."""
+        lengths = [rank.now - (0.0 if self.makespan else rank.first) for rank in self._ranks]
+        rank = lengths.index(max(lengths))
+        step = len(self._ranks[rank].row) - 1
+        self._critical = []
+        while step >= 0:
+            self._critical.append((rank, step))
+            key = self._ranks[rank].bound[step]
+            if key < 0:
+                step -= 1
+            else:
+                rank, step = self.rank_of[key // self.m % self.num_stages], self.step_of[key]
 
     def _some_ranks(self, random: Random) -> tuple[int, int]:
         """First and last of all ranks, some neighbours, or one."""
@@ -327,6 +353,11 @@ class PythonCore:
             return first, min(self.p - 1, first + 1 + random.below(self.p))
         return first, first
 
+    def _some_of(self, length: int, random: Random) -> tuple[int, int]:
+        """A window of `length` steps or microbatches, each end open half of the time."""
+        low, high, free = random.below(length), random.below(length), random.below(4)
+        return 0 if free & 1 else min(low, high), length if free & 2 else max(low, high)
+
     def _vary_patience(self, patience: list[float], random: Random) -> list[float]:
         """Another patience for some ranks."""
         first, last = self._some_ranks(random)
@@ -335,9 +366,12 @@ class PythonCore:
 
     def _single_move(self, rows: list[bytearray], random: Random) -> dict[int, bytearray]:
         """Take one op out and put it back a little earlier or later."""
-        rank = random.below(self.p)
+        if random.unit() < CRITICAL_SHARE:
+            rank, source = self._critical[random.below(len(self._critical))]
+        else:
+            rank = random.below(self.p)
+            source = random.below(len(rows[rank]))
         row = rows[rank]
-        source = random.below(len(row))
         scale = random.unit()
         distance = 1 + int(scale * scale * scale * (3 * len(self.stages[rank]) + 6))
         target = source + distance if random.below(2) else source - distance
@@ -354,8 +388,7 @@ class PythonCore:
         before = 3 * random.below(chunks) + random.below(kinds)
         after = 3 * random.below(chunks) + random.below(kinds)
         length = len(rows[first])
-        low, high = random.below(length), random.below(length)
-        low, high = min(low, high), max(low, high)
+        low, high = self._some_of(length, random)
         if before == after:
             return {}
         changed = {}
@@ -379,10 +412,7 @@ class PythonCore:
         scale = random.unit()
         distance = 1 + int(scale * scale * (3 * chunks))
         later = random.below(2) == 1
-        low, high = random.below(self.m), random.below(self.m)
-        low, high = min(low, high), max(low, high)
-        ends = random.unit()
-        low, high = 0 if ends < 0.25 else low, self.m if ends >= 0.75 else high
+        low, high = self._some_of(self.m, random)
         slope = random.below(3) - 1
         changed = {}
         for rank in range(first, last + 1):
@@ -409,6 +439,7 @@ class _Rank:
     def __init__(self, core: PythonCore, stages: list[int], row: bytes | bytearray, patience: float, out: bytearray) -> None:
         self.core, self.stages, self.row, self.patience, self.out = core, stages, row, patience, out
         self.counts = [0] * (3 * len(stages))
+        self.bound = [-1] * len(row)
         self.step = 0
         self.now = self.first = self.held = 0.0
         self.awaited = -1
@@ -428,7 +459,7 @@ class _Rank:
             if kind == 1 and count >= self.counts[code - 1]:
                 return False
             producer = stage - 1 if kind == 0 else stage + 1
-            ready = self.now
+            ready, key = self.now, -1
             if 0 <= producer < num_stages:
                 key = (kind * num_stages + producer) * m + count
                 ready = ends[key]
@@ -439,7 +470,8 @@ class _Rank:
                     ready += core.comm_ms
             if not self._fill(ready, core.activation[stage] if kind == 0 else -math.inf):
                 return False
-            self.now = max(self.now, ready)
+            if ready > self.now:
+                self.now, self.bound[self.step] = ready, key
             if self.step == 0:
                 self.first = self.now
             self.now += core.durations[3 * stage + kind]
@@ -449,6 +481,7 @@ class _Rank:
             self.step += 1
             key = (kind * num_stages + stage) * m + count
             ends[key] = self.now
+            core.step_of[key] = self.step - 1
             consumer = stage + 1 if kind == 0 else stage - 1
             if 0 <= consumer < num_stages and ranks[core.rank_of[consumer]].awaited == key:
                 ranks[core.rank_of[consumer]].awaited = -1
