@@ -16,6 +16,7 @@ compiled core and without.
 
 from __future__ import annotations
 
+import bisect
 import enum
 import importlib
 import logging
@@ -24,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import itemgetter
 from random import Random
 from typing import Any
 
@@ -46,7 +48,8 @@ _KEPT_BLOCKS = 20
 _BLOCK_WEIGHT = 500
 """How many op evaluations a block costs besides its list schedule, per stage."""
 _MOST_MENDED, _MOST_DRAWN, _MOST_UNROLLED = 16, 6, 4
-_CYCLE_AT = (0.3, 0.4, 0.5, 0.6, 0.7)
+_CYCLE_AT = tuple(0.2 + 0.025 * step for step in range(25))
+_MOST_CYCLES, _USUAL_PATIENCE = 3, 0.45
 _MOST_STARTS, _NEAR = 2, 1.005
 _WGRAD_CODES = bytes(range(2, 256, 3))
 _PATIENCES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.9, 1.5)
@@ -202,6 +205,7 @@ class _Finder:
         self._bound = bound.span_ms if goal.objective is Objective.SPAN else bound.makespan_ms
         self._blocks = Blocks(placement, costs, self._limit, fused=fused)
         self.kept_blocks: list[Block] = []
+        self.milestones: list[Order] = []
         self._best_drawn = math.inf
         self._seeds = _seeds(goal.seed)
         self._busiest = max(
@@ -234,7 +238,8 @@ class _Finder:
         if self._m > self._small_m and budget > 0 and not self._fused:
             goal = replace(self._goal, budget=0.5 * budget)
             few = _Finder(self._placement, self._small_m, self._costs, goal, self._fused, self._core)
-            solved = [self._scored(order) for order in self._unrolled(few.find(drawings))]
+            found = few.find(drawings)
+            solved = [self._scored(order) for order in self._unrolled([found, *few.milestones])]
             blocks, left = few.kept_blocks, 0.5 * budget
         else:
             begin = self._small.work
@@ -249,17 +254,26 @@ class _Finder:
         near = [start for start in starts[:_MOST_STARTS] if start[0] <= _NEAR * best[0]]
         return self._anneal(best, (near * 2)[:_MOST_STARTS], left)
 
-    def _unrolled(self, order: Order) -> list[Order]:
-        """An order of the smaller instance with its steady cycle repeated where that works best; nothing where there is none."""
-        as_found, times = [math.inf] * len(order), self._m - self._small_m
+    def _unrolled(self, orders: Sequence[Order]) -> list[Order]:
+        """The best of orders of the smaller instance, its steady cycle repeated where that works best; nothing where none has.
+
+        What is best there is not always best unrolled: late moves may improve the whole and spoil every cycle.
+        """
+        times = self._m - self._small_m
         candidates = []
-        for share in _CYCLE_AT:
-            if rows := _repeated(order, share, times):
-                candidates.append(self._full.fill(rows, as_found))
-            if rows := _repeated(_without_wgrad(order), share, times):
-                candidates += [self._full.fill(rows, [patience] * len(rows)) for patience in _PATIENCES]
-        best = min(filter(None, candidates), key=self._full.evaluate, default=[])
-        return [best] if best else []
+        for order in orders:
+            for rows, bare in zip(_repeated(order, times), _repeated(_without_wgrad(order), times), strict=True):
+                if rows:
+                    candidates.append((self._full.fill(rows, [math.inf] * len(rows)), bare))
+                if bare:
+                    candidates.append((self._full.fill(bare, [_USUAL_PATIENCE] * len(bare)), bare))
+        best = sorted(
+            ((self._full.evaluate(filled), filled, bare) for filled, bare in candidates if filled), key=itemgetter(0, 1)
+        )
+        filled = [order for _, order, _ in best[:1]]
+        for _, _, bare in best[:_MOST_CYCLES]:
+            filled += [self._full.fill(bare, [patience] * len(bare)) for patience in _PATIENCES if bare]
+        return sorted(filter(None, filled), key=self._full.evaluate)[:1]
 
     def _is_best(self, scored: tuple[float, Order]) -> bool:
         """Whether the bound is reached, within what it allows for rounding."""
@@ -317,26 +331,27 @@ class _Finder:
 
     def _squeezed_row(self, stages: Sequence[int], row: bytes) -> bytes:
         after, whole = self._costs.activation_after_backward, self._costs.activation
-        counts, held = [0] * (3 * len(stages)), 0.0
+        changes = [change for s in stages for change in (whole[s], after[s] - whole[s], -after[s])]
+        limit = self._limit + EPSILON
+        counts, held = [0] * len(changes), 0.0
         late: deque[int] = deque()
         result = bytearray()
-
-        def run(code: int) -> bool:
-            nonlocal held
-            chunk, kind = divmod(code, 3)
-            change = (whole[stages[chunk]], after[stages[chunk]] - whole[stages[chunk]], -after[stages[chunk]])[kind]
-            fits = held + change <= self._limit + EPSILON if kind == 0 else counts[code] < counts[code - 1]
-            if fits:
-                counts[code] += 1
-                held += change
-                result.append(code)
-            return fits
-
         for code in row:
-            if (code % 3 == 0 and late) or not run(code):
+            if late and code % 3 == 0:
                 late.append(code)
-            while late and run(late[0]):
-                late.popleft()
+            elif held + changes[code] <= limit if code % 3 == 0 else counts[code] < counts[code - 1]:
+                counts[code] += 1
+                held += changes[code]
+                result.append(code)
+            else:
+                late.append(code)
+            while late:
+                first = late[0]
+                if not (held + changes[first] <= limit if first % 3 == 0 else counts[first] < counts[first - 1]):
+                    break
+                counts[first] += 1
+                held += changes[first]
+                result.append(late.popleft())
         return bytes(result + bytes(late))
 
     def _anneal(self, best: tuple[float, Order], starts: Sequence[tuple[float, Order]], budget: float) -> Order:
@@ -347,6 +362,7 @@ class _Finder:
             found = self._round(order, filled, _FIRST_SHARE * budget, temperature)
             if found[0] < best[0]:
                 best, winner = found, filled
+        self.milestones = [best[1]]
         left = budget * (1.0 - _FIRST_SHARE * len(firsts))
         for filled, share, temperature in _ROUNDS[winner]:
             if self._is_best(best):
@@ -375,17 +391,30 @@ def _seeds(seed: int) -> Iterator[int]:
         part += 1
 
 
-def _repeated(rows: Order, share: float, times: int) -> Order:
-    """Rows with the ops nearest to `share` of the way that hold every code once repeated; nothing where a row has no such."""
+def _repeated(rows: Order, times: int) -> list[Order]:
+    """Rows with the ops nearest to a share of the way that hold every code once repeated, for each of `_CYCLE_AT`.
+
+    Nothing, for all of them, where a row has no such ops.
+    """
+    width = [len(set(row)) for row in rows]
+    cycles = [
+        [step for step in range(len(row) - size + 1) if len(set(row[step : step + size])) == size]
+        for row, size in zip(rows, width, strict=True)
+    ]
+    if not all(cycles):
+        return [[] for _ in _CYCLE_AT]
     longer = []
-    for row in rows:
-        width, middle = len(set(row)), int(share * len(row))
-        cycles = [step for step in range(len(row) - width + 1) if len(set(row[step : step + width])) == width]
-        if not cycles:
-            return []
-        step = min(cycles, key=lambda step: abs(step - middle))
-        longer.append(row[:step] + row[step : step + width] * times + row[step:])
+    for share in _CYCLE_AT:
+        steps = [_nearest(some, int(share * len(row))) for some, row in zip(cycles, rows, strict=True)]
+        cut = zip(rows, steps, width, strict=True)
+        longer.append([row[:step] + row[step : step + size] * times + row[step:] for row, step, size in cut])
     return longer
+
+
+def _nearest(steps: Sequence[int], at: int) -> int:
+    """Of ascending steps the nearest; of two, the first."""
+    index = bisect.bisect_left(steps, at)
+    return min(steps[max(0, index - 1) : index + 1], key=lambda step: abs(step - at))
 
 
 def _without_wgrad(order: Order, *, tail: bool = False) -> Order:
