@@ -23,6 +23,7 @@ from megatron.zerobubble.plan.communication import (
     colour_links,
     links_of,
     place_communication,
+    speculative_forwards,
 )
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.order import requirements, result_of
@@ -48,6 +49,31 @@ def plans(name: str, p: int, m: int) -> Iterator[Plan]:
 def zbv(p: int, m: int, lookahead: int = 1) -> Program:
     """A program whose links are taken in another order than they are sent in."""
     return place_communication(build_plan("zbv", num_ranks=p, num_microbatches=m), lookahead=lookahead)
+
+
+# -- fences -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", range(2, 7))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_iteration_can_be_given_up_at_the_fence(name: str, p: int) -> None:
+    """What runs before it needs nothing from behind it, nothing from behind it is asked for, and what is left over is known."""
+    for m in {1, 2, p, 2 * p + 1}:
+        for plan in plans(name, p, m):
+            fence = speculative_forwards(plan)
+            assert fence[-1] == 0
+            assert all(0 < count <= p - rank for rank, count in enumerate(fence[:-1]))
+            program = place_communication(plan, fence=fence)
+            check(program)
+            Rendezvous(program, seed=p + m).run()
+            before = [steps[:count] for steps, count in zip(program.steps, fence, strict=True)]
+            sent = {step.send for steps in before for step in steps}
+            for rank, steps in enumerate(before):
+                taken = {step.take for step in steps} - {None}
+                assert {step.op.kind for step in steps} <= {OpKind.F}
+                assert taken <= sent
+                assert {message for step in steps for message in step.post} == taken
+                assert set(program.unread(rank)) == {message for message in sent if message and message.target == rank} - taken
 
 
 # -- families of the registry -------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ BASE = (
 )
 P4 = "--pipeline-model-parallel-size 4 "
 V = "--zero-bubble-v-schedule "
+EARLY = "--enable-optimizer-post-validation "
 
 
 def settings(flags: str = "", *, world_size: int = 4, base: str = BASE) -> Settings:
@@ -81,6 +82,18 @@ def test_batch_and_data_parallelism() -> None:
         ("--num-layers-per-virtual-pipeline-stage 1", 4, "needs --pipeline-model-parallel-size of at least 2, got 1"),
         (P4, 6, r"6 rank\(s\), which is not divisible by .* 1 x .* 4 = 4"),
         ("--global-batch-size 6", 4, "--global-batch-size 6 is not divisible by --micro-batch-size 1 x .* 4 = 4; 8 would be"),
+        (P4 + EARLY, 4, "--enable-optimizer-post-validation needs a schedule of ours: add --enable-zero-bubble"),
+        (
+            P4 + V + EARLY + "--overlap-param-gather --use-distributed-optimizer --overlap-grad-reduce",
+            4,
+            "and --overlap-param-gather do not go together yet",
+        ),
+        (P4 + V + EARLY + "--post-validation-patience -1", 4, "--post-validation-patience is -1; give 0 or a number of steps"),
+        (
+            P4 + V + EARLY + "--post-validation-snapshot disk",
+            4,
+            "--post-validation-snapshot 'disk' is unknown; choose from device",
+        ),
         ("--tensor-model-parallel-size 2 --num-attention-heads 1", 2, "--num-attention-heads 1 is not divisible"),
         ("--sequence-parallel", 4, "--sequence-parallel needs --tensor-model-parallel-size"),
         ("--overlap-param-gather", 4, "needs --use-distributed-optimizer and --overlap-grad-reduce"),

@@ -69,6 +69,7 @@ def test_one_object_per_iteration_in_full_precision(told: Metrics, jsonl: Path) 
         "lr": 1 / 3,
         "grad_norm": 0.1,
         "skipped": False,
+        "amended": False,
         "tokens_per_s": 64.0,
         "iteration_ms": 500.0,
         "schedule": "stock",

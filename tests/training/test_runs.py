@@ -124,6 +124,28 @@ def _check_trace(folder: Path) -> None:
     assert ElementTree.parse(folder / "timeline.svg").getroot().tag.endswith("svg")
 
 
+def test_steps_taken_early_change_nothing(stock: Job, corpus: str, tmp_path: Path) -> None:
+    """ZBV with dropout, clipped in every step; progress lines, checkpoints and evaluations between steps and their validation."""
+    flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--clip-grad", "0.5", "--log-interval", "4"]
+    flags += ["--log-num-zeros-in-grad"]
+    synchronous = Job(tmp_path / "synchronous", flags)
+    early = [*flags, "--enable-optimizer-post-validation", "--post-validation-patience", "0"]
+    told = Job(tmp_path / "early", [*early, "--save", str(tmp_path / "early" / "checkpoints"), "--save-interval", "3"])
+    _same_metrics(told, synchronous, [1, 2, 3, 4, 5, 6])
+    assert [told.metrics[i]["amended"] for i in range(1, 7)] == [fields["grad_norm"] > 0.5 for fields in told.metrics.values()]
+    assert "iteration 1: clipped after the fact, no rank had stepped" in told.said or "on rank 0, redone" in told.said
+    assert "| amended 4" in told.said
+    continued = Job(tmp_path / "continued", [*early, "--load", str(told.checkpoints), "--ckpt-step", "3"])
+    _same_metrics(continued, synchronous, [4, 5, 6])
+
+
+def _same_metrics(job: Job, other: Job, iterations: list[int]) -> None:
+    assert sorted(job.metrics) == iterations
+    for iteration, fields in job.metrics.items():
+        for name in ("loss", "grad_norm", "lr", "validation_loss", "skipped"):
+            assert fields.get(name) == other.metrics[iteration].get(name), (iteration, name)
+
+
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(zb_h1: Job, corpus: str, tmp_path: Path) -> None:
     """2 pipeline ranks -> 2 data-parallel copies without a pipeline, stock: the distributed optimizer's state is resharded."""
     flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]

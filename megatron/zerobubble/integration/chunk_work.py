@@ -70,7 +70,7 @@ class ChunkWork:
         self._iteration = iteration
         self._device = device
         self._inflight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        self._sync = [_GradSync(chunk) for chunk in chunks] if not iteration.forward_only else []
+        self._sync: list[_GradSync] = []
         self.losses: list[Any] = []
         """What the loss function returned for each microbatch; filled where the last stage is."""
         self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
@@ -138,6 +138,14 @@ class ChunkWork:
         if last:
             self._sync[chunk].allow()
         self._store.run(chunk, op.microbatch)
+
+    def expect_gradients(self) -> None:
+        """Gradients are zero, and none is final before its last op. Zeroing them would undo what this does."""
+        self._sync = [_GradSync(chunk) for chunk in self._chunks]
+
+    def abandon(self) -> None:
+        """Let go of forwards whose backward will not come."""
+        self._inflight.clear()
 
     def finish(self) -> None:
         """After the last op: check that nothing was left, and allow gradients to be reduced again."""

@@ -20,7 +20,8 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.integration.chunk_work import ChunkWork, Iteration
-from megatron.zerobubble.plan.communication import Program, place_communication
+from megatron.zerobubble.integration.rewind import Replayed, Rewind
+from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.passes import forward_only as only_forward
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
@@ -77,9 +78,9 @@ class ScheduleChoice:
         )
 
 
-def program_of(plan: Plan, device: torch.device) -> Program:
+def program_of(plan: Plan, device: torch.device, *, fence: Sequence[int] = ()) -> Program:
     """The plan with its transfers. Raises ConfigError where kernels in one hardware queue can wait for each other (ADR 3)."""
-    program = place_communication(plan)
+    program = place_communication(plan, fence=fence)
     single_queue = device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
     if single_queue and not finishes(program, single_queue=True):
         raise ConfigError(
@@ -115,6 +116,9 @@ class PipelineSchedule:
         self._iterations = 0
         self.observe: Callable[[ChunkWork, Any], None] | None = None
         """Called after every op with the work in progress and the op, if given. For tests and tools."""
+        self.before_gradients: Callable[[], bool] | None = None
+        """Called in every training iteration after its first forwards and before anything touches gradients, if given. True: the
+        weights were not what they should have been, and the forwards run again, with the same data and the same random state."""
         self._links: ProcessGroupLinks | None = None
         if not choice.is_stock:
             if store is None:
@@ -138,7 +142,8 @@ class PipelineSchedule:
             if forward_only:
                 plan = only_forward(plan)
                 validate(plan, forward_only=True)
-            self._programs[key] = program_of(plan, self._device)
+            fence = () if forward_only or self.before_gradients is None else speculative_forwards(plan)
+            self._programs[key] = program_of(plan, self._device, fence=fence)
         return self._programs[key]
 
     def timeline(self) -> tuple[Plan, list[list[TimedOp]]] | None:
@@ -198,7 +203,7 @@ class PipelineSchedule:
             timers("forward-backward", log_level=1).start(barrier=self._config.barrier_with_L1_time)
         iteration = Iteration(
             forward_step_func=forward_step_func,
-            data_iterators=self._iterators(data_iterator),
+            data_iterators=self._iterators(data_iterator, replays=self.before_gradients is not None and not forward_only),
             num_microbatches=num_microbatches,
             tensor_shape=self._tensor_shape(seq_length, micro_batch_size, decoder_seq_length),
             forward_only=forward_only,
@@ -229,12 +234,38 @@ class PipelineSchedule:
             self._iterations += 1
         executor = Executor(program, self._rank, self._links, work, recorder)
         try:
+            if self.before_gradients is not None and not iteration.forward_only:
+                work, executor = self._begin(program, iteration, work, executor, recorder)
+            if not iteration.forward_only:
+                work.expect_gradients()
             executor.run()
         except BaseException:
             self._store.clear()
             raise
         work.finish()
         return work
+
+    def _begin(
+        self, program: Program, iteration: Iteration, work: ChunkWork, executor: Executor, recorder: Any
+    ) -> tuple[ChunkWork, Executor]:
+        """The forwards before the fence, again if they ran with wrong weights; what the rest of the iteration goes on with."""
+        assert self.before_gradients is not None
+        assert self._links is not None
+        assert self._store is not None
+        rewind = Rewind(iteration.data_iterators)
+        executor.begin(program.fence[self._rank])
+        if not self.before_gradients():
+            rewind.release()
+            return work, executor
+        executor.abandon(program.unread(self._rank))
+        work.abandon()
+        rewind.rewind()
+        work = ChunkWork(self._chunks, self.choice.placement, self._store, self._config, iteration, self._device)
+        if isinstance(recorder, _Observer):
+            recorder = _Observer(work, recorder.show)
+        elif recorder is not None:
+            recorder.clear()
+        return work, Executor(program, self._rank, self._links, work, recorder)
 
     def _refuse(self, **unsupported: Any) -> None:
         for name, value in unsupported.items():
@@ -248,7 +279,13 @@ class PipelineSchedule:
         if len(given) != len(self._chunks) or any(a is not b for a, b in zip(given, self._chunks, strict=True)):
             raise ConfigError("the model given to the schedule is not the list of chunks that the schedule was built for")
 
-    def _iterators(self, data_iterator: Any) -> Sequence[Any]:
+    def _iterators(self, data_iterator: Any, *, replays: bool) -> Sequence[Any]:
+        iterators = self._checked_iterators(data_iterator)
+        if not replays:
+            return iterators
+        return [None if iterator is None else Replayed(iterator) for iterator in iterators]
+
+    def _checked_iterators(self, data_iterator: Any) -> Sequence[Any]:
         if isinstance(data_iterator, list):
             if len(data_iterator) != len(self._chunks):
                 raise ConfigError(f"{len(data_iterator)} data iterators were given for {len(self._chunks)} model chunks")
@@ -278,11 +315,11 @@ class _Observer:
     """A recorder that shows the work in progress after every op."""
 
     def __init__(self, work: ChunkWork, show: Callable[[ChunkWork, Any], None]) -> None:
-        self._work, self._show = work, show
+        self._work, self.show = work, show
 
     def start(self, op: Any) -> None:
         """Nothing to see yet."""
 
     def end(self, op: Any) -> None:
         """Show."""
-        self._show(self._work, op)
+        self.show(self._work, op)

@@ -15,6 +15,9 @@ waits are the plan's own dependencies, and a valid plan has no cycle in them. do
 
 Receives are posted `lookahead` ops before the op that takes them, so that the transfer overlaps with the compute in between; not
 earlier, because on NCCL a posted receive is a running kernel.
+
+A *fence* is a step of each rank before which it may have to give the iteration up and begin it again (`speculative_forwards`).
+No receive for a later step is posted before it, so that what was sent and not taken by then is known: `Program.unread`.
 """
 
 from __future__ import annotations
@@ -75,19 +78,46 @@ class Program:
     steps: tuple[tuple[Step, ...], ...]
     max_receive_buffers: tuple[int, ...]
     """For each rank the largest number of receives posted and not yet taken, the taking op's own included."""
+    fence: tuple[int, ...]
+    """For each rank the steps before its fence; 0 where there is none."""
+
+    def unread(self, rank: int) -> tuple[Message, ...]:
+        """What others send to `rank` before their fence and it does not take before its own; per link in the link's order."""
+        taken = {step.take for step in self.steps[rank][: self.fence[rank]]}
+        sent = [step.send for steps, fence in zip(self.steps, self.fence, strict=True) for step in steps[:fence]]
+        return tuple(message for message in sent if message and message.target == rank and message not in taken)
 
 
-def place_communication(plan: Plan, *, lookahead: int = 1) -> Program:
+def speculative_forwards(plan: Plan) -> tuple[int, ...]:
+    """How many ops each rank may run before it knows whether the last optimizer step was right: forwards of its first stage.
+
+    The truth leaves the last rank when that steps, one forward after the rank before, and is back at rank r about when r has run
+    p - 1 - r forwards; one more gives it time to travel. The numbers fall from rank to rank, so that every rank has what the next
+    one takes.
+    """
+    placement = plan.placement
+    counts: list[int] = []
+    for rank, row in enumerate(plan.ops):
+        wanted = 0 if rank == plan.num_ranks - 1 else min([plan.num_ranks - rank, *counts[-1:]])
+        first = placement.rank_to_stages[rank][0]
+        leading = [(op.stage, op.kind, op.microbatch) for op in row[:wanted]]
+        counts.append(next((i for i, op in enumerate(leading) if op != (first, OpKind.F, i)), len(leading)))
+    return tuple(counts)
+
+
+def place_communication(plan: Plan, *, lookahead: int = 1, fence: Sequence[int] = ()) -> Program:
     """Place sends and receives around the ops of a valid plan.
 
     Args:
         plan: a plan that `validate` accepts.
         lookahead: how many ops before its use a receive is posted; at least 0.
+        fence: `speculative_forwards(plan)` where the iteration may be given up and begun again, else nothing.
     """
+    fences = tuple(fence) or (0,) * plan.num_ranks
     takes = [[_taken_by(op, plan) for op in row] for row in plan.ops]
     sends = [[_sent_by(op, plan) for op in row] for row in plan.ops]
     links = _Links(takes, sends)
-    posts, buffers = _place_posts(plan, links, takes, lookahead)
+    posts, buffers = _place_posts(plan, links, takes, lookahead, fences)
     retires = _place_retires(plan, links)
     steps = []
     for rank, row in enumerate(plan.ops):
@@ -98,7 +128,7 @@ def place_communication(plan: Plan, *, lookahead: int = 1) -> Program:
                 for i, op in enumerate(row)
             )
         )
-    return Program(plan, tuple(steps), buffers)
+    return Program(plan, tuple(steps), buffers, fences)
 
 
 def links_of(placement: Placement) -> tuple[tuple[int, int], ...]:
@@ -161,14 +191,16 @@ class _Links:
 
 
 def _place_posts(
-    plan: Plan, links: _Links, takes: list[list[Message | None]], lookahead: int
+    plan: Plan, links: _Links, takes: list[list[Message | None]], lookahead: int, fence: Sequence[int]
 ) -> tuple[list[list[list[Message]]], tuple[int, ...]]:
     posts: list[list[list[Message]]] = [[[] for _ in row] for row in plan.ops]
     for (_, target), queue in links.queues.items():
         due = len(plan.ops[target])
         placed = []
         for message in reversed(queue):
-            due = min(due, max(0, links.taken_at[message] - lookahead))
+            taken_at = links.taken_at[message]
+            earliest = fence[target] if taken_at >= fence[target] else 0
+            due = min(due, max(earliest, taken_at - lookahead))
             placed.append((due, message))
         for step, message in reversed(placed):
             posts[target][step].append(message)

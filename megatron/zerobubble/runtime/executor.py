@@ -8,6 +8,7 @@ when `run` returns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -57,6 +58,7 @@ class Executor:
 
     def __init__(self, program: Program, rank: int, links: Links, work: StageWork, recorder: Recorder | None = None) -> None:
         self._steps = program.steps[rank]
+        self._next = 0
         self._stage_to_rank = program.plan.placement.stage_to_rank
         self._rank = rank
         self._links = links
@@ -66,9 +68,25 @@ class Executor:
         self._sending: dict[Message, Handle] = {}
         self._local: dict[tuple[Payload, int, int], Tensor] = {}
 
+    def begin(self, count: int) -> None:
+        """Execute the first `count` ops, after which `run` goes on or `abandon` gives up."""
+        for step in self._steps[:count]:
+            self._run_step(step)
+        self._next = count
+
+    def abandon(self, unread: Sequence[Message]) -> None:
+        """Leave nothing under way: take the `unread` messages that others have sent, and wait for this rank's own to be taken."""
+        buffers = [self._work.buffer(message) for message in unread]
+        handles = [self._links.receive(message, buffer) for message, buffer in zip(unread, buffers, strict=True)]
+        for handle in (*handles, *self._sending.values()):
+            handle.wait()
+        self._sending.clear()
+        if self._receiving:
+            raise ExecutionError(f"rank {self._rank}: a receive of {next(iter(self._receiving))} is posted and nobody sends it")
+
     def run(self) -> None:
-        """Execute every op of this rank once and wait for the last sends."""
-        for step in self._steps:
+        """Execute every op of this rank that has not run, and wait for the last sends."""
+        for step in self._steps[self._next :]:
             self._run_step(step)
         for handle in self._sending.values():
             handle.wait()

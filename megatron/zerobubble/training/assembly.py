@@ -18,6 +18,7 @@ from megatron.core.timers import Timers
 
 from megatron.zerobubble.integration.layout import StageLayout, even_layers
 from megatron.zerobubble.integration.model import build_chunks
+from megatron.zerobubble.integration.staged_optimizer import post_validation
 from megatron.zerobubble.integration.zb_schedules import PipelineSchedule, ScheduleChoice
 from megatron.zerobubble.training import translate
 from megatron.zerobubble.training.initialize import Job
@@ -87,6 +88,15 @@ def assemble(
             translate.optimizer_config(settings, timers=timers), built.chunks, use_gloo_process_groups=False
         )
         scheduler = translate.scheduler(settings, optimizer)
+    zero_bubble, steps = settings.zero_bubble, None
+    if not choice.is_stock:
+        steps = post_validation(
+            optimizer,
+            is_eager=zero_bubble.enable_optimizer_post_validation,
+            patience=zero_bubble.post_validation_patience,
+            snapshot_on_host=zero_bubble.post_validation_snapshot == "host",
+            on_host=job.host.on_host,
+        )
     if settings.precision.fp16:
         config.grad_scale_func = optimizer.scale_loss
     _count_parameters(built.chunks)
@@ -95,6 +105,7 @@ def assemble(
         chunks=built.chunks,
         schedule=PipelineSchedule(choice, built.chunks, store=built.store, config=config),
         optimizer=optimizer,
+        steps=steps,
         scheduler=scheduler,
         forward_step=forward_step_provider(setup),
         timers=timers,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -37,7 +38,7 @@ from megatron.zerobubble.training.initialize import (
 )
 from megatron.zerobubble.training.metrics import IterationRecord, Metrics
 from megatron.zerobubble.training.settings import Settings
-from megatron.zerobubble.training.step import Trainee, evaluate, train_step
+from megatron.zerobubble.training.step import StepResult, Trainee, Training, evaluate
 from megatron.zerobubble.training.tokenizers import build_tokenizer
 from megatron.zerobubble.training.trace import write_trace
 
@@ -58,6 +59,14 @@ class Progress:
     """Iteration of the last checkpoint written."""
     evaluated_iteration: int = -1
     """Iteration of the last evaluation."""
+
+
+class _Iteration(NamedTuple):
+    """An iteration whose step may not be validated."""
+
+    iteration: int
+    consumed_samples: int
+    seconds: float
 
 
 def pretrain(
@@ -107,6 +116,8 @@ class _Run:
 
     def __init__(self, trainee: Trainee, job: Job, tokenizer: Any) -> None:
         self.trainee = trainee
+        self.training = Training(trainee)
+        self.untold: deque[_Iteration] = deque()
         self.settings = trainee.settings
         self.job = job
         self.reads_by_chunk = [self._reads(chunk) for chunk in trainee.chunks]
@@ -132,6 +143,8 @@ class _Run:
         self._summarize()
         self.metrics.close()
         self.trainee.schedule.close()
+        if self.trainee.steps is not None:
+            self.trainee.steps.close()
 
     def _train(self) -> None:
         run, logs, progress = self.settings.run, self.settings.logging, self.progress
@@ -139,12 +152,17 @@ class _Run:
         while progress.iteration < run.train_iters:
             self._iterate(data_iterator)
             is_last = self._leaves() or progress.iteration == run.train_iters
-            if run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0):
-                self._evaluate()
-            elif is_last or progress.iteration % logs.log_interval == 0:
-                self.metrics.tell()
             interval = self.settings.checkpoint.save_interval
-            if interval is not None and progress.iteration % interval == 0:
+            evaluates = run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0)
+            saves = interval is not None and progress.iteration % interval == 0
+            tells = progress.iteration % logs.log_interval == 0
+            if is_last or evaluates or saves or tells:
+                self._flush()
+            if evaluates:
+                self._evaluate()
+            elif is_last or tells:
+                self.metrics.tell()
+            if saves:
                 self._save()
             if is_last:
                 break
@@ -152,18 +170,26 @@ class _Run:
     def _iterate(self, data_iterator: Any) -> None:
         timer = self.trainee.timers("iteration", log_level=0)
         timer.start(barrier=False)
-        result = train_step(self.trainee, data_iterator)
+        results = self.training.iterate(data_iterator)
         timer.stop()
         self.progress.iteration += 1
         self.progress.consumed_samples += self.settings.global_batch_size
-        self.metrics.add(
-            IterationRecord(
-                iteration=self.progress.iteration,
-                consumed_samples=self.progress.consumed_samples,
-                result=result,
-                seconds=timer.elapsed(reset=True),
+        progress = self.progress
+        self.untold.append(_Iteration(progress.iteration, progress.consumed_samples, timer.elapsed(reset=True)))
+        self._keep(results)
+
+    def _flush(self) -> None:
+        """Before anyone sees weights or results: the truth about the last step. All ranks must call this."""
+        self._keep(self.training.flush())
+
+    def _keep(self, results: list[StepResult]) -> None:
+        for result in results:
+            done = self.untold.popleft()
+            self.metrics.add(
+                IterationRecord(
+                    iteration=done.iteration, consumed_samples=done.consumed_samples, seconds=done.seconds, result=result
+                )
             )
-        )
 
     def _evaluate(self) -> None:
         """Every evaluation reads the same samples, so that its losses can be compared."""

@@ -56,6 +56,7 @@ class IterationRecord:
             "lr": self.result.lr,
             "grad_norm": self.result.grad_norm,
             "skipped": not self.result.is_stepped,
+            "amended": self.result.num_undone is not None,
             "tokens_per_s": settings.tokens_per_iteration / self.seconds,
             "iteration_ms": self.seconds * 1000.0,
             "schedule": settings.zero_bubble.schedule,
@@ -76,7 +77,7 @@ class Metrics:
         self._settings = settings
         self._timers = timers
         self._pending: list[IterationRecord] = []
-        self._num_skipped = 0
+        self._num_skipped = self._num_amended = 0
         self._seconds: list[float] = []
         self._resources = ExitStack()
         self._jsonl: IO[str] | None = None
@@ -119,6 +120,9 @@ class Metrics:
         self._pending.append(record)
         self._seconds.append(record.seconds)
         self._num_skipped += not record.result.is_stepped
+        if record.result.num_undone is not None:
+            self._num_amended += 1
+            _log.info("%s", _amendment(record.iteration, record.result))
         if self._bar is not None:
             self._bar.update(1)
         if record.result.is_stepped:
@@ -171,6 +175,8 @@ class Metrics:
             f"{seconds * 1000.0:.1f} ms/iteration",
             f"skipped {self._num_skipped}",
         ]
+        if settings.zero_bubble.enable_optimizer_post_validation:
+            parts.append(f"amended {self._num_amended}")
         if settings.precision.fp16:
             parts.append(f"loss scale {last.result.loss_scale:g}")
         if last.result.num_zeros is not None:
@@ -200,6 +206,15 @@ class Metrics:
                 f"the {what} of iteration {iteration} is {value}; training stops. A smaller --lr, --clip-grad or --bf16 may "
                 "help; --no-check-for-nan-in-loss-and-grad trains on"
             )
+
+
+def _amendment(iteration: int, result: StepResult) -> str:
+    """A sentence about a step that was taken early and corrected."""
+    what = "clipped" if result.is_stepped else "left out for an overflow"
+    how = "redone" if result.is_stepped else "undone"
+    count = result.num_undone or 0
+    ranks = "rank 0" if count == 1 else f"ranks 0-{count - 1}"
+    return f"iteration {iteration}: {what} after the fact" + (f" on {ranks}, {how}" if count else ", no rank had stepped")
 
 
 def _finite_or_none(value: Any) -> Any:

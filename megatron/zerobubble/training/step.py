@@ -3,6 +3,9 @@
 The schedule's function does all forward and backward passes; what is left is to zero the gradients, to step the optimizer
 and the learning rate, and to add up the loss. The loss stays on the device and is not told to the other ranks here: that is
 done once per progress line, so that an iteration has no synchronisation of its own.
+
+With post-validation an iteration ends before the truth about its step is known. The truth comes in the next iteration, between
+its first forwards and its first backward, or with `flush`; so the learning rate moves and gradients are zeroed only there.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from typing import Any
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
 from megatron.zerobubble.training.settings import Settings
 
-__all__ = ["LOSS", "ForwardStep", "StepResult", "Trainee", "evaluate", "train_step"]
+__all__ = ["LOSS", "ForwardStep", "StepResult", "Trainee", "Training", "evaluate"]
 
 LOSS = "lm loss"
 """Under this name the loss function reports [sum of losses, number of tokens] of a microbatch."""
@@ -38,6 +42,8 @@ class Trainee:
     """The `PipelineSchedule`: its `forward_backward_func` runs all passes of an iteration."""
     optimizer: Any
     """megatron-core's optimizer."""
+    steps: PostValidation | None
+    """Steps of the optimizer, early or not; None where megatron-core's own step is taken (the stock schedule)."""
     scheduler: Any
     """megatron-core's OptimizerParamScheduler."""
     forward_step: ForwardStep
@@ -66,31 +72,105 @@ class StepResult:
     """Learning rate of this step."""
     loss_scale: float
     """Loss scale of this step; 1 without."""
+    num_undone: int | None = None
+    """Where a step was taken early and had to be corrected: how many ranks, from the first on, had stepped; else None."""
 
 
-def train_step(trainee: Trainee, data_iterator: Any) -> StepResult:
-    """Forward, backward, optimizer. All ranks must call this."""
-    settings, optimizer = trainee.settings, trainee.optimizer
-    for chunk in trainee.chunks:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    reports = _run_passes(trainee, data_iterator, forward_only=False)
-    lr = _learning_rate(optimizer)
-    loss_scale = float(optimizer.get_loss_scale().item())
-    trainee.timers("optimizer", log_level=1).start(barrier=False)
-    with trainee.on_host():
-        is_stepped, grad_norm, num_zeros = optimizer.step()
-    trainee.timers("optimizer").stop()
-    if is_stepped:
-        trainee.scheduler.step(increment=settings.global_batch_size)
-    return StepResult(
-        loss=_total(reports, trainee.device),
-        is_stepped=bool(is_stepped),
-        grad_norm=None if grad_norm is None else float(grad_norm),
-        num_zeros=None if num_zeros is None else int(num_zeros),
-        lr=lr,
-        loss_scale=loss_scale,
-    )
+@dataclass(frozen=True, kw_only=True)
+class _Taken:
+    """A step whose outcome is not known."""
+
+    loss: torch.Tensor
+    lr: float
+    loss_scale: float
+
+
+class Training:
+    """Iterations of one rank.
+
+    Args:
+        trainee: what is trained.
+    """
+
+    def __init__(self, trainee: Trainee) -> None:
+        self._trainee = trainee
+        self._taken: _Taken | None = None
+        self._results: list[StepResult] = []
+        if trainee.steps is not None:
+            trainee.schedule.before_gradients = self._before_gradients
+
+    def iterate(self, data_iterator: Any) -> list[StepResult]:
+        """Forward, backward, optimizer. All ranks must call this.
+
+        Returns:
+            The results that became known: of the iteration before, of this one, both or neither, in order.
+        """
+        trainee = self._trainee
+        if trainee.steps is None:
+            self._zero_gradients()
+        reports = _run_passes(trainee, data_iterator, forward_only=False)
+        self._taken = _Taken(
+            loss=_total(reports, trainee.device),
+            lr=_learning_rate(trainee.optimizer),
+            loss_scale=float(trainee.optimizer.get_loss_scale().item()),
+        )
+        trainee.timers("optimizer", log_level=1).start(barrier=False)
+        if trainee.steps is None:
+            with trainee.on_host():
+                is_stepped, norm, zeros = trainee.optimizer.step()
+            self._finish(bool(is_stepped), norm, zeros, num_undone=None)
+        else:
+            trainee.steps.step()
+            if not trainee.steps.is_unvalidated:
+                self._validate()
+        trainee.timers("optimizer").stop()
+        return self._told()
+
+    def flush(self) -> list[StepResult]:
+        """After this the weights are those of the synchronous optimizer. All ranks must call this; returns what became known."""
+        self._validate()
+        return self._told()
+
+    def _before_gradients(self) -> bool:
+        verdict = self._validate()
+        self._zero_gradients()
+        return verdict is not None and verdict.repeats_forwards
+
+    def _validate(self) -> Verdict | None:
+        steps = self._trainee.steps
+        verdict = None if steps is None else steps.validate()
+        if verdict is not None:
+            logs = self._trainee.settings.logging
+            zeros = verdict.zeros if logs.log_num_zeros_in_grad else None
+            norm = verdict.norm if verdict.is_stepped else None
+            self._finish(verdict.is_stepped, norm, zeros, num_undone=verdict.num_undone if verdict.is_amended else None)
+        return verdict
+
+    def _finish(self, is_stepped: bool, norm: float | None, zeros: float | None, *, num_undone: int | None) -> None:
+        taken, self._taken = self._taken, None
+        assert taken is not None
+        if is_stepped:
+            self._trainee.scheduler.step(increment=self._trainee.settings.global_batch_size)
+        self._results.append(
+            StepResult(
+                loss=taken.loss,
+                is_stepped=is_stepped,
+                grad_norm=None if norm is None else float(norm),
+                num_zeros=None if zeros is None else int(zeros),
+                lr=taken.lr,
+                loss_scale=taken.loss_scale,
+                num_undone=num_undone,
+            )
+        )
+
+    def _zero_gradients(self) -> None:
+        for chunk in self._trainee.chunks:
+            chunk.zero_grad_buffer()
+        self._trainee.optimizer.zero_grad()
+
+    def _told(self) -> list[StepResult]:
+        results, self._results = self._results, []
+        return results
 
 
 @torch.no_grad()
