@@ -35,6 +35,7 @@ class Scenario:
     """A constant one; None: dynamic."""
     zeros: bool = False
     frozen: bool = False
+    overlap_param_gather: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}-{self.case}"
@@ -73,6 +74,10 @@ class _Trainer(Trainer):
             hysteresis=1,
             log_num_zeros_in_grad=self.scenario.zeros,
         )
+
+    def _ddp_config(self) -> Any:
+        overlaps = self.scenario.overlap_param_gather
+        return replace(super()._ddp_config(), overlap_param_gather=overlaps)
 
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
         model = super()._provide(pre_process, post_process, vp_stage)
@@ -151,6 +156,9 @@ def _run(trainer: _Trainer, post: PostValidation, until: int) -> History:
         taken.append((lr, float(trainer.optimizer.get_loss_scale().item())))
         post.step()
     note(post.validate())
+    if trainer.scenario.overlap_param_gather:
+        for chunk in trainer.built.chunks:
+            chunk.disable_forward_pre_hook(param_sync=True)
     history.weights = trainer.snapshot()
     for part in trainer.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:

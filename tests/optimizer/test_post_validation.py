@@ -6,6 +6,7 @@ Twelve iterations of a real GPT with dropout on gloo ranks; the table below says
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -19,57 +20,55 @@ EVERY = tuple(range(ITERATIONS))
 P4 = replace(BASE, num_ranks=4, num_microbatches=8, num_layers=8)
 ZBV = replace(BASE, schedule="zbv", num_chunks=2)
 FP16 = replace(BASE, dtype=torch.float16)
-SPIKES = {(3, 0): 1e4, (7, 0): 1e5}
+GATHERED = replace(BASE, distributed_optimizer=True, overlap_grad_reduce=True, dtype=torch.bfloat16, different_data=True)
+LATE = {(4, 1): 1e3, (5, 1): 1e6, (11, 1): 1e4}
 INF = math.inf
 
 SCENARIOS = (
-    # what, where, what happens, which early steps are corrected
-    Scenario("nothing"),
+    # what happens, in which training, where exactly, which early steps have to be corrected
     Scenario("nothing", ZBV),
     Scenario("clipped at every step", replace(BASE, clip_grad=1e-3), amended=EVERY),
     Scenario("clipped at every step, patient", replace(BASE, clip_grad=1e-3), amended=(0,), patience=10),
-    Scenario("clipped on the last rank's account", spikes={(3, 1): 1e4, (7, 1): 1e4}, amended=(3, 7)),
-    Scenario("clipped on the first rank's account", spikes=SPIKES, amended=(3, 7)),
     Scenario("clipped, patient", spikes={(2, 1): 1e4, (4, 1): 1e4, (8, 1): 1e4}, amended=(2, 8), patience=2),
-    Scenario("two in a row and the last", spikes={(4, 1): 1e3, (5, 1): 1e6, (11, 1): 1e4}, amended=(4, 5, 11)),
+    Scenario("clipped, two in a row and the last", spikes={(2, 0): 1e5, **LATE}, amended=(2, 4, 5, 11)),
     Scenario("one microbatch's gradient grows", hooks={(5, 0, 2): 1e6}, amended=(5,)),
-    Scenario("copies on the host", spikes={(3, 1): 1e4}, amended=(3,), on_host=True),
     Scenario("clipped", ZBV, spikes={(3, 1): 1e4, (4, 0): 1e4}, amended=(3, 4)),
-    Scenario("NaN", spikes={(8, 1): math.nan}),
     Scenario("Inf", spikes={(8, 1): INF}, amended=(8,)),
-    Scenario("no clipping", replace(BASE, clip_grad=0.0), spikes={(3, 1): 1e6}, zeros=True),
-    Scenario("zeros, frozen", spikes={(3, 1): 1e4}, amended=(3,), zeros=True, frozen=True),
+    Scenario("no clipping, zeros", replace(BASE, clip_grad=0.0), spikes={(3, 1): 1e6}, zeros=True),
+    Scenario("clipped, zeros, frozen", spikes={(3, 1): 1e4}, amended=(3,), zeros=True, frozen=True),
     Scenario("overflow", FP16, spikes={(2, 1): INF, (3, 0): INF, (8, 1): math.nan}, amended=(2, 3, 8)),
     Scenario("overflow", replace(FP16, schedule="zbv", num_chunks=2), spikes={(2, 1): INF, (11, 1): INF}, amended=(2, 11)),
     Scenario("overflow, constant scale", FP16, spikes={(2, 1): INF}, amended=(2,), loss_scale=64.0),
     Scenario("overflow and clipped", replace(FP16, clip_grad=1e-3), spikes={(4, 1): INF}, amended=EVERY),
     Scenario("clipped", replace(BASE, dtype=torch.bfloat16), spikes={(3, 1): 1e4}, amended=(3,)),
-    Scenario("clipped", replace(BASE, optimizer="sgd"), spikes={(0, 1): 1e4, (5, 1): 1e4}, amended=(0, 5)),
-    Scenario("clipped", replace(BASE, tied=True), spikes={(3, 1): 1e4}, amended=(3,)),
-    Scenario("clipped", replace(BASE, per_token_loss=True), spikes={(3, 1): 1e7}, amended=(3,)),
-    Scenario("clipped in the first step", spikes={(0, 1): 1e4}, amended=(0,)),
-    # four pipeline ranks; above there are two, and two copies of the model
-    Scenario("nothing", P4),
-    Scenario("clipped on account of each", P4, spikes={(2, 0): 1e4, (4, 1): 1e4, (6, 2): 1e5, (8, 3): 1e6}, amended=(2, 4, 6, 8)),
-    Scenario("overflow", replace(P4, dtype=torch.float16), spikes={(2, 0): INF, (5, 2): INF, (9, 3): INF}, amended=(2, 5, 9)),
-    Scenario("clipped", replace(P4, schedule="zbv", num_chunks=2), spikes={(2, 1): 1e4, (6, 3): 1e4}, amended=(2, 6)),
-    Scenario("clipped, few microbatches", replace(P4, num_microbatches=1), spikes={(2, 3): 1e4}, amended=(2,)),
-    Scenario("clipped", replace(P4, schedule="1f1b"), spikes={(2, 2): 1e4}, amended=(2,)),
-    Scenario("clipped", replace(BASE, tensor_parallel=2), spikes={(3, 1): 1e4}, amended=(3,)),
-    Scenario("clipped", replace(BASE, distributed_optimizer=True), spikes={(3, 1): 1e4}, amended=(3,)),
+    Scenario("clipped in the first step", replace(BASE, optimizer="sgd"), spikes={(0, 1): 1e4, (5, 1): 1e4}, amended=(0, 5)),
+    Scenario("clipped", replace(BASE, tied=True, per_token_loss=True), spikes={(0, 1): 1e4, (3, 1): 1e4}, amended=(0, 3)),
     Scenario(
-        "clipped",
-        replace(BASE, distributed_optimizer=True, overlap_grad_reduce=True, dtype=torch.bfloat16, different_data=True),
-        spikes={(3, 1): 1e4},
-        amended=(3,),
+        "clipped, gathers as needed", GATHERED, spikes={(3, 1): 1e4, **LATE}, amended=(3, 4, 5, 11), overlap_param_gather=True
     ),
     Scenario("overflow", replace(FP16, distributed_optimizer=True), spikes={(3, 1): INF}, amended=(3,)),
+    # four pipeline ranks; above there are two, and two copies of the model
+    Scenario("clipped on account of each", P4, spikes={(2, 0): 1e4, (4, 1): 1e4, (6, 2): 1e5, (8, 3): 1e6}, amended=(2, 4, 6, 8)),
+    Scenario("NaN", P4, spikes={(8, 1): math.nan}),
+    Scenario("overflow", replace(P4, dtype=torch.float16), spikes={(2, 0): INF, (5, 2): INF, (9, 3): INF}, amended=(2, 5, 9)),
+    Scenario("clipped", replace(P4, schedule="zbv", num_chunks=2), spikes={(2, 1): 1e4, (6, 3): 1e4}, amended=(2, 6)),
+    Scenario("clipped, one microbatch", replace(P4, num_microbatches=1), spikes={(2, 3): 1e4}, amended=(2,)),
+    # two pipeline ranks of two tensor ranks
+    Scenario("clipped", replace(BASE, tensor_parallel=2, schedule="1f1b"), spikes={(3, 1): 1e4}, amended=(3,)),
 )
 
 
+@pytest.fixture(scope="module")
+def fresh_ranks() -> Iterator[RankPool]:
+    """Ranks of this file's own: gloo leaves threads behind with every group, and these tests make many."""
+    pool = RankPool(4)
+    yield pool
+    pool.stop()
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-def test_early_steps_are_the_synchronous_ones(four_ranks: RankPool, scenario: Scenario) -> None:
-    results = four_ranks.run(compare, scenario)
+def test_early_steps_are_the_synchronous_ones(fresh_ranks: RankPool, scenario: Scenario) -> None:
+    results = fresh_ranks.run(compare, scenario)
     for rank, (differences, amended, _, steps) in enumerate(results):
         assert differences == [], rank
         assert tuple(amended) == scenario.amended, rank
@@ -79,11 +78,11 @@ def test_early_steps_are_the_synchronous_ones(four_ranks: RankPool, scenario: Sc
 
 @pytest.mark.parametrize(
     "case",
-    [BASE, FP16, replace(BASE, distributed_optimizer=True, dtype=torch.bfloat16), replace(P4, schedule="zbv", num_chunks=2)],
+    [FP16, replace(BASE, distributed_optimizer=True, dtype=torch.bfloat16), replace(P4, schedule="zbv", num_chunks=2)],
     ids=str,
 )
-def test_our_synchronous_step_is_megatron_cores(four_ranks: RankPool, case: Case) -> None:
+def test_our_synchronous_step_is_megatron_cores(fresh_ranks: RankPool, case: Case) -> None:
     """Nothing is clipped here, so the norm, which megatron-core sums in single precision and another order, changes no weight."""
-    for differences, norms in four_ranks.run(compare_with_stock, case):
+    for differences, norms in fresh_ranks.run(compare_with_stock, case):
         assert differences == []
         assert all(ours == pytest.approx(theirs, rel=1e-6) for theirs, ours in norms)

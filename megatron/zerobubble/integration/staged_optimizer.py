@@ -96,16 +96,31 @@ class StagedOptimizer:
         self._rollback.keep()
 
     @torch.no_grad()
-    def undo(self) -> None:
-        """Put it back, and the 16-bit weights and the other data-parallel ranks' shards that follow from it."""
+    def amend(self, statistics: Statistics, *, undo: bool) -> None:
+        """Take the step back where it was taken, with the 16-bit weights and the shards that follow from it, and step again.
+
+        With overlapped parameter gathering some of the wrong weights may be on their way; they are waited for first, and the
+        right ones are gathered at once, as forwards that ran will not wait for them again.
+        """
+        self._gather_overlapped()
+        if undo:
+            with self._on_host():
+                self._rollback.undo()
+                for part in self._busy:
+                    if hasattr(part, "_copy_main_params_to_model_params"):
+                        part._copy_main_params_to_model_params()
+                    if hasattr(part, "model_chunks") and not _overlaps(part):
+                        for chunk in part.model_chunks:
+                            chunk.start_param_sync()
+        self.apply(statistics)
+        self._gather_overlapped()
+
+    def _gather_overlapped(self) -> None:
+        """Gather, or end the gathering of, all weights that forwards gather as they need them."""
         with self._on_host():
-            self._rollback.undo()
             for part in self._busy:
-                if hasattr(part, "_copy_main_params_to_model_params"):
-                    part._copy_main_params_to_model_params()
-                if hasattr(part, "model_chunks"):
-                    for chunk in part.model_chunks:
-                        chunk.start_param_sync()
+                for chunk in part.model_chunks if _overlaps(part) else ():
+                    chunk.start_param_sync(force_sync=True)
 
     def forget(self) -> None:
         """Free the copies."""
@@ -177,6 +192,11 @@ class _StageGroups:
         for group in self._known.values():
             dist.destroy_process_group(group)
         self._known.clear()
+
+
+def _overlaps(part: Any) -> bool:
+    """Whether a distributed optimizer leaves gathering its weights to the next forwards."""
+    return hasattr(part, "ddp_config") and bool(part.ddp_config.overlap_param_gather)
 
 
 def _clip_factor(part: Any, norm: float) -> float:

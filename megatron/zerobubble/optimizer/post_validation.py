@@ -84,8 +84,8 @@ class Steppable(Protocol):
     def keep(self) -> None:
         """Keep what the next `apply` overwrites."""
 
-    def undo(self) -> None:
-        """Put back what was kept. The gradients are still those of `prepare`, unclipped."""
+    def amend(self, statistics: Statistics, *, undo: bool) -> None:
+        """Step as the statistics say, after putting back what was kept where `undo`. The gradients are those of `prepare`."""
 
     def forget(self) -> None:
         """Drop what was kept."""
@@ -296,10 +296,8 @@ class PostValidation:
         is_amended = truth.overflowed or self._optimizer.is_clipped(truth)
         if is_amended:
             self._calm = 0
-            if pending.is_stepped:
-                self._optimizer.undo()
             if pending.truth is None:
-                self._optimizer.apply(truth)
+                self._optimizer.amend(truth, undo=pending.is_stepped)
         self._optimizer.forget()
         return self._settled(truth, is_amended=is_amended, num_undone=count if is_amended else 0)
 

@@ -49,9 +49,12 @@ def _check_world(settings: Settings) -> None:
 
 def _check_schedule(settings: Settings) -> None:
     zero_bubble, parallel = settings.zero_bubble, settings.parallel
-    if zero_bubble.enable_optimizer_post_validation:
-        _check_post_validation(settings)
     if zero_bubble.schedule == "stock":
+        if zero_bubble.enable_optimizer_post_validation:
+            raise ConfigError(
+                "--enable-optimizer-post-validation needs a schedule of ours: add --enable-zero-bubble or "
+                "--zero-bubble-schedule, or leave it out"
+            )
         return
     flag = "--zero-bubble-v-schedule" if zero_bubble.zero_bubble_v_schedule else f"schedule {zero_bubble.schedule}"
     if parallel.is_interleaved:
@@ -63,14 +66,6 @@ def _check_schedule(settings: Settings) -> None:
         raise ConfigError(
             f"{flag} fills the bubble between pipeline ranks and needs --pipeline-model-parallel-size of at least 2, got 1"
         )
-
-
-def _check_post_validation(settings: Settings) -> None:
-    flag = "--enable-optimizer-post-validation"
-    if settings.zero_bubble.schedule == "stock":
-        raise ConfigError(f"{flag} needs a schedule of ours: add --enable-zero-bubble or --zero-bubble-schedule, or leave it out")
-    if settings.parallel.overlap_param_gather:
-        raise ConfigError(f"{flag} and --overlap-param-gather do not go together yet; leave one of them out")
 
 
 def _check_layers(settings: Settings) -> None:

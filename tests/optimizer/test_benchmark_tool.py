@@ -1,0 +1,42 @@
+"""The command line: tools/benchmark_post_validation.py. That it measures; not what."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.training.launch import ROOT, environment
+
+SMALL = ["--num-ranks", "2", "--num-microbatches", "4", "--iterations", "1", "--repeats", "2"]
+PASSES = ["--forward-ms", "2", "--backward-ms", "2", "--wgrad-ms", "2"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "benchmark_post_validation.py"), *SMALL, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment(), cwd=ROOT)
+
+
+def test_it_measures_both_ways_and_says_what_the_simulator_says(tmp_path: Path) -> None:
+    done = run(*PASSES, "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    body = json.loads((tmp_path / "out.json").read_text())
+    assert body["format"] == "zerobubble-post-validation-benchmark/1"
+    assert [row["schedule"] for row in body["schedules"]] == ["zb-h2", "zbv"]
+    for row in body["schedules"]:
+        assert row["simulated_span_ms"] == 24.0, "four microbatches without a bubble"
+        assert row["simulated_makespan_ms"] > 24.0
+        assert len(row["synchronous_ms"]) == len(row["early_ms"]) == 2
+        assert min(row["synchronous_ms"] + row["early_ms"]) > 24.0, "no pass is shorter than it was told to be"
+        assert row["reached_least"] <= row["reached"] <= row["reached_most"]
+        assert row["schedule"] in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--num-ranks", "1"], ["--repeats", "0"], ["--schedule", "zbx"]], ids=" ".join)
+def test_bad_input_is_refused(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 1
