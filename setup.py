@@ -19,6 +19,7 @@ def extensions() -> list[Extension]:
         Extension(
             "megatron.zerobubble.plan._search_core",
             sources=["megatron/zerobubble/plan/search_core.cpp"],
+            depends=["megatron/zerobubble/plan/search_moves.hpp"],
             include_dirs=[get_include()],
             extra_compile_args=["-O3", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden"],
             language="c++",

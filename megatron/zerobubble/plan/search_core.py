@@ -1,7 +1,8 @@
 """The inner loop of the search: score an order, make an order from a policy, and change both a little, very often.
 
-This file and `search_core.cpp` are twins: the same arithmetic in the same order and the same random numbers, so that the same
-seed gives the same plan with and without a compiler. What is changed here has to be changed there; a test compares them.
+This file and `search_core.cpp` are twins, and so are `search_moves.py` and `search_moves.hpp`: the same arithmetic in the same
+order and the same random numbers, so that the same seed gives the same plan with and without a compiler. What is changed here has
+to be changed there; a test compares them.
 
 An *order* has one row a rank, and a row is a string of bytes ``3 * chunk + kind`` with kind 0, 1, 2 for F, B, W. Microbatches
 ascend per stage and kind (an invariant of every plan), so the bytes say everything.
@@ -37,6 +38,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from megatron.zerobubble.plan.search_moves import Moves, Random
+
 Order = list[bytes]
 """Per rank its ops, see the module docstring."""
 
@@ -58,11 +61,6 @@ MEAN_WEIGHT = 0.1
 PATIENCE_SHARE, SWAP_SHARE, SHIFT_SHARE, PLAIN_SHIFT_SHARE = 0.05, 0.1, 0.9, 0.2
 """Upper ends of the shares of moves: patience (without W only), repeated swaps, repeated shifts (without W, with W); the rest are
 single moves."""
-
-CRITICAL_SHARE = 0.7
-"""Of single moves, how many are of an op on the critical path: no other move shortens it."""
-
-_MASK = (1 << 64) - 1
 
 
 class Policy(NamedTuple):
@@ -112,29 +110,6 @@ class Core(Protocol):
         """
 
 
-class Random:
-    """SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a few lines in any language."""
-
-    def __init__(self, seed: int) -> None:
-        self._state = seed & _MASK
-
-    def bits(self) -> int:
-        """64 random bits."""
-        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
-        z = self._state
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-        return z ^ (z >> 31)
-
-    def unit(self) -> float:
-        """Uniform in [0, 1)."""
-        return (self.bits() >> 11) * 2.0**-53
-
-    def below(self, limit: int) -> int:
-        """Uniform in 0..limit-1."""
-        return self.bits() % limit
-
-
 class PythonCore:
     """The twin without a compiler."""
 
@@ -166,6 +141,7 @@ class PythonCore:
         self.step_of: list[int] = []
         self._ranks: list[_Rank] = []
         self._critical: list[tuple[int, int]] = []
+        self._moves = Moves(self.m, [len(stages) for stages in self.stages])
 
     # -- scoring --------------------------------------------------------------------------------------------------------
 
@@ -309,13 +285,13 @@ class PythonCore:
             varied, changed = patient, dict[int, bytearray]()
             choice = random.unit()
             if filled and choice < PATIENCE_SHARE:
-                varied = self._vary_patience(patient, random)
+                varied = self._moves.vary_patience(patient, random)
             elif choice < SWAP_SHARE:
-                changed = self._repeated_swap(current, 2 if filled else 3, random)
+                changed = self._moves.repeated_swap(current, 2 if filled else 3, random)
             elif choice < (SHIFT_SHARE if filled else PLAIN_SHIFT_SHARE):
-                changed = self._repeated_shift(current, random)
+                changed = self._moves.repeated_shift(current, random)
             else:
-                changed = self._single_move(current, random)
+                changed = self._moves.single_move(current, self._critical, random)
             self.work += MOVE_WEIGHT
             if not changed and varied is patient:
                 continue
@@ -342,95 +318,6 @@ class PythonCore:
                 step -= 1
             else:
                 rank, step = self.rank_of[key // self.m % self.num_stages], self.step_of[key]
-
-    def _some_ranks(self, random: Random) -> tuple[int, int]:
-        """First and last of all ranks, some neighbours, or one."""
-        first = random.below(self.p)
-        choice = random.unit()
-        if choice < 0.3:
-            return 0, self.p - 1
-        if choice < 0.7:
-            return first, min(self.p - 1, first + 1 + random.below(self.p))
-        return first, first
-
-    def _some_of(self, length: int, random: Random) -> tuple[int, int]:
-        """A window of `length` steps or microbatches, each end open half of the time."""
-        low, high, free = random.below(length), random.below(length), random.below(4)
-        return 0 if free & 1 else min(low, high), length if free & 2 else max(low, high)
-
-    def _vary_patience(self, patience: list[float], random: Random) -> list[float]:
-        """Another patience for some ranks."""
-        first, last = self._some_ranks(random)
-        value = random.unit() * 1.5
-        return [value if first <= rank <= last else old for rank, old in enumerate(patience)]
-
-    def _single_move(self, rows: list[bytearray], random: Random) -> dict[int, bytearray]:
-        """Take one op out and put it back a little earlier or later."""
-        if random.unit() < CRITICAL_SHARE:
-            rank, source = self._critical[random.below(len(self._critical))]
-        else:
-            rank = random.below(self.p)
-            source = random.below(len(rows[rank]))
-        row = rows[rank]
-        scale = random.unit()
-        distance = 1 + int(scale * scale * scale * (3 * len(self.stages[rank]) + 6))
-        target = source + distance if random.below(2) else source - distance
-        if not 0 <= target < len(row):
-            return {}
-        moved = bytearray(row)
-        moved.insert(target, moved.pop(source))
-        return {rank: moved} if moved != row else {}
-
-    def _repeated_swap(self, rows: list[bytearray], kinds: int, random: Random) -> dict[int, bytearray]:
-        """Swap every pair of neighbours of two given codes in a window: another steady state."""
-        first, last = self._some_ranks(random)
-        chunks = len(self.stages[first])
-        before = 3 * random.below(chunks) + random.below(kinds)
-        after = 3 * random.below(chunks) + random.below(kinds)
-        length = len(rows[first])
-        low, high = self._some_of(length, random)
-        if before == after:
-            return {}
-        changed = {}
-        for rank in range(first, last + 1):
-            row = bytearray(rows[rank])
-            step = low
-            while step + 1 < min(high, len(row)):
-                if row[step] == before and row[step + 1] == after:
-                    row[step], row[step + 1] = after, before
-                    step += 1
-                step += 1
-            if row != rows[rank]:
-                changed[rank] = row
-        return changed
-
-    def _repeated_shift(self, rows: list[bytearray], random: Random) -> dict[int, bytearray]:
-        """Move one F or B of many microbatches by as many places: another wave of it through the ranks."""
-        first, last = self._some_ranks(random)
-        chunks = len(self.stages[first])
-        code = 3 * random.below(chunks) + random.below(2)
-        scale = random.unit()
-        distance = 1 + int(scale * scale * (3 * chunks))
-        later = random.below(2) == 1
-        low, high = self._some_of(self.m, random)
-        slope = random.below(3) - 1
-        changed = {}
-        for rank in range(first, last + 1):
-            drift = slope * (rank - first)
-            row = bytearray(rows[rank])
-            steps = range(len(row))
-            count = -1
-            for step in reversed(steps) if later else steps:
-                if row[step] != code:
-                    continue
-                count += 1
-                microbatch = self.m - 1 - count if later else count
-                target = step + distance if later else step - distance
-                if low + drift <= microbatch <= high + drift and 0 <= target < len(row):
-                    row.insert(target, row.pop(step))
-            if row != rows[rank]:
-                changed[rank] = row
-        return changed
 
 
 class _Rank:
