@@ -105,8 +105,8 @@ class _Trainer(Trainer):
             parameters[0].main_grad.view(-1)[0] += value
 
 
-def train(rank: int, scenario: Scenario, is_eager: bool, begin: Any = None, until: int = ITERATIONS) -> History:
-    """Train. `begin` may hold what an earlier call left: (history, saved state), to go on from."""
+def train(rank: int, scenario: Scenario, is_eager: bool) -> History:
+    """Train."""
     trainer = _Trainer(scenario)
     post = post_validation(
         trainer.optimizer,
@@ -115,13 +115,13 @@ def train(rank: int, scenario: Scenario, is_eager: bool, begin: Any = None, unti
         snapshot_on_host=scenario.on_host,
         on_host=trainer.host.on_host,
     )
-    history = _run(trainer, post, until)
+    history = _run(trainer, post)
     post.close()
     trainer.close()
     return history
 
 
-def _run(trainer: _Trainer, post: PostValidation, until: int) -> History:
+def _run(trainer: _Trainer, post: PostValidation) -> History:
     history = History([], [], {}, [], [], [], [])
     taken: list[tuple[float, float]] = []
     num_stepped = 0
@@ -136,7 +136,7 @@ def _run(trainer: _Trainer, post: PostValidation, until: int) -> History:
         if verdict.is_amended:
             history.amended.append(iteration)
             history.undone.append(verdict.num_undone)
-        return verdict.repeats_forwards
+        return verdict.is_amended
 
     def before_gradients() -> bool:
         repeats = note(post.validate())
@@ -146,7 +146,7 @@ def _run(trainer: _Trainer, post: PostValidation, until: int) -> History:
         return repeats
 
     trainer.schedule.before_gradients = before_gradients
-    for iteration in range(until):
+    for iteration in range(ITERATIONS):
         trainer.iteration = iteration
         history.losses.append(trainer.forward_backward(iteration))
         trainer.spike()

@@ -71,6 +71,7 @@ class ChunkWork:
         self._device = device
         self._inflight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._sync: list[_GradSync] = []
+        """By chunk, from the first B on: before that the caller zeroes the gradients, which would undo what these do."""
         self.losses: list[Any] = []
         """What the loss function returned for each microbatch; filled where the last stage is."""
         self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
@@ -123,6 +124,8 @@ class ChunkWork:
         """B, or with an op of kind BW the fused backward; returns the gradient of the stage's input."""
         chunk = self._chunk_of[op.stage]
         activation, output = self._inflight.pop((chunk, op.microbatch))
+        if not self._sync:
+            self._sync = [_GradSync(each) for each in self._chunks]
         if last:
             self._sync[chunk].allow()
         self._store.begin(chunk, op.microbatch, fused=op.kind is OpKind.BW)
@@ -138,10 +141,6 @@ class ChunkWork:
         if last:
             self._sync[chunk].allow()
         self._store.run(chunk, op.microbatch)
-
-    def expect_gradients(self) -> None:
-        """Gradients are zero, and none is final before its last op. Zeroing them would undo what this does."""
-        self._sync = [_GradSync(chunk) for chunk in self._chunks]
 
     def abandon(self) -> None:
         """Let go of forwards whose backward will not come."""

@@ -126,14 +126,13 @@ class StagedOptimizer:
         """Free the copies."""
         self._rollback.forget()
 
-    def settle(self, statistics: Statistics) -> bool:
-        """Let every loss scale know; forwards do not depend on it."""
+    def settle(self, statistics: Statistics) -> None:
+        """Let every loss scale know."""
         for part, overflow in zip(self._parts, statistics.overflows, strict=True):
             scaler = getattr(part, "grad_scaler", None)
             if scaler:
                 with self._on_host():
                     scaler.update(overflow > 0)
-        return False
 
     def close(self) -> None:
         """Destroy the stage's process groups."""

@@ -236,8 +236,6 @@ class PipelineSchedule:
         try:
             if self.before_gradients is not None and not iteration.forward_only:
                 work, executor = self._begin(program, iteration, work, executor, recorder)
-            if not iteration.forward_only:
-                work.expect_gradients()
             executor.run()
         except BaseException:
             self._store.clear()

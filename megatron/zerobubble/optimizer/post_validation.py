@@ -90,8 +90,8 @@ class Steppable(Protocol):
     def forget(self) -> None:
         """Drop what was kept."""
 
-    def settle(self, statistics: Statistics) -> bool:
-        """Take note of the truth, as a loss scale does; whether forwards that ran before must run again for it."""
+    def settle(self, statistics: Statistics) -> None:
+        """Take note of the truth, as a loss scale does."""
 
     def close(self) -> None:
         """Give back what it holds."""
@@ -108,11 +108,10 @@ class Verdict:
     zeros: float
     """Zeros in all gradients, where they are counted."""
     is_amended: bool
-    """Whether the step was taken without the truth and the truth was another."""
+    """Whether the step was taken without the truth and the truth was another: forwards that ran since ran with wrong weights, on
+    this rank or another."""
     num_undone: int
     """Ranks 0 to `num_undone` - 1 had stepped and stepped back."""
-    repeats_forwards: bool
-    """Whether forwards that ran since the step ran with wrong weights, on this rank or another."""
 
 
 def group_of(ranks: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
@@ -146,6 +145,8 @@ class Relay:
         if dist.get_world_size() > 1:
             self._group = group_of(self._ranks, backend="gloo")
         self._sends: list[tuple[dist.Work | None, torch.Tensor]] = []
+        self._length = 0
+        """Numbers in the statistics."""
 
     @property
     def is_last(self) -> bool:
@@ -166,9 +167,10 @@ class Relay:
 
     def until_here(self, own: Statistics) -> tuple[int, Statistics]:
         """How many earlier ranks step at once, and the statistics of the ranks up to this one. Waits for the rank before."""
+        self._length = len(own.to_list())
         if self._rank == 0:
             return 0, own
-        count, before = self._receive(self._rank - 1, own)
+        count, before = self._receive(self._rank - 1)
         return count, before + own
 
     def pass_on(self, count: int, statistics: Statistics) -> None:
@@ -180,9 +182,9 @@ class Relay:
         if self._rank > 0:
             self._send(self._rank - 1, count, statistics)
 
-    def truth(self, own: Statistics) -> tuple[int, Statistics]:
-        """What the next rank passes back; `own` only says how much that is."""
-        return self._receive(self._rank + 1, own)
+    def truth(self) -> tuple[int, Statistics]:
+        """What the next rank passes back."""
+        return self._receive(self._rank + 1)
 
     def close(self) -> None:
         """Destroy the group. Every rank of the pipeline must call it, after its last step was validated."""
@@ -196,8 +198,8 @@ class Relay:
         values = torch.tensor([count, *statistics.to_list()], dtype=torch.float64)
         self._sends.append((dist.isend(values, self._ranks[rank], group=self._group), values))
 
-    def _receive(self, rank: int, like: Statistics) -> tuple[int, Statistics]:
-        values = torch.empty(1 + len(like.to_list()), dtype=torch.float64)
+    def _receive(self, rank: int) -> tuple[int, Statistics]:
+        values = torch.empty(1 + self._length, dtype=torch.float64)
         dist.recv(values, self._ranks[rank], group=self._group)
         count, *others = values.tolist()
         return int(count), Statistics.of_list(others)
@@ -214,7 +216,6 @@ class Relay:
 class _Pending:
     """A step taken and not validated."""
 
-    own: Statistics
     truth: Statistics | None
     """On the last rank."""
     num_stepped: int
@@ -236,7 +237,7 @@ class PostValidation:
             if verdict is not None:
                 if verdict.is_stepped:
                     scheduler.step()
-                if verdict.repeats_forwards:
+                if verdict.is_amended:
                     outputs = first_forwards(batch)  # from the same random state
             zero_gradients()
             everything_else(batch, outputs)
@@ -252,9 +253,9 @@ class PostValidation:
     """
 
     def __init__(self, optimizer: Steppable, relay: Relay, *, is_eager: bool, patience: int = 10) -> None:
+        self.is_eager = is_eager
         self._optimizer = optimizer
         self._relay = relay
-        self._is_eager = is_eager
         self._patience = patience
         self._calm = patience
         self._pending: _Pending | None = None
@@ -270,7 +271,7 @@ class PostValidation:
         assert self._pending is None
         assert self._verdict is None
         own = self._optimizer.prepare()
-        if self._is_eager and self._calm >= self._patience:
+        if self.is_eager and self._calm >= self._patience:
             self._step_now(own)
         else:
             truth = self._relay.total(own)
@@ -291,7 +292,7 @@ class PostValidation:
         if pending.truth is not None:
             count, truth = pending.num_stepped, pending.truth
         else:
-            count, truth = self._relay.truth(pending.own)
+            count, truth = self._relay.truth()
             self._relay.pass_back(count, truth)
         is_amended = truth.overflowed or self._optimizer.is_clipped(truth)
         if is_amended:
@@ -311,22 +312,21 @@ class PostValidation:
         if self._relay.is_last:
             self._relay.pass_back(count, known)
             self._optimizer.apply(known)
-            self._pending = _Pending(own, known, count, is_stepped=False)
+            self._pending = _Pending(known, count, is_stepped=False)
             return
         steps = not known.overflowed and not self._optimizer.is_clipped(known)
         self._relay.pass_on(count + steps, known)
         if steps:
             self._optimizer.keep()
             self._optimizer.apply(known)
-        self._pending = _Pending(own, None, 0, is_stepped=steps)
+        self._pending = _Pending(None, 0, is_stepped=steps)
 
     def _settled(self, truth: Statistics, *, is_amended: bool, num_undone: int) -> Verdict:
-        is_repeated = self._optimizer.settle(truth)
+        self._optimizer.settle(truth)
         return Verdict(
             is_stepped=not truth.overflowed,
             norm=truth.norm,
             zeros=truth.zeros,
             is_amended=is_amended,
             num_undone=num_undone,
-            repeats_forwards=is_amended or is_repeated,
         )

@@ -96,7 +96,8 @@ class Training:
         self._trainee = trainee
         self._taken: _Taken | None = None
         self._results: list[StepResult] = []
-        if trainee.steps is not None:
+        self._is_eager = trainee.steps is not None and trainee.steps.is_eager
+        if self._is_eager:
             trainee.schedule.before_gradients = self._before_gradients
 
     def iterate(self, data_iterator: Any) -> list[StepResult]:
@@ -106,7 +107,7 @@ class Training:
             The results that became known: of the iteration before, of this one, both or neither, in order.
         """
         trainee = self._trainee
-        if trainee.steps is None:
+        if not self._is_eager:
             self._zero_gradients()
         reports = _run_passes(trainee, data_iterator, forward_only=False)
         self._taken = _Taken(
@@ -134,7 +135,7 @@ class Training:
     def _before_gradients(self) -> bool:
         verdict = self._validate()
         self._zero_gradients()
-        return verdict is not None and verdict.repeats_forwards
+        return verdict is not None and verdict.is_amended
 
     def _validate(self) -> Verdict | None:
         steps = self._trainee.steps
