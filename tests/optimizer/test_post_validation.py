@@ -6,7 +6,6 @@ Twelve iterations of a real GPT with dropout on gloo ranks; the table below says
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -58,17 +57,9 @@ SCENARIOS = (
 )
 
 
-@pytest.fixture(scope="module")
-def fresh_ranks() -> Iterator[RankPool]:
-    """Ranks of this file's own: gloo leaves threads behind with every group, and these tests make many."""
-    pool = RankPool(4)
-    yield pool
-    pool.stop()
-
-
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-def test_early_steps_are_the_synchronous_ones(fresh_ranks: RankPool, scenario: Scenario) -> None:
-    results = fresh_ranks.run(compare, scenario)
+def test_early_steps_are_the_synchronous_ones(four_ranks: RankPool, scenario: Scenario) -> None:
+    results = four_ranks.run(compare, scenario)
     for rank, (differences, amended, _, steps) in enumerate(results):
         assert differences == [], rank
         assert tuple(amended) == scenario.amended, rank
@@ -81,8 +72,8 @@ def test_early_steps_are_the_synchronous_ones(fresh_ranks: RankPool, scenario: S
     [FP16, replace(BASE, distributed_optimizer=True, dtype=torch.bfloat16), replace(P4, schedule="zbv", num_chunks=2)],
     ids=str,
 )
-def test_our_synchronous_step_is_megatron_cores(fresh_ranks: RankPool, case: Case) -> None:
+def test_our_synchronous_step_is_megatron_cores(four_ranks: RankPool, case: Case) -> None:
     """Nothing is clipped here, so the norm, which megatron-core sums in single precision and another order, changes no weight."""
-    for differences, norms in fresh_ranks.run(compare_with_stock, case):
+    for differences, norms in four_ranks.run(compare_with_stock, case):
         assert differences == []
         assert all(ours == pytest.approx(theirs, rel=1e-6) for theirs, ours in norms)

@@ -110,7 +110,8 @@ class Trainer:
         self.host = HostDevice()
         choice = case.choice
         virtual = case.num_chunks if case.num_chunks > 1 else None
-        _forget_groups()
+        if parallel_state.model_parallel_is_initialized():  # by a test that ended early
+            _forget_groups()
         parallel_state.initialize_model_parallel(
             case.tensor_parallel, case.num_ranks, virtual, **embedding_ranks(choice.placement)
         )
@@ -128,9 +129,16 @@ class Trainer:
         self.schedule = PipelineSchedule(choice, self.built.chunks, store=self.built.store, config=self.config)
 
     def close(self) -> None:
-        """Give back every process group."""
+        """Give back every process group, with everything that holds one. The trainer is of no use afterwards."""
+        # Autograd nodes whose hooks refer back to the chunk, and the distributed optimizer's shards, whose history holds such
+        # nodes: cycles that Python cannot see.
         for chunk in self.built.chunks:
-            chunk.grad_accs.clear()  # autograd nodes whose hooks refer back to the chunk: a cycle that Python cannot see
+            chunk.grad_accs.clear()
+        for part in self.optimizer.chained_optimizers:
+            vars(part).clear()
+        case = self.case
+        vars(self).clear()
+        self.case = case
         _forget_groups()
 
     # -- construction -----------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ is raised here; the next call starts fresh ranks.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import multiprocessing
 import os
-import socket
 import traceback
 import warnings
 from collections.abc import Callable
@@ -28,6 +29,7 @@ class RankPool:
         self.size = size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._store: Any = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(rank, *args)` on every rank."""
@@ -60,16 +62,17 @@ class RankPool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None
 
     def _start(self) -> None:
+        from torch.distributed import TCPStore
+
         context = multiprocessing.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Here, not on rank 0: a port that is free when asked for may be taken when rank 0 has started.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, self.size, port), daemon=True)
+            process = context.Process(target=_serve, args=(there, rank, self.size, self._store.port), daemon=True)
             process.start()
             there.close()
             self._processes.append(process)
@@ -85,8 +88,6 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     os.environ.update(
         OMP_NUM_THREADS="1",
         TORCHDYNAMO_DISABLE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
         RANK=str(rank),
         WORLD_SIZE=str(size),
     )
@@ -97,7 +98,11 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")  # Apex and Transformer Engine are missing, five times a rank
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    importlib.import_module("tests.support.gpt")
+    gc.collect()
+    gc.freeze()  # tests collect garbage to get rid of process groups; looking through all of torch each time took most of a test
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     HostDevice().install()
     pipe.send("ready")
     while True:
