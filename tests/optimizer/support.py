@@ -30,6 +30,7 @@ class Scenario:
     amended: tuple[int, ...] = ()
     """Iterations whose early step has to be corrected."""
     patience: int = 0
+    rollback: str = "exact"
     on_host: bool = False
     loss_scale: float | None = None
     """A constant one; None: dynamic."""
@@ -54,7 +55,7 @@ class History:
     random: list[torch.Tensor]
     """Random states at the end."""
     amended: list[int]
-    undone: list[int]
+    undone: list[tuple[int, ...]]
 
 
 class _Trainer(Trainer):
@@ -112,6 +113,7 @@ def train(rank: int, scenario: Scenario, is_eager: bool) -> History:
         trainer.optimizer,
         is_eager=is_eager,
         patience=scenario.patience,
+        rollback=scenario.rollback,
         snapshot_on_host=scenario.on_host,
         on_host=trainer.host.on_host,
     )
@@ -135,7 +137,7 @@ def _run(trainer: _Trainer, post: PostValidation) -> History:
         history.steps.append((verdict.is_stepped, _bits(verdict.norm), verdict.zeros, *taken.pop()))
         if verdict.is_amended:
             history.amended.append(iteration)
-            history.undone.append(verdict.num_undone)
+            history.undone.append(verdict.undone)
         return verdict.is_amended
 
     def before_gradients() -> bool:
@@ -215,3 +217,12 @@ def compare(rank: int, scenario: Scenario) -> tuple[list[str], list[int], list[i
     early = train(rank, scenario, is_eager=True)
     assert synchronous.amended == []
     return differences(synchronous, early), early.amended, early.undone, early.steps
+
+
+def compare_nearly(rank: int, scenario: Scenario) -> tuple[float, list[int], list[tuple[int, ...]]]:
+    """How far master weights and Adam's averages are apart in the end, as a share of the largest in a tensor; which steps were
+    corrected, and where."""
+    synchronous = train(rank, scenario, is_eager=False)
+    early = train(rank, scenario, is_eager=True)
+    apart = [float((a - b).abs().max() / (b.abs().max() or 1.0)) for a, b in zip(early.state, synchronous.state, strict=True)]
+    return max(apart), early.amended, early.undone

@@ -143,3 +143,19 @@ def test_speed_leaves_out_the_first_iteration(told: Metrics) -> None:
     assert told.tokens_per_second() is None
     told.add(record(2))
     assert told.tokens_per_second() == 64.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"undone": ()}, "clipped after the fact, no rank had stepped"),
+        ({"undone": (0,)}, "clipped after the fact on rank 0, redone"),
+        ({"undone": (0, 1, 2)}, "clipped after the fact on ranks 0-2, redone"),
+        ({"undone": (0, 2, 3, 5)}, "clipped after the fact on ranks 0, 2-3, 5, redone"),
+        ({"undone": (0, 1), "is_stepped": False}, "left out for an overflow after the fact on ranks 0-1, undone"),
+    ],
+)
+def test_a_corrected_step_is_named(told: Metrics, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], said: str) -> None:
+    with caplog.at_level(logging.INFO):
+        told.add(record(37, **changes))
+    assert caplog.messages == [f"iteration 37: {said}"]

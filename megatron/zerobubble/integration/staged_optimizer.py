@@ -8,7 +8,7 @@ data parallel); what happens between stages is `optimizer.post_validation`'s bus
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, cou
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Relay, Statistics, group_of
-from megatron.zerobubble.optimizer.rollback import ExactRollback
+from megatron.zerobubble.optimizer.rollback import ExactRollback, InverseRollback, Rollback
 
 __all__ = ["StagedOptimizer", "post_validation"]
 
@@ -28,8 +28,9 @@ def post_validation(
     *,
     is_eager: bool,
     patience: int = 10,
+    rollback: str = "exact",
     snapshot_on_host: bool = False,
-    on_host: Callable[[], AbstractContextManager[object]],
+    on_host: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> PostValidation:
     """Steps of a megatron-core optimizer with or without a barrier. All ranks of the world must call it at the same point.
 
@@ -37,29 +38,40 @@ def post_validation(
         optimizer: what `get_megatron_optimizer` returned.
         is_eager: step before the truth is known; see `PostValidation`.
         patience: see `PostValidation`.
-        snapshot_on_host: keep what a step overwrites in host memory.
-        on_host: to be entered around the optimizer's work, see `integration.host`; `contextlib.nullcontext` on a GPU.
+        rollback: "exact", from a copy, or "inverse", without one; see `optimizer.rollback`.
+        snapshot_on_host: keep the copy in host memory.
+        on_host: to be entered around the optimizer's work, see `integration.host`; nothing on a GPU.
 
     Raises:
         ConfigError: an optimizer whose steps cannot be taken apart.
     """
     pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     relay = Relay(pipeline, parallel_state.get_pipeline_model_parallel_rank())
-    staged = StagedOptimizer(optimizer, snapshot_on_host=snapshot_on_host, on_host=on_host)
+    staged = StagedOptimizer(optimizer, rollback=rollback, snapshot_on_host=snapshot_on_host, on_host=on_host)
     return PostValidation(staged, relay, is_eager=is_eager, patience=patience)
 
 
 class StagedOptimizer:
     """A `Steppable` over megatron-core's FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer or a chain."""
 
-    def __init__(self, optimizer: Any, *, snapshot_on_host: bool, on_host: Callable[[], AbstractContextManager[object]]) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        rollback: str,
+        snapshot_on_host: bool,
+        on_host: Callable[[], AbstractContextManager[object]],
+    ) -> None:
         self._optimizer = optimizer
         self._parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
         self._busy = [part for part in self._parts if not getattr(part, "is_stub_optimizer", False)]
         self._refuse()
         self._stage_groups = _StageGroups()
         self._groups = [self._stage_groups.within(part.get_grad_stats_parallel_group()) for part in self._parts]
-        self._rollback = ExactRollback([part.optimizer for part in self._busy], on_host=snapshot_on_host)
+        stepping = [part.optimizer for part in self._busy]
+        self._rollback: Rollback = (
+            InverseRollback(stepping) if rollback == "inverse" else ExactRollback(stepping, on_host=snapshot_on_host)
+        )
         self._on_host = on_host
 
     @torch.no_grad()
@@ -91,9 +103,10 @@ class StagedOptimizer:
                     clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, statistics.norm)
             self._optimizer.step_with_ready_grads()
 
-    def keep(self) -> None:
-        """Copy what the step overwrites."""
-        self._rollback.keep()
+    def keep(self) -> bool:
+        """As the rollback does."""
+        with self._on_host():
+            return self._rollback.keep()
 
     @torch.no_grad()
     def amend(self, statistics: Statistics, *, undo: bool) -> None:

@@ -81,8 +81,8 @@ class Steppable(Protocol):
     def apply(self, statistics: Statistics) -> None:
         """Clip as the statistics say and step; nothing where they say overflow."""
 
-    def keep(self) -> None:
-        """Keep what the next `apply` overwrites."""
+    def keep(self) -> bool:
+        """Get ready to take the next `apply` back; False where that could not be done."""
 
     def amend(self, statistics: Statistics, *, undo: bool) -> None:
         """Step as the statistics say, after putting back what was kept where `undo`. The gradients are those of `prepare`."""
@@ -110,8 +110,8 @@ class Verdict:
     is_amended: bool
     """Whether the step was taken without the truth and the truth was another: forwards that ran since ran with wrong weights, on
     this rank or another."""
-    num_undone: int
-    """Ranks 0 to `num_undone` - 1 had stepped and stepped back."""
+    undone: tuple[int, ...]
+    """Pipeline ranks that had stepped and stepped back."""
 
 
 def group_of(ranks: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
@@ -140,7 +140,7 @@ class Relay:
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self._ranks = tuple(ranks)
-        self._rank = rank
+        self.rank = rank
         self._group: dist.ProcessGroup | None = None
         if dist.get_world_size() > 1:
             self._group = group_of(self._ranks, backend="gloo")
@@ -151,7 +151,7 @@ class Relay:
     @property
     def is_last(self) -> bool:
         """Whether this rank is the first to know the truth."""
-        return self._rank == len(self._ranks) - 1
+        return self.rank == len(self._ranks) - 1
 
     def total(self, own: Statistics) -> Statistics:
         """The truth, at once, for which all ranks wait for all."""
@@ -165,26 +165,26 @@ class Relay:
             first = first + other
         return first
 
-    def until_here(self, own: Statistics) -> tuple[int, Statistics]:
-        """How many earlier ranks step at once, and the statistics of the ranks up to this one. Waits for the rank before."""
+    def until_here(self, own: Statistics) -> tuple[tuple[int, ...], Statistics]:
+        """Which earlier ranks step at once, and the statistics of the ranks up to this one. Waits for the rank before."""
         self._length = len(own.to_list())
-        if self._rank == 0:
-            return 0, own
-        count, before = self._receive(self._rank - 1)
-        return count, before + own
+        if self.rank == 0:
+            return (), own
+        stepped, before = self._receive(self.rank - 1)
+        return stepped, before + own
 
-    def pass_on(self, count: int, statistics: Statistics) -> None:
+    def pass_on(self, stepped: tuple[int, ...], statistics: Statistics) -> None:
         """To the next rank."""
-        self._send(self._rank + 1, count, statistics)
+        self._send(self.rank + 1, stepped, statistics)
 
-    def pass_back(self, count: int, statistics: Statistics) -> None:
+    def pass_back(self, stepped: tuple[int, ...], statistics: Statistics) -> None:
         """To the rank before, if there is one."""
-        if self._rank > 0:
-            self._send(self._rank - 1, count, statistics)
+        if self.rank > 0:
+            self._send(self.rank - 1, stepped, statistics)
 
-    def truth(self) -> tuple[int, Statistics]:
+    def truth(self) -> tuple[tuple[int, ...], Statistics]:
         """What the next rank passes back."""
-        return self._receive(self._rank + 1)
+        return self._receive(self.rank + 1)
 
     def close(self) -> None:
         """Destroy the group. Every rank of the pipeline must call it, after its last step was validated."""
@@ -193,16 +193,18 @@ class Relay:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _send(self, rank: int, count: int, statistics: Statistics) -> None:
+    def _send(self, rank: int, stepped: tuple[int, ...], statistics: Statistics) -> None:
         self._wait()
-        values = torch.tensor([count, *statistics.to_list()], dtype=torch.float64)
+        flags = [float(other in stepped) for other in range(len(self._ranks))]
+        values = torch.tensor([*flags, *statistics.to_list()], dtype=torch.float64)
         self._sends.append((dist.isend(values, self._ranks[rank], group=self._group), values))
 
-    def _receive(self, rank: int) -> tuple[int, Statistics]:
-        values = torch.empty(1 + self._length, dtype=torch.float64)
+    def _receive(self, rank: int) -> tuple[tuple[int, ...], Statistics]:
+        size = len(self._ranks)
+        values = torch.empty(size + self._length, dtype=torch.float64)
         dist.recv(values, self._ranks[rank], group=self._group)
-        count, *others = values.tolist()
-        return int(count), Statistics.of_list(others)
+        flags, others = values[:size].tolist(), values[size:].tolist()
+        return tuple(other for other, flag in enumerate(flags) if flag), Statistics.of_list(others)
 
     def _wait(self) -> None:
         """For sends of earlier steps and of this step's other direction. Their receivers wait for nothing of ours before."""
@@ -218,7 +220,7 @@ class _Pending:
 
     truth: Statistics | None
     """On the last rank."""
-    num_stepped: int
+    stepped: tuple[int, ...]
     """Ranks that stepped before the truth was known; only the last rank knows."""
     is_stepped: bool
     """Whether this rank stepped on what it knew."""
@@ -227,22 +229,31 @@ class _Pending:
 class PostValidation:
     """One rank's optimizer steps.
 
-    `step` when the gradients are final; `validate` before anything touches the gradients again, and before anyone is shown
-    weights (a checkpoint, an evaluation). A training loop of your own::
+    `step` when the gradients are final; `validate` before anything touches the gradients again; `flush` before anyone is shown
+    weights (a checkpoint, an evaluation, the end). A training loop of your own, around a `PipelineSchedule`::
 
-        post = PostValidation(steppable, Relay(pipeline_ranks, rank), is_eager=True)
-        for batch in batches:
-            outputs = first_forwards(batch)         # with the weights of the step before, not validated yet
-            verdict = post.validate()               # the truth about that step; None before the first
-            if verdict is not None:
-                if verdict.is_stepped:
-                    scheduler.step()
-                if verdict.is_amended:
-                    outputs = first_forwards(batch)  # from the same random state
-            zero_gradients()
-            everything_else(batch, outputs)
-            post.step()
-        verdict = post.validate()
+        steps = megatron.zerobubble.post_validation(optimizer, is_eager=True)
+
+        def learn(verdict):                    # the truth about a step, once each
+            if verdict is not None and verdict.is_stepped:
+                scheduler.step(increment=global_batch_size)
+
+        def before_gradients():                # called after an iteration's first forwards
+            verdict = steps.validate()
+            learn(verdict)
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            return verdict is not None and verdict.is_amended     # True: those forwards run again
+
+        schedule.before_gradients = before_gradients
+        for iteration in range(1, 1 + train_iters):
+            schedule.forward_backward_func(forward_step_func=forward_step, data_iterator=data, model=chunks, **sizes)
+            steps.step()
+            if iteration % save_interval == 0 or iteration == train_iters:
+                learn(steps.flush())
+                save(iteration)
+        steps.close()
 
     Args:
         optimizer: what steps.
@@ -278,7 +289,7 @@ class PostValidation:
             self._optimizer.apply(truth)
             needs_all = truth.overflowed or self._optimizer.is_clipped(truth)
             self._calm = 0 if needs_all else self._calm + 1
-            self._verdict = self._settled(truth, is_amended=False, num_undone=0)
+            self._verdict = self._settled(truth, is_amended=False, undone=())
 
     def validate(self) -> Verdict | None:
         """The truth about the last step, which by then has been taken; None where it was asked for before.
@@ -290,17 +301,24 @@ class PostValidation:
             verdict, self._verdict = self._verdict, None
             return verdict
         if pending.truth is not None:
-            count, truth = pending.num_stepped, pending.truth
+            stepped, truth = pending.stepped, pending.truth
         else:
-            count, truth = self._relay.truth()
-            self._relay.pass_back(count, truth)
+            stepped, truth = self._relay.truth()
+            self._relay.pass_back(stepped, truth)
         is_amended = truth.overflowed or self._optimizer.is_clipped(truth)
         if is_amended:
             self._calm = 0
             if pending.truth is None:
                 self._optimizer.amend(truth, undo=pending.is_stepped)
         self._optimizer.forget()
-        return self._settled(truth, is_amended=is_amended, num_undone=count if is_amended else 0)
+        return self._settled(truth, is_amended=is_amended, undone=stepped if is_amended else ())
+
+    def flush(self) -> Verdict | None:
+        """`validate` at the end of an iteration: afterwards the weights are those of the synchronous optimizer.
+
+        With `--overlap-param-gather` they still have to be gathered, as after any step.
+        """
+        return self.validate()
 
     def close(self) -> None:
         """Give back every process group. Every rank of the pipeline must call it, with nothing left to validate."""
@@ -308,25 +326,27 @@ class PostValidation:
         self._optimizer.close()
 
     def _step_now(self, own: Statistics) -> None:
-        count, known = self._relay.until_here(own)
+        can_undo = not self._relay.is_last and self._optimizer.keep()  # while the rank before is not ready yet
+        stepped, known = self._relay.until_here(own)
         if self._relay.is_last:
-            self._relay.pass_back(count, known)
+            self._relay.pass_back(stepped, known)
             self._optimizer.apply(known)
-            self._pending = _Pending(known, count, is_stepped=False)
+            self._pending = _Pending(known, stepped, is_stepped=False)
             return
-        steps = not known.overflowed and not self._optimizer.is_clipped(known)
-        self._relay.pass_on(count + steps, known)
+        steps = can_undo and not known.overflowed and not self._optimizer.is_clipped(known)
+        self._relay.pass_on((*stepped, self._relay.rank) if steps else stepped, known)
         if steps:
-            self._optimizer.keep()
             self._optimizer.apply(known)
-        self._pending = _Pending(None, 0, is_stepped=steps)
+        else:
+            self._optimizer.forget()
+        self._pending = _Pending(None, (), is_stepped=steps)
 
-    def _settled(self, truth: Statistics, *, is_amended: bool, num_undone: int) -> Verdict:
+    def _settled(self, truth: Statistics, *, is_amended: bool, undone: tuple[int, ...]) -> Verdict:
         self._optimizer.settle(truth)
         return Verdict(
             is_stepped=not truth.overflowed,
             norm=truth.norm,
             zeros=truth.zeros,
             is_amended=is_amended,
-            num_undone=num_undone,
+            undone=undone,
         )

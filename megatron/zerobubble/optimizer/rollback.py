@@ -1,21 +1,41 @@
-"""Taking a step back, to the bit.
+"""Taking a step back: to the bit from a copy, or nearly, by arithmetic.
 
 What a step of a torch-like optimizer overwrites are its parameters, the tensors of its state, and for some optimizers a step
 count in the parameter group. `ExactRollback` keeps copies of them: on the device, where the drained pipeline has just freed the
-activations (Adam in fp32 overwrites 12 bytes a parameter), or in host memory.
+activations (Adam in fp32 overwrites 12 bytes a parameter), or in host memory. `InverseRollback` keeps nothing and computes
+backwards.
 
 State that the step made first is taken away again, so that the next step makes it anew from the same zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["ExactRollback"]
+from megatron.zerobubble.errors import ConfigError
+
+__all__ = ["ExactRollback", "InverseRollback", "Rollback"]
+
+_log = logging.getLogger(__name__)
+
+
+class Rollback(Protocol):
+    """One step at a time: `keep`, the step, then `undo` or `forget`."""
+
+    def keep(self) -> bool:
+        """Get ready for a step that may have to be taken back; False: it could not be, so it must not be taken early."""
+
+    def undo(self) -> None:
+        """Take it back. The gradients are those of the step."""
+
+    def forget(self) -> None:
+        """It stands."""
 
 
 class ExactRollback:
@@ -31,8 +51,8 @@ class ExactRollback:
         self._on_host = on_host
         self._kept: list[tuple[Any, list[tuple[Tensor, Tensor, dict[str, Any] | None]], list[Any]]] | None = None
 
-    def keep(self) -> None:
-        """Copy. Holds on to the gradients of nothing."""
+    def keep(self) -> bool:
+        """Copy; always True."""
         self._kept = []
         for optimizer in self._optimizers:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -40,6 +60,7 @@ class ExactRollback:
                 (parameter, self._copy(parameter.detach()), self._state_of(optimizer, parameter)) for parameter in parameters
             ]
             self._kept.append((optimizer, tensors, [group.get("step") for group in optimizer.param_groups]))
+        return True
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -86,3 +107,139 @@ class ExactRollback:
             return tensor.clone()
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return copy.copy_(tensor, non_blocking=True)
+
+
+class InverseRollback:
+    """Adam's step, taken back by arithmetic from the same gradients: no copy, and almost the same numbers.
+
+    With decay rates b1, b2, gradient g and step count t, Adam and AdamW compute (arXiv 1412.6980, 1711.05101)
+
+        m' = b1 m + (1 - b1) g
+        v' = b2 v + (1 - b2) g^2
+        w' = (1 - lr decay) w - lr / (1 - b1^t) m' / (sqrt(v' / (1 - b2^t)) + eps)
+
+    which is solved for w, m and v in turn. What a step adds to v and m hides what they were below its own rounding error:
+
+    - Elementwise, with u = 2^-24: v comes back to 16 u (b2 v + (1 - b2) g^2), m to 8 u (b1 |m| + (1 - b1) |g|) and w to
+      4 u |w| + 8 u lr, where g stands for |gradient| + decay (|w| + 2 lr) if weights decay through the gradient. An element whose
+      v is about as small as that error comes back as if it had had no gradient yet, with v = m = 0. That is exact for one that
+      had none; v is never negative.
+    - A step whose gradients are far above all that Adam has seen, (1 - b2) |g|^2 > SPREAD b2 sum(v) for a whole parameter, would
+      wipe its state out. `keep` refuses it, and the step waits for the truth, as a step does that is known to be clipped.
+
+    Tested in `tests/optimizer/test_rollback.py`.
+
+    Args:
+        optimizers: torch's Adam and AdamW, or such that look like them (apex's and Transformer Engine's FusedAdam), in float32.
+
+    Raises:
+        ConfigError: another optimizer, or an option of Adam that cannot be inverted.
+    """
+
+    SPREAD = 1024.0
+    """Largest share of a step's own in v that is taken back."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._optimizers = list(optimizers)
+        self._new: set[Tensor] = set()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                _check_invertible(optimizer, group)
+
+    @torch.no_grad()
+    def keep(self) -> bool:
+        """Whether the step that is to come can be taken back."""
+        self._new = set()
+        unsafe = []
+        for optimizer, group, parameter in self._parameters():
+            state = optimizer.state.get(parameter)
+            if not state:
+                self._new.add(parameter)
+                continue
+            beta2 = group["betas"][1]
+            gradient = _gradient(group, parameter, _decoupled(optimizer, group))
+            added, known = (1 - beta2) * gradient.square_().sum(), beta2 * state["exp_avg_sq"].sum()
+            unsafe.append((added > self.SPREAD * known) & (known > 0))
+        if unsafe and bool(torch.stack(unsafe).any()):
+            _log.info(
+                "a step waits for all ranks: its gradients are too far above the state of Adam to be taken back by inverting"
+            )
+            return False
+        return True
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Compute what was before the step, in place. The gradients are still those of the step."""
+        for optimizer, group, parameter in self._parameters():
+            state = optimizer.state[parameter]
+            step = float(state["step"] if "step" in state else group["step"])
+            self._undo_parameter(group, parameter, state, step, decoupled=_decoupled(optimizer, group))
+            if parameter in self._new:
+                del optimizer.state[parameter]
+            elif "step" in state:
+                state["step"] = state["step"] - 1  # a tensor of its own: loaded states may share one
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                if "step" in group:
+                    group["step"] = group["step"] - 1
+        self._new = set()
+
+    def forget(self) -> None:
+        """Nothing was kept."""
+        self._new = set()
+
+    def _parameters(self) -> Iterator[tuple[Any, dict[str, Any], Tensor]]:
+        """Those with a gradient: the others are not stepped."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        yield optimizer, group, parameter
+
+    def _undo_parameter(
+        self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], step: float, *, decoupled: bool
+    ) -> None:
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        beta1, beta2 = group["betas"]
+        corrects = group.get("bias_correction", True)
+        correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if corrects else (1.0, 1.0)
+        denominator = second.sqrt().div_(math.sqrt(correction2)).add_(group["eps"])
+        parameter.addcdiv_(first, denominator, value=group["lr"] / correction1)
+        if decoupled:
+            parameter.div_(1 - group["lr"] * group["weight_decay"])
+        gradient = _gradient(group, parameter, decoupled)
+        first.sub_(gradient, alpha=1 - beta1).div_(beta1)
+        added = gradient.square_().mul_(1 - beta2)
+        second.sub_(added).div_(beta2)
+        hidden = second <= added.mul_(4 * torch.finfo(second.dtype).eps)
+        first.masked_fill_(hidden, 0.0)
+        second.masked_fill_(hidden, 0.0)
+
+
+def _gradient(group: dict[str, Any], parameter: Tensor, decoupled: bool) -> Tensor:
+    """A new tensor: the gradient as the averages see it, with weight decay where that is a part of it."""
+    assert parameter.grad is not None
+    return parameter.grad.clone() if decoupled else parameter.grad.add(parameter, alpha=group["weight_decay"])
+
+
+def _decoupled(optimizer: Any, group: dict[str, Any]) -> bool:
+    """Whether weights decay by themselves (AdamW), not through the gradient (Adam)."""
+    if hasattr(optimizer, "adam_w_mode"):
+        return bool(optimizer.adam_w_mode)
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+def _check_invertible(optimizer: Any, group: dict[str, Any]) -> None:
+    name = type(optimizer).__name__
+    if not ({"betas", "eps", "lr", "weight_decay"} <= set(group)):
+        raise ConfigError(f"{name} cannot be inverted, only Adam and AdamW can: use --post-validation-rollback exact")
+    if group.get("amsgrad") or group.get("maximize"):
+        raise ConfigError(f"{name} with amsgrad or maximize cannot be inverted: use --post-validation-rollback exact")
+    others = {str(p.dtype) for p in group["params"] if p.dtype is not torch.float32}
+    if others:
+        raise ConfigError(
+            f"{name} on {sorted(others)[0]} cannot be inverted, only on torch.float32: use --post-validation-rollback exact"
+        )
+    if group["betas"][0] <= 0 or group["betas"][1] <= 0:
+        given = tuple(group["betas"])
+        raise ConfigError(f"{name} with betas {given} cannot be inverted: both must be above 0, or the rollback exact")

@@ -94,6 +94,7 @@ def assemble(
             optimizer,
             is_eager=zero_bubble.enable_optimizer_post_validation,
             patience=zero_bubble.post_validation_patience,
+            rollback=zero_bubble.post_validation_rollback,
             snapshot_on_host=zero_bubble.post_validation_snapshot == "host",
             on_host=job.host.on_host,
         )

@@ -56,6 +56,11 @@ def _check_schedule(settings: Settings) -> None:
                 "--zero-bubble-schedule, or leave it out"
             )
         return
+    if zero_bubble.post_validation_rollback == "inverse" and settings.optim.optimizer != "adam":
+        raise ConfigError(
+            f"--post-validation-rollback inverse can take back Adam only, and --optimizer is {settings.optim.optimizer}: "
+            "choose exact, or --optimizer adam"
+        )
     flag = "--zero-bubble-v-schedule" if zero_bubble.zero_bubble_v_schedule else f"schedule {zero_bubble.schedule}"
     if parallel.is_interleaved:
         raise ConfigError(

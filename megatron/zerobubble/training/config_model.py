@@ -265,14 +265,19 @@ class ZeroBubbleConfig:
 
     enable_optimizer_post_validation: bool = False
     """Step the optimizer before all ranks' gradient norms and overflows are known, and correct the step afterwards where they
-    say so. Changes nothing but the time; takes a copy of weights and optimizer state between the step and its validation."""
+    say so. Changes nothing but the time; by default takes a copy of weights and optimizer state between the step and its
+    validation."""
     post_validation_patience: int = 10
     """After a step that had to be corrected, how many steps wait for all ranks and turn out to need no correction before one is
     taken early again. 0: every step is taken early."""
+    post_validation_rollback: str = field(default="exact", metadata={"metavar": "exact|inverse"})
+    """How a step is taken back: from a copy, to the bit; or without one, by inverting Adam, with a small error, and where that
+    would lose more than that (gradients far above what Adam has seen) the step waits for all ranks."""
     post_validation_snapshot: str = field(default="device", metadata={"metavar": "device|host"})
     """Where that copy is kept: beside the weights, or in host memory."""
 
     def __post_init__(self) -> None:
+        one_of(self.post_validation_rollback, ("exact", "inverse"), "--post-validation-rollback")
         one_of(self.post_validation_snapshot, ("device", "host"), "--post-validation-snapshot")
         if self.post_validation_patience < 0:
             raise ConfigError(f"--post-validation-patience is {self.post_validation_patience}; give 0 or a number of steps")

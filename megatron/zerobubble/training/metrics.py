@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +57,7 @@ class IterationRecord:
             "lr": self.result.lr,
             "grad_norm": self.result.grad_norm,
             "skipped": not self.result.is_stepped,
-            "amended": self.result.num_undone is not None,
+            "amended": self.result.undone is not None,
             "tokens_per_s": settings.tokens_per_iteration / self.seconds,
             "iteration_ms": self.seconds * 1000.0,
             "schedule": settings.zero_bubble.schedule,
@@ -120,7 +121,7 @@ class Metrics:
         self._pending.append(record)
         self._seconds.append(record.seconds)
         self._num_skipped += not record.result.is_stepped
-        if record.result.num_undone is not None:
+        if record.result.undone is not None:
             self._num_amended += 1
             _log.info("%s", _amendment(record.iteration, record.result))
         if self._bar is not None:
@@ -212,9 +213,19 @@ def _amendment(iteration: int, result: StepResult) -> str:
     """A sentence about a step that was taken early and corrected."""
     what = "clipped" if result.is_stepped else "left out for an overflow"
     how = "redone" if result.is_stepped else "undone"
-    count = result.num_undone or 0
-    ranks = "rank 0" if count == 1 else f"ranks 0-{count - 1}"
-    return f"iteration {iteration}: {what} after the fact" + (f" on {ranks}, {how}" if count else ", no rank had stepped")
+    ranks = _ranges(result.undone or ())
+    return f"iteration {iteration}: {what} after the fact" + (f" on {ranks}, {how}" if ranks else ", no rank had stepped")
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """'ranks 0-2, 4' for 0, 1, 2, 4."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, run)) for run in runs)}" if ranks else ""
 
 
 def _finite_or_none(value: Any) -> Any:

@@ -72,8 +72,8 @@ class StepResult:
     """Learning rate of this step."""
     loss_scale: float
     """Loss scale of this step; 1 without."""
-    num_undone: int | None = None
-    """Where a step was taken early and had to be corrected: how many ranks, from the first on, had stepped; else None."""
+    undone: tuple[int, ...] | None = None
+    """Where a step was taken early and had to be corrected: the pipeline ranks that had stepped; else None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,35 +119,34 @@ class Training:
         if trainee.steps is None:
             with trainee.on_host():
                 is_stepped, norm, zeros = trainee.optimizer.step()
-            self._finish(bool(is_stepped), norm, zeros, num_undone=None)
+            self._finish(bool(is_stepped), norm, zeros, undone=None)
         else:
             trainee.steps.step()
             if not trainee.steps.is_unvalidated:
-                self._validate()
+                self._settle(trainee.steps.validate())
         trainee.timers("optimizer").stop()
         return self._told()
 
     def flush(self) -> list[StepResult]:
         """After this the weights are those of the synchronous optimizer. All ranks must call this; returns what became known."""
-        self._validate()
+        self._settle(self._trainee.steps.flush() if self._trainee.steps is not None else None)
         return self._told()
 
     def _before_gradients(self) -> bool:
-        verdict = self._validate()
+        assert self._trainee.steps is not None
+        verdict = self._trainee.steps.validate()
+        self._settle(verdict)
         self._zero_gradients()
         return verdict is not None and verdict.is_amended
 
-    def _validate(self) -> Verdict | None:
-        steps = self._trainee.steps
-        verdict = None if steps is None else steps.validate()
+    def _settle(self, verdict: Verdict | None) -> None:
         if verdict is not None:
             logs = self._trainee.settings.logging
             zeros = verdict.zeros if logs.log_num_zeros_in_grad else None
             norm = verdict.norm if verdict.is_stepped else None
-            self._finish(verdict.is_stepped, norm, zeros, num_undone=verdict.num_undone if verdict.is_amended else None)
-        return verdict
+            self._finish(verdict.is_stepped, norm, zeros, undone=verdict.undone if verdict.is_amended else None)
 
-    def _finish(self, is_stepped: bool, norm: float | None, zeros: float | None, *, num_undone: int | None) -> None:
+    def _finish(self, is_stepped: bool, norm: float | None, zeros: float | None, *, undone: tuple[int, ...] | None) -> None:
         taken, self._taken = self._taken, None
         assert taken is not None
         if is_stepped:
@@ -160,7 +159,7 @@ class Training:
                 num_zeros=None if zeros is None else int(zeros),
                 lr=taken.lr,
                 loss_scale=taken.loss_scale,
-                num_undone=num_undone,
+                undone=undone,
             )
         )
 
