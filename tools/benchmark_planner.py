@@ -78,6 +78,7 @@ class Settings(NamedTuple):
     """How hard to look, and the sizes of the last three sections: p, (p, m) with one config each, (p, m)."""
 
     effort: str | None = None
+    points: tuple[Point, ...] = POINTS
     budget: float | None = None
     seed: int = 0
     ideal: tuple[int, ...] = (4, 8, 16, 32)
@@ -130,11 +131,11 @@ def measured(tasks: Sequence[Task], jobs: int) -> Iterator[Row]:
             yield from pool.imap(measure, tasks)
 
 
-def point_tasks(configs: Iterable[Config], settings: Settings, points: Iterable[Point] = POINTS) -> list[Task]:
+def point_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
     """Every point of every config, except where there is nothing to hold it against."""
     tasks = []
     for config in configs:
-        for point in (point for point in points if point.published in config.reference):
+        for point in (point for point in settings.points if point.published in config.reference):
             reference = config.reference[point.published]
             limit = max(point.memory, reference.peak_memory) if point.at_peak else point.memory
             labels = {"point": point.name, "published": point.published, "reference": reference.bubble_rate}
@@ -182,7 +183,8 @@ def uneven_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
     tasks = []
     for size in settings.uneven:
         those = [config for config in configs if (config.num_ranks, config.num_microbatches) == size]
-        for config, schedule, goal, labels, _ in point_tasks(those[:1], settings, (PAIRED[0], PAIRED[2], PAIRED[3])):
+        chosen = settings._replace(points=(PAIRED[0], PAIRED[2], PAIRED[3]))
+        for config, schedule, goal, labels, _ in point_tasks(those[:1], chosen):
             true, flat = partial(uneven, config.costs_of), partial(uneven, config.costs_of, flat=True)
             tasks.append(Task(config._replace(costs_of=true), schedule, goal, {"point": labels["point"]}, flat))
     return tasks
@@ -191,7 +193,7 @@ def uneven_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
 def fast_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
     """Little effort on the largest instances."""
     chosen = [config for config in configs if (config.num_ranks, config.num_microbatches) in settings.fast]
-    return point_tasks(chosen, settings._replace(effort="fast"), PAIRED)
+    return point_tasks(chosen, settings._replace(effort="fast", points=PAIRED))
 
 
 def describe(row: Row) -> str:
@@ -332,6 +334,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("file", nargs="?", default=PUBLISHED, help="configs, as for `plan.py compare` (default: the published)")
     parser.add_argument("--sections", default=",".join(SECTIONS), help="separated by commas (default: %(default)s)")
     parser.add_argument("--rows", help="which configs, counted from 0 and separated by commas (default: all)")
+    names = ",".join(point.name for point in POINTS)
+    parser.add_argument("--points", default=names, help="of the first section, separated by commas (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default %(default)s); more than cores distort seconds")
     efforts = [effort.value for effort in Effort]
     parser.add_argument("--effort", choices=efforts, help="default: default, and max beyond 16 ranks; fast is always fast")
@@ -348,6 +352,10 @@ def run(args: argparse.Namespace, command: str, settings: Settings) -> Row:
     names = args.sections.split(",")
     if not set(names) <= set(SECTIONS):
         raise PlanError(f"--sections is {args.sections!r}; choose from {','.join(SECTIONS)}")
+    points = {point.name: point for point in POINTS}
+    if not set(args.points.split(",")) <= set(points):
+        raise PlanError(f"--points is {args.points!r}; choose from {','.join(points)}")
+    settings = settings._replace(points=tuple(points[name] for name in args.points.split(",")))
     configs = read_configs(str(args.file), args.rows)
     for target in filter(None, (args.json, args.markdown)):
         Path(target).open("a").close()  # not after hours

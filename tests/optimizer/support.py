@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 
 from megatron.zerobubble.integration.staged_optimizer import post_validation
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
@@ -37,6 +38,8 @@ class Scenario:
     zeros: bool = False
     frozen: bool = False
     overlap_param_gather: bool = False
+    chained: bool = False
+    """An optimizer of its own for each chunk, in one ChainedOptimizer."""
 
     def __str__(self) -> str:
         return f"{self.name}-{self.case}"
@@ -75,6 +78,12 @@ class _Trainer(Trainer):
             hysteresis=1,
             log_num_zeros_in_grad=self.scenario.zeros,
         )
+
+    def _optimizer(self) -> Any:
+        if not self.scenario.chained:
+            return super()._optimizer()
+        each = [get_megatron_optimizer(self._optimizer_config(), [chunk]) for chunk in self.built.chunks]
+        return ChainedOptimizer([part for chain in each for part in chain.chained_optimizers])
 
     def _ddp_config(self) -> Any:
         overlaps = self.scenario.overlap_param_gather

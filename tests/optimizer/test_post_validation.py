@@ -19,6 +19,7 @@ EVERY = tuple(range(ITERATIONS))
 P4 = replace(BASE, num_ranks=4, num_microbatches=8, num_layers=8)
 ZBV = replace(BASE, schedule="zbv", num_chunks=2)
 FP16 = replace(BASE, dtype=torch.float16)
+FP16_V = replace(ZBV, dtype=torch.float16)
 GATHERED = replace(BASE, distributed_optimizer=True, overlap_grad_reduce=True, dtype=torch.bfloat16, different_data=True)
 LATE = {(4, 1): 1e3, (5, 1): 1e6, (11, 1): 1e4}
 INF = math.inf
@@ -36,7 +37,9 @@ SCENARIOS = (
     Scenario("no clipping, zeros", replace(BASE, clip_grad=0.0), spikes={(3, 1): 1e6}, zeros=True),
     Scenario("clipped, zeros, frozen", spikes={(3, 1): 1e4}, amended=(3,), zeros=True, frozen=True),
     Scenario("overflow", FP16, spikes={(2, 1): INF, (3, 0): INF, (8, 1): math.nan}, amended=(2, 3, 8)),
-    Scenario("overflow", replace(FP16, schedule="zbv", num_chunks=2), spikes={(2, 1): INF, (11, 1): INF}, amended=(2, 11)),
+    Scenario("overflow", FP16_V, spikes={(2, 1): INF, (11, 1): INF}, amended=(2, 11)),
+    Scenario("clipped, two optimizers", ZBV, spikes={(3, 1): 1e4, (4, 0): 1e4}, amended=(3, 4), chained=True),
+    Scenario("overflow, two optimizers", FP16_V, spikes={(2, 1): INF, (3, 0): INF}, amended=(2, 3), chained=True),
     Scenario("overflow, constant scale", FP16, spikes={(2, 1): INF}, amended=(2,), loss_scale=64.0),
     Scenario("overflow and clipped", replace(FP16, clip_grad=1e-3), spikes={(4, 1): INF}, amended=EVERY),
     Scenario("clipped", replace(BASE, dtype=torch.bfloat16), spikes={(3, 1): 1e4}, amended=(3,)),

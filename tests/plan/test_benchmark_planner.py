@@ -202,6 +202,7 @@ def test_two_processes_find_the_same(folder: Path, tmp_path: Path, capsys: pytes
         (["{folder}/configs.json", "--rows", "2"], "--rows is '2'"),
         (["--rows", "first"], "0 to 20"),
         (["--sections", "points,speed"], "points,auto,ideal,uneven,fast"),
+        (["--points", "v-min,v-max"], "choose from zb@1,zb@2,zbv@1,v-half,v-min,zbv@0.75,zbv@1.25"),
         (["--json", "/no/such/folder/result.json"], "No such file"),
         (["--from-json", "{folder}/configs.json", "--markdown", "unused.md"], "not written by --json"),
     ],
@@ -236,7 +237,18 @@ def test_the_published_configs() -> None:
 
 def test_as_a_command_from_anywhere(folder: Path) -> None:
     tool = Path(__file__).parents[2] / "tools" / "benchmark_planner.py"
-    arguments = [str(folder / "configs.json"), *LITTLE, "--sections", "points", "--rows", "1", "--jobs", "2"]
+    arguments = [
+        str(folder / "configs.json"),
+        *LITTLE,
+        "--sections",
+        "points",
+        "--points",
+        "zbv@1,v-min",
+        "--rows",
+        "1",
+        "--jobs",
+        "2",
+    ]
     done = subprocess.run([sys.executable, str(tool), *arguments], cwd=folder, capture_output=True, text=True, check=True)
-    assert done.stdout.count(" zbv@1 ") == 1
+    assert (done.stdout.count(" zbv@1 "), done.stdout.count(" v-half ")) == (1, 0)
     assert "examples:" in subprocess.run([sys.executable, str(tool), "--help"], capture_output=True, text=True, check=True).stdout

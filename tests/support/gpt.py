@@ -124,7 +124,7 @@ class Trainer:
             )
             if initial is not None:
                 self._load(initial)
-            self.optimizer = get_megatron_optimizer(self._optimizer_config(), self.built.chunks)
+            self.optimizer = self._optimizer()
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.schedule = PipelineSchedule(choice, self.built.chunks, store=self.built.store, config=self.config)
 
@@ -198,6 +198,9 @@ class Trainer:
             use_distributed_optimizer=self.case.distributed_optimizer,
             bucket_size=2000 if self.case.overlap_grad_reduce else None,
         )
+
+    def _optimizer(self) -> Any:
+        return get_megatron_optimizer(self._optimizer_config(), self.built.chunks)
 
     def _optimizer_config(self) -> OptimizerConfig:
         return OptimizerConfig(

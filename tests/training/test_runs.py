@@ -125,28 +125,76 @@ def _check_trace(folder: Path) -> None:
     assert ElementTree.parse(folder / "timeline.svg").getroot().tag.endswith("svg")
 
 
-def test_steps_taken_early_change_nothing(stock: Job, corpus: str, tmp_path: Path) -> None:
-    """ZBV with dropout, clipped in every step; progress lines, checkpoints and evaluations between steps and their validation."""
+KILLED = f"""
+import importlib.util, os, psutil
+spec = importlib.util.spec_from_file_location("pretrain_gpt", {str(PRETRAIN)!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from megatron.zerobubble.training import step
+
+class Killed(step.Training):
+    def iterate(self, data_iterator):
+        results = super().iterate(data_iterator)
+        self.iteration = getattr(self, "iteration", 0) + 1
+        if self.iteration == 5 and self._trainee.steps.is_unvalidated and int(os.environ["RANK"]) == 0:
+            for process in (*psutil.Process().children(recursive=True), psutil.Process()):
+                process.kill()
+        return results
+
+if __name__ == "__main__":
+    from megatron.zerobubble.training import loop
+    loop.Training = Killed
+    module.main()
+"""
+"""Rank 0 is killed after its step of iteration 5, which is not validated yet, with the processes that wrote its checkpoint."""
+
+
+def test_steps_taken_early_change_nothing(corpus: str, tmp_path: Path) -> None:
+    """ZBV with dropout, clipped in every step; progress lines, checkpoints and an evaluation between steps and their validation,
+    and a kill there."""
     flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--clip-grad", "0.5", "--log-interval", "4"]
     flags += ["--log-num-zeros-in-grad"]
     synchronous = Job(tmp_path / "synchronous", flags)
     early = [*flags, "--enable-optimizer-post-validation", "--post-validation-patience", "0"]
-    told = Job(tmp_path / "early", [*early, "--save", str(tmp_path / "early" / "checkpoints"), "--save-interval", "3"])
-    _same_metrics(told, synchronous, [1, 2, 3, 4, 5, 6])
-    assert [told.metrics[i]["amended"] for i in range(1, 7)] == [fields["grad_norm"] > 0.5 for fields in told.metrics.values()]
-    amended = [iteration for iteration, fields in told.metrics.items() if fields["amended"]]
-    assert re.findall(r"iteration (\d+): clipped after the fact", told.said) == [str(iteration) for iteration in amended]
-    assert amended[:4] == [1, 2, 3, 4]
-    assert "| amended 4" in told.said
-    continued = Job(tmp_path / "continued", [*early, "--load", str(told.checkpoints), "--ckpt-step", "3"])
-    _same_metrics(continued, synchronous, [4, 5, 6])
+    folder, script = tmp_path / "early", tmp_path / "killed.py"
+    script.write_text(KILLED)
+    save = ["--save", folder / "checkpoints", "--save-interval", "3", "--metrics-jsonl", folder / "metrics.jsonl"]
+    done = launch([*RUN, *early, *save], num_ranks=2, script=script)
+    assert done.returncode != 0
+    assert "Signal 9" in done.stderr
+    told = metrics(folder / "metrics.jsonl")
+    _same_metrics(told, synchronous.metrics, [1, 2, 3, 4])
+    assert [fields["amended"] for fields in told.values()] == [True, True, True, True]
+    assert re.findall(r"iteration (\d+): clipped after the fact", done.stdout)[:4] == ["1", "2", "3", "4"]
+    assert "| amended 4" in done.stdout
+    continued = Job(tmp_path / "continued", [*early, "--load", str(folder / "checkpoints")])
+    _same_metrics(continued.metrics, synchronous.metrics, [4, 5, 6])
+    assert [continued.metrics[i]["amended"] for i in (4, 5, 6)] == [continued.metrics[i]["grad_norm"] > 0.5 for i in (4, 5, 6)]
 
 
-def _same_metrics(job: Job, other: Job, iterations: list[int]) -> None:
-    assert sorted(job.metrics) == iterations
-    for iteration, fields in job.metrics.items():
+def test_a_signal_ends_a_run_with_a_checkpoint(corpus: str, tmp_path: Path) -> None:
+    """With steps taken early: what is saved has been validated."""
+    flags = ["--data-path", corpus, "--enable-zero-bubble", "--enable-optimizer-post-validation", "--exit-signal-handler"]
+    flags += ["--train-iters", "100000", "--lr-decay-iters", "6", "--save", str(tmp_path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(PRETRAIN), *RUN, *flags]
+    options: dict[str, Any] = {"text": True, "env": environment(PYTHONUNBUFFERED="1"), "cwd": ROOT}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options) as job:
+        assert job.stdout is not None
+        said = ""
+        for line in job.stdout:
+            said += line
+            if re.match(r"iteration +4/", line):
+                job.terminate()
+    (left,) = re.findall(r"leaving at iteration (\d+) \(on SIGTERM\)", said)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == left
+    assert f"validation loss at iteration {left}" not in said, "there may be little time"
+
+
+def _same_metrics(told: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]], iterations: list[int]) -> None:
+    assert sorted(told) == iterations
+    for iteration, fields in told.items():
         for name in ("loss", "grad_norm", "lr", "validation_loss", "skipped"):
-            assert fields.get(name) == other.metrics[iteration].get(name), (iteration, name)
+            assert fields.get(name) == expected[iteration].get(name), (iteration, name)
 
 
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(zb_h1: Job, corpus: str, tmp_path: Path) -> None:

@@ -190,7 +190,9 @@ class RunConfig:
     exit_interval: int | None = None
     """Save and leave after an iteration divisible by this."""
     exit_duration_in_mins: float | None = None
-    """Save and leave after the first iteration that ends later than this."""
+    """Save and leave after the iteration behind the first one that ends later than this."""
+    exit_signal_handler: bool = False
+    """On SIGTERM finish the next iteration, save, and leave without a last evaluation."""
     skip_train: bool = False
     """Load, evaluate and leave."""
     seed: int = 1234

@@ -34,6 +34,12 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set `key` to `desired` if it is `expected` (or unset and that is empty); return what it is then."""
 
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are set."""
+
+    def get(self, key: str) -> bytes:
+        """The value of a key."""
+
 
 class JobGuard:
     """Around everything a rank does once it has joined the job. A context manager.

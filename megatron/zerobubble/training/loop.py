@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from megatron.zerobubble.training import checkpointing
 from megatron.zerobubble.training.arguments import refuse
 from megatron.zerobubble.training.assembly import ForwardStepProvider, ModelProvider, assemble, schedule_choice
 from megatron.zerobubble.training.data import Datasets, build_datasets, chunk_iterators
+from megatron.zerobubble.training.departure import Departure
 from megatron.zerobubble.training.failure import JobGuard
 from megatron.zerobubble.training.initialize import (
     Job,
@@ -122,7 +122,8 @@ class _Run:
         self.job = job
         self.reads_by_chunk = [self._reads(chunk) for chunk in trainee.chunks]
         self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=any(self.reads_by_chunk))
-        self.started_s = time.monotonic()
+        run = self.settings.run
+        self.departure = Departure(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
         self.progress = Progress()
         if self.settings.checkpoint.load is not None:
             restored = checkpointing.load(trainee)
@@ -137,11 +138,12 @@ class _Run:
         _log.info("%s", self._what_runs())
         if not self.settings.run.skip_train:
             self._train()
-        if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration != self.progress.iteration:
+        if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration < 0 and not self.departure.is_urgent:
             self._evaluate()  # nothing was trained
         self._save()
         self._summarize()
         self.metrics.close()
+        self.departure.close()
         self.trainee.schedule.close()
         if self.trainee.steps is not None:
             self.trainee.steps.close()
@@ -154,6 +156,7 @@ class _Run:
             is_last = self._leaves() or progress.iteration == run.train_iters
             interval = self.settings.checkpoint.save_interval
             evaluates = run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0)
+            evaluates = evaluates and not self.departure.is_urgent
             saves = interval is not None and progress.iteration % interval == 0
             tells = progress.iteration % logs.log_interval == 0
             if is_last or evaluates or saves or tells:
@@ -208,18 +211,15 @@ class _Run:
         progress.saved_iteration = progress.iteration
 
     def _leaves(self) -> bool:
-        """Whether to stop here, by --exit-interval or --exit-duration-in-mins. All ranks decide alike."""
+        """Whether to stop here, before --train-iters. All ranks decide alike."""
         run = self.settings.run
         if run.exit_interval is not None and self.progress.iteration % run.exit_interval == 0:
             _log.info("leaving at iteration %d (--exit-interval)", self.progress.iteration)
             return True
-        if run.exit_duration_in_mins is None:
+        if not self.departure.is_due(self.progress.iteration):
             return False
-        minutes = torch.tensor([(time.monotonic() - self.started_s) / 60.0], device=self.trainee.device)
-        torch.distributed.all_reduce(minutes, op=torch.distributed.ReduceOp.MAX)
-        if minutes.item() < run.exit_duration_in_mins:
-            return False
-        _log.info("leaving at iteration %d after %.1f minutes", self.progress.iteration, minutes.item())
+        why = "on SIGTERM" if self.departure.is_urgent else "--exit-duration-in-mins"
+        _log.info("leaving at iteration %d (%s)", self.progress.iteration, why)
         return True
 
     def _iterators(self, dataset: Any | None, *, consumed: int) -> Any:
