@@ -34,6 +34,7 @@ SCENARIOS = (
     Scenario("one microbatch's gradient grows", hooks={(5, 0, 2): 1e6}, amended=(5,)),
     Scenario("clipped", ZBV, spikes={(3, 1): 1e4, (4, 0): 1e4}, amended=(3, 4)),
     Scenario("Inf", spikes={(8, 1): INF}, amended=(8,)),
+    Scenario("overflow in one microbatch", FP16, hooks={(5, 0, 2): INF, (8, 0, 3): INF}, amended=(5, 8)),
     Scenario("no clipping, zeros", replace(BASE, clip_grad=0.0), spikes={(3, 1): 1e6}, zeros=True),
     Scenario("clipped, zeros, frozen", spikes={(3, 1): 1e4}, amended=(3,), zeros=True, frozen=True),
     Scenario("overflow", FP16, spikes={(2, 1): INF, (3, 0): INF, (8, 1): math.nan}, amended=(2, 3, 8)),
@@ -52,6 +53,8 @@ SCENARIOS = (
     # four pipeline ranks; above there are two, and two copies of the model
     Scenario("clipped on account of each", P4, spikes={(2, 0): 1e4, (4, 1): 1e4, (6, 2): 1e5, (8, 3): 1e6}, amended=(2, 4, 6, 8)),
     Scenario("NaN", P4, spikes={(8, 1): math.nan}),
+    Scenario("NaN last", P4, spikes={(10, 3): math.nan}),
+    Scenario("Inf first", P4, spikes={(7, 0): INF}, amended=(7,)),
     Scenario("overflow", replace(P4, dtype=torch.float16), spikes={(2, 0): INF, (5, 2): INF, (9, 3): INF}, amended=(2, 5, 9)),
     Scenario("clipped", replace(P4, schedule="zbv", num_chunks=2), spikes={(2, 1): 1e4, (6, 3): 1e4}, amended=(2, 6)),
     Scenario("clipped, one microbatch", replace(P4, num_microbatches=1), spikes={(2, 3): 1e4}, amended=(2,)),
