@@ -55,6 +55,30 @@ def test_where_it_is_tight() -> None:
     assert lower_bound(placement, 8, nothing).gap(0.0) == 0
 
 
+@pytest.mark.parametrize(
+    ("p", "m", "forward", "backward", "wgrad", "comm", "kept"),
+    [
+        (8, 24, 29.718, 29.444, 19.927, 0.527, 0.4324),
+        (16, 48, 11.347, 11.248, 8.132, 0.377, 0.4324),
+    ],
+)
+def test_zbv_is_proven_to_be_the_best(
+    p: int, m: int, forward: float, backward: float, wgrad: float, comm: float, kept: float
+) -> None:
+    """At 1F1B's memory, for the published times of two models."""
+    placement = Placement.v(p)
+    costs = CostModel.uniform(
+        placement,
+        forward_ms=forward,
+        backward_ms=backward,
+        wgrad_ms=wgrad,
+        comm_ms=comm,
+        activation_after_backward=kept,
+    )
+    plan = build_plan("zbv", num_ranks=p, num_microbatches=m, costs=costs, goal=Goal(memory_limit=1.0, budget=3e7))
+    assert simulate(plan, costs).span_ms == pytest.approx(lower_bound(placement, m, costs, 1.0).span_ms, rel=1e-9)
+
+
 @pytest.mark.skipif(not COMPILED, reason="takes the compiled core")
 @pytest.mark.parametrize("objective", list(Objective))
 @pytest.mark.parametrize(

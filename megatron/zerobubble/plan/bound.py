@@ -9,10 +9,15 @@ For one rank, from the start of its first op (the first F of its first stage) to
 2. *Memory and time.* A microbatch holds a stage's activation at least from its F through all later stages and back to the end of
    its B, and the rest during its W. The limit times the span is at least the sum over all microbatches.
 
-A third one spans two ranks:
+Two more span two ranks. The rank of stage 0 begins with the first F of all, which has to come to a rank, and from there the last
+gradient has to go back to stage 0:
 
-3. *There, work, and back.* The rank of stage 0 begins with the first F of all, which has to come to a rank; there all F and B
-   must run, and the W that the memory cannot hold back any longer; then the gradient of the last B has to go back to stage 0.
+3. *There, work, and back.* In between all F and B of that rank must run, and the W that the memory cannot hold back any longer.
+4. *There and back, make room, there and back.* Microbatch 0 goes to the last stage and comes back with the rank's first B. Until
+   then no memory was freed, so only so many F ran. From the start of that B to the end of the rank's last F, all other F must
+   run, and at least as many B and W as make room for them; then the last microbatch goes to the last stage and back to stage 0.
+   (Where not all F fit the memory, the last F does come after the first B.) This one is tight: ZBV at 1F1B's memory reaches it
+   for most of the published times.
 
 Span is the largest of all. The makespan adds the way of microbatch 0 to the rank to 1 and 2. Every path is counted with its
 links. The bounds hold for B and W split; BW only waits longer.
@@ -72,6 +77,8 @@ def lower_bound(placement: Placement, num_microbatches: int, costs: CostModel, m
         put_off = _most([(costs.wgrad_ms[s], costs.activation_after_backward[s], num_microbatches) for s in stages], limit)
         until_last_backward = max(forward + backward + max(0.0, wgrad - put_off) + head, paths.there_and_back(first))
         round_trip = paths.down_to(first) + until_last_backward + paths.back_from(first)
+        if not holds_all:
+            round_trip = max(round_trip, _make_room(stages, num_microbatches, costs, paths, limit))
         span = max(span, own, round_trip)
         makespan = max(makespan, paths.down_to(first) + own, round_trip)
         busiest = max(busiest, work)
@@ -139,6 +146,41 @@ def _most(items: Sequence[tuple[float, float, int]], limit: float) -> float:
         share = count if memory <= 0 or count * memory <= room else max(0.0, room) / memory
         total += share * time
         room -= share * memory
+    return total
+
+
+def _make_room(stages: Sequence[int], num_microbatches: int, costs: CostModel, paths: _Paths, limit: float) -> float:
+    """From the first F of stage 0 to the end of its last W, by way of first B and last F of a rank that must free memory."""
+    last = stages[-1]
+    until_backward = paths.down_to(last) + paths.there_and_back(last) - costs.backward_ms[last]
+    forwards = [(costs.forward_ms[s], costs.activation[s], num_microbatches) for s in stages]
+    later = num_microbatches * math.fsum(costs.forward_ms[s] for s in stages) - _most(forwards, limit)
+    excess = num_microbatches * math.fsum(costs.activation[s] for s in stages) - limit
+    since_forward = paths.there_and_back(last) - costs.forward_ms[last] + paths.back_from(last)
+    return until_backward + later + _least(_freeing(stages, num_microbatches, costs), excess) + since_forward
+
+
+def _freeing(stages: Sequence[int], num_microbatches: int, costs: CostModel) -> list[tuple[float, float, int]]:
+    """(time, memory freed, count) of what frees memory: B and W of a stage, as one where B alone would be the dearer way."""
+    items = []
+    for s in stages:
+        backward, wgrad = costs.backward_ms[s], costs.wgrad_ms[s]
+        kept = costs.activation_after_backward[s]
+        freed = costs.activation[s] - kept
+        if backward * kept <= wgrad * freed:  # B first, at its own price; a W is no cheaper
+            items += [(backward, freed, num_microbatches), (wgrad, kept, num_microbatches)]
+        else:
+            items.append((backward + wgrad, freed + kept, num_microbatches))
+    return items
+
+
+def _least(items: Sequence[tuple[float, float, int]], memory: float) -> float:
+    """At least how much time frees so much memory: (time, memory, count) items, cut where not all of one is needed."""
+    total, needed = 0.0, memory
+    for time, freed, count in sorted((item for item in items if item[1] > 0), key=lambda item: item[0] / item[1]):
+        share = min(count, max(0.0, needed) / freed)
+        total += share * time
+        needed -= share * freed
     return total
 
 

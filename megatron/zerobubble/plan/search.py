@@ -359,6 +359,8 @@ class _Finder:
         firsts = [(order, *first) for _, order in starts for first in _FIRST_ROUNDS]
         winner = False
         for order, filled, temperature in firsts:
+            if self._is_best(best):
+                break
             found = self._round(order, filled, _FIRST_SHARE * budget, temperature)
             if found[0] < best[0]:
                 best, winner = found, filled
