@@ -215,6 +215,11 @@ def not_above(row: Row, most: float = 1.0) -> bool:
     return row["reference"] is None or round(row["ours"], 4) <= most * round(row["reference"], 4) + EXACT
 
 
+def uses_room(row: Row) -> bool:
+    """Below the published rate, in four decimals, unless that is the bound."""
+    return round(row["ours"], 4) < row["reference"] - EXACT or round(row["bound"], 4) >= row["reference"] - EXACT
+
+
 def judge_points(rows: Sequence[Row]) -> list[Row]:
     """Each point on every config, and the mean ratios."""
     verdicts = []
@@ -223,6 +228,8 @@ def judge_points(rows: Sequence[Row]) -> list[Row]:
         ratios = [row["ratio"] for row in those if "ratio" in row]
         if point in PAIRED:
             verdicts += verdict(f"{point.name} never above {point.published}", those, not_above)
+        if point in PAIRED[:3]:
+            verdicts += verdict(f"{point.name} below {point.published} wherever the bound leaves room", those, uses_room)
         if ratios and point.most_ratio is not None:
             target = f"{point.name}: mean ratio to {point.published} at most {point.most_ratio}"
             mean = statistics.fmean(ratios)

@@ -86,7 +86,7 @@ def test_points_are_what_a_simulation_says(report: dict[str, Any]) -> None:
         assert row["reference"] == 0.4
         assert row["ratio"] == round(row["ours"], 4) / 0.4
     targets = [verdict["target"] for verdict in report["sections"]["points"]["verdicts"]]
-    assert len(targets) == 8
+    assert len(targets) == 11
     assert sum("never above" in target for target in targets) == 5
 
 
@@ -152,6 +152,9 @@ def test_misses_are_reported() -> None:
     points, ratio = SECTIONS["points"].judge(rows)
     assert (points["result"], points["met"], ratio["result"], ratio["met"]) == ("2 of 3", False, "1.000", False)
     assert points["misses"] == ["row 3 (x), p=8, m=24, v-min: ours 0.2002, reference 0.2000, 6.0 s"]
+    equal = [row | {"point": "zbv@1", "ours": 0.2, "bound": bound, "ratio": 1.0} for bound in (0.19994, 0.2)]
+    never, room = SECTIONS["points"].judge([*equal, equal[0] | {"ours": 0.1999}])
+    assert (never["result"], room["result"], len(room["misses"])) == ("3 of 3", "2 of 3", 1)
     rising = [row | {"limit": limit, "ours": ours} for limit, ours in ((0.5, 0.2), (0.75, 0.1), (1.0, 0.11), (0.5, 0.2))]
     better, falling = SECTIONS["auto"].judge(rising)
     assert (better["met"], falling["result"], len(falling["misses"])) == (True, "3 of 4", 1)
