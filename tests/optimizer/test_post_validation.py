@@ -91,6 +91,16 @@ INVERSE = (
     (Scenario("overflow", FP16, spikes={(11, 1): INF}, amended=(11,)), ((0,),)),
     (Scenario("clipped", replace(GATHERED, overlap_grad_reduce=False), spikes={(11, 1): 1e4}, amended=(11,)), ((0,),)),
     (Scenario("too steep to invert", replace(BASE, clip_grad=1e6), spikes={(5, 0): 1e5, (5, 1): 1e7}, amended=(5,)), ((),)),
+    (
+        Scenario(
+            "one shard too steep to invert",
+            replace(GATHERED, clip_grad=1e6),
+            spikes={(5, 0): 1e5, (5, 1): 1e7},
+            amended=(5,),
+            overlap_param_gather=True,
+        ),
+        ((),),
+    ),
     (Scenario("clipped", P4, spikes={(2, 2): 1e4, (6, 3): 1e6}, amended=(2, 6)), ((0, 1), (0, 1, 2))),
 )
 

@@ -104,9 +104,15 @@ class StagedOptimizer:
             self._optimizer.step_with_ready_grads()
 
     def keep(self) -> bool:
-        """As the rollback does."""
+        """As the rollback does; False if one rank of the stage cannot: stepping may gather weights from all of them."""
         with self._on_host():
-            return self._rollback.keep()
+            is_kept = self._rollback.keep()
+            if isinstance(self._rollback, InverseRollback):  # shards differ; a copy never fails
+                flag = torch.tensor([float(is_kept)], device=torch.cuda.current_device())
+                for group in self._stage_groups.known():
+                    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+                is_kept = bool(flag.item())
+            return is_kept
 
     @torch.no_grad()
     def amend(self, statistics: Statistics, *, undo: bool) -> None:
@@ -198,6 +204,10 @@ class _StageGroups:
         if ranks not in self._known:
             self._known[ranks] = group_of(ranks)
         return self._known[ranks]
+
+    def known(self) -> list[dist.ProcessGroup]:
+        """Every subgroup that was asked for, in that order."""
+        return list(self._known.values())
 
     def close(self) -> None:
         """Destroy the groups."""

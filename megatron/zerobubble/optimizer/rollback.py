@@ -157,8 +157,8 @@ class InverseRollback:
                 self._new.add(parameter)
                 continue
             beta2 = group["betas"][1]
-            gradient = _gradient(group, parameter, _decoupled(optimizer, group))
-            added, known = (1 - beta2) * gradient.square_().sum(), beta2 * state["exp_avg_sq"].sum()
+            norm = torch.linalg.vector_norm(_gradient(group, parameter, _decoupled(optimizer, group)))
+            added, known = (1 - beta2) * norm**2, beta2 * state["exp_avg_sq"].sum()
             unsafe.append((added > self.SPREAD * known) & (known > 0))
         if unsafe and bool(torch.stack(unsafe).any()):
             _log.info(
@@ -209,7 +209,7 @@ class InverseRollback:
             parameter.div_(1 - group["lr"] * group["weight_decay"])
         gradient = _gradient(group, parameter, decoupled)
         first.sub_(gradient, alpha=1 - beta1).div_(beta1)
-        added = gradient.square_().mul_(1 - beta2)
+        added = gradient.square().mul_(1 - beta2)
         second.sub_(added).div_(beta2)
         hidden = second <= added.mul_(4 * torch.finfo(second.dtype).eps)
         first.masked_fill_(hidden, 0.0)
@@ -217,9 +217,9 @@ class InverseRollback:
 
 
 def _gradient(group: dict[str, Any], parameter: Tensor, decoupled: bool) -> Tensor:
-    """A new tensor: the gradient as the averages see it, with weight decay where that is a part of it."""
+    """The gradient as the averages see it, with weight decay where that is a part of it."""
     assert parameter.grad is not None
-    return parameter.grad.clone() if decoupled else parameter.grad.add(parameter, alpha=group["weight_decay"])
+    return parameter.grad if decoupled else parameter.grad.add(parameter, alpha=group["weight_decay"])
 
 
 def _decoupled(optimizer: Any, group: dict[str, Any]) -> bool:
