@@ -1,7 +1,8 @@
 """The planner's front: a schedule's name, or `auto`, to a plan with its simulation and its bound.
 
 `auto` asks every family for its best plan within the limit and returns the best of all: first each with a small share of the
-budget, then the leader, if it is searched for, with the rest. Interleaved 1F1B, which most people run, is among them.
+budget, except those whose bound says that they cannot win; then the leader, if it is searched for, with the rest. Interleaved
+1F1B, which most people run, is among them.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.bound import Bound, lower_bound
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan, check_at_least_one, check_num_chunks, schedule_info
-from megatron.zerobubble.plan.search import Goal, Objective, smallest_memory
+from megatron.zerobubble.plan.search import Goal, Objective, check_memory_limit, smallest_memory
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 
 AUTO = "auto"
@@ -125,26 +127,56 @@ def _one(
 def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, goal: Goal) -> Result:
     if goal.memory_limit is None:
         goal = replace(goal, memory_limit=math.inf)
-    results: list[tuple[str, int, Result]] = []
-    least: list[float] = []
-    share = replace(goal, budget=_FIRST_SHARE * goal.budget)
-    for name, num_chunks in _FAMILIES:
-        try:
-            placement = placement_of(name, num_ranks, num_chunks)
-            least.append(smallest_memory(placement, num_microbatches, costs_of(placement)))
-            results.append((name, num_chunks, _one(name, num_ranks, num_microbatches, num_chunks, costs_of, share)))
-        except (PlanError, ConfigError):
-            # This family has no plan within the limit, or the costs are for another placement; another family may have one.
-            continue
-    if not results:
+    families, least = _feasible(num_ranks, num_microbatches, costs_of, goal)
+    if not families:
         if not least:
             raise PlanError("the costs fit no placement: give one value a rank (linear) or two (V, interleaved)")
         raise ConfigError(f"no schedule keeps memory limit {goal.memory_limit}: the smallest that works is {min(least):.6g}")
-    name, num_chunks, best = min(results, key=lambda entry: entry[2].objective_ms(goal.objective))
-    if name in _SEARCHED and goal.budget > 0:
+    share = replace(goal, budget=_FIRST_SHARE * goal.budget)
+    best: tuple[_Family, Result] | None = None
+    for family in families:
+        if best is not None and family.bound_ms(goal.objective) >= best[1].objective_ms(goal.objective) * (1 - 1e-9):
+            continue  # it has nothing better
+        try:
+            result = _one(family.name, num_ranks, num_microbatches, family.num_chunks, costs_of, share)
+        except PlanError:
+            continue  # its one order does not keep the limit
+        if best is None or result.objective_ms(goal.objective) < best[1].objective_ms(goal.objective):
+            best = family, result
+    if best is None:
+        raise ConfigError(f"no schedule keeps memory limit {goal.memory_limit}: the smallest that works is {min(least):.6g}")
+    family, result = best
+    if family.name in _SEARCHED and goal.budget > 0:
         rest = replace(goal, budget=(1 - _FIRST_SHARE * len(_SEARCHED)) * goal.budget)
-        longer = _one(name, num_ranks, num_microbatches, num_chunks, costs_of, rest)
-        best = min((best, longer), key=lambda result: result.objective_ms(goal.objective))
-    bounds = [result.bound for _, _, result in results]
-    bound = min(bounds, key=lambda bound: bound.span_ms)
-    return Result(best.simulation, replace(bound, makespan_ms=min(bound.makespan_ms for bound in bounds)))
+        longer = _one(family.name, num_ranks, num_microbatches, family.num_chunks, costs_of, rest)
+        result = min((result, longer), key=lambda result: result.objective_ms(goal.objective))
+    bound = min((family.bound for family in families), key=lambda bound: bound.span_ms)
+    return Result(result.simulation, replace(bound, makespan_ms=min(family.bound.makespan_ms for family in families)))
+
+
+class _Family(NamedTuple):
+    """A schedule that `auto` may choose."""
+
+    name: str
+    num_chunks: int
+    bound: Bound
+    """Of its placement under the limit."""
+
+    def bound_ms(self, objective: Objective) -> float:
+        """Of span or makespan."""
+        return self.bound.span_ms if objective is Objective.SPAN else self.bound.makespan_ms
+
+
+def _feasible(num_ranks: int, num_microbatches: int, costs_of: CostsOf, goal: Goal) -> tuple[list[_Family], list[float]]:
+    """Families that the costs are for and the limit allows, by ascending bound; and the smallest limits of those first ones."""
+    families, least = [], []
+    for name, num_chunks in _FAMILIES:
+        try:
+            placement = placement_of(name, num_ranks, num_chunks)
+            costs = costs_of(placement)
+            least.append(smallest_memory(placement, num_microbatches, costs))
+            check_memory_limit(placement, num_microbatches, costs, goal.memory_limit)
+        except (PlanError, ConfigError):
+            continue  # costs for another placement, or not enough memory for any order on this one
+        families.append(_Family(name, num_chunks, lower_bound(placement, num_microbatches, costs, goal.memory_limit)))
+    return sorted(families, key=lambda family: family.bound_ms(goal.objective)), least
