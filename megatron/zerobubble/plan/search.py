@@ -192,7 +192,15 @@ class _Finder:
     """One search."""
 
     def __init__(
-        self, placement: Placement, num_microbatches: int, costs: CostModel, goal: Goal, fused: bool, core: type[Any]
+        self,
+        placement: Placement,
+        num_microbatches: int,
+        costs: CostModel,
+        goal: Goal,
+        fused: bool,
+        core: type[Any],
+        *,
+        stops_at_bound: bool = True,
     ) -> None:
         self._placement, self._costs, self._goal, self._fused, self._core = placement, costs, goal, fused, core
         self._m = num_microbatches
@@ -202,7 +210,8 @@ class _Finder:
         self._full = self._make_core(num_microbatches)
         self._small = self._full if self._small_m == num_microbatches else self._make_core(self._small_m)
         bound = lower_bound(placement, num_microbatches, costs, goal.memory_limit)
-        self._bound = bound.span_ms if goal.objective is Objective.SPAN else bound.makespan_ms
+        least = bound.span_ms if goal.objective is Objective.SPAN else bound.makespan_ms
+        self._bound = least if stops_at_bound else -math.inf
         self._blocks = Blocks(placement, costs, self._limit, fused=fused)
         self.kept_blocks: list[Block] = []
         self.milestones: list[Order] = []
@@ -237,7 +246,8 @@ class _Finder:
         solved: list[tuple[float, Order]] = []
         if self._m > self._small_m and budget > 0 and not self._fused:
             goal = replace(self._goal, budget=0.5 * budget)
-            few = _Finder(self._placement, self._small_m, self._costs, goal, self._fused, self._core)
+            # Not to the bound only: of its orders the one that is wanted is the one that is best when it is longer.
+            few = _Finder(self._placement, self._small_m, self._costs, goal, self._fused, self._core, stops_at_bound=False)
             found = few.find(drawings)
             solved = [self._scored(order) for order in self._unrolled([found, *few.milestones])]
             blocks, left = few.kept_blocks, 0.5 * budget
