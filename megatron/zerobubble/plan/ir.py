@@ -38,6 +38,8 @@ class OpKind(enum.Enum):
     BW = "BW"
     """The classic fused backward: the input gradient is sent only after the weight gradient is done too."""
 
+    __hash__ = object.__hash__  # enum's own is a Python function, called for every op in every set and dict
+
     def __repr__(self) -> str:
         return self.value
 

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from operator import itemgetter
 from random import Random
 from typing import Any
@@ -216,6 +217,7 @@ class _Finder:
         self.kept_blocks: list[Block] = []
         self.milestones: list[Order] = []
         self._best_drawn = math.inf
+        self._small_drawings: list[Order] = []
         self._seeds = _seeds(goal.seed)
         self._busiest = max(
             math.fsum(costs.forward_ms[s] + costs.backward_ms[s] + costs.wgrad_ms[s] for s in stages)
@@ -248,6 +250,7 @@ class _Finder:
             goal = replace(self._goal, budget=0.5 * budget)
             # Not to the bound only: of its orders the one that is wanted is the one that is best when it is longer.
             few = _Finder(self._placement, self._small_m, self._costs, goal, self._fused, self._core, stops_at_bound=False)
+            few._small_drawings = self._small_drawings
             found = few.find(drawings)
             solved = [self._scored(order) for order in self._unrolled([found, *few.milestones])]
             blocks, left = few.kept_blocks, 0.5 * budget
@@ -317,7 +320,9 @@ class _Finder:
 
     def _draw(self, drawings: Sequence[Drawing]) -> list[tuple[float, Order]]:
         """The best drawings: many as they are and fewer mended on the small instance, the last ones in full; best first."""
-        small = [(index, self._squeezed(drawing(self._small_m))) for index, drawing in enumerate(drawings)]
+        if not self._small_drawings:
+            self._small_drawings = [self._squeezed(drawing(self._small_m)) for drawing in drawings]
+        small = list(enumerate(self._small_drawings))
         as_drawn = [math.inf] * self._placement.num_ranks
         plain = sorted(
             (self._small.evaluate(self._small.fill(order, as_drawn) or order)[0], index, order) for index, order in small
@@ -343,6 +348,8 @@ class _Finder:
         after, whole = self._costs.activation_after_backward, self._costs.activation
         changes = [change for s in stages for change in (whole[s], after[s] - whole[s], -after[s])]
         limit = self._limit + EPSILON
+        if max(accumulate(map(changes.__getitem__, row)), default=0.0) <= limit:
+            return row
         counts, held = [0] * len(changes), 0.0
         late: deque[int] = deque()
         result = bytearray()

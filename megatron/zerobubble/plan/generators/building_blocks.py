@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import pairwise
 
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.search import Drawing, drawing_of
@@ -96,11 +97,8 @@ def _row(ticks: tuple[int, ...], num_microbatches: int) -> bytes:
     """One rank's passes in the order of their ticks: a cycle of all six, but for the ends."""
     periods = [tick // _PERIOD for tick in ticks]
     cycle = sorted(range(len(ticks)), key=lambda code: ticks[code] % _PERIOD)
-
-    def some(period: int) -> bytes:
-        return bytes(code for code in cycle if 0 <= period - periods[code] < num_microbatches)
-
-    begin, end = min(periods), max(periods) + num_microbatches
-    whole = range(max(periods), max(max(periods), min(periods) + num_microbatches))
-    head, tail = map(some, range(begin, whole.start)), map(some, range(whole.stop, end))
-    return b"".join(head) + bytes(cycle) * len(whole) + b"".join(tail)
+    changes = sorted({*periods, *(period + num_microbatches for period in periods)})
+    row = b""
+    for begin, end in pairwise(changes):  # in between every period runs the same passes
+        row += bytes(code for code in cycle if periods[code] <= begin < periods[code] + num_microbatches) * (end - begin)
+    return row
