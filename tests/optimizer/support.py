@@ -45,6 +45,10 @@ class Scenario:
         return f"{self.name}-{self.case}"
 
 
+def _count(module: Any, _: Any) -> None:
+    module.forwards.add_(1.0)
+
+
 @dataclass
 class History:
     """What a run shows to the outside, all of it compared bit for bit."""
@@ -56,7 +60,7 @@ class History:
     state: list[torch.Tensor]
     """Master weights and optimizer state."""
     random: list[torch.Tensor]
-    """Random states at the end."""
+    """Random states at the end, and how many forwards every chunk has counted."""
     amended: list[int]
     undone: list[tuple[int, ...]]
 
@@ -91,6 +95,9 @@ class _Trainer(Trainer):
 
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
         model = super()._provide(pre_process, post_process, vp_stage)
+        # What a router does: count in a buffer, forward by forward.
+        model.register_buffer("forwards", torch.zeros(1))
+        model.register_forward_pre_hook(_count)
         if self.scenario.frozen and pre_process:
             for parameter in model.embedding.parameters():
                 parameter.requires_grad_(False)
@@ -176,7 +183,10 @@ def _run(trainer: _Trainer, post: PostValidation) -> History:
             for parameter in group["params"]:
                 history.state.append(parameter.detach().clone())
                 history.state += [value.clone() for value in part.optimizer.state[parameter].values()]
-    history.random = [torch.get_rng_state()]
+    history.random = [
+        torch.get_rng_state(),
+        *(buffer.clone() for chunk in trainer.built.chunks for _, buffer in chunk.named_buffers()),
+    ]
     return history
 
 

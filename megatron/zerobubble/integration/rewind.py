@@ -1,4 +1,8 @@
-"""Running forwards again: the same microbatches, the same random numbers."""
+"""Running forwards again: the same microbatches, the same random numbers, and nothing counted twice.
+
+What a forward leaves behind besides activations is in the buffers of its modules (how many tokens a router gave each expert) and
+in what megatron-core collects for logging (the routers' auxiliary losses). Both are put back.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel import random as mcore_random
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from torch import Tensor, nn
 
 __all__ = ["Replayed", "Rewind"]
 
@@ -41,16 +48,25 @@ class Replayed:
 
 
 class Rewind:
-    """Where an iteration began: its data and every random state that megatron-core's forwards use."""
+    """Where an iteration began: its data, every random state that megatron-core's forwards use, and what they write."""
 
-    def __init__(self, iterators: Sequence[Any]) -> None:
-        """`iterators` are `Replayed` ones, or None where a rank reads no data."""
+    def __init__(self, iterators: Sequence[Any], chunks: Sequence[nn.Module]) -> None:
+        """`iterators` are `Replayed` ones, or None where a rank reads no data; `chunks` are this rank's."""
         self._iterators = [iterator for iterator in iterators if iterator is not None]
         self._random_states = mcore_random._get_all_rng_states()
+        written = [*(buffer for chunk in chunks for _, buffer in chunk.named_buffers()), *_logged().values()]
+        self._written = [(tensor, tensor.clone()) for tensor in written]
 
+    @torch.no_grad()
     def rewind(self) -> None:
         """Back to the beginning."""
         mcore_random._set_all_rng_states(*self._random_states)
+        for tensor, copy in self._written:
+            tensor.copy_(copy)
+        known = {id(tensor) for tensor, _ in self._written}
+        for tensor in _logged().values():
+            if id(tensor) not in known:  # made since, from zeros
+                tensor.zero_()
         for iterator in self._iterators:
             iterator.rewind()
 
@@ -58,3 +74,8 @@ class Rewind:
         """The forwards stand; no microbatch is kept for another run."""
         for iterator in self._iterators:
             iterator.release()
+
+
+def _logged() -> dict[str, Tensor]:
+    """Sums over microbatches that megatron-core keeps for the routers' losses."""
+    return {name: entry["values"] for name, entry in get_moe_layer_wise_logging_tracker().items() if "values" in entry}

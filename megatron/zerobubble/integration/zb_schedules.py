@@ -250,7 +250,7 @@ class PipelineSchedule:
         assert self.before_gradients is not None
         assert self._links is not None
         assert self._store is not None
-        rewind = Rewind(iteration.data_iterators)
+        rewind = Rewind(iteration.data_iterators, self._chunks)
         executor.begin(program.fence[self._rank])
         if not self.before_gradients():
             rewind.release()
