@@ -212,12 +212,12 @@ def verdict(target: str, rows: Sequence[Row], keeps: Callable[[Row], bool]) -> l
 
 def not_above(row: Row, most: float = 1.0) -> bool:
     """Not above so many times the published rate, in four decimals; also where there is none."""
-    return row["reference"] is None or round(row["ours"], 4) <= most * round(row["reference"], 4) + EXACT
+    return row["reference"] is None or bool(round(row["ours"], 4) <= most * round(row["reference"], 4) + EXACT)
 
 
 def uses_room(row: Row) -> bool:
     """Below the published rate, in four decimals, unless that is the bound."""
-    return round(row["ours"], 4) < row["reference"] - EXACT or round(row["bound"], 4) >= row["reference"] - EXACT
+    return bool(round(row["ours"], 4) < row["reference"] - EXACT or round(row["bound"], 4) >= row["reference"] - EXACT)
 
 
 def judge_points(rows: Sequence[Row]) -> list[Row]:

@@ -86,8 +86,9 @@ class CalmOptimizer:
     def apply(self, statistics: Statistics) -> None:
         """At once."""
 
-    def keep(self) -> None:
-        """Nothing."""
+    def keep(self) -> bool:
+        """There is nothing that could not be taken back."""
+        return True
 
     def amend(self, statistics: Statistics, *, undo: bool) -> None:
         """Never called."""
@@ -95,9 +96,8 @@ class CalmOptimizer:
     def forget(self) -> None:
         """Nothing."""
 
-    def settle(self, statistics: Statistics) -> bool:
+    def settle(self, statistics: Statistics) -> None:
         """Nothing depends on it."""
-        return False
 
     def close(self) -> None:
         """Nothing is held."""
@@ -124,7 +124,7 @@ def serve(pipe: Connection, rank: int, port: int, program: Program, costs: CostM
     """One rank: (synchronous, early) for each repeat."""
     torch.set_num_threads(1)
     num_ranks = program.plan.num_ranks
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store)
     links = ProcessGroupLinks(program.plan.placement, pipeline=range(num_ranks), rank=rank, device=torch.device("cpu"))
     work = SleepingWork(costs)
@@ -145,7 +145,7 @@ def measure(schedule: str, args: argparse.Namespace) -> dict[str, Any]:
     )
     expected = simulate(plan, costs)
     program = place_communication(plan, fence=speculative_forwards(plan))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(args.num_ranks):

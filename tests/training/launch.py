@@ -19,13 +19,18 @@ TINY_MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads
 TINY_BATCH = ["--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e-2", "--log-interval", "1"]
 
 
+def command(arguments: Sequence[object], *, num_ranks: int, script: Path = PRETRAIN) -> list[str]:
+    """What starts a job."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", str(script)]
+    return [*start, *map(str, arguments)]
+
+
 def launch(
     arguments: Sequence[object], *, num_ranks: int, script: Path = PRETRAIN, timeout_s: float = TIMEOUT_S
 ) -> subprocess.CompletedProcess[str]:
     """Run `script` on `num_ranks` ranks and return what it said."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", str(script)]
     return subprocess.run(
-        [*command, *map(str, arguments)],
+        command(arguments, num_ranks=num_ranks, script=script),
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -11,14 +11,11 @@ import torch
 
 from megatron.zerobubble.errors import ConfigError, TransferError
 from megatron.zerobubble.training.failure import JobGuard
-from tests.training.launch import PRETRAIN, TINY_BATCH, TINY_MODEL, launch
+from tests.training.launch import TINY_BATCH, TINY_MODEL, launch
 
-FAILING_SCRIPT = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("pretrain_gpt", {str(PRETRAIN)!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-provide = module.forward_step_provider
+FAILING_SCRIPT = """
+import pretrain_gpt
+provide = pretrain_gpt.forward_step_provider
 
 def failing_provider(setup):
     forward_step, calls = provide(setup), [0]
@@ -32,8 +29,8 @@ def failing_provider(setup):
         return forward_step(data_iterator, chunk)
     return step
 
-module.forward_step_provider = failing_provider
-module.main()
+pretrain_gpt.forward_step_provider = failing_provider
+pretrain_gpt.main()
 """
 
 

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron.zerobubble.plan.ir import Plan
-from tests.training.launch import PRETRAIN, ROOT, TINY_BATCH, TINY_MODEL, environment, launch, metrics, train
+from tests.training.launch import PRETRAIN, ROOT, TINY_BATCH, TINY_MODEL, command, environment, launch, metrics, train
 
 P2 = ["--pipeline-model-parallel-size", "2"]
 RUN = [*TINY_MODEL, *TINY_BATCH, *P2, "--train-iters", "6", "--eval-interval", "4", "--eval-iters", "1", "--split", "90,10,0"]
@@ -125,12 +125,9 @@ def _check_trace(folder: Path) -> None:
     assert ElementTree.parse(folder / "timeline.svg").getroot().tag.endswith("svg")
 
 
-KILLED = f"""
-import importlib.util, os, psutil
-spec = importlib.util.spec_from_file_location("pretrain_gpt", {str(PRETRAIN)!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-from megatron.zerobubble.training import step
+KILLED = """
+import os, psutil, pretrain_gpt
+from megatron.zerobubble.training import loop, step
 
 class Killed(step.Training):
     def iterate(self, data_iterator):
@@ -142,9 +139,8 @@ class Killed(step.Training):
         return results
 
 if __name__ == "__main__":
-    from megatron.zerobubble.training import loop
     loop.Training = Killed
-    module.main()
+    pretrain_gpt.main()
 """
 """Rank 0 is killed after its step of iteration 5, which is not validated yet, with the processes that wrote its checkpoint."""
 
@@ -173,20 +169,21 @@ def test_steps_taken_early_change_nothing(corpus: str, tmp_path: Path) -> None:
 
 
 def test_a_signal_ends_a_run_with_a_checkpoint(corpus: str, tmp_path: Path) -> None:
-    """With steps taken early: what is saved has been validated."""
-    flags = ["--data-path", corpus, "--enable-zero-bubble", "--enable-optimizer-post-validation", "--exit-signal-handler"]
-    flags += ["--train-iters", "100000", "--lr-decay-iters", "6", "--save", str(tmp_path)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(PRETRAIN), *RUN, *flags]
+    """With every step taken early and clipped after the fact; the last one before it is saved."""
+    flags = [*RUN, "--data-path", corpus, "--enable-zero-bubble", "--exit-signal-handler", "--clip-grad", "1e-3"]
+    flags += ["--enable-optimizer-post-validation", "--post-validation-patience", "0", "--log-interval", "1000000"]
+    flags += ["--train-iters", "100000", "--eval-interval", "100000", "--lr-decay-iters", "6", "--save", str(tmp_path)]
     options: dict[str, Any] = {"text": True, "env": environment(PYTHONUNBUFFERED="1"), "cwd": ROOT}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options) as job:
+    with subprocess.Popen(command(flags, num_ranks=2), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options) as job:
         assert job.stdout is not None
         said = ""
         for line in job.stdout:
             said += line
-            if re.match(r"iteration +4/", line):
+            if line.startswith("iteration 4: clipped after the fact"):
                 job.terminate()
     (left,) = re.findall(r"leaving at iteration (\d+) \(on SIGTERM\)", said)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == left
+    assert said.index(f"iteration {left}: clipped after the fact") < said.index("saved "), "what is saved has been validated"
     assert f"validation loss at iteration {left}" not in said, "there may be little time"
 
 

@@ -54,7 +54,7 @@ class Rewind:
         """`iterators` are `Replayed` ones, or None where a rank reads no data; `chunks` are this rank's."""
         self._iterators = [iterator for iterator in iterators if iterator is not None]
         self._random_states = mcore_random._get_all_rng_states()
-        written = [*(buffer for chunk in chunks for _, buffer in chunk.named_buffers()), *_logged().values()]
+        written = [*(buffer for chunk in chunks for _, buffer in chunk.named_buffers()), *_logged()]
         self._written = [(tensor, tensor.clone()) for tensor in written]
 
     @torch.no_grad()
@@ -64,7 +64,7 @@ class Rewind:
         for tensor, copy in self._written:
             tensor.copy_(copy)
         known = {id(tensor) for tensor, _ in self._written}
-        for tensor in _logged().values():
+        for tensor in _logged():
             if id(tensor) not in known:  # made since, from zeros
                 tensor.zero_()
         for iterator in self._iterators:
@@ -76,6 +76,6 @@ class Rewind:
             iterator.release()
 
 
-def _logged() -> dict[str, Tensor]:
+def _logged() -> list[Tensor]:
     """Sums over microbatches that megatron-core keeps for the routers' losses."""
-    return {name: entry["values"] for name, entry in get_moe_layer_wise_logging_tracker().items() if "values" in entry}
+    return [entry["values"] for entry in get_moe_layer_wise_logging_tracker().values()]

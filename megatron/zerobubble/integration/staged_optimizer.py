@@ -70,7 +70,9 @@ class StagedOptimizer:
         self._groups = [self._stage_groups.within(part.get_grad_stats_parallel_group()) for part in self._parts]
         stepping = [part.optimizer for part in self._busy]
         self._rollback: Rollback = (
-            InverseRollback(stepping) if rollback == "inverse" else ExactRollback(stepping, on_host=snapshot_on_host)
+            InverseRollback(stepping, agree=self._stage_groups.agree)
+            if rollback == "inverse"
+            else ExactRollback(stepping, on_host=snapshot_on_host)
         )
         self._on_host = on_host
 
@@ -104,15 +106,9 @@ class StagedOptimizer:
             self._optimizer.step_with_ready_grads()
 
     def keep(self) -> bool:
-        """As the rollback does; False if one rank of the stage cannot: stepping may gather weights from all of them."""
+        """As the rollback does; all ranks of the stage alike, as stepping may gather weights from all of them."""
         with self._on_host():
-            is_kept = self._rollback.keep()
-            if isinstance(self._rollback, InverseRollback):  # shards differ; a copy never fails
-                flag = torch.tensor([float(is_kept)], device=torch.cuda.current_device())
-                for group in self._stage_groups.known():
-                    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
-                is_kept = bool(flag.item())
-            return is_kept
+            return self._rollback.keep()
 
     @torch.no_grad()
     def amend(self, statistics: Statistics, *, undo: bool) -> None:
@@ -205,9 +201,12 @@ class _StageGroups:
             self._known[ranks] = group_of(ranks)
         return self._known[ranks]
 
-    def known(self) -> list[dist.ProcessGroup]:
-        """Every subgroup that was asked for, in that order."""
-        return list(self._known.values())
+    def agree(self, answer: bool) -> bool:
+        """Whether every member of every subgroup asked for says yes. All of them must call it at the same point."""
+        flag = torch.tensor([float(answer)], device=torch.cuda.current_device())
+        for group in self._known.values():
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+        return bool(flag.item())
 
     def close(self) -> None:
         """Destroy the groups."""

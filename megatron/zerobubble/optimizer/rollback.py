@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -131,6 +131,7 @@ class InverseRollback:
 
     Args:
         optimizers: torch's Adam and AdamW, or such that look like them (apex's and Transformer Engine's FusedAdam), in float32.
+        agree: whether all who hold shards of the same weights say yes, asked once a `keep`; alone by default.
 
     Raises:
         ConfigError: another optimizer, or an option of Adam that cannot be inverted.
@@ -139,8 +140,9 @@ class InverseRollback:
     SPREAD = 1024.0
     """Largest share of a step's own in v that is taken back."""
 
-    def __init__(self, optimizers: Sequence[Any]) -> None:
+    def __init__(self, optimizers: Sequence[Any], *, agree: Callable[[bool], bool] = bool) -> None:
         self._optimizers = list(optimizers)
+        self._agree = agree
         self._new: set[Tensor] = set()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -160,12 +162,10 @@ class InverseRollback:
             norm = torch.linalg.vector_norm(_gradient(group, parameter, _decoupled(optimizer, group)))
             added, known = (1 - beta2) * norm**2, beta2 * state["exp_avg_sq"].sum()
             unsafe.append((added > self.SPREAD * known) & (known > 0))
-        if unsafe and bool(torch.stack(unsafe).any()):
-            _log.info(
-                "a step waits for all ranks: its gradients are too far above the state of Adam to be taken back by inverting"
-            )
-            return False
-        return True
+        is_safe = self._agree(not unsafe or not bool(torch.stack(unsafe).any()))
+        if not is_safe:
+            _log.info("a step waits for all ranks: its gradients are too far above the state of Adam to be inverted")
+        return is_safe
 
     @torch.no_grad()
     def undo(self) -> None:
