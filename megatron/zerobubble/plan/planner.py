@@ -132,7 +132,7 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, goal: Goal) 
         if not least:
             raise PlanError("the costs fit no placement: give one value a rank (linear) or two (V, interleaved)")
         raise ConfigError(f"no schedule keeps memory limit {goal.memory_limit}: the smallest that works is {min(least):.6g}")
-    share = replace(goal, budget=_FIRST_SHARE * goal.budget)
+    share, left = replace(goal, budget=_FIRST_SHARE * goal.budget), 1.0
     best: tuple[_Family, Result] | None = None
     for family in families:
         if best is not None and family.bound_ms(goal.objective) >= best[1].objective_ms(goal.objective) * (1 - 1e-9):
@@ -141,13 +141,14 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, goal: Goal) 
             result = _one(family.name, num_ranks, num_microbatches, family.num_chunks, costs_of, share)
         except PlanError:
             continue  # its one order does not keep the limit
+        left -= _FIRST_SHARE * (family.name in _SEARCHED)
         if best is None or result.objective_ms(goal.objective) < best[1].objective_ms(goal.objective):
             best = family, result
     if best is None:
         raise ConfigError(f"no schedule keeps memory limit {goal.memory_limit}: the smallest that works is {min(least):.6g}")
     family, result = best
     if family.name in _SEARCHED and goal.budget > 0:
-        rest = replace(goal, budget=(1 - _FIRST_SHARE * len(_SEARCHED)) * goal.budget)
+        rest = replace(goal, budget=left * goal.budget)
         longer = _one(family.name, num_ranks, num_microbatches, family.num_chunks, costs_of, rest)
         result = min((result, longer), key=lambda result: result.objective_ms(goal.objective))
     bound = min((family.bound for family in families), key=lambda bound: bound.span_ms)
