@@ -20,6 +20,7 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor, nn
 
+from megatron.zerobubble.integration.random_streams import ChunkStreams
 from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
 from megatron.zerobubble.wgrad.store import WeightGradStore
@@ -70,6 +71,7 @@ class ChunkWork:
         self._iteration = iteration
         self._device = device
         self._inflight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self._streams = ChunkStreams(0 if iteration.forward_only else len(chunks), device)
         self._sync: list[_GradSync] = []
         """By chunk, from the first B on: before that the caller zeroes the gradients, which would undo what these do."""
         self.losses: list[Any] = []
@@ -91,6 +93,7 @@ class ChunkWork:
         iteration, chunk = self._iteration, self._chunk_of[op.stage]
         if activation is not None and not iteration.forward_only:
             activation.requires_grad_()
+        self._streams.enter(chunk)
         first = op.microbatch == 0
         if iteration.forward_only and iteration.first_val_step is not None:
             first = first and iteration.first_val_step
@@ -150,6 +153,7 @@ class ChunkWork:
         """After the last op: check that nothing was left, and allow gradients to be reduced again."""
         for sync in self._sync:
             sync.allow()
+        self._streams.finish()
         self._store.check_empty()
 
 
