@@ -72,6 +72,8 @@ else
     micro="${MICRO_BATCH_SIZE:-2}" iterations="${TRAIN_ITERS:-120}" lr="${LR:-2e-3}"
     batch="${GLOBAL_BATCH_SIZE:-$((ranks / tensor / pipeline * 8 * micro))}"
     device=(--exit-duration-in-mins 3.5)
+    # A short run: measure and plan early, and not for long.
+    [[ $name == zb* ]] && device+=(--zero-bubble-pipeline-timers-start-iter 20 --zero-bubble-planning-seconds 2)
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 fi
 data="${DATA_PATH:-${DATASET:-$here/data/python-stdlib}}"

@@ -125,6 +125,24 @@ def _check_trace(folder: Path) -> None:
     assert ElementTree.parse(folder / "timeline.svg").getroot().tag.endswith("svg")
 
 
+def test_a_plan_from_measured_times_changes_nothing_and_can_be_kept(corpus: str, tmp_path: Path) -> None:
+    """With dropout, steps taken early and a new plan every second iteration; then a run with its last plan from the start."""
+    flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]
+    timed = ["--zero-bubble-pipeline-timers-start-iter", "2", "--zero-bubble-pipeline-timers-end-iter", "3"]
+    measuring = [*timed, "--zero-bubble-replan-interval", "2", "--zero-bubble-planning-seconds", "0.1"]
+    (tmp_path / "measured").mkdir()
+    measured = Job(tmp_path / "measured", [*flags, *measuring, "--zero-bubble-save-plan", str(tmp_path / "plan.json")])
+    assert measured.said.count("planned for measured times") == 2
+    body = json.loads((tmp_path / "plan.json").read_text())
+    assert body["metrics"]["bubble_rate"] >= 0
+    assert min(body["costs"]["forward_ms"] + body["costs"]["backward_ms"] + body["costs"]["wgrad_ms"]) > 0
+    loaded = Job(tmp_path, [*flags, "--zero-bubble-load-plan", str(tmp_path / "plan.json")])
+    assert "planned for measured times" not in loaded.said
+    assert losses(loaded) == losses(measured)
+    for iteration in (4, 6):
+        assert loaded.metrics[iteration]["validation_loss"] == measured.metrics[iteration]["validation_loss"]
+
+
 KILLED = """
 import os, psutil, pretrain_gpt
 from megatron.zerobubble.training import loop, step

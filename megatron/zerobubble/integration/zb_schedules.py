@@ -25,9 +25,11 @@ from megatron.zerobubble.plan.communication import Program, place_communication,
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.passes import forward_only as only_forward
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
+from megatron.zerobubble.plan.search import Goal
 from megatron.zerobubble.plan.simulate import TimedOp
 from megatron.zerobubble.plan.single_queue import finishes
 from megatron.zerobubble.plan.validate import validate
+from megatron.zerobubble.profiling.profile import PassTimer
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.profiling.report import report
 from megatron.zerobubble.runtime.executor import Executor
@@ -53,6 +55,10 @@ class ScheduleChoice:
     """Stages a rank, v."""
     max_pending_backward: int | None = None
     """For `zb`: most microbatches between F and W on a rank."""
+    memory_limit: float | None = None
+    """Most activation memory on any rank, 1.0 is 1F1B's rank 0; None: the schedule's own."""
+    given: Plan | None = None
+    """A plan of this placement, to be run where the number of microbatches is its own."""
 
     @property
     def is_stock(self) -> bool:
@@ -67,14 +73,23 @@ class ScheduleChoice:
             return Placement.v(self.num_ranks)
         return Placement.loop(self.num_ranks, self.num_chunks)
 
+    @property
+    def family(self) -> tuple[str, int | None]:
+        """Which schedule to search, with its `max_pending_backward`, for this one's placement and memory."""
+        drawn = {"zb-h1": self.num_ranks, "zb-h2": 2 * self.num_ranks}
+        return ("zb", drawn[self.name]) if self.name in drawn else (self.name, self.max_pending_backward)
+
     def plan(self, num_microbatches: int) -> Plan:
-        """The validated plan for this many microbatches. Not for `stock`."""
+        """The validated plan for this many microbatches, before anything was measured. Not for `stock`."""
+        if self.given is not None and self.given.num_microbatches == num_microbatches:
+            return self.given
         return build_plan(
             self.name,
             num_ranks=self.num_ranks,
             num_microbatches=num_microbatches,
             num_chunks=self.num_chunks,
             max_pending_backward=self.max_pending_backward,
+            goal=None if self.memory_limit is None else Goal(memory_limit=self.memory_limit, budget=0.0),
         )
 
 
@@ -107,13 +122,19 @@ class PipelineSchedule:
         self._chunks = list(chunks)
         self._store = store
         self._config = config
+        self._plan_for: Callable[[int], Plan] = choice.plan
+        self._plans: dict[int, Plan] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
-        self._device = torch.device(torch.cuda.current_device())
-        self.recorder = OpRecorder(self._device)
+        self.device = torch.device(torch.cuda.current_device())
+        """Where tensors live."""
+        self.recorder = OpRecorder(self.device)
         """Holds the ops of the last recorded iteration."""
         self._recorded: Plan | None = None
         self._iterations = 0
+        self.pass_timer: PassTimer | None = None
+        """Times the passes of every training iteration, if given."""
+        self._tensor: tuple[tuple[int, ...], torch.dtype] | None = None
         self.observe: Callable[[ChunkWork, Any], None] | None = None
         """Called after every op with the work in progress and the op, if given. For tests and tools."""
         self.before_gradients: Callable[[], bool] | None = None
@@ -124,7 +145,7 @@ class PipelineSchedule:
             if store is None:
                 raise ConfigError(f"schedule {choice.name!r} needs the weight-gradient store its chunks were split into")
             pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-            self._links = ProcessGroupLinks(choice.placement, pipeline=pipeline, rank=self._rank, device=self._device)
+            self._links = ProcessGroupLinks(choice.placement, pipeline=pipeline, rank=self._rank, device=self.device)
 
     @property
     def forward_backward_func(self) -> Callable[..., list[Any]]:
@@ -134,16 +155,44 @@ class PipelineSchedule:
             return function
         return self._forward_backward
 
+    def plan(self, num_microbatches: int) -> Plan:
+        """The plan that training runs for this many microbatches. Planned on first use."""
+        if num_microbatches not in self._plans:
+            self._plans[num_microbatches] = self._plan_for(num_microbatches)
+        return self._plans[num_microbatches]
+
+    def replan(self, plan_for: Callable[[int], Plan]) -> None:
+        """From the next iteration on, run what `plan_for` says: a plan of the choice's placement for a number of microbatches.
+
+        Every rank of the world must call it, at the same point between two iterations, and get the same plans. `plan_for` is
+        asked once for each number of microbatches, by all ranks at the same point.
+        """
+        self._plan_for = plan_for
+        self._plans.clear()
+        self._programs.clear()
+
+    def link_times(self) -> dict[tuple[int, int], float]:
+        """Milliseconds that a stage's output travels on each link from this rank; nothing before the first iteration.
+
+        Every rank of the world must call it between two iterations.
+        """
+        if self._links is None or self._tensor is None:
+            return {}
+        return self._links.times(*self._tensor)
+
     def program(self, num_microbatches: int, *, forward_only: bool = False) -> Program:
-        """The plan that runs for this many microbatches, with its transfers. Planned on first use."""
+        """The plan that runs for this many microbatches, with its transfers. Placed on first use."""
         key = num_microbatches, forward_only
         if key not in self._programs:
-            plan = self.choice.plan(num_microbatches)
+            if forward_only and num_microbatches not in self._plans:
+                plan = self.choice.plan(num_microbatches)  # evaluation only: nothing to search for
+            else:
+                plan = self.plan(num_microbatches)
             if forward_only:
                 plan = only_forward(plan)
                 validate(plan, forward_only=True)
             fence = () if forward_only or self.before_gradients is None else speculative_forwards(plan)
-            self._programs[key] = program_of(plan, self._device, fence=fence)
+            self._programs[key] = program_of(plan, self.device, fence=fence)
         return self._programs[key]
 
     def timeline(self) -> tuple[Plan, list[list[TimedOp]]] | None:
@@ -223,10 +272,13 @@ class PipelineSchedule:
         assert self._store is not None
         assert self._links is not None
         program = self.program(iteration.num_microbatches, forward_only=iteration.forward_only)
-        work = ChunkWork(self._chunks, self.choice.placement, self._store, self._config, iteration, self._device)
+        self._tensor = iteration.tensor_shape, self._config.pipeline_dtype
+        work = ChunkWork(self._chunks, self.choice.placement, self._store, self._config, iteration, self.device)
         recorder: Any = None
         if self.observe is not None:
             recorder = _Observer(work, self.observe)
+        elif not iteration.forward_only and self.pass_timer is not None:
+            recorder = self.pass_timer
         elif not iteration.forward_only:
             if self._iterations % RECORD_EVERY == 1:  # not the first one: it pays for every allocation
                 recorder, self._recorded = self.recorder, program.plan
@@ -258,7 +310,7 @@ class PipelineSchedule:
         executor.abandon(program.unread(self._rank))
         work.abandon()
         rewind.rewind()
-        work = ChunkWork(self._chunks, self.choice.placement, self._store, self._config, iteration, self._device)
+        work = ChunkWork(self._chunks, self.choice.placement, self._store, self._config, iteration, self.device)
         if isinstance(recorder, _Observer):
             recorder = _Observer(work, recorder.show)
         elif recorder is not None:

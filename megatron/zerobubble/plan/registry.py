@@ -75,6 +75,8 @@ class ScheduleInfo:
     """Stages a rank where none is asked for."""
     takes_max_pending_backward: bool
     """Whether the number of pending microbatches is a choice."""
+    is_searched: bool
+    """Whether costs and a goal change its order; the others are one order each."""
     description: str
     """One line."""
     reference: str
@@ -92,6 +94,7 @@ def _info(
     *,
     num_chunks: int | None = 1,
     takes_max_pending_backward: bool = False,
+    is_searched: bool = False,
 ) -> ScheduleInfo:
     return ScheduleInfo(
         name=name,
@@ -99,6 +102,7 @@ def _info(
         num_chunks=num_chunks,
         default_num_chunks=2 if num_chunks is None else num_chunks,
         takes_max_pending_backward=takes_max_pending_backward,
+        is_searched=is_searched,
         description=description,
         reference=reference,
         generate=generate,
@@ -194,6 +198,7 @@ _ALL = (
         "arXiv 2401.10241, section 3",
         _zb,
         takes_max_pending_backward=True,
+        is_searched=True,
     ),
     _info(
         "zbv",
@@ -202,6 +207,7 @@ _ALL = (
         "arXiv 2401.10241, section 6",
         _zbv,
         num_chunks=2,
+        is_searched=True,
     ),
     _info(
         "v-half",
@@ -210,6 +216,7 @@ _ALL = (
         "arXiv 2405.15362, section 3",
         _v_half,
         num_chunks=2,
+        is_searched=True,
     ),
     _info(
         "v-min",
@@ -218,6 +225,7 @@ _ALL = (
         "arXiv 2405.15362, section 3",
         _v_min,
         num_chunks=2,
+        is_searched=True,
     ),
     _info(
         "1f1b-v",
@@ -226,6 +234,7 @@ _ALL = (
         "arXiv 2405.15362, section 3",
         _one_f_one_b_v,
         num_chunks=2,
+        is_searched=True,
     ),
     _info(
         "zb-interleaved",
@@ -234,6 +243,7 @@ _ALL = (
         "arXiv 2104.04473 and 2401.10241",
         _zb_interleaved,
         num_chunks=None,
+        is_searched=True,
     ),
 )
 

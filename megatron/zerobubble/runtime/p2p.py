@@ -12,8 +12,10 @@ needed, provided a send's tensor is only let go after `wait`. That is what the h
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
+from statistics import median
 from typing import Protocol
 
 import torch
@@ -78,6 +80,8 @@ class ProcessGroupLinks:
         timeout: timedelta | None = None,
     ) -> None:
         self._pipeline = tuple(pipeline)
+        self._rank = rank
+        self._device = device
         self._groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         colours = colour_links(links_of(placement))
         for links in colours:
@@ -86,7 +90,7 @@ class ProcessGroupLinks:
             group = dist.new_group(timeout=timeout)
             self._groups.update(dict.fromkeys(links, group))
         for links in colours:
-            self._open([link for link in links if rank in link], rank, device)
+            self._open([link for link in links if rank in link])
 
     def send(self, message: Message, tensor: Tensor) -> Handle:
         """Start sending `tensor` (made contiguous if it is not)."""
@@ -96,6 +100,22 @@ class ProcessGroupLinks:
     def receive(self, message: Message, buffer: Tensor) -> Handle:
         """Start receiving into `buffer`."""
         return self._start("receive", message, buffer, self._pipeline[message.source])
+
+    def times(self, shape: Sequence[int], dtype: torch.dtype, *, repeats: int = 5) -> dict[tuple[int, int], float]:
+        """How long a tensor travels on each link that leaves this rank, in milliseconds. Every rank of the world must call it.
+
+        The median of some round trips, with the tensor there and one number back, less half a round trip of one number both
+        ways. One link after the other, in the same order on all ranks, while nothing else is under way. Both directions of a
+        pair of ranks are links wherever one is: activations go one way and gradients the other.
+        """
+        tensor, token = torch.zeros(tuple(shape), dtype=dtype, device=self._device), torch.zeros(1, device=self._device)
+        found = {}
+        for link in sorted(self._groups):
+            if self._rank in link:
+                both = [(self._round_trip(tensor, link), self._round_trip(token, link)) for _ in range(repeats)]
+                there, empty = (median(column) for column in zip(*both, strict=True))
+                found[link] = max(0.0, there - empty / 2)
+        return {link: elapsed for link, elapsed in found.items() if link[0] == self._rank}
 
     def close(self) -> None:
         """Destroy the process groups. Every rank of the world must call it."""
@@ -113,12 +133,31 @@ class ProcessGroupLinks:
             raise TransferError(f"cannot {verb} {_text(message)}: this process is not a member of the link's group")
         return _Transfer(verb, message, tensor, work)
 
-    def _open(self, links: Sequence[tuple[int, int]], rank: int, device: torch.device) -> None:
+    def _open(self, links: Sequence[tuple[int, int]]) -> None:
         """Use each link once: NCCL opens a communicator at its first use, and both ends must come to it in the same order."""
         for source, target in links:
-            token = torch.zeros(1, device=device)
-            peer = self._pipeline[target if rank == source else source]
-            (dist.send if rank == source else dist.recv)(token, peer, group=self._groups[source, target])
+            self._pass(torch.zeros(1, device=self._device), (source, target))
+
+    def _pass(self, tensor: Tensor, link: tuple[int, int]) -> None:
+        """Send or receive `tensor` on one of this rank's links, at once."""
+        source, target = link
+        is_source = self._rank == source
+        peer = self._pipeline[target if is_source else source]
+        (dist.send if is_source else dist.recv)(tensor, peer, group=self._groups[link])
+
+    def _round_trip(self, tensor: Tensor, link: tuple[int, int]) -> float:
+        """Milliseconds until `tensor` was received at the end of `link` and one number came back; at its source."""
+        answer = torch.zeros(1, device=self._device)
+        self._settle()
+        begin = time.perf_counter()
+        for sent, way in ((tensor, link), (answer, link[::-1])):
+            self._pass(sent, way)
+            self._settle()
+        return (time.perf_counter() - begin) * 1000.0
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 def _failure(verb: str, message: Message, error: RuntimeError) -> TransferError:

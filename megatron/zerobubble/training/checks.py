@@ -6,10 +6,14 @@ Each failure is one line that says what was given, what is allowed and what to d
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
-from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError
+from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError, PlanError
+from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.search import Goal
+from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.training.corpus import read_corpus_info
 from megatron.zerobubble.training.settings import Settings
 
@@ -129,13 +133,52 @@ def _check_batch(settings: Settings) -> None:
 
 def _check_plan(settings: Settings) -> None:
     """Generate the plan once, here, so that what the planner refuses is refused before anything is started."""
-    if settings.zero_bubble.schedule != "stock":
-        build_plan(
-            settings.zero_bubble.schedule,
-            num_ranks=settings.pipeline_size,
-            num_microbatches=settings.num_microbatches,
-            max_pending_backward=settings.max_pending_backward,
+    zero_bubble = settings.zero_bubble
+    if zero_bubble.schedule == "stock":
+        return
+    limit = zero_bubble.zero_bubble_memory_limit
+    generated = build_plan(
+        zero_bubble.schedule,
+        num_ranks=settings.pipeline_size,
+        num_microbatches=settings.num_microbatches,
+        max_pending_backward=settings.max_pending_backward,
+        goal=None if limit is None else Goal(memory_limit=limit, budget=0.0),
+    )
+    _check_folder("--zero-bubble-save-plan", zero_bubble.zero_bubble_save_plan)
+    if zero_bubble.plan is not None:
+        _check_loaded(zero_bubble.plan, generated, f"--zero-bubble-load-plan {zero_bubble.zero_bubble_load_plan}")
+
+
+def _check_loaded(plan: Plan, wanted: Plan, flag: str) -> None:
+    """A plan from a file can run where the chosen schedule's own could."""
+    if plan.num_ranks != wanted.num_ranks:
+        raise ConfigError(
+            f"{flag}: the plan is for {plan.num_ranks} pipeline ranks, --pipeline-model-parallel-size is {wanted.num_ranks}"
         )
+    if plan.placement != wanted.placement:
+        raise ConfigError(
+            f"{flag}: the plan's stages sit on ranks {_listed(plan)} ({plan.placement.name} placement), those of schedule "
+            f"{wanted.schedule} on {_listed(wanted)} ({wanted.placement.name} placement); choose another schedule or plan"
+        )
+    if plan.num_microbatches != wanted.num_microbatches:
+        raise ConfigError(
+            f"{flag}: the plan is for {plan.num_microbatches} microbatches, this run has {wanted.num_microbatches} "
+            "(--global-batch-size over --micro-batch-size and the data-parallel size)"
+        )
+    try:
+        validate(plan)
+    except PlanError as error:
+        raise type(error)(f"{flag}: {error}") from None
+
+
+def _listed(plan: Plan) -> str:
+    return ", ".join(map(str, plan.placement.stage_to_rank))
+
+
+def _check_folder(flag: str, file: str | None) -> None:
+    """A file that is written at the end of a run can be written."""
+    if file is not None and not os.access(Path(file).absolute().parent, os.W_OK):
+        raise ConfigError(f"{flag} {file}: the folder {Path(file).absolute().parent} does not exist or cannot be written to")
 
 
 def _check_tensor_parallel(settings: Settings) -> None:

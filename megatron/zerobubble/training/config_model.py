@@ -7,11 +7,14 @@ and meanings are Megatron-LM's. `__post_init__` checks what a group can check al
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
-from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward
-from megatron.zerobubble.training.require import one_of, positive, within
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, schedule_info
+from megatron.zerobubble.training.require import not_negative, one_of, positive, within
 
 __all__ = ["ModelConfig", "ParallelConfig", "PrecisionConfig", "ZeroBubbleConfig"]
 
@@ -240,6 +243,10 @@ class ParallelConfig:
         return bool(self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank)
 
 
+_V_SCHEDULES = {"zb": "zbv", "half": "v-half", "min": "v-min"}
+_TIMED_FROM, _TIMED_MORE = 100, 10
+
+
 @dataclass(frozen=True, kw_only=True)
 class ZeroBubbleConfig:
     """Zero bubble.
@@ -259,6 +266,26 @@ class ZeroBubbleConfig:
     """A schedule by name: stock (megatron-core's own 1F1B), or one that our executor runs: 1f1b, zb-h1, zb-h2, zb, zbv, v-half,
     v-min or 1f1b-v.
     Not together with the other flags that choose a schedule."""
+    zero_bubble_v_schedule_mem_setup: str = field(default="zb", metadata={"metavar": "zb|half|min"})
+    """Memory of --zero-bubble-v-schedule: zb, that of 1F1B (ZBV); half of it (V-Half); or min, a third (V-Min)."""
+    zero_bubble_memory_limit: float | None = None
+    """Most activation memory on any rank, in units of what 1F1B holds on the first one: 0.75 is three quarters of that. The order
+    of ops is searched for under this limit. With --enable-zero-bubble (ZB), --zero-bubble-v-schedule, or a schedule that is
+    searched for; instead of --zero-bubble-max-pending-backward and --zero-bubble-v-schedule-mem-setup."""
+    zero_bubble_pipeline_timers_start_iter: int | None = None
+    """First iteration, counted from the start of the job, whose passes are timed. After the last one the order of ops is searched
+    for the measured times. Default: 100, for schedules that are not one fixed order, unless a plan is loaded."""
+    zero_bubble_pipeline_timers_end_iter: int | None = None
+    """Last iteration whose passes are timed. Default: ten after the first."""
+    zero_bubble_replan_interval: int | None = None
+    """Time passes and search again after so many iterations more."""
+    zero_bubble_planning_seconds: float = 10.0
+    """About how long one rank searches after timing, while the others wait; 0 does not time or search."""
+    zero_bubble_save_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """Write the plan that runs last, with the costs it was made for, as JSON (see tools/plan.py show)."""
+    zero_bubble_load_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """Run this plan from the first iteration on. Alone it names the schedule, too; otherwise its stages must sit where the
+    schedule's do."""
     zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
     """At the end of the run, write what the last recorded iteration looked like: timeline.svg, trace.json (Chrome,
     Perfetto) and plan.json."""
@@ -296,6 +323,95 @@ class ZeroBubbleConfig:
                     f"--zero-bubble-schedule {self.zero_bubble_schedule} already names the schedule; leave out "
                     "--enable-zero-bubble, --zero-bubble-max-pending-backward and --zero-bubble-v-schedule"
                 )
+        self._check_memory()
+        self._check_planning()
+
+    def _check_memory(self) -> None:
+        positive(self, "zero_bubble_memory_limit")
+        one_of(self.zero_bubble_v_schedule_mem_setup, tuple(_V_SCHEDULES), "--zero-bubble-v-schedule-mem-setup")
+        setup = self.zero_bubble_v_schedule_mem_setup
+        if setup != "zb" and not self.zero_bubble_v_schedule:
+            raise ConfigError(f"--zero-bubble-v-schedule-mem-setup {setup} needs --zero-bubble-v-schedule")
+        limit = self.zero_bubble_memory_limit
+        if limit is None:
+            return
+        if self.zero_bubble_max_pending_backward is not None or setup != "zb":
+            raise ConfigError(
+                f"--zero-bubble-memory-limit {limit:g} replaces --zero-bubble-max-pending-backward and "
+                "--zero-bubble-v-schedule-mem-setup; leave those out"
+            )
+        if self.schedule == "stock" or not schedule_info(self.schedule).is_searched:
+            raise ConfigError(
+                f"--zero-bubble-memory-limit {limit:g}: schedule {self.schedule} is one fixed order; give --enable-zero-bubble, "
+                f"--zero-bubble-v-schedule, or --zero-bubble-schedule with one of {', '.join(_searched_names())}"
+            )
+
+    def _check_planning(self) -> None:
+        start, end = self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter
+        interval = self.zero_bubble_replan_interval
+        positive(self, "zero_bubble_pipeline_timers_start_iter", "zero_bubble_replan_interval")
+        not_negative(self, "zero_bubble_planning_seconds")
+        asked = (start, end, interval) != (None, None, None)
+        if asked and not self._can_replan:
+            raise ConfigError(
+                f"schedule {self.schedule} is one fixed order: --zero-bubble-pipeline-timers-start-iter, -end-iter and "
+                f"--zero-bubble-replan-interval need --enable-zero-bubble, --zero-bubble-v-schedule, or --zero-bubble-schedule "
+                f"with one of {', '.join(_searched_names())}"
+            )
+        first, last = self._window
+        if last < first:
+            raise ConfigError(
+                f"--zero-bubble-pipeline-timers-end-iter {last} is before the first timed iteration {first} "
+                "(--zero-bubble-pipeline-timers-start-iter)"
+            )
+        if interval is not None and interval < last - first + 1:
+            raise ConfigError(
+                f"--zero-bubble-replan-interval {interval} is shorter than the {last - first + 1} iterations that are timed; "
+                "give at least that many, or a shorter window"
+            )
+        if self.zero_bubble_save_plan is not None and self.schedule == "stock":
+            raise ConfigError("--zero-bubble-save-plan: the stock schedule has no plan; choose one of ours")
+        if self.plan is not None:
+            one_of(self.schedule, _schedule_names()[1:], f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: its schedule")
+
+    @property
+    def timed_iterations(self) -> tuple[int, int] | None:
+        """First and last iteration of the job whose passes are timed to search for a better order; None: none are."""
+        given = (self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter)
+        asked = (*given, self.zero_bubble_replan_interval) != (None, None, None)
+        if not self._can_replan or self.zero_bubble_planning_seconds == 0 or (self.plan is not None and not asked):
+            return None
+        return self._window
+
+    @property
+    def _window(self) -> tuple[int, int]:
+        start, end = self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter
+        first = _TIMED_FROM if start is None else start
+        return first, first + _TIMED_MORE if end is None else end
+
+    @property
+    def _can_replan(self) -> bool:
+        """Whether the order is ours to choose. ZB-H1 and ZB-H2 by name are one order each; by memory they are where ZB begins."""
+        if self.schedule == "stock":
+            return False
+        return schedule_info(self.schedule).is_searched or self.zero_bubble_schedule is None
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """What --zero-bubble-load-plan holds; read once.
+
+        Raises:
+            ConfigError: it cannot be read.
+            PlanError: it is not a plan.
+        """
+        if self.zero_bubble_load_plan is None:
+            return None
+        try:
+            return Plan.from_json(Path(self.zero_bubble_load_plan).read_bytes())
+        except OSError as error:
+            raise ConfigError(f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: {error.strerror}") from None
+        except PlanError as error:
+            raise PlanError(f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: {error}") from None
 
     @property
     def schedule(self) -> str:
@@ -303,11 +419,13 @@ class ZeroBubbleConfig:
         if self.zero_bubble_schedule is not None:
             return self.zero_bubble_schedule
         if self.zero_bubble_v_schedule:
-            return "zbv"
+            return _V_SCHEDULES[self.zero_bubble_v_schedule_mem_setup]
         given = self.zero_bubble_max_pending_backward
         if given is not None:
             return {"1p": "zb-h1", "2p": "zb-h2"}.get(given.strip().lower(), "zb")
-        return "zb-h1" if self.enable_zero_bubble else "stock"
+        if self.enable_zero_bubble:
+            return "zb-h1" if self.zero_bubble_memory_limit is None else "zb"
+        return "stock" if self.plan is None else self.plan.schedule
 
     def max_pending_microbatches(self, *, num_ranks: int) -> int | None:
         """What --zero-bubble-max-pending-backward says, in microbatches; None where it is not given."""
@@ -322,3 +440,8 @@ class ZeroBubbleConfig:
 def _schedule_names() -> tuple[str, ...]:
     """What --zero-bubble-schedule takes. Interleaved 1F1B is megatron-core's own and has its own flag."""
     return ("stock", *(info.name for info in known_schedules() if info.placement != "loop"))
+
+
+def _searched_names() -> tuple[str, ...]:
+    """Those whose order is searched for."""
+    return tuple(info.name for info in known_schedules() if info.is_searched and info.name in _schedule_names())

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import (
+    get_num_microbatches,
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
 )
@@ -37,6 +38,7 @@ from megatron.zerobubble.training.initialize import (
     set_up_model_parallel,
 )
 from megatron.zerobubble.training.metrics import IterationRecord, Metrics
+from megatron.zerobubble.training.replan import PlanKeeper, make_replanner
 from megatron.zerobubble.training.settings import Settings
 from megatron.zerobubble.training.step import StepResult, Trainee, Training, evaluate
 from megatron.zerobubble.training.tokenizers import build_tokenizer
@@ -117,6 +119,9 @@ class _Run:
     def __init__(self, trainee: Trainee, job: Job, tokenizer: Any) -> None:
         self.trainee = trainee
         self.training = Training(trainee)
+        self.keeper = PlanKeeper(trainee.settings.zero_bubble.zero_bubble_save_plan)
+        self.replanner = make_replanner(trainee.settings, trainee.schedule, self.keeper)
+        self.iterations_here = 0
         self.untold: deque[_Iteration] = deque()
         self.settings = trainee.settings
         self.job = job
@@ -141,6 +146,8 @@ class _Run:
         if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration < 0 and not self.departure.is_urgent:
             self._evaluate()  # nothing was trained
         self._save()
+        if self.settings.zero_bubble.schedule != "stock":
+            self.keeper.finish(self.trainee.schedule, self.settings.num_microbatches)
         self._summarize()
         self.metrics.close()
         self.departure.close()
@@ -153,6 +160,7 @@ class _Run:
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
         while progress.iteration < run.train_iters:
             self._iterate(data_iterator)
+            self._replan()
             is_last = self._leaves() or progress.iteration == run.train_iters
             interval = self.settings.checkpoint.save_interval
             evaluates = run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0)
@@ -171,6 +179,9 @@ class _Run:
                 break
 
     def _iterate(self, data_iterator: Any) -> None:
+        self.iterations_here += 1
+        if self.replanner is not None:
+            self.replanner.before(self.iterations_here)
         timer = self.trainee.timers("iteration", log_level=0)
         timer.start(barrier=False)
         results = self.training.iterate(data_iterator)
@@ -180,6 +191,12 @@ class _Run:
         progress = self.progress
         self.untold.append(_Iteration(progress.iteration, progress.consumed_samples, timer.elapsed(reset=True)))
         self._keep(results)
+
+    def _replan(self) -> None:
+        """At the end of a window of timed iterations: plan from what was measured, with nothing under way between the ranks."""
+        if self.replanner is not None and self.replanner.is_due(self.iterations_here):
+            self._flush()
+            self.replanner.after(self.iterations_here, get_num_microbatches())
 
     def _flush(self) -> None:
         """Before anyone sees weights or results: the truth about the last step. All ranks must call this."""

@@ -1,0 +1,189 @@
+"""Planning from what the run itself measures.
+
+A window of iterations is timed. When it is over, rank 0 of the world plans for the measured times, all ranks get its plan and
+validate it, and the next iteration runs it. Only the order of ops changes, never what they compute.
+
+The plan is looked for by one rank, not by all: times differ from rank to rank in the last digit, and two ranks with different
+plans would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.integration.zb_schedules import PipelineSchedule, ScheduleChoice
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.search import Goal, Objective, best_core, objective_ms
+from megatron.zerobubble.plan.search_core import PythonCore
+from megatron.zerobubble.plan.simulate import Simulation, simulate
+from megatron.zerobubble.plan.validate import validate
+from megatron.zerobubble.profiling.profile import PassTimer, combine
+
+__all__ = ["Replanner", "Window", "budget_of", "refined"]
+
+_log = logging.getLogger(__name__)
+
+_COMPILED_EVALUATIONS_PER_S = 8e7
+_PYTHON_EVALUATIONS_PER_S = 1.5e6
+"""What one core of 2024 does. A budget counts evaluations, so the same measurement gives the same plan on any machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Which iterations are timed. They are counted from 1, from the start of the job."""
+
+    start: int
+    """The first one."""
+    end: int
+    """The last one; a new plan runs from the next one on."""
+    interval: int | None = None
+    """A window of the same length ends so many iterations after the last one; None: there is only one window."""
+
+    def holds(self, iteration: int) -> bool:
+        """Whether the passes of this iteration are timed."""
+        return self.start <= self._folded(iteration) <= self.end
+
+    def ends(self, iteration: int) -> bool:
+        """Whether a new plan is made after this iteration."""
+        return self._folded(iteration) == self.end
+
+    def _folded(self, iteration: int) -> int:
+        if self.interval is None or iteration <= self.end:
+            return iteration
+        return self.end - (self.end - iteration) % self.interval
+
+
+def budget_of(seconds: float) -> float:
+    """Op evaluations that take about so long here."""
+    compiled = best_core() is not PythonCore
+    return seconds * (_COMPILED_EVALUATIONS_PER_S if compiled else _PYTHON_EVALUATIONS_PER_S)
+
+
+def refined(choice: ScheduleChoice, num_microbatches: int, costs: CostModel, goal: Goal) -> Plan:
+    """The best plan found for `costs` with the choice's placement and memory."""
+    name, pending = choice.family
+    return build_plan(
+        name,
+        num_ranks=choice.num_ranks,
+        num_microbatches=num_microbatches,
+        num_chunks=choice.num_chunks,
+        max_pending_backward=pending,
+        costs=costs,
+        goal=replace(goal, memory_limit=choice.memory_limit),
+    )
+
+
+class Replanner:
+    """Times windows of iterations and gives the schedule better plans. Every rank of the world needs one and calls it alike.
+
+    Args:
+        schedule: whose iterations are timed, and who runs the plans.
+        window: when.
+        goal: objective, seed and budget of a search. The memory limit is the choice's.
+        keep: called on rank 0 of the world with every plan that is found, simulated with the measured costs, if given.
+    """
+
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        window: Window,
+        goal: Goal,
+        *,
+        keep: Callable[[Simulation], None] | None = None,
+    ) -> None:
+        self._schedule = schedule
+        self._window = window
+        self._goal = goal
+        self._keep = keep
+        self._timer: PassTimer | None = None
+        self._costs: CostModel | None = None
+        self._current: dict[int, Plan] = {}
+
+    @property
+    def costs(self) -> CostModel | None:
+        """What was measured last; None before the first window is over."""
+        return self._costs
+
+    def before(self, iteration: int) -> None:
+        """The iteration is about to run."""
+        if self._timer is None and self._window.holds(iteration):
+            self._timer = PassTimer(self._schedule.device)
+        self._schedule.pass_timer = self._timer
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether `after` will plan. Nothing may be under way between ranks then."""
+        return self._window.ends(iteration)
+
+    def after(self, iteration: int, num_microbatches: int) -> None:
+        """The iteration has run. At the end of a window: measure the links, plan, and give the schedule the plan.
+
+        For other numbers of microbatches than this one the schedule asks when it comes to them.
+        """
+        if not self._window.ends(iteration):
+            return
+        assert self._timer is not None
+        link_ms = self._schedule.link_times()
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (self._timer.typical(), link_ms))
+        self._timer = self._schedule.pass_timer = None
+        links = [elapsed for _, times in ranks for elapsed in times.values()]
+        self._costs = combine([passes for passes, _ in ranks], self._schedule.choice.placement, link_ms=links)
+        self._schedule.replan(self._planned)
+        self._schedule.plan(num_microbatches)
+
+    def _planned(self, num_microbatches: int) -> Plan:
+        """A plan for the measured costs, the same on all ranks; all of them must call this at the same point."""
+        answer: list[Any] = [self._search(num_microbatches).to_json() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(answer, src=0)
+        plan = Plan.from_json(answer[0])
+        validate(plan)
+        self._current[num_microbatches] = plan
+        return plan
+
+    def _search(self, num_microbatches: int) -> Plan:
+        """The best of the order so far and what is found; says what it promises."""
+        assert self._costs is not None
+        begin = time.perf_counter()
+        choice, costs, objective = self._schedule.choice, self._costs, self._goal.objective
+        so_far = self._current.get(num_microbatches) or choice.plan(num_microbatches)
+        plan = so_far
+        try:
+            plan = min(
+                (refined(choice, num_microbatches, costs, self._goal), so_far),
+                key=lambda each: objective_ms(each, costs, objective),
+            )
+        except ConfigError as error:
+            _log.warning("the order of ops stays as it was: %s", error)
+        before, now = simulate(so_far, costs), simulate(plan, costs)
+        _log.info(
+            "planned for measured times in %.1f s: F %s, B %s, W %s ms by stage, links %.2f ms; %.1f ms an iteration expected "
+            "with the order so far (bubble %.1f%%), %.1f ms from now on (%.1f%%)",
+            time.perf_counter() - begin,
+            *(_brief(times) for times in (costs.forward_ms, costs.backward_ms, costs.wgrad_ms)),
+            costs.comm_ms,
+            _objective_of(before, objective),
+            100 * before.bubble_rate,
+            _objective_of(now, objective),
+            100 * now.bubble_rate,
+        )
+        if self._keep is not None:
+            self._keep(now)
+        return plan
+
+
+def _objective_of(simulation: Simulation, objective: Objective) -> float:
+    return simulation.span_ms if objective is Objective.SPAN else simulation.makespan_ms
+
+
+def _brief(times: tuple[float, ...]) -> str:
+    """The times, or from how much to how much where there are many."""
+    return " ".join(f"{value:.1f}" for value in times) if len(times) <= 8 else f"{min(times):.1f}..{max(times):.1f}"

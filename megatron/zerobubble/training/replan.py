@@ -1,0 +1,66 @@
+"""The flags of planning from measured times, made into a `Replanner`; and the plan file at the end."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.zerobubble.integration.replanning import Replanner, Window, budget_of
+from megatron.zerobubble.integration.zb_schedules import PipelineSchedule
+from megatron.zerobubble.plan.search import Goal, Objective
+from megatron.zerobubble.plan.simulate import Simulation
+from megatron.zerobubble.training.settings import Settings
+
+__all__ = ["PlanKeeper", "make_replanner"]
+
+
+class PlanKeeper:
+    """Writes --zero-bubble-save-plan: a plan as soon as it is found, or at the end the one that ran. Rank 0 writes.
+
+    Args:
+        file: where; None: nowhere.
+    """
+
+    def __init__(self, file: str | None) -> None:
+        self._file = None if file is None else Path(file)
+        self._is_written = False
+
+    def keep(self, found: Simulation) -> None:
+        """Write what was found for measured costs."""
+        self._write(found.plan.to_json(costs=found.costs.to_json(), metrics=found.metrics()))
+
+    def finish(self, schedule: PipelineSchedule, num_microbatches: int) -> None:
+        """Write the plan that ran, unless a better one was written."""
+        if not self._is_written and dist.get_rank() == 0:
+            self._write(schedule.plan(num_microbatches).to_json())
+
+    def _write(self, text: str) -> None:
+        """Whole or not at all: a reader never sees half a plan."""
+        if self._file is None:
+            return
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=self._file.absolute().parent, delete=False) as new:
+            new.write(text)
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(new.name, self._file)
+        self._is_written = True
+
+
+def make_replanner(settings: Settings, schedule: Any, keeper: PlanKeeper) -> Replanner | None:
+    """What times iterations and plans anew; None where the flags, or the schedule, leave nothing to plan."""
+    zero_bubble = settings.zero_bubble
+    timed = zero_bubble.timed_iterations
+    if timed is None:
+        return None
+    early = zero_bubble.enable_optimizer_post_validation
+    goal = Goal(
+        objective=Objective.SPAN if early else Objective.MAKESPAN,
+        seed=settings.run.seed,
+        budget=budget_of(zero_bubble.zero_bubble_planning_seconds),
+    )
+    window = Window(start=timed[0], end=timed[1], interval=zero_bubble.zero_bubble_replan_interval)
+    return Replanner(schedule, window, goal, keep=keeper.keep)

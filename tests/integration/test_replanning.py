@@ -1,0 +1,112 @@
+"""Another plan in the middle of a run: the same on all ranks, better for what was measured, and not a bit of the run changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.zerobubble.integration.replanning import Replanner, Window
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import OpKind, Plan
+from megatron.zerobubble.plan.search import Effort, Goal, objective_ms
+from megatron.zerobubble.plan.simulate import peak_memory
+from megatron.zerobubble.profiling.profile import PassTimer
+from tests.support.gpt import Case, Trainer
+from tests.support.ranks import RankPool
+
+ZBV = Case("zbv", 4, 6, num_chunks=2, dropout=0.1, num_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("window", "timed", "ends"),
+    [
+        (Window(start=3, end=5), [3, 4, 5], [5]),
+        (Window(start=2, end=3, interval=4), [2, 3, 6, 7, 10, 11], [3, 7, 11]),
+        (Window(start=1, end=2, interval=2), list(range(1, 13)), [2, 4, 6, 8, 10, 12]),
+    ],
+)
+def test_windows(window: Window, timed: list[int], ends: list[int]) -> None:
+    assert [i for i in range(1, 13) if window.holds(i)] == timed
+    assert [i for i in range(1, 13) if window.ends(i)] == ends
+
+
+def _typical(rank: int, stages: tuple[int, ...]) -> dict[tuple[int, OpKind], float]:
+    """Uneven stages, and clocks that never agree."""
+    base = {OpKind.F: 2.0, OpKind.B: 5.0, OpKind.W: 1.0}
+    return {(stage, kind): value + 0.3 * stage + 1e-6 * rank for stage in stages for kind, value in base.items()}
+
+
+def _train(rank: int, case: Case, window: Window | None) -> dict[str, Any]:
+    trainer = Trainer(case, seed=1234 + 100 * rank)
+    schedule = trainer.schedule
+    drawn = schedule.plan(case.num_microbatches)
+    goal = Goal(budget=0.2 * Effort.FAST.budget)
+    kept: list[Any] = []
+    replanner = None if window is None else Replanner(schedule, window, goal, keep=kept.append)
+    stages = case.choice.placement.rank_to_stages[rank]
+    losses = []
+    with mock.patch.object(PassTimer, "typical", return_value=_typical(rank, stages)):
+        for iteration in range(1, case.num_steps + 1):
+            if replanner is not None:
+                replanner.before(iteration)
+            for chunk in trainer.built.chunks:
+                chunk.zero_grad_buffer()
+            trainer.optimizer.zero_grad()
+            losses.append(trainer.forward_backward(iteration))
+            with trainer.host.on_host():
+                trainer.optimizer.step()
+            if replanner is not None and replanner.is_due(iteration):
+                replanner.after(iteration, case.num_microbatches)
+    now = schedule.plan(case.num_microbatches)
+    result = {
+        "losses": losses,
+        "weights": trainer.snapshot(),
+        "plan": now.to_json(),
+        "kept": len(kept),
+        "evaluation": _evaluate(trainer),
+        "times": None if replanner is None or replanner.costs is None else _gain(drawn, now, replanner),
+    }
+    trainer.close()
+    return result
+
+
+def _evaluate(trainer: Trainer) -> list[float]:
+    for chunk in trainer.built.chunks:
+        chunk.eval()
+    return trainer.forward_backward(0, forward_only=True)
+
+
+def _gain(drawn: Any, now: Any, replanner: Replanner) -> tuple[float, float]:
+    assert replanner.costs is not None
+    goal = replanner._goal
+    return objective_ms(drawn, replanner.costs, goal.objective), objective_ms(now, replanner.costs, goal.objective)
+
+
+def test_training_does_not_notice(four_ranks: RankPool) -> None:
+    """With dropout, under V: another order of a rank's forwards draws the same masks."""
+    before = four_ranks.run(_train, ZBV, None)
+    after = four_ranks.run(_train, ZBV, Window(start=1, end=2))
+    assert len({result["plan"] for result in after}) == 1, "every rank runs the same plan"
+    assert after[0]["plan"] != before[0]["plan"]
+    slow, fast = after[0]["times"]
+    assert fast < slow
+    assert [result["kept"] for result in after] == [1, 0, 0, 0]
+    for old, new in zip(before, after, strict=True):
+        assert new["losses"] == old["losses"]
+        assert new["evaluation"] == old["evaluation"]
+        assert all(torch.equal(new["weights"][name], weight) for name, weight in old["weights"].items())
+
+
+def test_a_drawn_schedule_is_refined_within_its_memory(four_ranks: RankPool) -> None:
+    """ZB-H1 is where ZB with 1F1B's memory begins."""
+    case = replace(ZBV, schedule="zb-h1", num_chunks=1, num_steps=2, dropout=0.0)
+    for result in four_ranks.run(_train, case, Window(start=1, end=1)):
+        slow, fast = result["times"]
+        assert fast < slow
+        plan = Plan.from_json(result["plan"])
+        assert plan.schedule == "zb"
+        assert max(peak_memory(plan, CostModel.uniform(plan.placement))) <= 1.0

@@ -1,0 +1,135 @@
+"""Plans that are given and kept: a file that fits runs, one that does not is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zerobubble.errors import ConfigError, DeadlockError, PlanError, UserError
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.simulate import peak_memory
+from megatron.zerobubble.training.assembly import schedule_choice
+from tests.training.test_arguments import BASE, settings
+
+RUN = BASE + "--pipeline-model-parallel-size 4 --global-batch-size 6 "
+
+
+def _file(tmp_path: Path, change: Callable[[dict[str, Any]], None] = lambda body: None, name: str = "zbv") -> str:
+    body = json.loads(build_plan(name, num_ranks=4, num_microbatches=6).to_json())
+    change(body)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(body))
+    return f"--zero-bubble-load-plan {file} "
+
+
+@pytest.mark.parametrize("flags", ["", "--zero-bubble-v-schedule", "--zero-bubble-schedule v-min"])
+def test_a_plan_that_fits_is_what_runs(tmp_path: Path, flags: str) -> None:
+    def reorder(body: dict[str, Any]) -> None:
+        rank = body["ops"][3]
+        last = len(rank) - 1
+        rank[last], rank[last - 1] = rank[last - 1], rank[last]
+
+    made = settings(RUN + _file(tmp_path, reorder) + flags, base="")
+    assert made.zero_bubble.schedule == ("v-min" if "v-min" in flags else "zbv")
+    assert made.num_chunks == 2
+    plan = schedule_choice(made).plan(6)
+    assert plan == made.zero_bubble.plan
+    assert plan != build_plan("zbv", num_ranks=4, num_microbatches=6)
+    assert schedule_choice(made).plan(7).num_microbatches == 7, "other numbers of microbatches are generated"
+    assert made.zero_bubble.timed_iterations is None, "the best plan is there already"
+    again = settings(RUN + _file(tmp_path) + flags + " --zero-bubble-replan-interval 50", base="")
+    assert again.zero_bubble.timed_iterations == (100, 110)
+
+
+def _deadlock(body: dict[str, Any]) -> None:
+    row = body["ops"][0]
+    row.insert(0, row.pop(row.index("7F0")))
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "kind", "message"),
+    [
+        (lambda body: body.update(format="zerobubble-plan/7"), "", PlanError, "zerobubble-plan/7"),
+        (lambda body: body["ops"][1].pop(), "", PlanError, "plan.json: .*3|6"),
+        (_deadlock, "", DeadlockError, "plan.json: "),
+        (
+            lambda body: None,
+            "--enable-zero-bubble",
+            ConfigError,
+            r"0, 1, 2, 3, 3, 2, 1, 0 \(V placement\).* on 0, 1, 2, 3 \(linear",
+        ),
+        (lambda body: None, "--global-batch-size 8", ConfigError, "for 6 microbatches, this run has 8"),
+        (
+            lambda body: None,
+            "--pipeline-model-parallel-size 2",
+            ConfigError,
+            "for 4 pipeline ranks, --pipeline-model-parallel-size is 2",
+        ),
+        (
+            lambda body: body.update(schedule="mine"),
+            "",
+            ConfigError,
+            "plan.json: its schedule 'mine' is unknown; choose from 1f1b",
+        ),
+        (lambda body: None, "--zero-bubble-schedule stock", ConfigError, "its schedule 'stock' is unknown"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], flags: str, kind: type[UserError], message: str
+) -> None:
+    with pytest.raises(kind) as refused:
+        settings(RUN + _file(tmp_path, change) + flags, base="")
+    assert re.search(message, str(refused.value))
+    assert str(tmp_path / "plan.json") in str(refused.value)
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--zero-bubble-load-plan .*none.json: No such file"):
+        settings(RUN + f"--zero-bubble-load-plan {tmp_path}/none.json", base="")
+    (tmp_path / "text").write_text("not a plan")
+    with pytest.raises(PlanError, match=r"--zero-bubble-load-plan .*text: "):
+        settings(RUN + f"--zero-bubble-load-plan {tmp_path}/text", base="")
+    with pytest.raises(ConfigError, match=r"--zero-bubble-save-plan .*: the folder .* does not exist or cannot be written to"):
+        settings(RUN + f"--zero-bubble-v-schedule --zero-bubble-save-plan {tmp_path}/no/plan.json", base="")
+    with pytest.raises(ConfigError, match="the stock schedule has no plan"):
+        settings(RUN + f"--zero-bubble-save-plan {tmp_path}/plan.json", base="")
+
+
+@pytest.mark.parametrize(
+    ("flags", "timed"),
+    [
+        ("--enable-zero-bubble", (100, 110)),
+        ("--zero-bubble-v-schedule --zero-bubble-pipeline-timers-start-iter 7", (7, 17)),
+        ("--zero-bubble-schedule v-min --zero-bubble-pipeline-timers-end-iter 105", (100, 105)),
+        ("--zero-bubble-max-pending-backward 2p", (100, 110)),
+        ("--zero-bubble-v-schedule --zero-bubble-planning-seconds 0", None),
+        ("--zero-bubble-schedule zb-h1", None),
+        ("--zero-bubble-schedule 1f1b", None),
+        ("", None),
+    ],
+)
+def test_what_is_timed(flags: str, timed: tuple[int, int] | None) -> None:
+    assert settings(RUN + flags, base="").zero_bubble.timed_iterations == timed
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule", "limit"),
+    [
+        ("--zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup half", "v-half", None),
+        ("--zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup min", "v-min", None),
+        ("--zero-bubble-v-schedule --zero-bubble-memory-limit 0.75", "zbv", 0.75),
+        ("--enable-zero-bubble --zero-bubble-memory-limit 1.5", "zb", 1.5),
+        ("--zero-bubble-schedule v-min --zero-bubble-memory-limit 0.6", "v-min", 0.6),
+    ],
+)
+def test_memory(flags: str, schedule: str, limit: float | None) -> None:
+    choice = schedule_choice(settings(RUN + flags, base=""))
+    assert (choice.name, choice.memory_limit) == (schedule, limit)
+    plan = choice.plan(6)
+    assert max(peak_memory(plan, CostModel.uniform(plan.placement))) <= (limit or {"v-half": 0.75, "v-min": 0.5}[schedule])
