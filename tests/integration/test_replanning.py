@@ -46,7 +46,9 @@ def _train(rank: int, case: Case, window: Window | None) -> dict[str, Any]:
     drawn = schedule.plan(case.num_microbatches)
     goal = Goal(budget=0.2 * Effort.FAST.budget)
     kept: list[Any] = []
-    replanner = None if window is None else Replanner(schedule, window, goal, keep=kept.append)
+    replanner = (
+        None if window is None else Replanner(schedule, window, goal, num_microbatches=case.num_microbatches, keep=kept.append)
+    )
     stages = case.choice.placement.rank_to_stages[rank]
     losses = []
     with mock.patch.object(PassTimer, "typical", return_value=_typical(rank, stages)):

@@ -38,7 +38,9 @@ def settings(flags: str = "") -> Settings:
 
 
 def record(iteration: int, **changes: Any) -> IterationRecord:
-    return IterationRecord(iteration=iteration, consumed_samples=2 * iteration, result=replace(STEP, **changes), seconds=0.5)
+    return IterationRecord(
+        iteration=iteration, consumed_samples=2 * iteration, samples=2, result=replace(STEP, **changes), seconds=0.5
+    )
 
 
 @pytest.fixture

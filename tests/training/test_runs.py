@@ -126,8 +126,10 @@ def _check_trace(folder: Path) -> None:
 
 
 def test_a_plan_from_measured_times_changes_nothing_and_can_be_kept(corpus: str, tmp_path: Path) -> None:
-    """With dropout, steps taken early and a new plan every second iteration; then a run with its last plan from the start."""
+    """With dropout, steps taken early, more and more microbatches and a new plan every second iteration; then a run with its last
+    plan from the start."""
     flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]
+    flags += ["--rampup-batch-size", "4", "4", "8"]
     timed = ["--zero-bubble-pipeline-timers-start-iter", "2", "--zero-bubble-pipeline-timers-end-iter", "3"]
     measuring = [*timed, "--zero-bubble-replan-interval", "2", "--zero-bubble-planning-seconds", "0.1"]
     (tmp_path / "measured").mkdir()
@@ -139,6 +141,10 @@ def test_a_plan_from_measured_times_changes_nothing_and_can_be_kept(corpus: str,
     loaded = Job(tmp_path, [*flags, "--zero-bubble-load-plan", str(tmp_path / "plan.json")])
     assert "planned for measured times" not in loaded.said
     assert losses(loaded) == losses(measured)
+    assert measured.said.count("4 microbatches from iteration 3 on") == 1
+    assert [fields["tokens_per_s"] * fields["iteration_ms"] / 1000 / 32 for _, fields in sorted(measured.metrics.items())] == [
+        pytest.approx(samples) for samples in (4, 4, 8, 8, 8, 8)
+    ]
     for iteration in (4, 6):
         assert loaded.metrics[iteration]["validation_loss"] == measured.metrics[iteration]["validation_loss"]
 

@@ -89,6 +89,7 @@ class Replanner:
         schedule: whose iterations are timed, and who runs the plans.
         window: when.
         goal: objective, seed and budget of a search. The memory limit is the choice's.
+        num_microbatches: what most iterations will have. Searches for other numbers, on the way there, get a tenth of the budget.
         keep: called on rank 0 of the world with every plan that is found, simulated with the measured costs, if given.
     """
 
@@ -98,11 +99,13 @@ class Replanner:
         window: Window,
         goal: Goal,
         *,
+        num_microbatches: int,
         keep: Callable[[Simulation], None] | None = None,
     ) -> None:
         self._schedule = schedule
         self._window = window
         self._goal = goal
+        self._usual = num_microbatches
         self._keep = keep
         self._timer: PassTimer | None = None
         self._costs: CostModel | None = None
@@ -154,11 +157,13 @@ class Replanner:
         assert self._costs is not None
         begin = time.perf_counter()
         choice, costs, objective = self._schedule.choice, self._costs, self._goal.objective
+        share = 1.0 if num_microbatches == self._usual else 0.1
+        goal = replace(self._goal, budget=share * self._goal.budget)
         so_far = self._current.get(num_microbatches) or choice.plan(num_microbatches)
         plan = so_far
         try:
             plan = min(
-                (refined(choice, num_microbatches, costs, self._goal), so_far),
+                (refined(choice, num_microbatches, costs, goal), so_far),
                 key=lambda each: objective_ms(each, costs, objective),
             )
         except ConfigError as error:

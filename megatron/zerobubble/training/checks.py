@@ -116,6 +116,7 @@ def _check_batch(settings: Settings) -> None:
             f"data-parallel size {data_parallel} = {step}; "
             f"{settings.global_batch_size // step * step + step} would be"
         )
+    _check_rampup(settings, step)
     ranks, microbatches = settings.pipeline_size, settings.num_microbatches
     if not settings.parallel.is_interleaved or settings.num_chunks == 1:
         return
@@ -124,10 +125,32 @@ def _check_batch(settings: Settings) -> None:
             "the interleaved schedule on 2 pipeline ranks needs overlapped communication (without it megatron-core confuses "
             "the two directions between them); leave out --no-overlap-p2p-communication"
         )
+    if settings.batch.rampup_batch_size:
+        raise ConfigError(
+            "--rampup-batch-size: the interleaved schedule needs every number of microbatches divisible by the pipeline size; "
+            "leave one of them out, or choose a schedule of ours"
+        )
     if microbatches % ranks:
         raise ConfigError(
             f"the interleaved schedule needs a number of microbatches divisible by the pipeline size {ranks}, got "
             f"{microbatches}; change --global-batch-size to {(microbatches // ranks + 1) * ranks * step}"
+        )
+
+
+def _check_rampup(settings: Settings, step: int) -> None:
+    """`step`: samples of one microbatch on all data-parallel ranks."""
+    if not settings.batch.rampup_batch_size:
+        return
+    first, increment, _ = settings.batch.rampup_batch_size
+    given, last = f"--rampup-batch-size {first} {increment}", settings.global_batch_size
+    if first >= last:
+        raise ConfigError(f"{given}: the first batch size must be less than --global-batch-size {last}")
+    if (last - first) % increment:
+        raise ConfigError(f"{given}: {increment} does not divide the {last - first} samples up to --global-batch-size {last}")
+    if first % step or increment % step:
+        raise ConfigError(
+            f"{given}: both must be divisible by --micro-batch-size x data-parallel size = {step}; "
+            f"{-(-first // step) * step} and {-(-increment // step) * step} would be"
         )
 
 

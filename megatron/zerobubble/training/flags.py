@@ -91,6 +91,7 @@ def _value_options(field: dataclasses.Field[Any], hint: Any, help_text: str) -> 
         options["choices"] = typing.get_args(hint)
     elif typing.get_origin(hint) is tuple:
         options["nargs"] = "*"
+        options["type"] = typing.get_args(hint)[0]
     else:
         options["type"] = hint
         options["metavar"] = options["metavar"] or {int: "N", float: "X", str: "TEXT"}[hint]

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import (
+    get_current_running_global_batch_size,
     get_num_microbatches,
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
+    update_num_microbatches,
 )
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -68,6 +70,7 @@ class _Iteration(NamedTuple):
 
     iteration: int
     consumed_samples: int
+    samples: int
     seconds: float
 
 
@@ -96,7 +99,7 @@ def pretrain(
         set_up_model_parallel(settings, **({} if choice.is_stock else embedding_ranks(choice.placement)))
         init_num_microbatches_calculator(
             launch.rank,
-            None,
+            list(settings.batch.rampup_batch_size) or None,
             settings.global_batch_size,
             settings.batch.micro_batch_size,
             settings.data_parallel_size,
@@ -179,6 +182,7 @@ class _Run:
                 break
 
     def _iterate(self, data_iterator: Any) -> None:
+        self._ramp_up()
         self.iterations_here += 1
         if self.replanner is not None:
             self.replanner.before(self.iterations_here)
@@ -186,11 +190,22 @@ class _Run:
         timer.start(barrier=False)
         results = self.training.iterate(data_iterator)
         timer.stop()
+        samples = get_current_running_global_batch_size()
         self.progress.iteration += 1
-        self.progress.consumed_samples += self.settings.global_batch_size
+        self.progress.consumed_samples += samples
         progress = self.progress
-        self.untold.append(_Iteration(progress.iteration, progress.consumed_samples, timer.elapsed(reset=True)))
+        self.untold.append(_Iteration(progress.iteration, progress.consumed_samples, samples, timer.elapsed(reset=True)))
         self._keep(results)
+
+    def _ramp_up(self) -> None:
+        """--rampup-batch-size: as many microbatches as the samples so far allow."""
+        before = get_num_microbatches()
+        update_num_microbatches(self.progress.consumed_samples, consistency_check=True)
+        if get_num_microbatches() != before:
+            self._flush()  # a plan for another number may be searched for, which nothing under way must wait for
+            _log.info("%d microbatches from iteration %d on", get_num_microbatches(), self.progress.iteration + 1)
+            if self.settings.zero_bubble.schedule != "stock":
+                self.trainee.schedule.plan(get_num_microbatches())
 
     def _replan(self) -> None:
         """At the end of a window of timed iterations: plan from what was measured, with nothing under way between the ranks."""
@@ -207,7 +222,11 @@ class _Run:
             done = self.untold.popleft()
             self.metrics.add(
                 IterationRecord(
-                    iteration=done.iteration, consumed_samples=done.consumed_samples, seconds=done.seconds, result=result
+                    iteration=done.iteration,
+                    consumed_samples=done.consumed_samples,
+                    samples=done.samples,
+                    seconds=done.seconds,
+                    result=result,
                 )
             )
 

@@ -42,6 +42,8 @@ class IterationRecord:
     """From 1."""
     consumed_samples: int
     """Samples consumed up to its end."""
+    samples: int
+    """Samples of this iteration."""
     result: StepResult
     """What it did."""
     seconds: float
@@ -58,7 +60,7 @@ class IterationRecord:
             "grad_norm": self.result.grad_norm,
             "skipped": not self.result.is_stepped,
             "amended": self.result.undone is not None,
-            "tokens_per_s": settings.tokens_per_iteration / self.seconds,
+            "tokens_per_s": self.samples * settings.model.seq_length / self.seconds,
             "iteration_ms": self.seconds * 1000.0,
             "schedule": settings.zero_bubble.schedule,
         }
@@ -79,7 +81,7 @@ class Metrics:
         self._timers = timers
         self._pending: list[IterationRecord] = []
         self._num_skipped = self._num_amended = 0
-        self._seconds: list[float] = []
+        self._speeds: list[tuple[int, float]] = []
         self._resources = ExitStack()
         self._jsonl: IO[str] | None = None
         self._events: Any | None = None
@@ -119,7 +121,7 @@ class Metrics:
             ExecutionError: the gradient norm is not finite although the optimizer stepped.
         """
         self._pending.append(record)
-        self._seconds.append(record.seconds)
+        self._speeds.append((record.samples, record.seconds))
         self._num_skipped += not record.result.is_stepped
         if record.result.undone is not None:
             self._num_amended += 1
@@ -159,20 +161,23 @@ class Metrics:
 
     def tokens_per_second(self) -> float | None:
         """Over all iterations but the first, which warms up; None before the second."""
-        seconds = self._seconds[1:]
-        return self._settings.tokens_per_iteration * len(seconds) / sum(seconds) if seconds else None
+        if len(self._speeds) < 2:
+            return None
+        samples, seconds = map(sum, zip(*self._speeds[1:], strict=True))
+        return self._settings.model.seq_length * samples / seconds
 
     def _tell_progress(self, records: list[IterationRecord]) -> None:
         last, settings = records[-1], self._settings
         told = [record.loss for record in records if record.result.is_stepped] or [last.loss]
         seconds = sum(record.seconds for record in records) / len(records)
+        tokens = settings.model.seq_length * sum(record.samples for record in records) / len(records)
         parts = [
             f"iteration {last.iteration:6d}/{settings.run.train_iters}",
             f"consumed samples {last.consumed_samples}",
             f"loss {sum(told) / len(told):.4f}",
             f"lr {last.result.lr:.3e}",
             "grad norm " + ("-" if last.result.grad_norm is None else f"{last.result.grad_norm:.3f}"),
-            f"{settings.tokens_per_iteration / seconds:.0f} tokens/s",
+            f"{tokens / seconds:.0f} tokens/s",
             f"{seconds * 1000.0:.1f} ms/iteration",
             f"skipped {self._num_skipped}",
         ]

@@ -63,4 +63,4 @@ def make_replanner(settings: Settings, schedule: Any, keeper: PlanKeeper) -> Rep
         budget=budget_of(zero_bubble.zero_bubble_planning_seconds),
     )
     window = Window(start=timed[0], end=timed[1], interval=zero_bubble.zero_bubble_replan_interval)
-    return Replanner(schedule, window, goal, keep=keeper.keep)
+    return Replanner(schedule, window, goal, num_microbatches=settings.num_microbatches, keep=keeper.keep)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size, get_num_microbatches
 
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
 from megatron.zerobubble.training.settings import Settings
@@ -81,6 +81,7 @@ class _Taken:
     """A step whose outcome is not known."""
 
     loss: torch.Tensor
+    samples: int
     lr: float
     loss_scale: float
 
@@ -109,9 +110,10 @@ class Training:
         trainee = self._trainee
         if not self._is_eager:
             self._zero_gradients()
-        reports = _run_passes(trainee, data_iterator, forward_only=False)
+        reports = _run_passes(trainee, data_iterator, num_microbatches=get_num_microbatches(), forward_only=False)
         self._taken = _Taken(
             loss=_total(reports, trainee.device),
+            samples=get_current_running_global_batch_size(),
             lr=_learning_rate(trainee.optimizer),
             loss_scale=float(trainee.optimizer.get_loss_scale().item()),
         )
@@ -150,7 +152,7 @@ class Training:
         taken, self._taken = self._taken, None
         assert taken is not None
         if is_stepped:
-            self._trainee.scheduler.step(increment=self._trainee.settings.global_batch_size)
+            self._trainee.scheduler.step(increment=taken.samples)
         self._results.append(
             StepResult(
                 loss=taken.loss,
@@ -175,13 +177,16 @@ class Training:
 
 @torch.no_grad()
 def evaluate(trainee: Trainee, data_iterator: Any) -> float:
-    """The mean loss over --eval-iters global batches, the same number on all ranks. All ranks must call this."""
+    """The mean loss over --eval-iters global batches, whole ones even while the batch size ramps up. All ranks must call this."""
+    num_microbatches = trainee.settings.num_microbatches
     for chunk in trainee.chunks:
         chunk.eval()
     total = torch.zeros(2, dtype=torch.float64, device=trainee.device)
     with parameters_in_place(trainee):
         for _ in range(trainee.settings.run.eval_iters):
-            total += _total(_run_passes(trainee, data_iterator, forward_only=True), trainee.device)
+            total += _total(
+                _run_passes(trainee, data_iterator, num_microbatches=num_microbatches, forward_only=True), trainee.device
+            )
     for chunk in trainee.chunks:
         chunk.train()
     return mean_losses(total.unsqueeze(0))[0]
@@ -209,14 +214,16 @@ def parameters_in_place(trainee: Trainee) -> Iterator[None]:
         chunk.enable_forward_pre_hook()
 
 
-def _run_passes(trainee: Trainee, data_iterator: Any, *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+def _run_passes(
+    trainee: Trainee, data_iterator: Any, *, num_microbatches: int, forward_only: bool
+) -> list[dict[str, torch.Tensor]]:
     settings = trainee.settings
     return list(
         trainee.schedule.forward_backward_func(
             forward_step_func=trainee.forward_step,
             data_iterator=data_iterator,
             model=trainee.chunks,
-            num_microbatches=get_num_microbatches(),
+            num_microbatches=num_microbatches,
             seq_length=settings.model.seq_length,
             micro_batch_size=settings.batch.micro_batch_size,
             decoder_seq_length=settings.model.seq_length,
