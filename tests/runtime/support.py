@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.zerobubble.plan.communication import Message, Payload, Program
 from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.runtime.executor import Executor
+from megatron.zerobubble.runtime.recording import Recorder
 
 PATIENCE_S = 90.0
 """How long a transfer may take before a test calls it a deadlock."""
@@ -173,7 +174,7 @@ class ThreadLinks:
         return transfer
 
 
-class Watch:
+class Watch(Recorder):
     """A recorder that counts, when an op starts, the sent tensors still alive."""
 
     def __init__(self, links: ThreadLinks) -> None:
@@ -183,9 +184,6 @@ class Watch:
     def start(self, op: Op) -> None:
         self._links.log.append(("op", op))
         self.alive.append(sum(tensor() is not None for tensor in self._links.sent))
-
-    def end(self, op: Op) -> None:
-        """Nothing to see."""
 
 
 @dataclass

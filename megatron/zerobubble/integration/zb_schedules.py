@@ -34,6 +34,7 @@ from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.profiling.report import report
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
+from megatron.zerobubble.runtime.recording import Recorder
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
 RECORD_EVERY = 20
@@ -361,14 +362,11 @@ class PipelineSchedule:
         return tuple(shape)
 
 
-class _Observer:
+class _Observer(Recorder):
     """A recorder that shows the work in progress after every op."""
 
     def __init__(self, work: ChunkWork, show: Callable[[ChunkWork, Any], None]) -> None:
         self._work, self.show = work, show
-
-    def start(self, op: Any) -> None:
-        """Nothing to see yet."""
 
     def end(self, op: Any) -> None:
         """Show."""

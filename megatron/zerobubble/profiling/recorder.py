@@ -1,7 +1,10 @@
-"""When each op of one iteration really ran.
+"""When each op of one iteration really ran, and what the rank did beside its ops.
 
 On the CPU an op runs on the calling thread, so two clock readings per op say everything. On CUDA an op is only issued by the
 host: a pair of events per op is recorded on the current stream and read after the iteration, which does not stall the device.
+Waits are waits of the stream there, and the pair of events around one says how long the stream stood still. A send begins in its
+span no earlier than the event before it, because NCCL waits for the stream at the call; it ends somewhere before the event after.
+
 Times are milliseconds on the host's monotonic clock, which the ranks of one host share; on CUDA the device's times are placed on
 it by the moment of `clear`, which must therefore come first.
 """
@@ -9,16 +12,37 @@ it by the moment of `clear`, which must therefore come first.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span
+
+
+@dataclass
+class _Tape:
+    """What is recorded of one iteration: marks are seconds of the host's clock, or CUDA events."""
+
+    origin_ms: float = 0.0
+    origin_event: Any = None
+    ops: list[tuple[Op, Any, Any]] = field(default_factory=list)
+    spans: list[tuple[Activity, Message | None, Any, Any]] = field(default_factory=list)
+
+    def at(self, mark: Any) -> float:
+        """Milliseconds on the host's clock. A CUDA event must be over."""
+        if self.origin_event is None:
+            return float(mark) * 1000.0
+        return float(self.origin_ms + self.origin_event.elapsed_time(mark))
 
 
 class OpRecorder:
-    """Records the ops of one rank while switched on.
+    """Records one rank. The executor tells it about ops and transfers, whoever owns an optimizer about the rest.
 
     Args:
         device: decides how time is taken.
@@ -26,19 +50,48 @@ class OpRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._marks: list[tuple[Op, Any, Any]] = []
+        self._tape = _Tape()
         self._started: Any = None
-        self.origin_ms = 0.0
+        self._open: dict[tuple[Activity, Message], Any] = {}
+        self._is_on = False
+
+    @property
+    def origin_ms(self) -> float:
         """Host monotonic clock at `clear`, in milliseconds: places ranks of one host on a common axis."""
-        self._origin_event: Any = None
+        return self._tape.origin_ms
 
     def clear(self) -> None:
-        """Forget what was recorded; the next op begins a new iteration."""
-        self._marks.clear()
+        """Forget what was recorded; the next op begins a new iteration, which is recorded until `pause`."""
+        self._tape = _Tape()
+        self._open.clear()
         if self._on_cuda:
             torch.cuda.synchronize()
-            self._origin_event = self._now()
-        self.origin_ms = time.perf_counter() * 1000.0
+            self._tape.origin_event = self._now()
+        self._tape.origin_ms = time.perf_counter() * 1000.0
+        self._is_on = True
+
+    def pause(self) -> None:
+        """The recorded iteration is over: spans are not recorded until `clear`. What was recorded stays."""
+        self._is_on = False
+
+    def rewind(self) -> None:
+        """The ops so far were given up and run again: they and their transfers become one span."""
+        tape = self._tape
+        if tape.ops:
+            tape.spans = [span for span in tape.spans if span[1] is None]
+            tape.spans.append((Activity.REWIND, None, tape.ops[0][1], self._now()))
+        tape.ops = []
+        self._open.clear()
+
+    @contextmanager
+    def span(self, activity: Activity) -> Iterator[None]:
+        """Record what runs inside, while an iteration is being recorded."""
+        if not self._is_on:
+            yield
+            return
+        started = self._now()
+        yield
+        self._tape.spans.append((activity, None, started, self._now()))
 
     def start(self, op: Op) -> None:
         """The op is about to run."""
@@ -46,18 +99,52 @@ class OpRecorder:
 
     def end(self, op: Op) -> None:
         """The op's work has been issued (CUDA) or done (CPU)."""
-        self._marks.append((op, self._started, self._now()))
+        self._tape.ops.append((op, self._started, self._now()))
+
+    def settled(self, op: Op, in_transit: Callable[[], int]) -> None:
+        """Memory is not this recorder's business."""
+
+    def posted(self, message: Message) -> None:
+        """A receive has been posted."""
+        self._open[Activity.RECEIVE, message] = self._now()
+
+    def awaited(self, message: Message) -> None:
+        """The rank is about to wait for a receive."""
+        self._open[Activity.WAIT, message] = self._now()
+
+    def taken(self, message: Message) -> None:
+        """The message is here."""
+        now = self._now()
+        self._close(Activity.WAIT, message, now)
+        self._close(Activity.RECEIVE, message, now)
+
+    def sent(self, message: Message) -> None:
+        """A send has been issued."""
+        self._open[Activity.SEND, message] = self._now()
+
+    def retired(self, message: Message) -> None:
+        """A send is over."""
+        self._close(Activity.SEND, message, self._now())
 
     def timed_ops(self) -> list[TimedOp]:
         """What was recorded since `clear`, in the order it ran, on the host's monotonic clock. Synchronises a CUDA device."""
-        if not self._on_cuda:
-            return [TimedOp(op, start * 1000.0, end * 1000.0) for op, start, end in self._marks]
-        torch.cuda.synchronize()
-        zero = self._origin_event
-        return [
-            TimedOp(op, self.origin_ms + zero.elapsed_time(start), self.origin_ms + zero.elapsed_time(end))
-            for op, start, end in self._marks
-        ]
+        return list(self.timeline().ops)
+
+    def timeline(self) -> RankTimeline:
+        """Ops and spans recorded since `clear`, on the host's monotonic clock. Synchronises a CUDA device."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        tape = self._tape
+        return RankTimeline(
+            ops=tuple(TimedOp(op, tape.at(start), tape.at(end)) for op, start, end in tape.ops),
+            spans=tuple(
+                Span(activity=activity, message=message, start_ms=tape.at(start), end_ms=tape.at(end))
+                for activity, message, start, end in tape.spans
+            ),
+        )
+
+    def _close(self, activity: Activity, message: Message, now: Any) -> None:
+        self._tape.spans.append((activity, message, self._open.pop((activity, message)), now))
 
     def _now(self) -> Any:
         if not self._on_cuda:

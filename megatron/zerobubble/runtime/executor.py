@@ -17,6 +17,7 @@ from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.communication import Message, Payload, Program, Step
 from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.runtime.p2p import Handle, Links
+from megatron.zerobubble.runtime.recording import RecordedLinks, Recorder
 
 
 class StageWork(Protocol):
@@ -35,16 +36,6 @@ class StageWork(Protocol):
         """A fresh tensor of the shape and dtype of `message`."""
 
 
-class Recorder(Protocol):
-    """Told when each op starts and ends."""
-
-    def start(self, op: Op) -> None:
-        """The op's input is here and it is about to run."""
-
-    def end(self, op: Op) -> None:
-        """The op's work has been issued (CUDA) or done (CPU)."""
-
-
 class Executor:
     """Runs one rank's part of a `Program`.
 
@@ -53,7 +44,7 @@ class Executor:
         rank: pipeline rank.
         links: transfers to other ranks.
         work: what the ops compute.
-        recorder: told about every op, if given.
+        recorder: told about every op and transfer, if given.
     """
 
     def __init__(self, program: Program, rank: int, links: Links, work: StageWork, recorder: Recorder | None = None) -> None:
@@ -61,7 +52,8 @@ class Executor:
         self._next = 0
         self._stage_to_rank = program.plan.placement.stage_to_rank
         self._rank = rank
-        self._links = links
+        self._recorded = None if recorder is None else RecordedLinks(links, recorder)
+        self._links: Links = self._recorded or links
         self._work = work
         self._recorder = recorder
         self._receiving: dict[Message, tuple[Tensor, Handle]] = {}
@@ -116,6 +108,13 @@ class Executor:
             self._recorder.end(op)
         if op.kind is not OpKind.W:
             self._give(step, result)
+        if self._recorder is not None:
+            del tensor, result  # what is held from here on is what the plan says is held
+            self._recorder.settled(op, self._in_transit)
+
+    def _in_transit(self) -> int:
+        assert self._recorded is not None
+        return self._recorded.in_transit_bytes + sum(tensor.nbytes for tensor in self._local.values())
 
     def _take(self, step: Step) -> Tensor | None:
         if step.take is not None:

@@ -1,0 +1,84 @@
+"""What a rank did and when, beside its ops: transfers, waiting, and what comes before and after the passes.
+
+Like `TimedOp` it serves simulations and recordings alike, and pictures draw it without knowing where it comes from.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.zerobubble.plan.communication import Message
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.simulate import TimedOp
+
+
+class Activity(enum.Enum):
+    """What fills a span."""
+
+    SEND = "send"
+    """From the issue of a send until it is retired: at most how long it travelled."""
+    RECEIVE = "recv"
+    """From the posting of a receive until its op took it, most of which overlaps with other ops."""
+    WAIT = "wait"
+    """The rank stood still because the message for its next op was not there."""
+    VALIDATE = "validate"
+    """The truth about the step before is asked for, and gradients are zeroed (steps taken early only)."""
+    REWIND = "rewind"
+    """Forwards that ran with wrong weights and were given up, up to where they begin again."""
+    GRADIENTS = "gradients"
+    """Gradients are made final after the last op: reduced over data-parallel ranks, tied embeddings summed."""
+    OPTIMIZER = "optimizer"
+    """The optimizer steps; where steps are not taken early this includes waiting for all ranks' statistics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Something other than an op, in milliseconds on the clock of the ops beside it."""
+
+    activity: Activity
+    start_ms: float
+    end_ms: float
+    message: Message | None = None
+    """What travels or is waited for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimeline:
+    """One rank in one iteration."""
+
+    ops: tuple[TimedOp, ...]
+    """In the order they ran."""
+    spans: tuple[Span, ...] = ()
+    """In the order they ended."""
+
+    def shifted(self, by_ms: float) -> RankTimeline:
+        """The same on a clock that shows `by_ms` more."""
+        return RankTimeline(
+            ops=tuple(TimedOp(op, start + by_ms, end + by_ms) for op, start, end in self.ops),
+            spans=tuple(
+                Span(activity=span.activity, start_ms=span.start_ms + by_ms, end_ms=span.end_ms + by_ms, message=span.message)
+                for span in self.spans
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """All ranks of a pipeline in one iteration, on one clock."""
+
+    iteration: int
+    """As in progress lines, from 1."""
+    plan: Plan
+    ranks: tuple[RankTimeline, ...]
+
+    @property
+    def rows(self) -> Sequence[Sequence[TimedOp]]:
+        """The ops alone, per rank."""
+        return tuple(rank.ops for rank in self.ranks)
+
+    @property
+    def begin_ms(self) -> float:
+        """When the first op of all starts."""
+        return min(row[0].start_ms for row in self.rows if row)

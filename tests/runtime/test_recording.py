@@ -1,0 +1,111 @@
+"""What the executor tells a recorder: every transfer once, in order, and the bytes in flight after every op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from megatron.zerobubble.plan.communication import Message, Program, Step, place_communication
+from megatron.zerobubble.plan.ir import Op
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.runtime.executor import Executor
+from megatron.zerobubble.runtime.recording import Recorder
+from tests.runtime.support import LabelWork, NoLinks
+
+LABEL_BYTES = 12
+"""Of the tensors that `LabelWork` gives: three float32."""
+
+
+class Scribe(Recorder):
+    """Writes everything down."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, Message | Op]] = []
+        self.in_transit: list[int] = []
+
+    def start(self, op: Op) -> None:
+        self.log.append(("start", op))
+
+    def end(self, op: Op) -> None:
+        self.log.append(("end", op))
+
+    def settled(self, op: Op, in_transit: Callable[[], int]) -> None:
+        self.log.append(("settled", op))
+        self.in_transit.append(in_transit())
+
+    def posted(self, message: Message) -> None:
+        self.log.append(("posted", message))
+
+    def awaited(self, message: Message) -> None:
+        self.log.append(("awaited", message))
+
+    def taken(self, message: Message) -> None:
+        self.log.append(("taken", message))
+
+    def sent(self, message: Message) -> None:
+        self.log.append(("sent", message))
+
+    def retired(self, message: Message) -> None:
+        self.log.append(("retired", message))
+
+
+class GivingWork(LabelWork):
+    """Takes whatever comes: no links move anything here."""
+
+    def _check(self, *given: object) -> None:
+        """Anything goes."""
+
+
+def expected(steps: tuple[Step, ...]) -> tuple[list[tuple[str, Message | Op]], list[int]]:
+    """The log up to the last op, and how many tensors are between senders and takers after each op."""
+    log: list[tuple[str, Message | Op]] = []
+    flying, counts = 0, []
+    for step in steps:
+        log += [("posted", message) for message in step.post]
+        log += [("awaited", step.take), ("taken", step.take)] if step.take else []
+        log += [("retired", message) for message in step.retire]
+        log += [("start", step.op), ("end", step.op)]
+        log += [("sent", step.send)] if step.send else []
+        log += [("settled", step.op)]
+        flying += len(step.post) - (step.take is not None) - len(step.retire) + (step.send is not None)
+        counts.append(flying)
+    return log, counts
+
+
+def run(program: Program, rank: int) -> Scribe:
+    scribe = Scribe()
+    Executor(program, rank, NoLinks(), GivingWork(program), scribe).run()
+    return scribe
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h2", "v-half"])
+def test_every_transfer_is_told_once_and_in_order(name: str) -> None:
+    program = place_communication(build_plan(name, num_ranks=3, num_microbatches=5))
+    for rank in range(3):
+        scribe = run(program, rank)
+        log, counts = expected(program.steps[rank])
+        assert scribe.log[: len(log)] == log
+        assert {what for what, _ in scribe.log[len(log) :]} <= {"retired"}
+        sent, retired = ([message for what, message in scribe.log if what == wanted] for wanted in ("sent", "retired"))
+        assert sorted(map(str, sent)) == sorted(map(str, retired))
+        if name != "v-half" or rank != 2:  # the bottom of a V hands over to itself
+            assert scribe.in_transit == [LABEL_BYTES * count for count in counts]
+
+
+def test_what_a_rank_hands_to_itself_is_in_transit() -> None:
+    program = place_communication(build_plan("zbv", num_ranks=1, num_microbatches=2))
+    in_transit = dict(zip(map(str, program.plan.ops[0]), run(program, 0).in_transit, strict=True))
+    assert str(program.plan.ops[0][0]) == "0F0"
+    assert in_transit["0F0"] == LABEL_BYTES
+    assert run(program, 0).in_transit[-1] == 0
+
+
+def test_a_recorder_may_hear_of_nothing() -> None:
+    class Deaf(Recorder):
+        pass
+
+    program = place_communication(build_plan("zb-h1", num_ranks=2, num_microbatches=2))
+    work = GivingWork(program)
+    Executor(program, 0, NoLinks(), work, Deaf()).run()
+    assert len(work.plan.ops[0]) == 6
