@@ -14,7 +14,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.search import Effort, Goal, objective_ms
 from megatron.zerobubble.plan.simulate import peak_memory
-from megatron.zerobubble.profiling.profile import PassTimer
+from megatron.zerobubble.profiling.profile import Profiler, RankProfile
 from tests.support.gpt import Case, Trainer
 from tests.support.ranks import RankPool
 
@@ -51,7 +51,7 @@ def _train(rank: int, case: Case, window: Window | None) -> dict[str, Any]:
     )
     stages = case.choice.placement.rank_to_stages[rank]
     losses = []
-    with mock.patch.object(PassTimer, "typical", return_value=_typical(rank, stages)):
+    with mock.patch.object(Profiler, "profile", return_value=RankProfile(times_ms=_typical(rank, stages), memory={})):
         for iteration in range(1, case.num_steps + 1):
             if replanner is not None:
                 replanner.before(iteration)

@@ -129,7 +129,7 @@ def test_a_plan_from_measured_times_changes_nothing_and_can_be_kept(corpus: str,
     """With dropout, steps taken early, more and more microbatches and a new plan every second iteration; then a run with its last
     plan from the start."""
     flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]
-    flags += ["--rampup-batch-size", "4", "4", "8"]
+    flags += ["--rampup-batch-size", "4", "4", "8", "--post-validation-patience", "0", "--clip-grad", "1e-2"]
     timed = ["--zero-bubble-pipeline-timers-start-iter", "2", "--zero-bubble-pipeline-timers-end-iter", "3"]
     measuring = [*timed, "--zero-bubble-replan-interval", "2", "--zero-bubble-planning-seconds", "0.1"]
     (tmp_path / "measured").mkdir()
@@ -141,6 +141,7 @@ def test_a_plan_from_measured_times_changes_nothing_and_can_be_kept(corpus: str,
     loaded = Job(tmp_path, [*flags, "--zero-bubble-load-plan", str(tmp_path / "plan.json")])
     assert "planned for measured times" not in loaded.said
     assert losses(loaded) == losses(measured)
+    assert measured.said.count("clipped after the fact") == 6, "forwards of timed iterations run again"
     assert measured.said.count("4 microbatches from iteration 3 on") == 1
     assert [fields["tokens_per_s"] * fields["iteration_ms"] / 1000 / 32 for _, fields in sorted(measured.metrics.items())] == [
         pytest.approx(samples) for samples in (4, 4, 8, 8, 8, 8)

@@ -26,7 +26,7 @@ from megatron.zerobubble.plan.search import Goal, Objective, best_core, objectiv
 from megatron.zerobubble.plan.search_core import PythonCore
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.validate import validate
-from megatron.zerobubble.profiling.profile import PassTimer, combine
+from megatron.zerobubble.profiling.profile import Profiler, combine
 
 __all__ = ["Replanner", "Window", "budget_of", "refined"]
 
@@ -107,7 +107,7 @@ class Replanner:
         self._goal = goal
         self._usual = num_microbatches
         self._keep = keep
-        self._timer: PassTimer | None = None
+        self._profiler: Profiler | None = None
         self._costs: CostModel | None = None
         self._current: dict[int, Plan] = {}
 
@@ -118,9 +118,9 @@ class Replanner:
 
     def before(self, iteration: int) -> None:
         """The iteration is about to run."""
-        if self._timer is None and self._window.holds(iteration):
-            self._timer = PassTimer(self._schedule.device)
-        self._schedule.pass_timer = self._timer
+        if self._profiler is None and self._window.holds(iteration):
+            self._profiler = Profiler(self._schedule.device)
+        self._schedule.profiler = self._profiler
 
     def is_due(self, iteration: int) -> bool:
         """Whether `after` will plan. Nothing may be under way between ranks then."""
@@ -133,13 +133,13 @@ class Replanner:
         """
         if not self._window.ends(iteration):
             return
-        assert self._timer is not None
+        assert self._profiler is not None
         link_ms = self._schedule.link_times()
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (self._timer.typical(), link_ms))
-        self._timer = self._schedule.pass_timer = None
-        links = [elapsed for _, times in ranks for elapsed in times.values()]
-        self._costs = combine([passes for passes, _ in ranks], self._schedule.choice.placement, link_ms=links)
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, (self._profiler.profile(), link_ms))
+        self._profiler = self._schedule.profiler = None
+        links = [elapsed for _, times in everybody for elapsed in times.values()]
+        self._costs = combine([profile for profile, _ in everybody], self._schedule.choice.placement, link_ms=links)
         self._schedule.replan(self._planned)
         self._schedule.plan(num_microbatches)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ from megatron.zerobubble.plan.search import Goal
 from megatron.zerobubble.plan.simulate import TimedOp
 from megatron.zerobubble.plan.single_queue import finishes
 from megatron.zerobubble.plan.validate import validate
-from megatron.zerobubble.profiling.profile import PassTimer
+from megatron.zerobubble.profiling.profile import Profiler
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.profiling.report import report
 from megatron.zerobubble.runtime.executor import Executor
@@ -133,8 +134,8 @@ class PipelineSchedule:
         """Holds the ops of the last recorded iteration."""
         self._recorded: Plan | None = None
         self._iterations = 0
-        self.pass_timer: PassTimer | None = None
-        """Times the passes of every training iteration, if given."""
+        self.profiler: Profiler | None = None
+        """Measures the passes of every training iteration, if given."""
         self._tensor: tuple[tuple[int, ...], torch.dtype] | None = None
         self.observe: Callable[[ChunkWork, Any], None] | None = None
         """Called after every op with the work in progress and the op, if given. For tests and tools."""
@@ -278,8 +279,8 @@ class PipelineSchedule:
         recorder: Any = None
         if self.observe is not None:
             recorder = _Observer(work, self.observe)
-        elif not iteration.forward_only and self.pass_timer is not None:
-            recorder = self.pass_timer
+        elif not iteration.forward_only and self.profiler is not None:
+            recorder = self.profiler
         elif not iteration.forward_only:
             if self._iterations % RECORD_EVERY == 1:  # not the first one: it pays for every allocation
                 recorder, self._recorded = self.recorder, program.plan
@@ -287,9 +288,10 @@ class PipelineSchedule:
             self._iterations += 1
         executor = Executor(program, self._rank, self._links, work, recorder)
         try:
-            if self.before_gradients is not None and not iteration.forward_only:
-                work, executor = self._begin(program, iteration, work, executor, recorder)
-            executor.run()
+            with recorder if isinstance(recorder, Profiler) else nullcontext():
+                if self.before_gradients is not None and not iteration.forward_only:
+                    work, executor = self._begin(program, iteration, work, executor, recorder)
+                executor.run()
         except BaseException:
             self._store.clear()
             raise

@@ -1,6 +1,6 @@
-"""Pass times of a window of iterations, and the costs that follow from them.
+"""Pass times and memory of a window of iterations, and the costs that follow from them.
 
-Every rank times its own passes (`PassTimer`): two marks an op, read once when the window is over, so that timing does not
+Every rank times its own passes (`Profiler`): two marks an op, read once when the window is over, so that timing does not
 serialise what it measures. A mark is a clock reading on the CPU and an event on the current stream on CUDA; there the first mark
 of an op comes after the stream's wait for its input, so the time in between is the pass alone.
 
@@ -10,8 +10,11 @@ hold (tensor, data parallelism) takes as long as its slowest member.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -20,22 +23,59 @@ import torch
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
+from megatron.zerobubble.profiling.memory import MemoryMeter, StageMemory
+from megatron.zerobubble.runtime.recording import Recorder
 
-PassTimes = Mapping[tuple[int, OpKind], float]
-"""(stage, kind) -> milliseconds, on one rank."""
+
+@dataclass(frozen=True, kw_only=True)
+class RankProfile:
+    """What one rank measured."""
+
+    times_ms: Mapping[tuple[int, OpKind], float]
+    """(stage, kind) -> milliseconds."""
+    memory: Mapping[int, StageMemory]
+    """Stage -> what a microbatch of it holds; empty where no memory was measured."""
+    peak_bytes: int = 0
+    """Most activation memory that was held after any op of the iteration whose memory was measured."""
 
 
-class PassTimer:
-    """Times the passes of one rank.
+class Profiler(Recorder):
+    """Times the passes of one rank, and measures the memory of its first iteration. To be entered around every iteration.
 
     Args:
-        device: decides how time is taken.
+        device: decides how time and bytes are taken.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._marks: list[tuple[Op, Any, Any]] = []
         self._started: Any = None
+        self._meter = MemoryMeter(device)
+        self._iterations = self._begin = 0
+        self._entered = ExitStack()
+
+    def __enter__(self) -> Profiler:
+        self._iterations += 1
+        if self._iterations == 2 and not self._on_cuda:
+            self._marks.clear()  # counting bytes took longer than the passes
+        self._begin = len(self._marks)
+        if self._iterations == 1:
+            self._entered.enter_context(self._meter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
+
+    def clear(self) -> None:
+        """Forget this iteration, which begins again."""
+        del self._marks[self._begin :]
+        if self._iterations == 1:
+            self._meter.clear()
+
+    def settled(self, op: Op, in_transit: Callable[[], int]) -> None:
+        """The op's result has been handed on."""
+        if self._iterations == 1:
+            self._meter.settled(op, in_transit)
 
     def start(self, op: Op) -> None:
         """The op's input is here and it is about to run."""
@@ -45,16 +85,19 @@ class PassTimer:
         """The op's work has been issued (CUDA) or done (CPU)."""
         self._marks.append((op, self._started, self._now()))
 
-    def typical(self) -> dict[tuple[int, OpKind], float]:
-        """The median time of each stage's ops of each kind in milliseconds; forgets them. Synchronises a CUDA device."""
+    def profile(self) -> RankProfile:
+        """The typical time of each stage's ops of each kind, and what it holds. Synchronises a CUDA device."""
         if self._on_cuda:
             torch.cuda.synchronize()
         times: dict[tuple[int, OpKind], list[float]] = {}
         for op, start, end in self._marks:
             elapsed = start.elapsed_time(end) if self._on_cuda else (end - start) * 1000.0
             times.setdefault((op.stage, op.kind), []).append(elapsed)
-        self._marks.clear()
-        return {key: median(values) for key, values in times.items()}
+        return RankProfile(
+            times_ms={key: median(values) for key, values in times.items()},
+            memory=self._meter.typical(),
+            peak_bytes=self._meter.peak_bytes,
+        )
 
     def _now(self) -> Any:
         if not self._on_cuda:
@@ -64,11 +107,11 @@ class PassTimer:
         return event
 
 
-def combine(ranks: Iterable[PassTimes], placement: Placement, *, link_ms: Sequence[float] = ()) -> CostModel:
-    """The costs of a pipeline from what its ranks measured. Activations count as equal, and as held until W.
+def combine(ranks: Sequence[RankProfile], placement: Placement, *, link_ms: Sequence[float] = ()) -> CostModel:
+    """The costs of a pipeline from what its ranks measured.
 
     Args:
-        ranks: pass times of every rank that holds a stage, in any order; several for a stage that several ranks hold.
+        ranks: of every rank that holds a stage, in any order; several for a stage that several ranks hold.
         placement: stage -> rank.
         link_ms: time of each link, in milliseconds; their mean is the plan's `comm_ms`.
 
@@ -76,8 +119,8 @@ def combine(ranks: Iterable[PassTimes], placement: Placement, *, link_ms: Sequen
         ExecutionError: nobody timed a stage's F, or its B.
     """
     slowest: dict[tuple[int, OpKind], float] = {}
-    for times in ranks:
-        for key, elapsed in times.items():
+    for rank in ranks:
+        for key, elapsed in rank.times_ms.items():
             slowest[key] = max(elapsed, slowest.get(key, 0.0))
 
     def of(*kinds: OpKind, optional: bool = False) -> tuple[float, ...]:
@@ -86,12 +129,36 @@ def combine(ranks: Iterable[PassTimes], placement: Placement, *, link_ms: Sequen
             raise ExecutionError(f"no {kinds[0].value} of stage {found.index([])} was timed")
         return tuple(map(sum, found))
 
-    share = tuple(1.0 / len(placement.rank_to_stages[rank]) for rank in placement.stage_to_rank)
+    activation, after_backward = _shares(ranks, placement)
     return CostModel(
         forward_ms=of(OpKind.F),
         backward_ms=of(OpKind.B, OpKind.BW),
         wgrad_ms=of(OpKind.W, optional=True),
         comm_ms=fmean(link_ms) if link_ms else 0.0,
-        activation=share,
-        activation_after_backward=share,
+        activation=activation,
+        activation_after_backward=after_backward,
+    )
+
+
+def unit_bytes(ranks: Sequence[RankProfile], placement: Placement) -> float:
+    """Bytes of one unit of a plan's memory: a microbatch on a rank with an equal part of the model. 0: not measured."""
+    return math.fsum(_largest(ranks, stage).activation for stage in range(placement.num_stages)) / placement.num_ranks
+
+
+def _shares(ranks: Sequence[RankProfile], placement: Placement) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What stages hold after F and after B, in units; where it was not measured, equal parts, held until W."""
+    unit = unit_bytes(ranks, placement)
+    if unit <= 0:
+        equal = tuple(1.0 / len(placement.rank_to_stages[rank]) for rank in placement.stage_to_rank)
+        return equal, equal
+    held = [_largest(ranks, stage) for stage in range(placement.num_stages)]
+    return tuple(each.activation / unit for each in held), tuple(each.after_backward / unit for each in held)
+
+
+def _largest(ranks: Sequence[RankProfile], stage: int) -> StageMemory:
+    """What the members of a stage hold at most."""
+    members = [rank.memory[stage] for rank in ranks if stage in rank.memory]
+    return StageMemory(
+        activation=max((each.activation for each in members), default=0.0),
+        after_backward=max((each.after_backward for each in members), default=0.0),
     )
