@@ -9,10 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.zerobubble.integration.memory_room import state_bytes
 from megatron.zerobubble.integration.replanning import Replanner, Window
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Plan
-from megatron.zerobubble.plan.search import Effort, Goal, objective_ms
+from megatron.zerobubble.plan.search import Effort, Goal, Objective, objective_ms
 from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.profiling.profile import Profiler, RankProfile
 from tests.support.gpt import Case, Trainer
@@ -112,3 +113,51 @@ def test_a_drawn_schedule_is_refined_within_its_memory(four_ranks: RankPool) -> 
         plan = Plan.from_json(result["plan"])
         assert plan.schedule == "zb"
         assert max(peak_memory(plan, CostModel.uniform(plan.placement))) <= 1.0
+
+
+def _train_within(rank: int, case: Case) -> dict[str, Any]:
+    """Rank 0 has room for three microbatches, the others for five; measured, not pretended."""
+    trainer = Trainer(case)
+    trainer.schedule.replan(replace(case.choice, memory_limit=1 / case.num_ranks).plan)
+
+    rooms: list[int] = []
+
+    def room(profile: RankProfile) -> int:
+        rooms.append(int((3 if rank == 0 else 5) * sum(held.activation for held in profile.memory.values())))
+        return rooms[-1]
+
+    replanner = Replanner(
+        trainer.schedule,
+        Window(start=2, end=3),
+        Goal(budget=0.2 * Effort.FAST.budget),
+        num_microbatches=case.num_microbatches,
+        room=room,
+    )
+    for iteration in range(1, 4):
+        replanner.before(iteration)
+        for chunk in trainer.built.chunks:
+            chunk.zero_grad_buffer()
+        trainer.forward_backward(iteration)
+    frugal = trainer.schedule.plan(case.num_microbatches)
+    replanner.after(3, case.num_microbatches)
+    profiler = trainer.schedule.profiler = Profiler(torch.device("cpu"))
+    trainer.forward_backward(4)
+    plan, costs = trainer.schedule.plan(case.num_microbatches), replanner.costs
+    assert costs is not None
+    result = {
+        "faster": objective_ms(plan, costs, Objective.SPAN) < objective_ms(frugal, costs, Objective.SPAN),
+        "held": profiler.profile().peak_bytes / rooms[0],
+        "state": state_bytes(trainer.built.chunks, trainer.optimizer),
+        "parameters": sum(parameter.nbytes for chunk in trainer.built.chunks for parameter in chunk.parameters()),
+    }
+    trainer.close()
+    return result
+
+
+def test_every_rank_keeps_within_its_own_room(four_ranks: RankPool) -> None:
+    results = four_ranks.run(_train_within, replace(ZBV, num_microbatches=8, dropout=0.0))
+    for result in results:
+        assert result["held"] <= 1.1, "random states count, too, which are a part of a microbatch of this small model"
+        assert result["faster"]
+        assert result["state"] >= 2 * result["parameters"], "weights and gradients"
+    assert max(result["held"] for result in results) > 0.7, "and uses it"

@@ -109,7 +109,10 @@ def test_batch_and_data_parallelism() -> None:
             "schedule zb-h1 is one fixed order; give --enable-",
         ),
         (P4 + V + "--zero-bubble-memory-limit 0.1", 4, "memory limit 0.1 is too small .* the smallest that works is 1.0"),
-        (P4 + V + "--zero-bubble-memory-limit 0", 4, "--zero-bubble-memory-limit 0.0 must be greater than 0"),
+        (P4 + V + "--zero-bubble-memory-limit 0", 4, "--zero-bubble-memory-limit '0' is none of: a number above 0 .* 60GiB"),
+        (P4 + V + "--zero-bubble-memory-limit 0MiB", 4, "'0MiB' is none of"),
+        (P4 + V + "--zero-bubble-memory-limit much", 4, "'much' is none of: .* auto"),
+        (P4 + V + "--zero-bubble-memory-limit auto --zero-bubble-planning-seconds 0", 4, "limit auto needs iterations that are"),
         (P4 + "--zero-bubble-v-schedule-mem-setup half", 4, "mem-setup half needs --zero-bubble-v-schedule"),
         (P4 + V + "--zero-bubble-v-schedule-mem-setup less", 4, "mem-setup 'less' is unknown; choose from zb, half, min"),
         (

@@ -14,16 +14,16 @@ FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 "
     "--train-iters 10 --mock-data "
 )
-LAUNCH = Launch(rank=1, local_rank=1, world_size=2, has_threads_set=True)
+LAUNCH = Launch(rank=1, local_rank=1, ranks_on_host=2, world_size=2, has_threads_set=True)
 
 
 def test_torchruns_environment() -> None:
-    environment = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "OMP_NUM_THREADS": "2"}
-    assert read_launch(environment) == Launch(rank=3, local_rank=1, world_size=4, has_threads_set=True)
+    environment = {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "OMP_NUM_THREADS": "2"}
+    assert read_launch(environment) == Launch(rank=3, local_rank=1, ranks_on_host=2, world_size=4, has_threads_set=True)
 
 
 def test_a_process_alone_is_a_job_of_one() -> None:
-    assert read_launch({}) == Launch(rank=0, local_rank=0, world_size=1, has_threads_set=False)
+    assert read_launch({}) == Launch(rank=0, local_rank=0, ranks_on_host=1, world_size=1, has_threads_set=False)
 
 
 def test_a_broken_environment_is_named() -> None:

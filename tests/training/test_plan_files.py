@@ -109,6 +109,8 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         ("--zero-bubble-schedule v-min --zero-bubble-pipeline-timers-end-iter 105", (100, 105)),
         ("--zero-bubble-max-pending-backward 2p", (100, 110)),
         ("--zero-bubble-v-schedule --zero-bubble-planning-seconds 0", None),
+        ("--zero-bubble-v-schedule --zero-bubble-memory-limit 60GiB", (2, 4)),
+        ("--enable-zero-bubble --zero-bubble-memory-limit auto --zero-bubble-pipeline-timers-start-iter 5", (5, 7)),
         ("--zero-bubble-schedule zb-h1", None),
         ("--zero-bubble-schedule 1f1b", None),
         ("", None),
@@ -126,6 +128,8 @@ def test_what_is_timed(flags: str, timed: tuple[int, int] | None) -> None:
         ("--zero-bubble-v-schedule --zero-bubble-memory-limit 0.75", "zbv", 0.75),
         ("--enable-zero-bubble --zero-bubble-memory-limit 1.5", "zb", 1.5),
         ("--zero-bubble-schedule v-min --zero-bubble-memory-limit 0.6", "v-min", 0.6),
+        ("--zero-bubble-v-schedule --zero-bubble-memory-limit 60GiB", "zbv", 0.25),
+        ("--enable-zero-bubble --zero-bubble-memory-limit auto", "zb", 0.25),
     ],
 )
 def test_memory(flags: str, schedule: str, limit: float | None) -> None:

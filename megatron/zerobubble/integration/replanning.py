@@ -24,9 +24,9 @@ from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search import Goal, Objective, best_core, objective_ms
 from megatron.zerobubble.plan.search_core import PythonCore
-from megatron.zerobubble.plan.simulate import Simulation, simulate
-from megatron.zerobubble.plan.validate import validate
-from megatron.zerobubble.profiling.profile import Profiler, combine
+from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
+from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE, validate
+from megatron.zerobubble.profiling.profile import Profiler, RankProfile, combine, costs_within, unit_bytes
 
 __all__ = ["Replanner", "Window", "budget_of", "refined"]
 
@@ -69,7 +69,7 @@ def budget_of(seconds: float) -> float:
 
 
 def refined(choice: ScheduleChoice, num_microbatches: int, costs: CostModel, goal: Goal) -> Plan:
-    """The best plan found for `costs` with the choice's placement and memory."""
+    """The best plan found for `costs` with the choice's placement, within the goal's memory limit or else the schedule's own."""
     name, pending = choice.family
     return build_plan(
         name,
@@ -78,7 +78,7 @@ def refined(choice: ScheduleChoice, num_microbatches: int, costs: CostModel, goa
         num_chunks=choice.num_chunks,
         max_pending_backward=pending,
         costs=costs,
-        goal=replace(goal, memory_limit=choice.memory_limit),
+        goal=goal,
     )
 
 
@@ -88,8 +88,10 @@ class Replanner:
     Args:
         schedule: whose iterations are timed, and who runs the plans.
         window: when.
-        goal: objective, seed and budget of a search. The memory limit is the choice's.
+        goal: objective, seed and budget of a search. The memory limit is the choice's, or follows from `room`.
         num_microbatches: what most iterations will have. Searches for other numbers, on the way there, get a tenth of the budget.
+        room: called on every rank at the end of a window: bytes that its activations may take, after what was measured. They are
+            then the limit, rank by rank.
         keep: called on rank 0 of the world with every plan that is found, simulated with the measured costs, if given.
     """
 
@@ -100,12 +102,16 @@ class Replanner:
         goal: Goal,
         *,
         num_microbatches: int,
+        room: Callable[[RankProfile], int] | None = None,
         keep: Callable[[Simulation], None] | None = None,
     ) -> None:
         self._schedule = schedule
         self._window = window
         self._goal = goal
         self._usual = num_microbatches
+        self._room = room
+        self._unit = 0.0
+        self._rooms: tuple[float, ...] | None = None
         self._keep = keep
         self._profiler: Profiler | None = None
         self._costs: CostModel | None = None
@@ -135,11 +141,17 @@ class Replanner:
             return
         assert self._profiler is not None
         link_ms = self._schedule.link_times()
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, (self._profiler.profile(), link_ms))
+        profile = self._profiler.profile()
         self._profiler = self._schedule.profiler = None
-        links = [elapsed for _, times in everybody for elapsed in times.values()]
-        self._costs = combine([profile for profile, _ in everybody], self._schedule.choice.placement, link_ms=links)
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, (profile, link_ms, None if self._room is None else self._room(profile)))
+        placement, profiles = self._schedule.choice.placement, [each for each, _, _ in everybody]
+        links = [elapsed for _, times, _ in everybody for elapsed in times.values()]
+        self._costs = combine(profiles, placement, link_ms=links)
+        self._unit, self._rooms = unit_bytes(profiles, placement), None
+        if self._room is not None:
+            left = [min(room for each, _, room in everybody if stages[0] in each.memory) for stages in placement.rank_to_stages]
+            self._rooms = tuple(room / self._unit for room in left)
         self._schedule.replan(self._planned)
         self._schedule.plan(num_microbatches)
 
@@ -157,21 +169,16 @@ class Replanner:
         assert self._costs is not None
         begin = time.perf_counter()
         choice, costs, objective = self._schedule.choice, self._costs, self._goal.objective
-        share = 1.0 if num_microbatches == self._usual else 0.1
-        goal = replace(self._goal, budget=share * self._goal.budget)
         so_far = self._current.get(num_microbatches) or choice.plan(num_microbatches)
         plan = so_far
         try:
-            plan = min(
-                (refined(choice, num_microbatches, costs, goal), so_far),
-                key=lambda each: objective_ms(each, costs, objective),
-            )
+            plan = self._better(so_far, num_microbatches)
         except ConfigError as error:
             _log.warning("the order of ops stays as it was: %s", error)
         before, now = simulate(so_far, costs), simulate(plan, costs)
         _log.info(
             "planned for measured times in %.1f s: F %s, B %s, W %s ms by stage, links %.2f ms; %.1f ms an iteration expected "
-            "with the order so far (bubble %.1f%%), %.1f ms from now on (%.1f%%)",
+            "with the order so far (bubble %.1f%%), %.1f ms from now on (%.1f%%), at most %s of activations on a rank",
             time.perf_counter() - begin,
             *(_brief(times) for times in (costs.forward_ms, costs.backward_ms, costs.wgrad_ms)),
             costs.comm_ms,
@@ -179,14 +186,35 @@ class Replanner:
             100 * before.bubble_rate,
             _objective_of(now, objective),
             100 * now.bubble_rate,
+            _mib(max(now.peak_memory) * min(choice.num_ranks, num_microbatches) * self._unit),
         )
         if self._keep is not None:
             self._keep(now)
         return plan
 
+    def _better(self, so_far: Plan, num_microbatches: int) -> Plan:
+        """What is found within the memory, or the order so far if that is better and keeps to it, too."""
+        assert self._costs is not None
+        choice, costs, limit = self._schedule.choice, self._costs, self._schedule.choice.memory_limit
+        if self._rooms is not None:
+            if min(self._rooms) <= 0:
+                full = [f"{rank} ({_mib(-room * self._unit)} too much)" for rank, room in enumerate(self._rooms) if room <= 0]
+                raise ConfigError(f"weights, gradients and optimizer state alone fill the memory limit on rank {', '.join(full)}")
+            costs, limit = costs_within(costs, choice.placement, num_microbatches, self._rooms), 1.0
+        share = 1.0 if num_microbatches == self._usual else 0.1
+        goal = replace(self._goal, budget=share * self._goal.budget, memory_limit=limit)
+        plans = [refined(choice, num_microbatches, costs, goal)]
+        if limit is None or max(peak_memory(so_far, costs)) <= limit + MEMORY_TOLERANCE:
+            plans.append(so_far)
+        return min(plans, key=lambda plan: objective_ms(plan, costs, self._goal.objective))
+
 
 def _objective_of(simulation: Simulation, objective: Objective) -> float:
     return simulation.span_ms if objective is Objective.SPAN else simulation.makespan_ms
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:.1f} MiB"
 
 
 def _brief(times: tuple[float, ...]) -> str:

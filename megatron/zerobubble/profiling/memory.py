@@ -50,6 +50,8 @@ class MemoryMeter(Recorder):
         self._changes: dict[tuple[int, OpKind], list[int]] = {}
         self.peak_bytes = 0
         """Most that was held after any op, less what was held at the start of the iteration."""
+        self.workspace_bytes = 0
+        """What there was on top of that while ops ran: temporary tensors, and tensors in flight."""
 
     def __enter__(self) -> MemoryMeter:
         if isinstance(self._live, _LiveStorages):
@@ -58,6 +60,7 @@ class MemoryMeter(Recorder):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.workspace_bytes = max(0, self._most() - self._begin - self.peak_bytes)
         self._entered.close()
 
     def clear(self) -> None:
@@ -65,6 +68,13 @@ class MemoryMeter(Recorder):
         self._changes.clear()
         self._begin = self._before = self._live()
         self.peak_bytes = 0
+        if isinstance(self._live, _LiveStorages):
+            self._live.most = self._begin
+        else:
+            torch.cuda.reset_peak_memory_stats()
+
+    def _most(self) -> int:
+        return self._live.most if isinstance(self._live, _LiveStorages) else torch.cuda.max_memory_allocated()
 
     def settled(self, op: Op, in_transit: Callable[[], int]) -> None:
         """Note what the op added."""
@@ -94,6 +104,8 @@ class _LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._bytes = 0
+        self.most = 0
+        """Most that was alive at once."""
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def __call__(self) -> int:
@@ -118,6 +130,7 @@ class _LiveStorages(TorchDispatchMode):
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         self._bytes += size
+        self.most = max(self.most, self._bytes)
 
         def freed(_: object) -> None:
             self._bytes -= size

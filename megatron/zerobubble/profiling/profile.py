@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -37,6 +37,8 @@ class RankProfile:
     """Stage -> what a microbatch of it holds; empty where no memory was measured."""
     peak_bytes: int = 0
     """Most activation memory that was held after any op of the iteration whose memory was measured."""
+    workspace_bytes: int = 0
+    """What there was on top of that while ops ran."""
 
 
 class Profiler(Recorder):
@@ -97,6 +99,7 @@ class Profiler(Recorder):
             times_ms={key: median(values) for key, values in times.items()},
             memory=self._meter.typical(),
             peak_bytes=self._meter.peak_bytes,
+            workspace_bytes=self._meter.workspace_bytes,
         )
 
     def _now(self) -> Any:
@@ -143,6 +146,27 @@ def combine(ranks: Sequence[RankProfile], placement: Placement, *, link_ms: Sequ
 def unit_bytes(ranks: Sequence[RankProfile], placement: Placement) -> float:
     """Bytes of one unit of a plan's memory: a microbatch on a rank with an equal part of the model. 0: not measured."""
     return math.fsum(_largest(ranks, stage).activation for stage in range(placement.num_stages)) / placement.num_ranks
+
+
+def costs_within(costs: CostModel, placement: Placement, num_microbatches: int, rooms: Sequence[float]) -> CostModel:
+    """The same costs, with memory in units in which every rank's room is 1.
+
+    A plan that keeps the memory limit 1 under these costs keeps every rank within its own room.
+
+    Args:
+        costs: activations in units of one microbatch on a rank with an equal part of the model.
+        placement: stage -> rank.
+        num_microbatches: m, which a plan's memory is relative to where it is less than p.
+        rooms: per rank, how many such units fit; above 0.
+    """
+    scales = [min(placement.num_ranks, num_microbatches) / rooms[rank] for rank in placement.stage_to_rank]
+    return replace(
+        costs,
+        activation=tuple(value * scale for value, scale in zip(costs.activation, scales, strict=True)),
+        activation_after_backward=tuple(
+            value * scale for value, scale in zip(costs.activation_after_backward, scales, strict=True)
+        ),
+    )
 
 
 def _shares(ranks: Sequence[RankProfile], placement: Placement) -> tuple[tuple[float, ...], tuple[float, ...]]:

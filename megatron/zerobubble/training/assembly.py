@@ -58,7 +58,7 @@ def schedule_choice(settings: Settings) -> ScheduleChoice:
         num_ranks=settings.pipeline_size,
         num_chunks=settings.num_chunks,
         max_pending_backward=settings.max_pending_backward,
-        memory_limit=settings.zero_bubble.zero_bubble_memory_limit,
+        memory_limit=settings.plan_memory_limit,
         given=settings.zero_bubble.plan,
     )
 

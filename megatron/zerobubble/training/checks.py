@@ -159,7 +159,7 @@ def _check_plan(settings: Settings) -> None:
     zero_bubble = settings.zero_bubble
     if zero_bubble.schedule == "stock":
         return
-    limit = zero_bubble.zero_bubble_memory_limit
+    limit = settings.plan_memory_limit
     generated = build_plan(
         zero_bubble.schedule,
         num_ranks=settings.pipeline_size,

@@ -14,6 +14,7 @@ from typing import Literal
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, schedule_info
+from megatron.zerobubble.training.memory_limit import MemoryLimit
 from megatron.zerobubble.training.require import not_negative, one_of, positive, within
 
 __all__ = ["ModelConfig", "ParallelConfig", "PrecisionConfig", "ZeroBubbleConfig"]
@@ -244,7 +245,8 @@ class ParallelConfig:
 
 
 _V_SCHEDULES = {"zb": "zbv", "half": "v-half", "min": "v-min"}
-_TIMED_FROM, _TIMED_MORE = 100, 10
+_TIMED, _URGENT = (100, 10), (2, 2)
+"""First timed iteration and how many follow it: usually, and where memory waits for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,10 +270,12 @@ class ZeroBubbleConfig:
     Not together with the other flags that choose a schedule."""
     zero_bubble_v_schedule_mem_setup: str = field(default="zb", metadata={"metavar": "zb|half|min"})
     """Memory of --zero-bubble-v-schedule: zb, that of 1F1B (ZBV); half of it (V-Half); or min, a third (V-Min)."""
-    zero_bubble_memory_limit: float | None = None
-    """Most activation memory on any rank, in units of what 1F1B holds on the first one: 0.75 is three quarters of that. The order
-    of ops is searched for under this limit. With --enable-zero-bubble (ZB), --zero-bubble-v-schedule, or a schedule that is
-    searched for; instead of --zero-bubble-max-pending-backward and --zero-bubble-v-schedule-mem-setup."""
+    zero_bubble_memory_limit: str | None = field(default=None, metadata={"metavar": "X|BYTES|auto"})
+    """Memory under which the order of ops is searched for. A number: most activation memory on any rank, in units of what 1F1B
+    holds on the first one. Bytes such as 60GiB: all that a rank holds, weights, gradients and optimizer state included. auto:
+    what fits the device. What microbatches hold in bytes is measured, in iterations 2 to 4 unless others are timed; until then
+    the order that holds least runs. With --enable-zero-bubble (ZB), --zero-bubble-v-schedule, or a schedule that is searched for;
+    instead of --zero-bubble-max-pending-backward and --zero-bubble-v-schedule-mem-setup."""
     zero_bubble_pipeline_timers_start_iter: int | None = None
     """First iteration, counted from the start of the job, whose passes are timed. After the last one the order of ops is searched
     for the measured times. Default: 100, for schedules that are not one fixed order, unless a plan is loaded."""
@@ -327,22 +331,21 @@ class ZeroBubbleConfig:
         self._check_planning()
 
     def _check_memory(self) -> None:
-        positive(self, "zero_bubble_memory_limit")
         one_of(self.zero_bubble_v_schedule_mem_setup, tuple(_V_SCHEDULES), "--zero-bubble-v-schedule-mem-setup")
         setup = self.zero_bubble_v_schedule_mem_setup
         if setup != "zb" and not self.zero_bubble_v_schedule:
             raise ConfigError(f"--zero-bubble-v-schedule-mem-setup {setup} needs --zero-bubble-v-schedule")
         limit = self.zero_bubble_memory_limit
-        if limit is None:
+        if self.memory_limit is None:
             return
         if self.zero_bubble_max_pending_backward is not None or setup != "zb":
             raise ConfigError(
-                f"--zero-bubble-memory-limit {limit:g} replaces --zero-bubble-max-pending-backward and "
+                f"--zero-bubble-memory-limit {limit} replaces --zero-bubble-max-pending-backward and "
                 "--zero-bubble-v-schedule-mem-setup; leave those out"
             )
         if self.schedule == "stock" or not schedule_info(self.schedule).is_searched:
             raise ConfigError(
-                f"--zero-bubble-memory-limit {limit:g}: schedule {self.schedule} is one fixed order; give --enable-zero-bubble, "
+                f"--zero-bubble-memory-limit {limit}: schedule {self.schedule} is one fixed order; give --enable-zero-bubble, "
                 f"--zero-bubble-v-schedule, or --zero-bubble-schedule with one of {', '.join(_searched_names())}"
             )
 
@@ -369,6 +372,11 @@ class ZeroBubbleConfig:
                 f"--zero-bubble-replan-interval {interval} is shorter than the {last - first + 1} iterations that are timed; "
                 "give at least that many, or a shorter window"
             )
+        if self.memory_limit is not None and not self.memory_limit.is_relative and self.timed_iterations is None:
+            raise ConfigError(
+                f"--zero-bubble-memory-limit {self.zero_bubble_memory_limit} needs iterations that are measured: give "
+                "--zero-bubble-planning-seconds above 0, and with --zero-bubble-load-plan a --zero-bubble-replan-interval"
+            )
         if self.zero_bubble_save_plan is not None and self.schedule == "stock":
             raise ConfigError("--zero-bubble-save-plan: the stock schedule has no plan; choose one of ours")
         if self.plan is not None:
@@ -386,8 +394,14 @@ class ZeroBubbleConfig:
     @property
     def _window(self) -> tuple[int, int]:
         start, end = self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter
-        first = _TIMED_FROM if start is None else start
-        return first, first + _TIMED_MORE if end is None else end
+        is_urgent = self.memory_limit is not None and not self.memory_limit.is_relative
+        first = (_URGENT if is_urgent else _TIMED)[0] if start is None else start
+        return first, first + (_URGENT if is_urgent else _TIMED)[1] if end is None else end
+
+    @cached_property
+    def memory_limit(self) -> MemoryLimit | None:
+        """What --zero-bubble-memory-limit says. Raises ConfigError where that is nothing we know."""
+        return None if self.zero_bubble_memory_limit is None else MemoryLimit.parse(self.zero_bubble_memory_limit)
 
     @property
     def _can_replan(self) -> bool:

@@ -35,6 +35,8 @@ class Launch:
     """0 .. world_size-1."""
     local_rank: int
     """Rank among the processes of this machine; the index of its GPU."""
+    ranks_on_host: int
+    """Processes of the job on this machine."""
     world_size: int
     """Processes of the job."""
     has_threads_set: bool
@@ -71,6 +73,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     return Launch(
         rank=rank,
         local_rank=number("LOCAL_RANK", rank),
+        ranks_on_host=max(1, number("LOCAL_WORLD_SIZE", number("WORLD_SIZE", 1))),
         world_size=number("WORLD_SIZE", 1),
         has_threads_set="OMP_NUM_THREADS" in environment,
     )

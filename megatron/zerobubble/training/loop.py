@@ -123,7 +123,7 @@ class _Run:
         self.trainee = trainee
         self.training = Training(trainee)
         self.keeper = PlanKeeper(trainee.settings.zero_bubble.zero_bubble_save_plan)
-        self.replanner = make_replanner(trainee.settings, trainee.schedule, self.keeper)
+        self.replanner = make_replanner(trainee, self.keeper, ranks_on_host=job.launch.ranks_on_host)
         self.iterations_here = 0
         self.untold: deque[_Iteration] = deque()
         self.settings = trainee.settings

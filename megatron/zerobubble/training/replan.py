@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
+from megatron.zerobubble.integration.memory_room import device_bytes, state_bytes
 from megatron.zerobubble.integration.replanning import Replanner, Window, budget_of
 from megatron.zerobubble.integration.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.search import Goal, Objective
 from megatron.zerobubble.plan.simulate import Simulation
-from megatron.zerobubble.training.settings import Settings
+from megatron.zerobubble.profiling.profile import RankProfile
+from megatron.zerobubble.training.step import Trainee
 
 __all__ = ["PlanKeeper", "make_replanner"]
 
@@ -50,9 +51,9 @@ class PlanKeeper:
         self._is_written = True
 
 
-def make_replanner(settings: Settings, schedule: Any, keeper: PlanKeeper) -> Replanner | None:
+def make_replanner(trainee: Trainee, keeper: PlanKeeper, *, ranks_on_host: int) -> Replanner | None:
     """What times iterations and plans anew; None where the flags, or the schedule, leave nothing to plan."""
-    zero_bubble = settings.zero_bubble
+    settings, zero_bubble = trainee.settings, trainee.settings.zero_bubble
     timed = zero_bubble.timed_iterations
     if timed is None:
         return None
@@ -63,4 +64,18 @@ def make_replanner(settings: Settings, schedule: Any, keeper: PlanKeeper) -> Rep
         budget=budget_of(zero_bubble.zero_bubble_planning_seconds),
     )
     window = Window(start=timed[0], end=timed[1], interval=zero_bubble.zero_bubble_replan_interval)
-    return Replanner(schedule, window, goal, num_microbatches=settings.num_microbatches, keep=keeper.keep)
+    limit = zero_bubble.memory_limit
+
+    def room(profile: RankProfile) -> int:
+        assert limit is not None
+        total = limit.total_bytes or device_bytes(trainee.device, ranks_on_host=ranks_on_host)
+        return total - state_bytes(trainee.chunks, trainee.optimizer) - profile.workspace_bytes
+
+    return Replanner(
+        trainee.schedule,
+        window,
+        goal,
+        num_microbatches=settings.num_microbatches,
+        room=None if limit is None or limit.is_relative else room,
+        keep=keeper.keep,
+    )

@@ -103,6 +103,15 @@ class Settings:
         return self.zero_bubble.max_pending_microbatches(num_ranks=self.pipeline_size)
 
     @property
+    def plan_memory_limit(self) -> float | None:
+        """Memory limit of plans before anything was measured; 1.0 is 1F1B's. In bytes nothing is known: one microbatch a rank."""
+        limit = self.zero_bubble.memory_limit
+        if limit is None or limit.relative is not None:
+            return None if limit is None else limit.relative
+        first = self.batch.rampup_batch_size[0] if self.batch.rampup_batch_size else self.global_batch_size
+        return 1.0 / min(self.pipeline_size, first // (self.batch.micro_batch_size * self.data_parallel_size))
+
+    @property
     def lr_decay_iters(self) -> int:
         """Iterations until the learning rate has decayed."""
         return self.optim.lr_decay_iters or self.run.train_iters
