@@ -188,6 +188,8 @@ def run_plan(args: argparse.Namespace) -> None:
     _write_pictures(args, simulation)
     if args.json != "-":
         print(summary(result, args.width))
+        if args.schedule == AUTO:
+            print(result.verdict(Objective(args.objective)))
 
 
 def run_pareto(args: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -152,6 +153,8 @@ def test_auto_takes_the_best_and_pareto_never_rises(tool: ModuleType, tmp_path: 
     assert "the smallest that works is 0.5" in capsys.readouterr().err
     assert tool.main(["plan", "--schedule", "auto", *SMALL, "--num-chunks", "2"]) == 2
     assert "drop them" in capsys.readouterr().err
+    assert tool.main(["plan", "--schedule", "auto", *SMALL, "--memory-limit", "1"]) == 0
+    assert re.search(r"^auto takes zbv with 2 stages a rank, span [\d.]+ ms; runner-up ", capsys.readouterr().out, re.MULTILINE)
 
 
 @compiled

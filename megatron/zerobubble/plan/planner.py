@@ -46,11 +46,28 @@ class Result:
     simulation: Simulation
     bound: Bound
     """Under the limit asked for; where none was, under the plan's own peak memory. For `auto`: over all placements tried."""
+    num_chunks: int = 1
+    """Stages a rank."""
+    runner_up: Result | None = None
+    """For `auto`: the best of the other schedules that were tried; None where the bound of each said that it cannot be better."""
 
     @property
     def name(self) -> str:
         """The plan's schedule."""
         return self.simulation.plan.schedule
+
+    def verdict(self, objective: Objective) -> str:
+        """For `auto`, in a line: what is taken, and by how much the next best schedule is slower."""
+        mine = self.objective_ms(objective)
+        told = f"auto takes {self._title()}, {objective.value} {mine:.3f} ms"
+        if self.runner_up is None:
+            return f"{told}; the lower bounds of all others are above it"
+        second = self.runner_up.objective_ms(objective)
+        return f"{told}; runner-up {self.runner_up._title()}, {second:.3f} ms ({100 * (second / mine - 1):.1f} % more)"
+
+    def _title(self) -> str:
+        chunks = "" if self.num_chunks == 1 else f" with {self.num_chunks} stages a rank"
+        return f"{self.name}{chunks}"
 
     def objective_ms(self, objective: Objective) -> float:
         """Span or makespan."""
@@ -121,7 +138,7 @@ def _one(
     )
     simulation = simulate(plan, costs)
     limit = max(simulation.peak_memory) if goal.memory_limit is None else goal.memory_limit
-    return Result(simulation, lower_bound(plan.placement, num_microbatches, costs, limit))
+    return Result(simulation, lower_bound(plan.placement, num_microbatches, costs, limit), plan.placement.num_chunks)
 
 
 def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, goal: Goal) -> Result:
@@ -134,6 +151,7 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, goal: Goal) 
         raise ConfigError(f"no schedule keeps memory limit {goal.memory_limit}: the smallest that works is {min(least):.6g}")
     share, left = replace(goal, budget=_FIRST_SHARE * goal.budget), 1.0
     best: tuple[_Family, Result] | None = None
+    tried: list[Result] = []
     for family in families:
         if best is not None and family.bound_ms(goal.objective) >= best[1].objective_ms(goal.objective) * (1 - 1e-9):
             continue  # it has nothing better
@@ -142,17 +160,23 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, goal: Goal) 
         except PlanError:
             continue  # its one order does not keep the limit
         left -= _FIRST_SHARE * (family.name in _SEARCHED)
+        tried.append(result)
         if best is None or result.objective_ms(goal.objective) < best[1].objective_ms(goal.objective):
             best = family, result
     if best is None:
         raise ConfigError(f"no schedule keeps memory limit {goal.memory_limit}: the smallest that works is {min(least):.6g}")
     family, result = best
+    others = [other for other in tried if other is not result]
     if family.name in _SEARCHED and goal.budget > 0:
         rest = replace(goal, budget=left * goal.budget)
         longer = _one(family.name, num_ranks, num_microbatches, family.num_chunks, costs_of, rest)
         result = min((result, longer), key=lambda result: result.objective_ms(goal.objective))
     bound = min((family.bound for family in families), key=lambda bound: bound.span_ms)
-    return Result(result.simulation, replace(bound, makespan_ms=min(family.bound.makespan_ms for family in families)))
+    return replace(
+        result,
+        bound=replace(bound, makespan_ms=min(family.bound.makespan_ms for family in families)),
+        runner_up=min(others, key=lambda other: other.objective_ms(goal.objective), default=None),
+    )
 
 
 class _Family(NamedTuple):
