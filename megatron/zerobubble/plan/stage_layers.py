@@ -1,0 +1,170 @@
+"""How many decoder layers each stage holds, and the text that says so.
+
+The text is the one of Megatron's ``--pipeline-model-parallel-layout``: stages in the order data flows, whatever rank they sit on,
+with a bar between two of them. A letter is a part of the model, and ``*n`` repeats what stands before it::
+
+    Et|(ttt|)*2ttL      four stages of 1, 3, 3 and 2 layers
+
+    E   the embedding, first in the first stage
+    t   a decoder layer
+    L   the head and its loss, last in the last stage
+
+Invariant: every stage holds something. Without layers of its own it has to be the first or the last one, which are left with the
+embedding or the head.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.ir import Placement
+
+__all__ = ["StageLayers"]
+
+_REPEATED = re.compile(r"(?:\((?P<group>[^()]+)\)(?=\*)|(?P<part>[EtL|]))(?:\*(?P<times>[1-9][0-9]{0,3})(?![0-9]))?")
+"""One letter or one group, and how often. A group without a number is no match: Megatron would stumble over its parentheses."""
+
+_SPELLED_OUT = 4
+"""Layers up to here are ``tttt``, from here on ``t*5``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLayers:
+    """Decoder layers of every stage. Raises ConfigError for a stage that would hold nothing."""
+
+    per_stage: tuple[int, ...]
+    """One number a stage, in the order data flows."""
+
+    def __post_init__(self) -> None:
+        if not self.per_stage:
+            raise ConfigError("a model has at least one stage, none was given")
+        for stage, count in enumerate(self.per_stage):
+            is_inside = 0 < stage < self.num_stages - 1
+            if count < is_inside:
+                allowed = "at least 1, because it has neither the embedding nor the head" if is_inside else "0 or more"
+                raise ConfigError(f"stage {stage} of {self.num_stages} would hold {count} layers; it needs {allowed}")
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return len(self.per_stage)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the whole model."""
+        return sum(self.per_stage)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all stages have the same number of layers."""
+        return len(set(self.per_stage)) == 1
+
+    @property
+    def text(self) -> str:
+        """The shortest usual way to write it; `parse` reads it back, and so does Megatron."""
+        stages = [_layers_text(count) for count in self.per_stage]
+        stages[0] = "E" + stages[0]
+        stages[-1] += "L"
+        if len(stages) == 1:
+            return stages[0]
+        inside = ""
+        for stage, same in itertools.groupby(stages[1:-1]):
+            times = len(list(same))
+            inside += f"{stage}|" if times == 1 else f"({stage}|)*{times}"
+        return f"{stages[0]}|{inside}{stages[-1]}"
+
+    @staticmethod
+    def parse(text: str) -> StageLayers:
+        """Read a layout.
+
+        Raises:
+            ConfigError: it is not one, or has parts that no schedule here can run. The message says where.
+        """
+        stages = _unrolled(text.replace(",", ""), text).split("|")
+        whole = "|".join(stages)
+        if whole.count("E") != 1 or not whole.startswith("E"):
+            raise ConfigError(f"layout {text!r} must have one E (embedding), at the very beginning")
+        if whole.count("L") != 1 or not whole.endswith("L"):
+            raise ConfigError(f"layout {text!r} must have one L (loss), at the very end")
+        try:
+            return StageLayers(per_stage=tuple(stage.count("t") for stage in stages))
+        except ConfigError as error:
+            raise ConfigError(f"layout {text!r}: {error}") from None
+
+    @staticmethod
+    def spread(num_layers: int, placement: Placement) -> StageLayers:
+        """The same number of layers for every rank, and for every stage of a rank where that divides.
+
+        Under V, where it need not, the stages on the way down (0..p-1) take one layer more than those on the way up: rank 0 then
+        has its larger stage beside the embedding, not beside the head, which costs more, and in the simulator the drawn V
+        patterns lose less that way than with the larger stages elsewhere.
+
+        Raises:
+            ConfigError: it does not divide; the message names the nearest numbers that do.
+        """
+        stages, ranks = placement.num_stages, placement.num_ranks
+        each, over = divmod(num_layers, stages)
+        if over == 0 and each > 0:
+            return StageLayers(per_stage=(each,) * stages)
+        if placement.name == "V" and over == ranks and (each > 0 or ranks == 1):
+            return StageLayers(per_stage=(each + 1,) * ranks + (each,) * ranks)
+        unit = ranks if placement.name == "V" else stages
+        above = max(stages, -(-num_layers // unit) * unit)
+        below = num_layers // unit * unit
+        near = f"{below} or {above}" if stages <= below < above else f"{above}"
+        raise ConfigError(f"{num_layers} layers do not divide over {stages} stages ({placement.name} placement); {near} would")
+
+    @staticmethod
+    def padded(num_layers: int, placement: Placement) -> StageLayers:
+        """Stages of one size, except that the last and the first may hold one layer less, to make up for head and embedding.
+
+        One layer is taken from the last stage, whose head costs more than the embedding; two from both. Where nothing is missing
+        the stages are equal.
+
+        Raises:
+            ConfigError: more than two would be missing; the message names the nearest numbers that are possible.
+        """
+        stages = placement.num_stages
+        each = -(-num_layers // stages)
+        missing = each * stages - num_layers
+        if missing > min(2, stages - 1):
+            below, above = (each - 1) * stages, each * stages
+            wanted = (below, *range(above - min(2, stages - 1), above + 1))
+            choices = ", ".join(str(number) for number in wanted if number > 0)
+            raise ConfigError(
+                f"{num_layers} layers on {stages} stages ({placement.name} placement) leave {missing} places empty, and only the "
+                f"first and the last stage may have one each; use one of {choices}"
+            )
+        per_stage = [each] * stages
+        for stage in (-1, 0)[:missing]:
+            per_stage[stage] -= 1
+        return StageLayers(per_stage=tuple(per_stage))
+
+
+def _layers_text(count: int) -> str:
+    return "t" * count if count <= _SPELLED_OUT else f"t*{count}"
+
+
+def _unrolled(text: str, whole: str) -> str:
+    """`text` with every repetition written out; `whole` is what the user gave, for messages."""
+    parts, position = [], 0
+    while position < len(text):
+        item = _REPEATED.match(text, position)
+        if item is None:
+            raise _unreadable(text[position], text[position:], whole)
+        part = item["part"] or _unrolled(item["group"], whole)
+        parts.append(part * int(item["times"] or 1))
+        position = item.end()
+    return "".join(parts)
+
+
+def _unreadable(letter: str, rest: str, whole: str) -> ConfigError:
+    if letter == "m":
+        return ConfigError(f"layout {whole!r} has an m (multi-token prediction), which is not supported; leave it out")
+    return ConfigError(
+        f"layout {whole!r} cannot be read from {rest!r} on; write E (embedding), t (layer), L (loss), | between two stages, and "
+        "(tt|)*3 or t*3 for a repetition, 1 to 9999 times and not inside another one's parentheses"
+    )

@@ -1,0 +1,103 @@
+"""How layouts are written and read, and the two layouts that need no text."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.stage_layers import StageLayers
+
+READ = [
+    ("EtttL", (3,), "EtttL"),
+    ("Et|tL", (1, 1), "Et|tL"),
+    ("E|t|L", (0, 1, 0), "E|t|L"),
+    ("Et|(ttt|)*2ttL", (1, 3, 3, 2), "Et|(ttt|)*2ttL"),
+    ("Ettt,(|tt)*3,|t*5L", (3, 2, 2, 2, 5), "Ettt|(tt|)*3t*5L"),
+    ("E(t*6|)*2t|*1ttL", (6, 6, 1, 2), "Et*6|t*6|t|ttL"),
+    ("Et*12|(t*13|)*14t*12L", (12, *[13] * 14, 12), "Et*12|(t*13|)*14t*12L"),
+]
+
+
+@pytest.mark.parametrize(("text", "per_stage", "written"), READ)
+def test_round_trip(text: str, per_stage: tuple[int, ...], written: str) -> None:
+    layers = StageLayers.parse(text)
+    assert layers == StageLayers(per_stage=per_stage)
+    assert layers.text == written
+    assert StageLayers.parse(written) == layers
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must have one E"),
+        ("ttL", "must have one E"),
+        ("tE|tL", "must have one E .embedding., at the very beginning"),
+        ("|E|tL", "must have one E"),
+        ("(Et|)*2tL", "must have one E"),
+        ("Ett", "must have one L .loss., at the very end"),
+        ("EtL|t", "must have one L"),
+        ("Et||tL", "stage 1 of 3 would hold 0 layers; it needs at least 1, because it has neither"),
+        ("Et|mL", r"has an m \(multi-token prediction\), which is not supported"),
+        ("Et x|tL", "cannot be read from ' x.tL' on; write E"),
+        ("Et*0|tL", r"cannot be read from '\*0.tL' on"),
+        ("Et*2*3|tL", r"cannot be read from '\*3.tL' on"),
+        ("Et*10000|tL", r"cannot be read from '\*10000.tL' on"),
+        ("E(t|)tL", r"cannot be read from '\(t.\)tL' on"),
+        ("E(t(t|)*2)*2L", r"cannot be read from '\(t\(t.\)\*2\)\*2L' on"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        StageLayers.parse(text)
+    assert repr(text) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "placement", "per_stage"),
+    [
+        (8, Placement.linear(4), (2, 2, 2, 2)),
+        (8, Placement.v(2), (2, 2, 2, 2)),
+        (6, Placement.v(2), (2, 2, 1, 1)),
+        (12, Placement.v(4), (2, 2, 2, 2, 1, 1, 1, 1)),
+        (12, Placement.loop(2, 3), (2,) * 6),
+    ],
+)
+def test_spread(num_layers: int, placement: Placement, per_stage: tuple[int, ...]) -> None:
+    assert StageLayers.spread(num_layers, placement).per_stage == per_stage
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "placement", "message"),
+    [
+        (8, Placement.linear(3), r"8 layers do not divide over 3 stages \(linear placement\); 6 or 9 would"),
+        (10, Placement.v(4), r"10 layers do not divide over 8 stages \(V placement\); 8 or 12 would"),
+        (4, Placement.v(4), "; 8 would"),
+        (6, Placement.loop(2, 2), r"\(loop placement\); 4 or 8 would"),
+        (1, Placement.linear(2), "; 2 would"),
+    ],
+)
+def test_what_does_not_divide_is_refused(num_layers: int, placement: Placement, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        StageLayers.spread(num_layers, placement)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "placement", "per_stage"),
+    [
+        (8, Placement.linear(4), (2, 2, 2, 2)),
+        (7, Placement.linear(4), (2, 2, 2, 1)),
+        (6, Placement.linear(4), (1, 2, 2, 1)),
+        (2, Placement.linear(4), (0, 1, 1, 0)),
+        (14, Placement.v(4), (1, 2, 2, 2, 2, 2, 2, 1)),
+        (3, Placement.linear(2), (2, 1)),
+    ],
+)
+def test_padded(num_layers: int, placement: Placement, per_stage: tuple[int, ...]) -> None:
+    assert StageLayers.padded(num_layers, placement).per_stage == per_stage
+
+
+def test_padding_takes_two_layers_at_most() -> None:
+    with pytest.raises(ConfigError, match=r"9 layers on 4 stages .* leave 3 places empty.*; use one of 8, 10, 11, 12"):
+        StageLayers.padded(9, Placement.linear(4))
