@@ -38,6 +38,22 @@ def test_same_bits_as_the_unpipelined_model(four_ranks: RankPool, case: Case) ->
     _assert_equal(four_ranks.run(compare, case), case)
 
 
+UNEVEN = [
+    Case("stock", 2, 4, num_layers=7, layout="Et|t*6L"),
+    Case("stock", 2, 4, num_layers=7, num_chunks=2, layout="Ettt|tt|t|tL"),
+    Case("zb-h2", 4, 6, num_layers=7, layout="E|ttt|t*4|L"),
+    Case("zb-interleaved", 2, 3, num_layers=7, num_chunks=2, layout="Ettt|t|tt|tL"),
+    Case("zbv", 2, 4, num_layers=7, num_chunks=2, layout="Et|ttt|ttt|L"),
+    Case("zbv", 4, 8, num_layers=12, num_chunks=2),
+]
+
+
+@pytest.mark.parametrize("case", UNEVEN, ids=str)
+def test_same_bits_with_uneven_stages(four_ranks: RankPool, case: Case) -> None:
+    """Stages of any number of layers, ends without a layer, odd layers a rank under V: each layer keeps its global index."""
+    _assert_equal(four_ranks.run(compare, case), case)
+
+
 ZBV = Case("zbv", 2, 4, num_chunks=2)
 ZB_H2 = Case("zb-h2", 2, 4)
 
@@ -78,7 +94,7 @@ def test_data_parallel_2(four_ranks: RankPool, base: Case, overlap: bool, distri
             assert difference.gradients < 1e-6, (rank, difference)
 
 
-@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
+@pytest.mark.parametrize("base", [ZBV, ZB_H2, replace(ZBV, layout="E|t*4|t*4|L")], ids=str)
 @pytest.mark.parametrize("distributed_optimizer", [False, True], ids=["adam", "zero1"])
 def test_tied_embeddings(four_ranks: RankPool, base: Case, distributed_optimizer: bool) -> None:
     """The embedding's gradient is the sum of two tensors here, and one running sum over microbatches in the reference: 1e-6."""

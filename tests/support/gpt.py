@@ -23,9 +23,10 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from megatron.zerobubble.integration.host import HostDevice
-from megatron.zerobubble.integration.layout import StageLayout, embedding_ranks, even_layers
+from megatron.zerobubble.integration.layout import embedding_ranks, pipeline_layout
 from megatron.zerobubble.integration.model import ModelChunks, build_chunks
 from megatron.zerobubble.integration.zb_schedules import PipelineSchedule, ScheduleChoice
+from megatron.zerobubble.plan.stage_layers import StageLayers
 
 SEQUENCE = 12
 MICRO_BATCH = 2
@@ -44,6 +45,8 @@ class Case:
     num_chunks: int = 1
     tensor_parallel: int = 1
     num_layers: int = 8
+    layout: str | None = None
+    """Which stage holds which layers, in the words of --pipeline-model-parallel-layout; None spreads them evenly."""
     max_pending_backward: int | None = None
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
@@ -69,6 +72,8 @@ class Case:
             extras.append(f"tp{self.tensor_parallel}")
         if self.clip_grad:
             extras.append("clip")
+        if self.layout:
+            extras.append(self.layout)
         if self.dtype is not torch.float32:
             extras.append(str(self.dtype).removeprefix("torch."))
         return "-".join([self.schedule, f"p{self.num_ranks}", f"m{self.num_microbatches}", *extras])
@@ -86,7 +91,7 @@ class Case:
     @property
     def unpipelined(self) -> Case:
         """The same training without a pipeline."""
-        return replace(self, schedule="stock", num_ranks=1, num_chunks=1)
+        return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None)
 
 
 @dataclass
@@ -159,9 +164,8 @@ class Trainer:
             shape |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         elif case.recompute == "selective":
             shape |= {"recompute_granularity": "selective"}
-        layout = None
-        if case.choice.placement.name == "V":
-            layout = StageLayout(even_layers(case.num_layers, case.choice.placement), case.choice.placement)
+        placement = case.choice.placement
+        layers = StageLayers.parse(case.layout) if case.layout else StageLayers.spread(case.num_layers, placement)
         return TransformerConfig(
             num_layers=case.num_layers,
             hidden_size=32,
@@ -169,7 +173,7 @@ class Trainer:
             tensor_model_parallel_size=case.tensor_parallel,
             pipeline_model_parallel_size=case.num_ranks,
             virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
-            pipeline_model_parallel_layout=layout,
+            pipeline_model_parallel_layout=pipeline_layout(layers, placement),
             pipeline_dtype=case.dtype,
             params_dtype=case.dtype,
             bf16=case.dtype is torch.bfloat16,

@@ -20,6 +20,8 @@ BASE = (
 )
 P4 = "--pipeline-model-parallel-size 4 "
 V = "--zero-bubble-v-schedule "
+PADDED = "--allow-padding-num-layers "
+LAYOUT = "--pipeline-model-parallel-layout "
 EARLY = "--enable-optimizer-post-validation "
 
 
@@ -52,6 +54,26 @@ def test_schedules(flags: str, schedule: str, num_chunks: int, max_pending: int 
     assert made.virtual_pipeline_size == (num_chunks if num_chunks > 1 else None)
 
 
+@pytest.mark.parametrize(
+    ("flags", "per_stage"),
+    [
+        ("", (2, 2, 2, 2)),
+        (V + "--num-layers 12", (2, 2, 2, 2, 1, 1, 1, 1)),
+        ("--num-layers 7 " + PADDED, (2, 2, 2, 1)),
+        (V + "--num-layers 14 " + PADDED, (1, 2, 2, 2, 2, 2, 2, 1)),
+        (V + "--num-layers 12 " + PADDED, (2, 2, 2, 2, 1, 1, 1, 1)),
+        ("--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4 --num-layers 7 " + PADDED, (1, 1, 1, 1, 1, 1, 1, 0)),
+        (LAYOUT + "E|(ttt|)*2ttL", (0, 3, 3, 2)),
+        (LAYOUT + "E|(t|)*6ttL " + V, (0, 1, 1, 1, 1, 1, 1, 2)),
+        (LAYOUT + "E|(t|)*6ttL --global-batch-size 4", (0, 1, 1, 1, 1, 1, 1, 2)),
+    ],
+)
+def test_layers_of_each_stage(flags: str, per_stage: tuple[int, ...]) -> None:
+    made = settings(P4 + flags)
+    assert made.stage_layers(made.placement).per_stage == per_stage
+    assert made.num_chunks == len(per_stage) // 4
+
+
 def test_batch_and_data_parallelism() -> None:
     made = settings("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 12", world_size=8)
     assert (made.data_parallel_size, made.num_microbatches, made.tokens_per_iteration) == (2, 6, 12 * 64)
@@ -61,9 +83,20 @@ def test_batch_and_data_parallelism() -> None:
 @pytest.mark.parametrize(
     ("flags", "world_size", "message"),
     [
-        ("--pipeline-model-parallel-size 3", 3, "--num-layers 8 is not divisible by 3 .* 6 or 9 would be"),
-        (P4 + "--num-layers 2", 4, "--num-layers 2 is not divisible by 4 .*; 4 would be"),
-        (P4 + V + "--num-layers 12", 4, "even number of layers on each of 4 pipeline ranks.*; 8 or 16 would be"),
+        ("--pipeline-model-parallel-size 3", 3, "--num-layers 8: .* over 3 stages .linear placement.; 6 or 9 would"),
+        (P4 + "--num-layers 2", 4, "--num-layers 2: .* over 4 stages .linear placement.; 4 would"),
+        (P4 + V + "--num-layers 10", 4, "10 layers do not divide over 8 stages .V placement.; 8 or 12 would.*-layout says what each stage holds$"),
+        (P4 + "--num-layers 7", 4, "; 4 or 8 would.*, --allow-padding-num-layers lets the ends hold one less"),
+        (P4 + PADDED + "--num-layers 5", 4, "5 layers on 4 stages .* leave 3 places empty, .* use one of 4, 6, 7, 8"),
+        (P4 + LAYOUT + "Et|tt|tt|ttL", 4, "has 7 layers, --num-layers says 8"),
+        (P4 + LAYOUT + "Et|(tt|)*3tL --enable-zero-bubble", 4, "has 5 stages; schedule zb-h1 on 4 pipeline ranks takes 4"),
+        (P4 + LAYOUT + "Et|(tt|)*3tL", 4, "has 5 stages; schedule stock on 4 pipeline ranks takes a multiple of 4"),
+        (P4 + LAYOUT + "E|(t|)*6ttL --global-batch-size 6", 4, "interleaved .* divisible by the pipeline size 4, got 6"),
+        (P4 + LAYOUT + "Et*4|t*4L " + V, 4, "has 2 stages; schedule zbv on 4 pipeline ranks takes 8"),
+        (P4 + LAYOUT + "Et*7|mtL", 4, "--pipeline-model-parallel-layout: layout .* has an m .multi-token prediction."),
+        (P4 + LAYOUT + "E(tt|)*4L " + PADDED, 4, "says what every stage holds; leave out --allow-padding-num-layers"),
+        (LAYOUT + "Et*4|t*4L", 4, "--pipeline-model-parallel-layout .* --pipeline-model-parallel-size of at least 2, got 1"),
+        (P4 + "--num-layers-per-virtual-pipeline-stage 4 --num-layers 7 " + PADDED, 4, "make stages of 2; give that or less"),
         (P4 + V + "--num-layers-per-virtual-pipeline-stage 1", 4, "cannot be combined with --num-layers-per-virtual"),
         (V, 4, "--zero-bubble-v-schedule .* --pipeline-model-parallel-size of at least 2, got 1"),
         ("--enable-zero-bubble", 4, "zb-h1 .* needs --pipeline-model-parallel-size of at least 2"),

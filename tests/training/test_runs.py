@@ -47,9 +47,10 @@ def stock(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.fixture(scope="module")
 def zb_h1(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """ZB-H1 without dropout on a modern layer, distributed optimizer; checkpoints at 3 and 6."""
+    """ZB-H1 without dropout on a modern layer, two layers before four, distributed optimizer; checkpoints at 3 and 6."""
     folder = tmp_path_factory.mktemp("zb_h1")
-    return Job(folder, [*ZB_H1, "--data-path", corpus, "--save", str(folder / "checkpoints"), "--save-interval", "3"])
+    layout = ["--pipeline-model-parallel-layout", "Ett|t*4L"]
+    return Job(folder, [*ZB_H1, *layout, "--data-path", corpus, "--save", str(folder / "checkpoints"), "--save-interval", "3"])
 
 
 LAYER = [
@@ -57,6 +58,7 @@ LAYER = [
     *("--group-query-attention", "--num-query-groups", "2"),
 ]
 ZB_H1 = ["--enable-zero-bubble", "--use-distributed-optimizer", "--disable-bias-linear", *LAYER, *NO_DROPOUT]
+ZB_H1 += ["--num-layers", "6"]
 
 
 def losses(job: Job, first: int = 1) -> list[float]:
@@ -105,12 +107,14 @@ def test_a_continued_run_is_bit_for_bit_the_same(stock: Job, corpus: str, tmp_pa
 
 
 def test_a_checkpoint_goes_on_under_another_schedule_and_optimizer_split(zb_h1: Job, corpus: str, tmp_path: Path) -> None:
-    """ZB-H1 -> ZBV: other stages on other ranks, the same losses up to the order of additions."""
+    """ZB-H1 -> ZBV: other stages on other ranks, where three layers a rank make stages of two and of one; the same losses up to
+    the order of additions."""
     flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]
     continued = Job(tmp_path, [*flags, "--zero-bubble-v-schedule", "--zero-bubble-trace", str(tmp_path / "trace")])
     assert "training with the ZBV schedule" in continued.said
     assert "ms were passes on the busiest rank); the plan promises" in continued.said
     _check_trace(tmp_path / "trace")
+    assert "the layout differs from the checkpoint's: dropout continues with fresh ones" in continued.said
     assert losses(continued) == pytest.approx(losses(zb_h1, first=4), rel=1e-6)
     assert continued.metrics[6]["validation_loss"] == pytest.approx(zb_h1.metrics[6]["validation_loss"], rel=1e-6)
 
@@ -245,11 +249,11 @@ def test_one_process_needs_no_torchrun() -> None:
 
 
 def test_a_bad_flag_is_one_line_before_anything_starts() -> None:
-    done = launch([*RUN, "--mock-data", "--zero-bubble-v-schedule", "--num-layers", "6"], num_ranks=2)
+    done = launch([*RUN, "--mock-data", "--zero-bubble-v-schedule", "--num-layers", "5"], num_ranks=2)
     assert done.returncode != 0
     assert done.stdout == ""
     own_lines = done.stderr.split("Traceback")[0].strip().splitlines()
     assert [line for line in own_lines if "pretrain_gpt.py: error:" in line] == [
-        "pretrain_gpt.py: error: --num-layers 6 is not divisible by 4 (--zero-bubble-v-schedule needs an even number of "
-        "layers on each of 2 pipeline ranks); 4 or 8 would be"
+        "pretrain_gpt.py: error: --num-layers 5: 5 layers do not divide over 4 stages (V placement); 4 or 6 would. "
+        "--pipeline-model-parallel-layout says what each stage holds"
     ]

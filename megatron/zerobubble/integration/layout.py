@@ -7,7 +7,6 @@ megatron-core asks `config.pipeline_model_parallel_layout` for the number of lay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import parallel_state
@@ -16,22 +15,23 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.stage_layers import StageLayers
 
 
 class StageLayout(PipelineParallelLayerLayout):
     """A layer layout whose stages sit where a `Placement` says.
 
     Args:
-        layers_per_stage: decoder layers of each stage, in the order data flows. They may differ.
+        layers: decoder layers of each stage. They may differ.
         placement: stage -> rank, the same number of stages on every rank.
     """
 
-    def __init__(self, layers_per_stage: Sequence[int], placement: Placement) -> None:
-        if len(layers_per_stage) != placement.num_stages:
-            raise ConfigError(f"{len(layers_per_stage)} layer counts were given for {placement.num_stages} stages")
+    def __init__(self, layers: StageLayers, placement: Placement) -> None:
+        if layers.num_stages != placement.num_stages:
+            raise ConfigError(f"layout {layers.text!r} has {layers.num_stages} stages, the schedule {placement.num_stages}")
         if placement.num_stages % placement.num_ranks:
             raise ConfigError(f"{placement.num_stages} stages do not spread evenly over {placement.num_ranks} ranks")
-        stages = [["decoder"] * count for count in layers_per_stage]
+        stages = [["decoder"] * count for count in layers.per_stage]
         stages[0].insert(0, "embedding")
         stages[-1].append("loss")
         num_chunks = placement.num_chunks
@@ -55,18 +55,15 @@ class StageLayout(PipelineParallelLayerLayout):
         return self.placement.stage_to_rank[stage], self.placement.chunk_of(stage)
 
 
-def even_layers(num_layers: int, placement: Placement) -> list[int]:
-    """The same number of layers for every stage.
+def pipeline_layout(layers: StageLayers, placement: Placement) -> StageLayout | str | None:
+    """What megatron-core is to be given as `pipeline_model_parallel_layout`.
 
-    Raises:
-        ConfigError: it does not divide; the message names the nearest numbers that do.
+    Its own class, by way of the text, where it puts stages on the ranks of `placement`; nothing where it would also split the
+    layers like this by itself.
     """
-    stages = placement.num_stages
-    if num_layers % stages:
-        below, above = num_layers // stages * stages, (num_layers // stages + 1) * stages
-        near = f"{below} or {above}" if below else str(above)
-        raise ConfigError(f"{num_layers} layers do not divide into {stages} stages ({placement.name} placement); use {near}")
-    return [num_layers // stages] * stages
+    if placement.name not in ("linear", "loop"):
+        return StageLayout(layers, placement)
+    return None if layers.is_even else layers.text
 
 
 def embedding_ranks(placement: Placement) -> dict[str, Any]:

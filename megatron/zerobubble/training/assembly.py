@@ -16,7 +16,7 @@ import torch
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.timers import Timers
 
-from megatron.zerobubble.integration.layout import StageLayout, even_layers
+from megatron.zerobubble.integration.layout import pipeline_layout
 from megatron.zerobubble.integration.model import build_chunks
 from megatron.zerobubble.integration.staged_optimizer import post_validation
 from megatron.zerobubble.integration.zb_schedules import PipelineSchedule, ScheduleChoice
@@ -75,7 +75,8 @@ def assemble(
     """Build this rank's part of the model, and what trains it."""
     timers = Timers(settings.logging.timing_log_level, settings.logging.timing_log_option)
     with job.host.on_host():
-        config = translate.transformer_config(settings, on_gpu=not job.host.enabled, layout=_layout(settings, choice))
+        layout = pipeline_layout(settings.stage_layers(choice.placement), choice.placement)
+        config = translate.transformer_config(settings, on_gpu=not job.host.enabled, layout=layout)
         config.timers = timers
         setup = ModelSetup(
             settings=settings,
@@ -115,13 +116,6 @@ def assemble(
         device=job.host.device,
         on_host=job.host.on_host,
     )
-
-
-def _layout(settings: Settings, choice: ScheduleChoice) -> StageLayout | None:
-    """Which layers each stage holds; None where megatron-core's own order of stages is the schedule's."""
-    if choice.placement.name != "V":
-        return None
-    return StageLayout(even_layers(settings.model.num_layers, choice.placement), choice.placement)
 
 
 def _count_parameters(chunks: list[Any]) -> None:

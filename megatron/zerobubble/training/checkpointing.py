@@ -168,13 +168,14 @@ def _model_state(trainee: Trainee) -> dict[str, Any]:
     return {name: stage.sharded_state_dict(metadata={}) for name, stage in _named_stages(trainee)}
 
 
-def _layout(trainee: Trainee) -> dict[str, int]:
+def _layout(trainee: Trainee) -> dict[str, Any]:
     settings = trainee.settings
     return {
         "pipeline": settings.pipeline_size,
         "tensor": settings.parallel.tensor_model_parallel_size,
         "data": settings.data_parallel_size,
         "chunks": settings.num_chunks,
+        "stages": settings.stage_layers(trainee.schedule.choice.placement).text,
     }
 
 

@@ -78,33 +78,19 @@ def _check_schedule(settings: Settings) -> None:
 
 
 def _check_layers(settings: Settings) -> None:
-    layers, ranks = settings.model.num_layers, settings.pipeline_size
-    chunks, name = settings.num_chunks, settings.zero_bubble.schedule
-    if name != "stock" and chunks > 1:
-        if name == "zbv":
-            why = f"--zero-bubble-v-schedule needs an even number of layers on each of {ranks} pipeline ranks"
-        else:
-            why = f"schedule {name} has {chunks} stages on each of {ranks} pipeline ranks"
-        _divides(layers, chunks * ranks, why)
-        return
-    _divides(layers, ranks, f"each of {ranks} pipeline ranks holds the same number of layers")
-    per_rank, parallel = layers // ranks, settings.parallel
-    given = parallel.num_layers_per_virtual_pipeline_stage
-    if given is not None and per_rank % given:
+    given, ranks = settings.parallel.num_layers_per_virtual_pipeline_stage, settings.pipeline_size
+    per_rank, over = divmod(settings.model.num_layers, ranks)
+    if given is not None and over == 0 and per_rank % given and not settings.parallel.allow_padding_num_layers:
         raise ConfigError(
             f"--num-layers-per-virtual-pipeline-stage {given} does not divide the {per_rank} layers of a pipeline rank; "
             f"choose from {', '.join(str(n) for n in range(1, per_rank + 1) if per_rank % n == 0)}"
         )
-    stages = parallel.num_virtual_stages_per_pipeline_rank
-    if stages is not None:
-        _divides(layers, ranks * stages, f"{stages} virtual stages on each of {ranks} pipeline ranks")
-
-
-def _divides(layers: int, stages: int, why: str) -> None:
-    if layers % stages:
-        below, above = layers - layers % stages, layers - layers % stages + stages
-        would = f"{below} or {above}" if below else f"{above}"
-        raise ConfigError(f"--num-layers {layers} is not divisible by {stages} ({why}); {would} would be")
+    layers = settings.stage_layers(settings.placement)
+    if given is not None and max(layers.per_stage) != given:
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {given}: {settings.model.num_layers} layers on {ranks} pipeline ranks make "
+            f"stages of {max(layers.per_stage)}; give that or less"
+        )
 
 
 def _check_batch(settings: Settings) -> None:
@@ -118,7 +104,7 @@ def _check_batch(settings: Settings) -> None:
         )
     _check_rampup(settings, step)
     ranks, microbatches = settings.pipeline_size, settings.num_microbatches
-    if not settings.parallel.is_interleaved or settings.num_chunks == 1:
+    if settings.zero_bubble.schedule != "stock" or settings.num_chunks == 1:
         return
     if ranks == 2 and not settings.parallel.overlap_p2p_communication:
         raise ConfigError(

@@ -14,6 +14,7 @@ from typing import Literal
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, schedule_info
+from megatron.zerobubble.plan.stage_layers import StageLayers
 from megatron.zerobubble.training.memory_limit import MemoryLimit
 from megatron.zerobubble.training.require import not_negative, one_of, positive, within
 
@@ -200,6 +201,12 @@ class ParallelConfig:
     """Interleaved 1F1B: layers of one model chunk."""
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Interleaved 1F1B: model chunks per rank; the other way to say --num-layers-per-virtual-pipeline-stage."""
+    pipeline_model_parallel_layout: str | None = field(default=None, metadata={"metavar": "LAYOUT"})
+    """Which stage holds what, stages in the order data flows: E the embedding, t a layer, L the loss, | between stages; (tt|)*3
+    and t*3 repeat. A stock schedule with more stages than ranks is interleaved. Default: every stage the same."""
+    allow_padding_num_layers: bool = False
+    """Where --num-layers does not divide by the number of stages: let the last stage, or the first and the last, hold a layer
+    less, to make up for the head and the embedding."""
     overlap_p2p_communication: bool = True
     """Interleaved 1F1B: do not overlap sends and receives with compute."""
     sequence_parallel: bool = False
@@ -226,6 +233,8 @@ class ParallelConfig:
                 "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank are both given; "
                 "they say the same thing, choose one"
             )
+        if self.pipeline_model_parallel_layout is not None:
+            self._check_layout(self.pipeline_model_parallel_layout)
         if virtual != (None, None) and self.pipeline_model_parallel_size == 1:
             raise ConfigError(
                 "--num-layers-per-virtual-pipeline-stage interleaves pipeline ranks and needs "
@@ -237,6 +246,25 @@ class ParallelConfig:
             raise ConfigError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
         if self.ddp_bucket_size is not None and not self.overlap_grad_reduce:
             raise ConfigError("--ddp-bucket-size needs --overlap-grad-reduce")
+
+    def _check_layout(self, text: str) -> None:
+        others = {
+            "--num-layers-per-virtual-pipeline-stage": self.num_layers_per_virtual_pipeline_stage,
+            "--num-virtual-stages-per-pipeline-rank": self.num_virtual_stages_per_pipeline_rank,
+            "--allow-padding-num-layers": self.allow_padding_num_layers or None,
+        }
+        for flag, value in others.items():
+            if value is not None:
+                raise ConfigError(f"--pipeline-model-parallel-layout says what every stage holds; leave out {flag}")
+        if self.pipeline_model_parallel_size == 1:
+            raise ConfigError(
+                "--pipeline-model-parallel-layout divides the layers over pipeline ranks and needs "
+                "--pipeline-model-parallel-size of at least 2, got 1"
+            )
+        try:
+            StageLayers.parse(text)
+        except ConfigError as error:
+            raise ConfigError(f"--pipeline-model-parallel-layout: {error}") from None
 
     @property
     def is_interleaved(self) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import schedule_info
+from megatron.zerobubble.plan.stage_layers import StageLayers
 from megatron.zerobubble.training.config_model import ModelConfig, ParallelConfig, PrecisionConfig, ZeroBubbleConfig
 from megatron.zerobubble.training.config_run import (
     BatchConfig,
@@ -83,12 +86,59 @@ class Settings:
         """Model chunks per rank, v: what the schedule wants (2 under V), the virtual pipeline size when interleaved, else 1."""
         if self.zero_bubble.schedule != "stock":
             return schedule_info(self.zero_bubble.schedule).default_num_chunks
+        if self.parallel.pipeline_model_parallel_layout is not None:
+            return max(1, StageLayers.parse(self.parallel.pipeline_model_parallel_layout).num_stages // self.pipeline_size)
         if self.parallel.num_virtual_stages_per_pipeline_rank is not None:
             return self.parallel.num_virtual_stages_per_pipeline_rank
         if self.parallel.num_layers_per_virtual_pipeline_stage is not None:
-            per_rank = self.model.num_layers // self.pipeline_size
-            return per_rank // self.parallel.num_layers_per_virtual_pipeline_stage
+            each_round = self.pipeline_size * self.parallel.num_layers_per_virtual_pipeline_stage
+            return -(-self.model.num_layers // each_round)  # rounded up: padding fills the last round
         return 1
+
+    @property
+    def placement(self) -> Placement:
+        """Stage -> rank."""
+        if self.zero_bubble.schedule != "stock" and schedule_info(self.zero_bubble.schedule).placement == "V":
+            return Placement.v(self.pipeline_size)
+        return Placement.loop(self.pipeline_size, self.num_chunks)
+
+    def stage_layers(self, placement: Placement) -> StageLayers:
+        """How many layers each stage of `placement` holds: as the layout says, padded where that is allowed, or spread evenly.
+
+        Raises:
+            ConfigError: the layers cannot be divided like that, or the layout is of another model or placement.
+        """
+        if self.parallel.pipeline_model_parallel_layout is not None:
+            return self._given_layers(StageLayers.parse(self.parallel.pipeline_model_parallel_layout), placement)
+        return self._divided_layers(placement)
+
+    def _divided_layers(self, placement: Placement) -> StageLayers:
+        num_layers, pads = self.model.num_layers, self.parallel.allow_padding_num_layers
+        remedy = "--pipeline-model-parallel-layout says what each stage holds"
+        why = None
+        try:
+            padded = StageLayers.padded(num_layers, placement)
+            if pads:
+                return padded
+            remedy += ", --allow-padding-num-layers lets the ends hold one less"
+        except ConfigError as error:
+            why = error if pads else None
+        try:
+            return StageLayers.spread(num_layers, placement)
+        except ConfigError as error:
+            raise ConfigError(f"--num-layers {num_layers}: {why or error}. {remedy}") from None
+
+    def _given_layers(self, layers: StageLayers, placement: Placement) -> StageLayers:
+        given = f"--pipeline-model-parallel-layout {self.parallel.pipeline_model_parallel_layout}"
+        if layers.num_layers != self.model.num_layers:
+            raise ConfigError(f"{given} has {layers.num_layers} layers, --num-layers says {self.model.num_layers}")
+        if layers.num_stages != placement.num_stages:
+            wanted = f"a multiple of {self.pipeline_size}" if self.zero_bubble.schedule == "stock" else f"{placement.num_stages}"
+            raise ConfigError(
+                f"{given} has {layers.num_stages} stages; schedule {self.zero_bubble.schedule} on {self.pipeline_size} pipeline "
+                f"ranks takes {wanted}"
+            )
+        return layers
 
     @property
     def virtual_pipeline_size(self) -> int | None:

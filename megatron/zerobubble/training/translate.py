@@ -37,7 +37,7 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
     Args:
         settings: what was asked for.
         on_gpu: whether kernels that exist only there (fusions, compiled activations) may be used.
-        layout: which layers each stage holds, where the schedule's placement is not megatron-core's own.
+        layout: which layers each stage holds, where megatron-core would not divide them like that by itself.
     """
     model, parallel, dtype = settings.model, settings.parallel, parameter_dtype(settings)
     interleaves = settings.virtual_pipeline_size is not None and settings.zero_bubble.schedule == "stock"
