@@ -85,7 +85,11 @@ def test_batch_and_data_parallelism() -> None:
     [
         ("--pipeline-model-parallel-size 3", 3, "--num-layers 8: .* over 3 stages .linear placement.; 6 or 9 would"),
         (P4 + "--num-layers 2", 4, "--num-layers 2: .* over 4 stages .linear placement.; 4 would"),
-        (P4 + V + "--num-layers 10", 4, "10 layers do not divide over 8 stages .V placement.; 8 or 12 would.*-layout says what each stage holds$"),
+        (
+            P4 + V + "--num-layers 10",
+            4,
+            "10 layers do not divide .*V placement.; 8 or 12 would.*-layout says what each stage holds$",
+        ),
         (P4 + "--num-layers 7", 4, "; 4 or 8 would.*, --allow-padding-num-layers lets the ends hold one less"),
         (P4 + PADDED + "--num-layers 5", 4, "5 layers on 4 stages .* leave 3 places empty, .* use one of 4, 6, 7, 8"),
         (P4 + LAYOUT + "Et|tt|tt|ttL", 4, "has 7 layers, --num-layers says 8"),
@@ -97,6 +101,7 @@ def test_batch_and_data_parallelism() -> None:
         (P4 + LAYOUT + "E(tt|)*4L " + PADDED, 4, "says what every stage holds; leave out --allow-padding-num-layers"),
         (LAYOUT + "Et*4|t*4L", 4, "--pipeline-model-parallel-layout .* --pipeline-model-parallel-size of at least 2, got 1"),
         (P4 + "--num-layers-per-virtual-pipeline-stage 4 --num-layers 7 " + PADDED, 4, "make stages of 2; give that or less"),
+        (P4 + "--zero-bubble-balance-stages", 4, "needs a schedule of ours: add --enable-zero-bubble, or .*-schedule 1f1b"),
         (P4 + V + "--num-layers-per-virtual-pipeline-stage 1", 4, "cannot be combined with --num-layers-per-virtual"),
         (V, 4, "--zero-bubble-v-schedule .* --pipeline-model-parallel-size of at least 2, got 1"),
         ("--enable-zero-bubble", 4, "zb-h1 .* needs --pipeline-model-parallel-size of at least 2"),

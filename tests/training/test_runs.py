@@ -110,11 +110,14 @@ def test_a_checkpoint_goes_on_under_another_schedule_and_optimizer_split(zb_h1: 
     """ZB-H1 -> ZBV: other stages on other ranks, where three layers a rank make stages of two and of one; the same losses up to
     the order of additions."""
     flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]
+    flags += ["--zero-bubble-balance-stages"]
     continued = Job(tmp_path, [*flags, "--zero-bubble-v-schedule", "--zero-bubble-trace", str(tmp_path / "trace")])
     assert "training with the ZBV schedule" in continued.said
     assert "ms were passes on the busiest rank); the plan promises" in continued.said
     _check_trace(tmp_path / "trace")
     assert "the layout differs from the checkpoint's: dropout continues with fresh ones" in continued.said
+    balance = r"stages: F, B and W of a microbatch take \d+\.\d\d ms in a layer, .* in the head; the busiest rank computes"
+    assert len(re.findall(balance, continued.said)) == 2, "once it was measured, and at the end"
     assert losses(continued) == pytest.approx(losses(zb_h1, first=4), rel=1e-6)
     assert continued.metrics[6]["validation_loss"] == pytest.approx(zb_h1.metrics[6]["validation_loss"], rel=1e-6)
 

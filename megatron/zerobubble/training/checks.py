@@ -91,6 +91,11 @@ def _check_layers(settings: Settings) -> None:
             f"--num-layers-per-virtual-pipeline-stage {given}: {settings.model.num_layers} layers on {ranks} pipeline ranks make "
             f"stages of {max(layers.per_stage)}; give that or less"
         )
+    if settings.zero_bubble.zero_bubble_balance_stages and settings.zero_bubble.schedule == "stock":
+        raise ConfigError(
+            "--zero-bubble-balance-stages measures passes that our executor runs and needs a schedule of ours: add "
+            "--enable-zero-bubble, or for the order of megatron-core's own --zero-bubble-schedule 1f1b"
+        )
 
 
 def _check_batch(settings: Settings) -> None:

@@ -318,6 +318,9 @@ class ZeroBubbleConfig:
     zero_bubble_load_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
     """Run this plan from the first iteration on. Alone it names the schedule, too; otherwise its stages must sit where the
     schedule's do."""
+    zero_bubble_balance_stages: bool = False
+    """Measure what a layer, the embedding and the head take, and say which --pipeline-model-parallel-layout would leave the
+    busiest rank the least to do."""
     zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
     """At the end of the run, write what the last recorded iteration looked like: timeline.svg, trace.json (Chrome,
     Perfetto) and plan.json."""

@@ -25,7 +25,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.integration.layout import embedding_ranks
-from megatron.zerobubble.training import checkpointing
+from megatron.zerobubble.training import balance, checkpointing
 from megatron.zerobubble.training.arguments import refuse
 from megatron.zerobubble.training.assembly import ForwardStepProvider, ModelProvider, assemble, schedule_choice
 from megatron.zerobubble.training.data import Datasets, build_datasets, chunk_iterators
@@ -161,6 +161,7 @@ class _Run:
     def _train(self) -> None:
         run, logs, progress = self.settings.run, self.settings.logging, self.progress
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
+        recorded_first = progress.iteration + 2  # the schedule records its second iteration
         while progress.iteration < run.train_iters:
             self._iterate(data_iterator)
             self._replan()
@@ -172,6 +173,8 @@ class _Run:
             tells = progress.iteration % logs.log_interval == 0
             if is_last or evaluates or saves or tells:
                 self._flush()
+            if progress.iteration == recorded_first and not is_last:
+                self._tell_balance()
             if evaluates:
                 self._evaluate()
             elif is_last or tells:
@@ -299,11 +302,24 @@ class _Run:
         if told:
             _log.info("%s", told)
             self._warn_of_shared_cores()
+        self._tell_balance()
         if self.settings.zero_bubble.zero_bubble_trace is not None:
             write_trace(self.trainee.schedule, self.settings.zero_bubble.zero_bubble_trace)
         if self.settings.checkpoint.save is not None:
             where = checkpointing.iteration_directory(self.settings.checkpoint.save, self.progress.iteration)
             _log.info("checkpoint: %s", where)
+
+    def _tell_balance(self) -> None:
+        """Which layout of stages would be faster, if asked for. All ranks must call this."""
+        if not self.settings.zero_bubble.zero_bubble_balance_stages:
+            return
+        schedule = self.trainee.schedule
+        layers = self.settings.stage_layers(schedule.choice.placement)
+        times = balance.measured_parts(schedule, layers, self.trainee.device)
+        if times is None:
+            _log.warning("stages: not measured, the run ended before its second iteration")
+        else:
+            _log.info("%s", balance.proposal(times, layers, schedule.choice.placement))
 
     def _warn_of_shared_cores(self) -> None:
         """On the CPU of one machine the ranks may take turns on its cores; no schedule can then be faster than another."""

@@ -1,0 +1,66 @@
+"""Which layout of stages would suit the measured pipeline better (--zero-bubble-balance-stages).
+
+The times come from a recorded iteration, not from layers timed on their own before training: an iteration has F, B and W as they
+really are, split, at the clock rate and beside the transfers of training, and it touches neither the random generators nor the
+gradients that a trial backward would have to put back. What one layer, the embedding and the head take follows from it, because
+stages differ by which of them they hold (`PartTimes.from_stages`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron.zerobubble.integration.zb_schedules import PipelineSchedule
+from megatron.zerobubble.plan.balance import PartTimes, balance
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.stage_layers import StageLayers
+from megatron.zerobubble.profiling.report import measured_costs
+
+__all__ = ["measured_parts", "proposal"]
+
+
+def measured_parts(schedule: PipelineSchedule, layers: StageLayers, device: torch.device) -> PartTimes | None:
+    """What the model's parts took in the last recorded iteration, the same answer on all ranks. All ranks must call it.
+
+    A stage's time is that of its slowest member, over tensor parallelism and over the copies of the pipeline.
+
+    Args:
+        schedule: what runs.
+        layers: which layers its stages hold.
+        device: where the process group of the job reduces.
+
+    Returns:
+        None where no iteration was recorded yet.
+    """
+    recorded = schedule.timeline()
+    if recorded is None:
+        return None
+    costs = measured_costs(*recorded)
+    passes = zip(costs.forward_ms, costs.backward_ms, costs.wgrad_ms, strict=True)
+    stages_ms = torch.tensor([sum(of_stage) for of_stage in passes], dtype=torch.float64, device=device)
+    dist.all_reduce(stages_ms, op=dist.ReduceOp.MAX)
+    return PartTimes.from_stages(stages_ms.tolist(), layers)
+
+
+def proposal(times: PartTimes, layers: StageLayers, placement: Placement) -> str:
+    """A sentence for the log: what the parts take, and the layout that leaves the busiest rank the least to do.
+
+    Args:
+        times: of the model's parts.
+        layers: what the stages hold now.
+        placement: stage -> rank.
+    """
+    best = balance(layers.num_layers, placement, times)
+    now, then = times.load(layers, placement), times.load(best, placement)
+    apart = "" if layers.num_stages > 2 else " (two stages cannot tell them apart: one counts as layers only)"
+    told = (
+        f"stages: F, B and W of a microbatch take {times.layer_ms:.2f} ms in a layer, {times.embedding_ms:.2f} ms in the "
+        f"embedding and {times.head_ms:.2f} ms in the head{apart}; the busiest rank computes {now.busiest_rank_ms:.2f} ms"
+    )
+    if now <= then:
+        return f"{told}, and no other layout than {layers.text} leaves it less"
+    return (
+        f'{told}; with --pipeline-model-parallel-layout "{best.text}" it would be {then.busiest_rank_ms:.2f} ms, '
+        f"{now.busiest_rank_ms / then.busiest_rank_ms:.2f} times as fast in the steady state"
+    )

@@ -1,0 +1,74 @@
+"""What --zero-bubble-balance-stages says about a recorded iteration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.zerobubble.plan.balance import PartTimes
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.simulate import TimedOp, simulate
+from megatron.zerobubble.plan.stage_layers import StageLayers
+from megatron.zerobubble.training.balance import measured_parts, proposal
+
+
+class _Recorded:
+    """Stands in for a schedule that has run a plan exactly as simulated."""
+
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
+        self._plan, self._rows = plan, simulate(plan, costs).rows
+
+    def timeline(self) -> tuple[Plan, Any] | None:
+        return self._plan, self._rows
+
+
+class _Unrecorded:
+    def timeline(self) -> tuple[Plan, list[list[TimedOp]]] | None:
+        return None
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("name", ["zbv", "1f1b"])
+def test_the_parts_are_found_in_what_ran(name: str) -> None:
+    """F, B and W apart, and fused."""
+    plan = build_plan(name, num_ranks=4, num_microbatches=8)
+    layers = StageLayers.spread(16, plan.placement)
+    expected = PartTimes(layer_ms=6.0, embedding_ms=0.75, head_ms=9.0)
+    third = tuple(time / 3 for time in expected.stages_ms(layers))
+    costs = CostModel(
+        forward_ms=third,
+        backward_ms=third,
+        wgrad_ms=third,
+        activation=(1.0,) * layers.num_stages,
+        activation_after_backward=(1.0,) * layers.num_stages,
+    )
+    found = measured_parts(_Recorded(plan, costs), layers, torch.device("cpu"))  # type: ignore[arg-type]
+    assert found is not None
+    assert vars(found) == pytest.approx(vars(expected))
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_nothing_recorded() -> None:
+    layers = StageLayers.spread(4, Placement.linear(2))
+    assert measured_parts(_Unrecorded(), layers, torch.device("cpu")) is None  # type: ignore[arg-type]
+
+
+def test_a_proposal_says_how_much_it_can_gain() -> None:
+    placement = Placement.linear(4)
+    told = proposal(PartTimes(layer_ms=10.0, head_ms=21.0), StageLayers.spread(16, placement), placement)
+    assert told == (
+        "stages: F, B and W of a microbatch take 10.00 ms in a layer, 0.00 ms in the embedding and 21.00 ms in the head; the "
+        'busiest rank computes 61.00 ms; with --pipeline-model-parallel-layout "Et*5|t*5|tttt|ttL" it would be 50.00 ms, '
+        "1.22 times as fast in the steady state"
+    )
+
+
+def test_the_best_layout_is_left_as_it_is() -> None:
+    layers, placement = StageLayers(per_stage=(2, 1)), Placement.linear(2)
+    told = proposal(PartTimes(layer_ms=10.0, head_ms=9.0), layers, placement)
+    assert told.endswith("and no other layout than Ett|tL leaves it less")
+    assert "(two stages cannot tell them apart: one counts as layers only)" in told
