@@ -21,6 +21,7 @@ class _Recorded:
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
         self._plan, self._rows = plan, simulate(plan, costs).rows
+        self.device = torch.device("cpu")
 
     def timeline(self) -> tuple[Plan, Any] | None:
         return self._plan, self._rows
@@ -34,7 +35,7 @@ class _Unrecorded:
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("name", ["zbv", "1f1b"])
 def test_the_parts_are_found_in_what_ran(name: str) -> None:
-    """F, B and W apart, and fused."""
+    """F, B and W apart, and fused; from a recorded iteration, and from costs."""
     plan = build_plan(name, num_ranks=4, num_microbatches=8)
     layers = StageLayers.spread(16, plan.placement)
     expected = PartTimes(layer_ms=6.0, embedding_ms=0.75, head_ms=9.0)
@@ -46,15 +47,16 @@ def test_the_parts_are_found_in_what_ran(name: str) -> None:
         activation=(1.0,) * layers.num_stages,
         activation_after_backward=(1.0,) * layers.num_stages,
     )
-    found = measured_parts(_Recorded(plan, costs), layers, torch.device("cpu"))  # type: ignore[arg-type]
-    assert found is not None
-    assert vars(found) == pytest.approx(vars(expected))
+    for known in (None, costs):
+        found = measured_parts(_Recorded(plan, costs), layers, known)  # type: ignore[arg-type]
+        assert found is not None
+        assert vars(found) == pytest.approx(vars(expected))
 
 
 @pytest.mark.usefixtures("world_of_one")
 def test_nothing_recorded() -> None:
     layers = StageLayers.spread(4, Placement.linear(2))
-    assert measured_parts(_Unrecorded(), layers, torch.device("cpu")) is None  # type: ignore[arg-type]
+    assert measured_parts(_Unrecorded(), layers, None) is None  # type: ignore[arg-type]
 
 
 def test_a_proposal_says_how_much_it_can_gain() -> None:

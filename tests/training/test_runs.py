@@ -61,6 +61,9 @@ ZB_H1 = ["--enable-zero-bubble", "--use-distributed-optimizer", "--disable-bias-
 ZB_H1 += ["--num-layers", "6"]
 
 
+BALANCE = r"stages: F, B and W of a microbatch take \d+\.\d\d ms in a layer, .* in the head; the busiest rank computes"
+
+
 def losses(job: Job, first: int = 1) -> list[float]:
     return [fields["loss"] for iteration, fields in sorted(job.metrics.items()) if iteration >= first]
 
@@ -110,14 +113,13 @@ def test_a_checkpoint_goes_on_under_another_schedule_and_optimizer_split(zb_h1: 
     """ZB-H1 -> ZBV: other stages on other ranks, where three layers a rank make stages of two and of one; the same losses up to
     the order of additions."""
     flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]
-    flags += ["--zero-bubble-balance-stages"]
+    flags += ["--zero-bubble-balance-stages", "--zero-bubble-planning-seconds", "0"]
     continued = Job(tmp_path, [*flags, "--zero-bubble-v-schedule", "--zero-bubble-trace", str(tmp_path / "trace")])
     assert "training with the ZBV schedule" in continued.said
     assert "ms were passes on the busiest rank); the plan promises" in continued.said
     _check_trace(tmp_path / "trace")
     assert "the layout differs from the checkpoint's: dropout continues with fresh ones" in continued.said
-    balance = r"stages: F, B and W of a microbatch take \d+\.\d\d ms in a layer, .* in the head; the busiest rank computes"
-    assert len(re.findall(balance, continued.said)) == 2, "once it was measured, and at the end"
+    assert len(re.findall(BALANCE, continued.said)) == 2, "when an iteration was recorded, and at the end"
     assert losses(continued) == pytest.approx(losses(zb_h1, first=4), rel=1e-6)
     assert continued.metrics[6]["validation_loss"] == pytest.approx(zb_h1.metrics[6]["validation_loss"], rel=1e-6)
 
@@ -139,9 +141,11 @@ def test_a_plan_from_measured_times_changes_nothing_and_can_be_kept(corpus: str,
     flags += ["--rampup-batch-size", "4", "4", "8", "--post-validation-patience", "0", "--clip-grad", "1e-2"]
     timed = ["--zero-bubble-pipeline-timers-start-iter", "2", "--zero-bubble-pipeline-timers-end-iter", "3"]
     measuring = [*timed, "--zero-bubble-replan-interval", "2", "--zero-bubble-planning-seconds", "0.1"]
+    measuring += ["--zero-bubble-balance-stages"]
     (tmp_path / "measured").mkdir()
     measured = Job(tmp_path / "measured", [*flags, *measuring, "--zero-bubble-save-plan", str(tmp_path / "plan.json")])
     assert measured.said.count("planned for measured times") == 2
+    assert len(re.findall(BALANCE, measured.said)) == 3, "when times were measured, and at the end"
     body = json.loads((tmp_path / "plan.json").read_text())
     assert body["metrics"]["bubble_rate"] >= 0
     assert min(body["costs"]["forward_ms"] + body["costs"]["backward_ms"] + body["costs"]["wgrad_ms"]) > 0

@@ -25,9 +25,10 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.integration.layout import embedding_ranks
-from megatron.zerobubble.training import balance, checkpointing
+from megatron.zerobubble.training import checkpointing
 from megatron.zerobubble.training.arguments import refuse
 from megatron.zerobubble.training.assembly import ForwardStepProvider, ModelProvider, assemble, schedule_choice
+from megatron.zerobubble.training.balance import tell_balance
 from megatron.zerobubble.training.data import Datasets, build_datasets, chunk_iterators
 from megatron.zerobubble.training.departure import Departure
 from megatron.zerobubble.training.failure import JobGuard
@@ -161,7 +162,6 @@ class _Run:
     def _train(self) -> None:
         run, logs, progress = self.settings.run, self.settings.logging, self.progress
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
-        recorded_first = progress.iteration + 2  # the schedule records its second iteration
         while progress.iteration < run.train_iters:
             self._iterate(data_iterator)
             self._replan()
@@ -173,7 +173,7 @@ class _Run:
             tells = progress.iteration % logs.log_interval == 0
             if is_last or evaluates or saves or tells:
                 self._flush()
-            if progress.iteration == recorded_first and not is_last:
+            if self.replanner is None and self.iterations_here == 2 and not is_last:  # the first one that is recorded
                 self._tell_balance()
             if evaluates:
                 self._evaluate()
@@ -215,6 +215,7 @@ class _Run:
         if self.replanner is not None and self.replanner.is_due(self.iterations_here):
             self._flush()
             self.replanner.after(self.iterations_here, get_num_microbatches())
+            self._tell_balance()
 
     def _flush(self) -> None:
         """Before anyone sees weights or results: the truth about the last step. All ranks must call this."""
@@ -313,13 +314,8 @@ class _Run:
         """Which layout of stages would be faster, if asked for. All ranks must call this."""
         if not self.settings.zero_bubble.zero_bubble_balance_stages:
             return
-        schedule = self.trainee.schedule
-        layers = self.settings.stage_layers(schedule.choice.placement)
-        times = balance.measured_parts(schedule, layers, self.trainee.device)
-        if times is None:
-            _log.warning("stages: not measured, the run ended before its second iteration")
-        else:
-            _log.info("%s", balance.proposal(times, layers, schedule.choice.placement))
+        layers = self.settings.stage_layers(self.trainee.schedule.choice.placement)
+        tell_balance(self.trainee.schedule, layers, None if self.replanner is None else self.replanner.costs)
 
     def _warn_of_shared_cores(self) -> None:
         """On the CPU of one machine the ranks may take turns on its cores; no schedule can then be faster than another."""
