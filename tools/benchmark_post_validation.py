@@ -12,64 +12,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megatron.zerobubble.errors import UserError
-from megatron.zerobubble.optimizer.post_validation import PostValidation, Relay, Statistics
-from megatron.zerobubble.plan.communication import Message, Program, place_communication, speculative_forwards
-from megatron.zerobubble.plan.costs import CostModel
-from megatron.zerobubble.plan.ir import Op, OpKind
-from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.simulate import simulate
-from megatron.zerobubble.runtime.executor import Executor
-from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # for `tools`, which no install provides
+from megatron.zerobubble.errors import UserError  # noqa: E402
+from megatron.zerobubble.optimizer.post_validation import PostValidation, Relay, Statistics  # noqa: E402
+from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards  # noqa: E402
+from megatron.zerobubble.plan.costs import CostModel  # noqa: E402
+from megatron.zerobubble.plan.registry import build_plan  # noqa: E402
+from megatron.zerobubble.plan.simulate import simulate  # noqa: E402
+from megatron.zerobubble.runtime.executor import Executor  # noqa: E402
+from megatron.zerobubble.runtime.p2p import ProcessGroupLinks  # noqa: E402
+from tools.emulation import SleepingWork, run_on_ranks  # noqa: E402
 
 FORMAT = "zerobubble-post-validation-benchmark/1"
-SHAPE = (64,)
-
-
-class SleepingWork:
-    """Passes that take their time and compute nothing."""
-
-    def __init__(self, costs: CostModel) -> None:
-        self._seconds = {
-            OpKind.F: [ms / 1000.0 for ms in costs.forward_ms],
-            OpKind.B: [ms / 1000.0 for ms in costs.backward_ms],
-            OpKind.W: [ms / 1000.0 for ms in costs.wgrad_ms],
-        }
-
-    def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor:
-        """F."""
-        return self._sleep(op)
-
-    def backward(self, op: Op, gradient: Tensor | None, last: bool) -> Tensor:
-        """B."""
-        return self._sleep(op)
-
-    def weight_gradient(self, op: Op, last: bool) -> None:
-        """W."""
-        self._sleep(op)
-
-    def buffer(self, message: Message) -> Tensor:
-        """What is received."""
-        return torch.empty(SHAPE)
-
-    def _sleep(self, op: Op) -> Tensor:
-        time.sleep(self._seconds[op.kind][op.stage])
-        return torch.zeros(SHAPE)
 
 
 class CalmOptimizer:
@@ -120,21 +87,17 @@ def iteration_ms(program: Program, rank: int, links: ProcessGroupLinks, work: Sl
     return (starts[-1] - starts[1]) / count * 1000.0
 
 
-def serve(pipe: Connection, rank: int, port: int, program: Program, costs: CostModel, count: int, repeats: int) -> None:
+def serve(rank: int, program: Program, costs: CostModel, count: int, repeats: int) -> list[tuple[float, float]]:
     """One rank: (synchronous, early) for each repeat."""
-    torch.set_num_threads(1)
     num_ranks = program.plan.num_ranks
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store)
     links = ProcessGroupLinks(program.plan.placement, pipeline=range(num_ranks), rank=rank, device=torch.device("cpu"))
     work = SleepingWork(costs)
-    pairs = [
-        tuple(iteration_ms(program, rank, links, work, early=early, count=count) for early in (False, True))
-        for _ in range(repeats)
-    ]
+    pairs = []
+    for _ in range(repeats):
+        synchronous, early = (iteration_ms(program, rank, links, work, early=early, count=count) for early in (False, True))
+        pairs.append((synchronous, early))
     links.close()
-    dist.destroy_process_group()
-    pipe.send(pairs)
+    return pairs
 
 
 def measure(schedule: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -145,21 +108,7 @@ def measure(schedule: str, args: argparse.Namespace) -> dict[str, Any]:
     )
     expected = simulate(plan, costs)
     program = place_communication(plan, fence=speculative_forwards(plan))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for rank in range(args.num_ranks):
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(
-            target=serve, args=(there, rank, store.port, program, costs, args.iterations, args.repeats), daemon=True
-        )
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
-    ranks = [pipe.recv() for pipe in pipes]
-    for process in processes:
-        process.join()
+    ranks = run_on_ranks(serve, args.num_ranks, program, costs, args.iterations, args.repeats)
     pairs = [tuple(max(rank[repeat][way] for rank in ranks) for way in (0, 1)) for repeat in range(args.repeats)]
     saved = expected.makespan_ms - expected.span_ms
     reached = [(synchronous - early) / saved for synchronous, early in pairs]

@@ -1,0 +1,127 @@
+"""What the benchmarks share: ranks as processes of this machine, and passes that sleep instead of computing.
+
+Passes that sleep let any number of ranks fit on a few cores. All else is real: the plan, the executor, its buffers and waits, and
+the tensors that travel on gloo.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.zerobubble.errors import ExecutionError
+from megatron.zerobubble.plan.communication import Message
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Op, OpKind
+
+
+class SleepingWork:
+    """Passes that take their time, compute nothing, and check that what arrives is what was sent.
+
+    A pass ends when its time is over, counted from the moment it began; making the tensor that it hands on is part of that time.
+
+    Args:
+        costs: how long each stage's passes take.
+        num_elements: float32 numbers in each tensor that travels.
+    """
+
+    def __init__(self, costs: CostModel, *, num_elements: int = 64) -> None:
+        self._num_elements = num_elements
+        self._seconds = {
+            (stage, kind): costs.duration_ms(stage, kind) / 1000.0 for stage in range(costs.num_stages) for kind in OpKind
+        }
+
+    def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor:
+        """F."""
+        return self._pass_on(op, activation, received_from=op.stage - 1)
+
+    def backward(self, op: Op, gradient: Tensor | None, last: bool) -> Tensor:
+        """B or BW."""
+        return self._pass_on(op, gradient, received_from=op.stage + 1)
+
+    def weight_gradient(self, op: Op, last: bool) -> None:
+        """W."""
+        _sleep_until(time.perf_counter() + self._seconds[op.stage, op.kind])
+
+    def buffer(self, message: Message) -> Tensor:
+        """What is received."""
+        return torch.empty(self._num_elements)
+
+    def _pass_on(self, op: Op, received: Tensor | None, received_from: int) -> Tensor:
+        end = time.perf_counter() + self._seconds[op.stage, op.kind]
+        if received is not None and received[-1].item() != _mark(received_from, op.microbatch):
+            raise ExecutionError(f"{op} was given a tensor that is not of stage {received_from}, microbatch {op.microbatch}")
+        result = torch.full((self._num_elements,), _mark(op.stage, op.microbatch))
+        _sleep_until(end)
+        return result
+
+
+def _mark(stage: int, microbatch: int) -> float:
+    """Tells tensors apart; exact in float32."""
+    return float(1024 * stage + microbatch)
+
+
+def _sleep_until(end_s: float) -> None:
+    """Spinning to be on time is no way: there are more ranks than cores, and it would take the core from those that are ready."""
+    time.sleep(max(0.0, end_s - time.perf_counter()))
+
+
+def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    """Call ``function(rank, *args)`` in `num_ranks` new processes that form a gloo world; the results in rank order.
+
+    The function must be importable. One torch thread a rank.
+
+    Raises:
+        ExecutionError: a rank ended without a result; its traceback is on standard error.
+    """
+    # Here, not on rank 0: a port that is free when asked for may be taken when rank 0 has started.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    context = multiprocessing.get_context("spawn")
+    pipes: list[Connection] = []
+    processes = []
+    for rank in range(num_ranks):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_serve, args=(there, rank, num_ranks, store.port, function, args), daemon=True)
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    try:
+        results = _collect(pipes)
+    except BaseException:
+        for process in processes:
+            process.kill()  # they wait for the one that failed
+        raise
+    finally:
+        for process in processes:
+            process.join()
+    return results
+
+
+def _collect(pipes: list[Connection]) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        for ready in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):
+            assert isinstance(ready, Connection)
+            rank = pipes.index(ready)
+            try:
+                results[rank] = ready.recv()
+            except EOFError:
+                raise ExecutionError(f"rank {rank} ended without a result; see its traceback above") from None
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _serve(pipe: Connection, rank: int, num_ranks: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store)
+    result = function(rank, *args)
+    dist.destroy_process_group()
+    pipe.send(result)
