@@ -39,7 +39,8 @@ from megatron.zerobubble.runtime.recording import Recorder
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
 RECORD_EVERY = 20
-"""Training iterations from one recorded to the next. Recording costs two clock readings an op."""
+"""Training iterations from one recorded to the next, where nobody asks for another number. Recording costs two clock readings an
+op."""
 
 STOCK = "stock"
 """Name of the choice that leaves scheduling to megatron-core."""
@@ -132,6 +133,8 @@ class PipelineSchedule:
         """Where tensors live."""
         self.recorder = OpRecorder(self.device)
         """Holds the ops of the last recorded iteration."""
+        self.record_every = RECORD_EVERY
+        """Training iterations from one recorded to the next. The first is never recorded: it pays for every allocation."""
         self._recorded: Plan | None = None
         self._iterations = 0
         self.profiler: Profiler | None = None
@@ -282,7 +285,7 @@ class PipelineSchedule:
         elif not iteration.forward_only and self.profiler is not None:
             recorder = self.profiler
         elif not iteration.forward_only:
-            if self._iterations % RECORD_EVERY == 1:  # not the first one: it pays for every allocation
+            if self._iterations > 0 and (self._iterations - 1) % self.record_every == 0:
                 recorder, self._recorded = self.recorder, program.plan
                 recorder.clear()
             self._iterations += 1

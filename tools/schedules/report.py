@@ -1,0 +1,238 @@
+"""What the schedule benchmark says: ratios measured side by side, with their spread, against the simulator. No torch in here.
+
+Contenders take turns: every round has one iteration of each. A speed-up is a ratio of two iterations of the same round, so that
+what slows the machine for a while slows both; of the ratios of all rounds the median, the least and the most are shown. *Reached*
+is the measured speed-up over the predicted one: 1.0 is a runtime that does what the simulator says.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import OpKind, Placement
+from megatron.zerobubble.plan.simulate import TimedOp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One iteration on one rank. Milliseconds on the clock that the ranks of one machine share."""
+
+    start_ms: float
+    """After the barrier that precedes the iteration."""
+    end_ms: float
+    """When this rank was done."""
+    ops: tuple[TimedOp, ...] = ()
+    """What ran when, in order; empty where the contender does not record."""
+    loss: float | None = None
+    """Mean over the microbatches, where the last stage is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """One iteration on all ranks, in rank order."""
+
+    samples: tuple[Sample, ...]
+
+    @property
+    def wall_ms(self) -> float:
+        """From the first rank's start to the last rank's end."""
+        return max(sample.end_ms for sample in self.samples) - min(sample.start_ms for sample in self.samples)
+
+    @property
+    def span_ms(self) -> float:
+        """The simulator's span, measured: the longest time a rank needs from its first op's start to its last op's end."""
+        return max(sample.ops[-1].end_ms - sample.ops[0].start_ms for sample in self.samples)
+
+    @property
+    def outside_ms(self) -> float:
+        """What of `wall_ms` is before the first op or after the last of all ranks: zeroing gradients, the optimizer's step."""
+        first = min(sample.ops[0].start_ms for sample in self.samples)
+        return self.wall_ms - (max(sample.ops[-1].end_ms for sample in self.samples) - first)
+
+    @property
+    def loss(self) -> float | None:
+        """That of the rank which has one."""
+        return next((sample.loss for sample in self.samples if sample.loss is not None), None)
+
+
+def by_iteration(ranks: Sequence[Sequence[Sample]]) -> list[Iteration]:
+    """Per rank its samples -> per round the samples of all ranks."""
+    return [Iteration(samples=samples) for samples in zip(*ranks, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Of several measurements."""
+
+    median: float
+    least: float
+    most: float
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Spread:
+        """Of at least one value."""
+        ordered = sorted(values)
+        return Spread(median=statistics.median(ordered), least=ordered[0], most=ordered[-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One contender."""
+
+    name: str
+    runtime: str
+    """Whose code runs it."""
+    baseline: str
+    """Name of the line that its speed-up is over."""
+    ms: tuple[float, ...]
+    """What one iteration took, per round."""
+    predicted_ms: float | None = None
+    """What it should take by the simulator; None where nothing is known of its passes."""
+    losses: tuple[float, ...] = ()
+    """Of each iteration, where something was trained."""
+
+
+Row = dict[str, Any]
+"""A line as it is in the JSON."""
+
+
+def rows_of(lines: Sequence[Line]) -> list[Row]:
+    """Every line with its ratios. The baseline of each must be among them, with the same number of rounds."""
+    by_name = {line.name: line for line in lines}
+    return [_row(line, by_name[line.baseline]) for line in lines]
+
+
+def _row(line: Line, baseline: Line) -> Row:
+    ratios = [theirs / own for theirs, own in zip(baseline.ms, line.ms, strict=True)]
+    row: Row = {"name": line.name, "runtime": line.runtime, "over": baseline.name}
+    row |= {
+        "ms": asdict(Spread.of(line.ms)),
+        "rounds_ms": [round(ms, 3) for ms in line.ms],
+        "speed_up": asdict(Spread.of(ratios)),
+    }
+    if line.predicted_ms is not None:
+        row["predicted_ms"] = line.predicted_ms
+        row["over_prediction"] = asdict(Spread.of(ms / line.predicted_ms - 1.0 for ms in line.ms))
+    if line.predicted_ms is not None and baseline.predicted_ms is not None:
+        predicted = baseline.predicted_ms / line.predicted_ms
+        row["predicted_speed_up"] = predicted
+        row["reached"] = asdict(Spread.of(ratio / predicted for ratio in ratios))
+    if line.losses:
+        row["loss"] = {"first": line.losses[0], "last": line.losses[-1]}
+    return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """What the passes of the stages of one placement took in this run."""
+
+    placement: Placement
+    costs: CostModel
+    """Medians of every stage's F, B and W; links count as free."""
+    outside_ms: float
+    """Median of an iteration's `outside_ms`."""
+
+    def table(self) -> list[Row]:
+        """For the JSON."""
+        kinds = (("F", self.costs.forward_ms), ("B", self.costs.backward_ms), ("W", self.costs.wgrad_ms))
+        return [
+            {"stage": stage, "rank": rank} | {f"{name}_ms": round(times[stage], 3) for name, times in kinds}
+            for stage, rank in enumerate(self.placement.stage_to_rank)
+        ]
+
+
+def measured_passes(placement: Placement, iterations: Sequence[Iteration]) -> Passes:
+    """From recorded iterations on `placement`. Those with a fused backward count only where no other is given."""
+    split = [each for each in iterations if not any(op.op.kind is OpKind.BW for s in each.samples for op in s.ops)]
+    times: dict[tuple[int, OpKind], list[float]] = {}
+    for iteration in split or iterations:
+        for sample in iteration.samples:
+            for op, start, end in sample.ops:
+                times.setdefault((op.stage, OpKind.B if op.kind is OpKind.BW else op.kind), []).append(end - start)
+
+    def typical(kind: OpKind) -> tuple[float, ...]:
+        stages = range(placement.num_stages)
+        return tuple(statistics.median(times[stage, kind]) if (stage, kind) in times else 0.0 for stage in stages)
+
+    flat = CostModel.uniform(placement)
+    costs = CostModel(
+        forward_ms=typical(OpKind.F),
+        backward_ms=typical(OpKind.B),
+        wgrad_ms=typical(OpKind.W),
+        activation=flat.activation,
+        activation_after_backward=flat.activation_after_backward,
+    )
+    outside = statistics.median(iteration.outside_ms for iteration in split or iterations)
+    return Passes(placement=placement, costs=costs, outside_ms=outside)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """For people, in Markdown."""
+    heads = (
+        "schedule",
+        "runtime",
+        "ms",
+        "predicted",
+        "over it",
+        "speed-up",
+        "least to most",
+        "over",
+        "predicted",
+        "reached",
+        "least to most",
+    )
+    lines = [heads, ("---",) * len(heads), *map(_cells, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    speed_up, reached, over = row["speed_up"], row.get("reached"), row.get("over_prediction")
+    return (
+        row["name"],
+        row["runtime"],
+        f"{row['ms']['median']:.1f}",
+        f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else "-",
+        f"{over['median']:+.1%}" if over else "-",
+        f"{speed_up['median']:.3f}",
+        f"{speed_up['least']:.3f} to {speed_up['most']:.3f}",
+        row["over"],
+        f"{row['predicted_speed_up']:.3f}" if reached else "-",
+        f"{reached['median']:.1%}" if reached else "-",
+        f"{reached['least']:.1%} to {reached['most']:.1%}" if reached else "-",
+    )
+
+
+def draw(results: Sequence[Row], target: str) -> None:
+    """Measured speed-ups as bars with their spread, predicted ones as marks; one panel a number of microbatches."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(results), figsize=(1.5 + 5.5 * len(results), 4.2), squeeze=False)
+    for axes, result in zip(panels[0], results, strict=True):
+        rows = result["rows"]
+        spreads = [row["speed_up"] for row in rows]
+        errors = [
+            [spread["median"] - spread["least"] for spread in spreads],
+            [spread["most"] - spread["median"] for spread in spreads],
+        ]
+        axes.bar(range(len(rows)), [spread["median"] for spread in spreads], yerr=errors, capsize=3, color="#7aa6c2")
+        known = [(place, row["predicted_speed_up"]) for place, row in enumerate(rows) if "predicted_speed_up" in row]
+        axes.plot(
+            [place for place, _ in known], [value for _, value in known], "_", color="black", markersize=18, label="predicted"
+        )
+        axes.set_xticks(
+            range(len(rows)), [f"{row['name']}\nover {row['over']}" for row in rows], rotation=45, ha="right", fontsize=7
+        )
+        least = min(*(spread["least"] for spread in spreads), *(value for _, value in known), 1.0)
+        axes.set(ylabel="speed-up", ylim=(0.9 * least, None), title=f"{result['num_microbatches']} microbatches")
+        axes.axhline(1.0, color="grey", linewidth=0.8)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(target, dpi=150)
+    pyplot.close(figure)
