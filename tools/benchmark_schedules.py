@@ -1,9 +1,10 @@
 """Measure pipeline schedules side by side: what each is faster than its baseline, and how much of the simulator's word is kept.
 
 Real (the default): a GPT is trained on this machine's CPU, one thread a rank, gloo. stock-1f1b and stock-interleaved-1f1b are
-megatron-core's own schedules, torch-1f1b and torch-zbv are torch.distributed.pipelining's on plain layers of the same sizes, every
-other name is ours. An iteration is forward, backward and the optimizer's step, started together; its time is the slowest rank's.
-Predictions are the simulator's on the pass times of the same run, links free, plus what is outside of the passes (the optimizer).
+megatron-core's own schedules, torch-1f1b and torch-zbv are torch.distributed.pipelining's on plain layers of the same sizes, and
+every other name is ours. An iteration is forward, backward and the optimizer's step, started together; its time is that of the
+slowest rank. Predictions are the simulator's on the pass times of the same run, links free, plus what is outside of the passes
+(the optimizer).
 
 --emulate: passes sleep for given times, so that any number of ranks fits on a few cores; the executor, its buffers and waits and
 the tensors on gloo are real. NAME@LIMIT is the plan found for these times under a memory limit (1.0 is 1F1B's rank 0), NAME the
@@ -44,6 +45,13 @@ FORMAT = "zerobubble-schedules-benchmark/1"
 PUBLISHED = ROOT / "docs" / "benchmarks" / "published.json"
 REAL = ("stock-1f1b", "stock-interleaved-1f1b", "1f1b", "zb-h1", "zb-h2", "zbv", "v-half", "torch-1f1b", "torch-zbv")
 EMULATED = ("1f1b", "zb@1", "zb@2", "zbv@1")
+PASS_HELP = {
+    "forward_ms": "F of a rank and microbatch",
+    "backward_ms": "B likewise",
+    "wgrad_ms": "W likewise",
+    "comm_ms": "link time that planner and simulator assume",
+    "last_stage": "factor on the last stage's passes; each NAME@LIMIT is then compared with a plan for equal stages",
+}
 EXAMPLES = """examples:
   python tools/benchmark_schedules.py --num-microbatches 4 8 --json real.json --png real.png
   python tools/benchmark_schedules.py --emulate --published-row 1 --json emulated.json
@@ -69,18 +77,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--png", metavar="FILE", help="draw the speed-ups; needs matplotlib")
     model = parser.add_argument_group("real mode")
     for field in fields(Sizes):
-        about = {"num_layers": "layers of the whole model"}.get(field.name, field.name.replace("_", " "))
-        model.add_argument(_flag(field.name), type=int, help=f"{about} (default {field.default})")
+        model.add_argument(_flag(field.name), type=int, help=f"{field.name.replace('_', ' ')} (default {field.default})")
     passes = parser.add_argument_group("emulated mode")
-    about = {
-        "forward_ms": "F of a rank and microbatch",
-        "backward_ms": "B likewise",
-        "wgrad_ms": "W likewise",
-        "comm_ms": "link time that planner and simulator assume",
-        "last_stage": "factor on the last stage's passes; each plan is then compared with one for equal stages",
-    }
     for field in fields(Times):
-        passes.add_argument(_flag(field.name), type=float, help=f"{about[field.name]} (default {field.default})")
+        passes.add_argument(_flag(field.name), type=float, help=f"{PASS_HELP[field.name]} (default {field.default})")
     passes.add_argument("--published-row", type=int, metavar="ROW", help=f"p, m and times of a row of {PUBLISHED.name}")
     passes.add_argument("--message-kib", type=float, help="size of a tensor that travels (default 64)")
     passes.add_argument("--effort", choices=[effort.value for effort in Effort], help="of NAME@LIMIT (default fast)")

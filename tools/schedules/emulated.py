@@ -49,8 +49,16 @@ class Times:
     def true(self, placement: Placement) -> CostModel:
         """Costs with the factor."""
         costs = self.equal(placement)
-        lists = {name: getattr(costs, name) for name in ("forward_ms", "backward_ms", "wgrad_ms")}
-        return replace(costs, **{name: (*values[:-1], self.last_stage * values[-1]) for name, values in lists.items()})
+
+        def slowed(values: tuple[float, ...]) -> tuple[float, ...]:
+            return (*values[:-1], self.last_stage * values[-1])
+
+        return replace(
+            costs,
+            forward_ms=slowed(costs.forward_ms),
+            backward_ms=slowed(costs.backward_ms),
+            wgrad_ms=slowed(costs.wgrad_ms),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

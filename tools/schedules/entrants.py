@@ -60,7 +60,7 @@ class Sizes:
     """Heads of a layer's attention."""
     seq_length: int = 256
     """Tokens of a sample."""
-    micro_batch_size: int = 2
+    micro_batch_size: int = 3
     """Samples of a microbatch."""
 
     def __post_init__(self) -> None:

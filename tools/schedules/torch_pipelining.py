@@ -42,7 +42,8 @@ class Attention(nn.Module):
         query, key, value = heads.chunk(3, dim=-1)
         scores = query @ key.transpose(-1, -2) / math.sqrt(hidden // self.num_heads)
         attended = scores.masked_fill(self.future, -torch.inf).softmax(dim=-1) @ value
-        return self.output(attended.transpose(1, 2).reshape(batch, sequence, hidden))
+        mixed: Tensor = self.output(attended.transpose(1, 2).reshape(batch, sequence, hidden))
+        return mixed
 
 
 class Block(nn.Module):
@@ -58,7 +59,8 @@ class Block(nn.Module):
     def forward(self, x_bsh: Tensor) -> Tensor:
         """Attention and MLP, each added."""
         x_bsh = x_bsh + self.attention(self.attention_norm(x_bsh))
-        return x_bsh + self.mlp(self.mlp_norm(x_bsh))
+        added: Tensor = x_bsh + self.mlp(self.mlp_norm(x_bsh))
+        return added
 
 
 class Embedding(nn.Module):
@@ -71,7 +73,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens_bs: Tensor) -> Tensor:
         """The sum."""
-        return self.word(tokens_bs) + self.position.weight
+        embedded: Tensor = self.word(tokens_bs) + self.position.weight
+        return embedded
 
 
 def stage_module(sizes: Sizes, *, stage: int, num_stages: int, num_layers: int) -> nn.Sequential:
