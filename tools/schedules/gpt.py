@@ -43,6 +43,12 @@ def set_up(host: HostDevice, num_ranks: int) -> None:
     parallel_state.initialize_model_parallel(1, num_ranks)
 
 
+def tear_down(host: HostDevice) -> None:
+    """Forget what `set_up` made. Every rank must call it, after it has closed its contenders."""
+    parallel_state.destroy_model_parallel()
+    host.uninstall()
+
+
 def text(sizes: Sizes, num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and labels, int64 [num_microbatches * micro_batch_size, seq_length]: source code of the standard library."""
     count = num_microbatches * sizes.micro_batch_size * sizes.seq_length
@@ -108,6 +114,10 @@ class GPTContender:
     def loss(self) -> float | None:
         """Of the last iteration, where the last stage is."""
         return sum(float(loss["loss"]) for loss in self._losses) / len(self._losses) if self._losses else None
+
+    def close(self) -> None:
+        """Give back the process groups. Every rank must call it."""
+        self._schedule.close()
 
     def _take_over(self) -> None:
         """megatron-core's stock schedules ask the global state how many chunks a rank has."""

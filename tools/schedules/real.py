@@ -11,28 +11,33 @@ from megatron.zerobubble.plan.simulate import simulate
 from tools.emulation import run_on_ranks
 from tools.schedules.entrants import Entrant, Runtime, Sizes
 from tools.schedules.report import Iteration, Line, Passes, Row, Sample, by_iteration, measured_passes, rows_of
-from tools.schedules.turns import Contender, take_turns
+from tools.schedules.turns import take_turns
 
 
 def serve(
     rank: int, entrants: Sequence[Entrant], sizes: Sizes, num_ranks: int, numbers_of_microbatches: Sequence[int], rounds: int
 ) -> list[list[list[Sample]]]:
     """One rank: for each number of microbatches, per entrant its samples."""
-    # The ranks only: the process that starts them never computes. Warnings are megatron-core's, on every config.
-    warnings.simplefilter("ignore")
-    from megatron.zerobubble.integration.host import HostDevice
-    from tools.schedules.gpt import GPTContender, set_up
-    from tools.schedules.torch_pipelining import TorchContender
+    # Here, because the process that starts the ranks has no use for megatron-core.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron-core's, on import and on every config
+        from megatron.zerobubble.integration.host import HostDevice
+        from tools.schedules.gpt import GPTContender, set_up, tear_down
+        from tools.schedules.torch_pipelining import TorchContender
 
-    host = HostDevice()
-    set_up(host, num_ranks)
-    contenders: list[Contender] = [
-        TorchContender(entrant, sizes, num_ranks)
-        if entrant.runtime is Runtime.TORCH
-        else GPTContender(entrant, sizes, num_ranks, host)
-        for entrant in entrants
-    ]
-    return [take_turns(contenders, count, rounds) for count in numbers_of_microbatches]
+        host = HostDevice()
+        set_up(host, num_ranks)
+        contenders: list[TorchContender | GPTContender] = [
+            TorchContender(entrant, sizes, num_ranks)
+            if entrant.runtime is Runtime.TORCH
+            else GPTContender(entrant, sizes, num_ranks, host)
+            for entrant in entrants
+        ]
+        samples = [take_turns(contenders, count, rounds) for count in numbers_of_microbatches]
+        for contender in contenders:
+            contender.close()
+        tear_down(host)
+    return samples
 
 
 def measure(

@@ -129,6 +129,9 @@ class TorchContender:
         """Of the last iteration, where the last stage is."""
         return float(torch.stack(self._losses).mean()) if self._losses else None
 
+    def close(self) -> None:
+        """torch's stages use the world's group; there is nothing to give back."""
+
     def _schedule(self, num_microbatches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
         stages = [PipelineStage(module, stage, self._num_stages, CPU) for stage, module in self._modules.items()]
         if len(stages) == 1:

@@ -32,8 +32,6 @@ def take_turns(contenders: Sequence[Contender], num_microbatches: int, rounds: i
     A first round is not counted. Each round begins with another contender, so that nobody always runs behind the same one.
     """
     samples: list[list[Sample]] = [[] for _ in contenders]
-    gc.collect()
-    gc.freeze()  # what was built stays; looking through all of it again would take longer than a turn
     for number in range(rounds + 1):
         for turn in range(len(contenders)):
             place = (number + turn) % len(contenders)
@@ -44,9 +42,13 @@ def take_turns(contenders: Sequence[Contender], num_microbatches: int, rounds: i
 
 
 def _take_turn(contender: Contender, num_microbatches: int) -> Sample:
-    gc.collect()  # nobody pays for another's garbage
-    dist.barrier()
-    start = time.perf_counter()
-    contender.iterate(num_microbatches)
-    end = time.perf_counter()
+    gc.collect()
+    gc.disable()  # nobody pays for another's garbage, or for a look through all that is alive
+    try:
+        dist.barrier()
+        start = time.perf_counter()
+        contender.iterate(num_microbatches)
+        end = time.perf_counter()
+    finally:
+        gc.enable()
     return Sample(start_ms=start * 1000.0, end_ms=end * 1000.0, ops=tuple(contender.timed_ops()), loss=contender.loss())

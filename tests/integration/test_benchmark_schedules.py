@@ -1,0 +1,149 @@
+"""tools/benchmark_schedules.py: what it computes from measurements, and that both modes measure. Not what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zerobubble.errors import ExecutionError
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Op, Placement
+from megatron.zerobubble.plan.simulate import TimedOp
+from tests.support.ranks import RankPool
+from tools import benchmark_schedules
+from tools.emulation import SleepingWork
+from tools.schedules import emulated, real
+from tools.schedules.report import Iteration, Line, Sample, measured_passes, rows_of
+
+TINY = ("--num-layers", "8", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8", "--micro-batch-size", "1")
+SPREAD = {"median", "least", "most"}
+
+
+def sample(start_ms: float, end_ms: float, **ops: tuple[float, float]) -> Sample:
+    """A rank's iteration; ops by their text with a leading underscore."""
+    timed = tuple(TimedOp(Op.parse(text[1:]), *bounds) for text, bounds in ops.items())
+    return Sample(start_ms=start_ms, end_ms=end_ms, ops=timed)
+
+
+def iteration(forward_ms: float = 3) -> Iteration:
+    """One microbatch through two ranks; on rank 0, F takes `forward_ms`, B takes 4 and W takes 2."""
+    first = sample(10, 29, _0F0=(15 - forward_ms, 15), _0B0=(20, 24), _0W0=(24, 26))
+    return Iteration(samples=(first, sample(11, 30, _1F0=(15, 16), _1B0=(16, 20), _1W0=(20, 22))))
+
+
+def test_an_iteration_is_as_long_as_its_slowest_rank() -> None:
+    assert iteration().wall_ms == 30 - 10
+    assert iteration().span_ms == 26 - 12, "of rank 0; rank 1's is 7"
+    assert iteration().outside_ms == 20 - (26 - 12), "before the first op and after the last"
+
+
+def test_pass_times_are_medians_and_fused_ones_only_a_last_resort() -> None:
+    fused = Iteration(samples=(sample(0, 9, _0F0=(0, 1), _0BW0=(2, 9)), sample(0, 9, _1F0=(1, 2), _1BW0=(2, 3))))
+    passes = measured_passes(Placement.linear(2), [iteration(3), iteration(5), fused, iteration(1)])
+    assert (passes.costs.forward_ms, passes.costs.backward_ms, passes.costs.wgrad_ms) == ((3, 1), (4, 4), (2, 2))
+    assert passes.outside_ms == 6
+    alone = measured_passes(Placement.linear(2), [fused]).costs
+    assert (alone.backward_ms, alone.wgrad_ms) == ((7, 1), (0, 0))
+
+
+def test_a_speed_up_is_a_ratio_within_a_round() -> None:
+    slow = Line(name="slow", runtime="a", baseline="slow", ms=(100, 120, 110), predicted_ms=90)
+    fast = Line(name="fast", runtime="b", baseline="slow", ms=(80, 100, 110), predicted_ms=72, losses=(5.0, 4.0))
+    unknown = Line(name="unknown", runtime="c", baseline="slow", ms=(200, 120, 220))
+    first, second, third = rows_of([slow, fast, unknown])
+    assert first["speed_up"] == {"median": 1, "least": 1, "most": 1}
+    assert second["speed_up"] == pytest.approx({"median": 1.2, "least": 1.0, "most": 1.25})
+    assert second["predicted_speed_up"] == 1.25
+    assert second["reached"] == pytest.approx({"median": 0.96, "least": 0.8, "most": 1.0})
+    assert second["over_prediction"] == pytest.approx({"median": 100 / 72 - 1, "least": 80 / 72 - 1, "most": 110 / 72 - 1})
+    assert second["loss"] == {"first": 5.0, "last": 4.0}
+    assert third["speed_up"]["median"] == 0.5
+    assert "reached" not in third
+
+
+def test_a_sleeping_pass_refuses_what_is_not_its_input() -> None:
+    work = SleepingWork(CostModel.uniform(Placement.linear(2), forward_ms=0.0))
+    output = work.forward(Op.parse("0F3"), None, False)
+    assert work.forward(Op.parse("1F3"), output, False).shape == (64,)
+    with pytest.raises(ExecutionError, match="1F2 was given a tensor that is not of stage 0, microbatch 2"):
+        work.forward(Op.parse("1F2"), output, False)
+
+
+@pytest.fixture
+def in_pool(four_ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Runs the tool on ranks that are there already; its JSON."""
+
+    def on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+        assert num_ranks == four_ranks.size
+        return four_ranks.run(function, *args)
+
+    for mode in (real, emulated):
+        monkeypatch.setattr(mode, "run_on_ranks", on_ranks)
+
+    def run(path: Path, *arguments: str) -> dict[str, Any]:
+        assert benchmark_schedules.main(["--num-ranks", "4", "--json", str(path), *arguments]) == 0
+        body: dict[str, Any] = json.loads(path.read_text())
+        assert body["format"] == "zerobubble-schedules-benchmark/1"
+        return body
+
+    return run
+
+
+def test_emulated(in_pool: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = ["--forward-ms", "2", "--backward-ms", "2", "--wgrad-ms", "2", "--last-stage", "2"]
+    sizes = ["--num-microbatches", "4", "--rounds", "2", "--message-kib", "1"]
+    schedules = ["--schedule", "1f1b", "--schedule", "zb@1", "--schedule", "zbv"]
+    body = in_pool(tmp_path / "out.json", "--emulate", *times, *sizes, *schedules)
+    (result,) = body["results"]
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == ["1f1b", "zb@1 for equal stages", "zb@1", "zbv"]
+    assert rows["1f1b"]["predicted_ms"] == 3 * 2 + 4 * 12 + 3 * 4, "the way there, four microbatches on the last stage, and back"
+    assert rows["zb@1"]["over"] == "zb@1 for equal stages"
+    assert rows["zb@1"]["predicted_speed_up"] >= 1
+    assert all(set(row["reached"]) == SPREAD and len(row["rounds_ms"]) == 2 for row in rows.values())
+    assert "| zb@1 for equal stages |" in capsys.readouterr().out
+
+
+def test_real(in_pool: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    body = in_pool(
+        tmp_path / "out.json", *TINY, "--num-microbatches", "4", "8", "--rounds", "2", "--png", str(tmp_path / "out.png")
+    )
+    assert (tmp_path / "out.png").stat().st_size > 0
+    for result, count in zip(body["results"], (4, 8), strict=True):
+        assert result["num_microbatches"] == count
+        rows = {row["name"]: row for row in result["rows"]}
+        assert list(rows) == list(benchmark_schedules.REAL)
+        assert all(row["loss"]["last"] < row["loss"]["first"] for row in rows.values())
+        linear = [rows[name]["loss"]["last"] for name in ("stock-1f1b", "1f1b", "zb-h1", "zb-h2")]
+        assert linear == pytest.approx([linear[0]] * 4, rel=1e-5), "one model, whoever schedules it"
+        assert {row["name"] for row in rows.values() if "reached" not in row} == {"torch-1f1b", "torch-zbv"}
+        stages = {placement: len(passes["stages"]) for placement, passes in result["passes"].items()}
+        assert stages == {"linear": 4, "V": 8}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--emulate", "--hidden-size", "8"], "--hidden-size goes without --emulate only"),
+        (["--last-stage", "1.4"], "--last-stage goes with --emulate only"),
+        (["--schedule", "zb-v"], "did you mean 'zbv'"),
+        (["--schedule", "zbv", "--num-layers", "6"], "4 stages; num_layers 6 does not divide"),
+        (["--schedule", "stock-interleaved-1f1b", "--num-microbatches", "3"], "a multiple of 2 microbatches"),
+        (["--schedule", "torch-zbv", "--num-microbatches", "1"], "at least as many microbatches as ranks, 2"),
+        (["--num-attention-heads", "7"], "512 does not divide into 7 attention heads"),
+        (["--emulate", "--schedule", "zbv@much"], "what follows @ must be a memory limit"),
+        (["--emulate", "--num-microbatches", "4", "8"], "--emulate takes one --num-microbatches"),
+        (["--rounds", "0"], "must be 1 or more"),
+        (["--num-ranks", "1"], "2 or more"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        benchmark_schedules.main(arguments)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
