@@ -45,6 +45,13 @@ FORMAT = "zerobubble-schedules-benchmark/1"
 PUBLISHED = ROOT / "docs" / "benchmarks" / "published.json"
 REAL = ("stock-1f1b", "stock-interleaved-1f1b", "1f1b", "zb-h1", "zb-h2", "zbv", "v-half", "torch-1f1b", "torch-zbv")
 EMULATED = ("1f1b", "zb@1", "zb@2", "zbv@1")
+MODEL_HELP = {
+    "num_layers": "layers of the whole model, a multiple of every schedule's number of stages",
+    "hidden_size": "width of the model",
+    "num_attention_heads": "heads of a layer",
+    "seq_length": "tokens of a sample",
+    "micro_batch_size": "samples of a microbatch",
+}
 PASS_HELP = {
     "forward_ms": "F of a rank and microbatch",
     "backward_ms": "B likewise",
@@ -77,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--png", metavar="FILE", help="draw the speed-ups; needs matplotlib")
     model = parser.add_argument_group("real mode")
     for field in fields(Sizes):
-        model.add_argument(_flag(field.name), type=int, help=f"{field.name.replace('_', ' ')} (default {field.default})")
+        model.add_argument(_flag(field.name), type=int, help=f"{MODEL_HELP[field.name]} (default {field.default})")
     passes = parser.add_argument_group("emulated mode")
     for field in fields(Times):
         passes.add_argument(_flag(field.name), type=float, help=f"{PASS_HELP[field.name]} (default {field.default})")
@@ -110,6 +117,8 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--num-ranks is {args.num_ranks}; a pipeline has 2 or more")
     if args.rounds < 1 or any(count < 1 for count in args.num_microbatches or ()):
         raise ConfigError("--rounds and --num-microbatches must be 1 or more")
+    if args.message_kib is not None and args.message_kib <= 0:
+        raise ConfigError(f"--message-kib is {args.message_kib}; it must be more than 0")
     if args.emulate and len(args.num_microbatches or ()) > 1:
         raise ConfigError("--emulate takes one --num-microbatches; the plans are made for it")
     if args.png is not None:
@@ -117,6 +126,9 @@ def check(args: argparse.Namespace) -> None:
 
         if importlib.util.find_spec("matplotlib") is None:
             raise ConfigError("--png needs matplotlib; install it or leave --png out")
+    for target in filter(None, (args.json, args.png)):
+        if target != "-":
+            Path(target).open("a").close()  # not after minutes
 
 
 def run_real(args: argparse.Namespace) -> Row:
@@ -171,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check(args)
         body = run_emulated(args) if args.emulate else run_real(args)
-    except UserError as error:
+    except (UserError, OSError) as error:
         parser.error(str(error))
     report: Row = {
         "format": FORMAT,

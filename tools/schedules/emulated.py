@@ -90,7 +90,7 @@ def plan_emulations(
         result = make_plan(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, costs_of=costs_of, goal=goal)
         return result.simulation.plan
 
-    for name in names:
+    for name in dict.fromkeys(names):
         schedule, _, limit = name.partition("@")
         if not limit:
             add(name, build_plan(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches))
