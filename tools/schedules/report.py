@@ -170,28 +170,20 @@ def measured_passes(placement: Placement, iterations: Sequence[Iteration]) -> Pa
     return Passes(placement=placement, costs=costs, outside_ms=outside)
 
 
+HEADS = (
+    "| schedule | runtime | ms | predicted | over it | speed-up | least to most | over | predicted | reached | least to most |"
+)
+
+
 def table(rows: Sequence[Row]) -> str:
     """For people, in Markdown."""
-    heads = (
-        "schedule",
-        "runtime",
-        "ms",
-        "predicted",
-        "over it",
-        "speed-up",
-        "least to most",
-        "over",
-        "predicted",
-        "reached",
-        "least to most",
-    )
-    lines = [heads, ("---",) * len(heads), *map(_cells, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    rule = "|" + " --- |" * (HEADS.count("|") - 1)
+    return "\n".join([HEADS, rule, *(f"| {' | '.join(_cells(row))} |" for row in rows)])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row) -> list[str]:
     speed_up, reached, over = row["speed_up"], row.get("reached"), row.get("over_prediction")
-    return (
+    return [
         row["name"],
         row["runtime"],
         f"{row['ms']['median']:.1f}",
@@ -203,7 +195,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row['predicted_speed_up']:.3f}" if reached else "-",
         f"{reached['median']:.1%}" if reached else "-",
         f"{reached['least']:.1%} to {reached['most']:.1%}" if reached else "-",
-    )
+    ]
 
 
 def draw(results: Sequence[Row], target: str) -> None:
@@ -223,13 +215,11 @@ def draw(results: Sequence[Row], target: str) -> None:
         ]
         axes.bar(range(len(rows)), [spread["median"] for spread in spreads], yerr=errors, capsize=3, color="#7aa6c2")
         known = [(place, row["predicted_speed_up"]) for place, row in enumerate(rows) if "predicted_speed_up" in row]
-        axes.plot(
-            [place for place, _ in known], [value for _, value in known], "_", color="black", markersize=18, label="predicted"
-        )
-        axes.set_xticks(
-            range(len(rows)), [f"{row['name']}\nover {row['over']}" for row in rows], rotation=45, ha="right", fontsize=7
-        )
-        least = min(*(spread["least"] for spread in spreads), *(value for _, value in known), 1.0)
+        places, predicted = [place for place, _ in known], [value for _, value in known]
+        axes.plot(places, predicted, "_", color="black", markersize=18, label="predicted")
+        names = [f"{row['name']}\nover {row['over']}" for row in rows]
+        axes.set_xticks(range(len(rows)), names, rotation=45, ha="right", fontsize=7)
+        least = min(*(spread["least"] for spread in spreads), *predicted, 1.0)
         axes.set(ylabel="speed-up", ylim=(0.9 * least, None), title=f"{result['num_microbatches']} microbatches")
         axes.axhline(1.0, color="grey", linewidth=0.8)
         axes.legend()
