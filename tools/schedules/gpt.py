@@ -23,11 +23,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from megatron.zerobubble.integration.host import HostDevice
-from megatron.zerobubble.integration.layout import StageLayout, even_layers
+from megatron.zerobubble.integration.layout import pipeline_layout
 from megatron.zerobubble.integration.model import build_chunks
 from megatron.zerobubble.integration.zb_schedules import STOCK, PipelineSchedule, ScheduleChoice
 from megatron.zerobubble.plan.registry import schedule_info
 from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.stage_layers import StageLayers
 from tools.schedules.entrants import Entrant, Runtime, Sizes
 
 VOCABULARY = 256
@@ -157,9 +158,7 @@ def _choice(entrant: Entrant, num_ranks: int) -> ScheduleChoice:
 
 
 def _transformer_config(sizes: Sizes, choice: ScheduleChoice) -> TransformerConfig:
-    layout = None
-    if choice.placement.name == "V":
-        layout = StageLayout(even_layers(sizes.num_layers, choice.placement), choice.placement)
+    layout = pipeline_layout(StageLayers.spread(sizes.num_layers, choice.placement), choice.placement)
     interleaves = choice.is_stock and choice.num_chunks > 1
     return TransformerConfig(
         num_layers=sizes.num_layers,

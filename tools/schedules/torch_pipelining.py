@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from megatron.zerobubble.integration.layout import even_layers
 from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.stage_layers import StageLayers
 from tools.schedules.entrants import Entrant, Sizes
 from tools.schedules.gpt import LEARNING_RATE, SEED, VOCABULARY, WEIGHT_DECAY, text
 
@@ -98,7 +98,7 @@ class TorchContender:
     def __init__(self, entrant: Entrant, sizes: Sizes, num_ranks: int) -> None:
         self._sizes = sizes
         placement = entrant.placement(num_ranks)
-        layers = even_layers(sizes.num_layers, placement)
+        layers = StageLayers.spread(sizes.num_layers, placement).per_stage
         self._num_stages = placement.num_stages
         torch.manual_seed(SEED)
         self._modules = {
