@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.training.checks import check_settings
-from megatron.zerobubble.training.config_model import ModelConfig, ParallelConfig, PrecisionConfig, ZeroBubbleConfig
+from megatron.zerobubble.training.config_model import ModelConfig, PrecisionConfig, ZeroBubbleConfig
+from megatron.zerobubble.training.config_parallel import ParallelConfig
 from megatron.zerobubble.training.config_run import (
     BatchConfig,
     CheckpointConfig,

@@ -8,7 +8,8 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import schedule_info
 from megatron.zerobubble.plan.stage_layers import StageLayers
-from megatron.zerobubble.training.config_model import ModelConfig, ParallelConfig, PrecisionConfig, ZeroBubbleConfig
+from megatron.zerobubble.training.config_model import ModelConfig, PrecisionConfig, ZeroBubbleConfig
+from megatron.zerobubble.training.config_parallel import ParallelConfig
 from megatron.zerobubble.training.config_run import (
     BatchConfig,
     CheckpointConfig,
