@@ -46,6 +46,14 @@ def settings(flags: str = "", *, world_size: int = 4, base: str = BASE) -> Setti
         ("--zero-bubble-schedule 1f1b", "1f1b", 1, None),
         ("--zero-bubble-schedule stock", "stock", 1, None),
         ("--zero-bubble-schedule zbv", "zbv", 2, None),
+        ("--zero-bubble-schedule zb-interleaved", "zb-interleaved", 2, None),
+        (
+            "--zero-bubble-schedule interleaved-1f1b --num-layers 16 --num-virtual-stages-per-pipeline-rank 4",
+            "interleaved-1f1b",
+            4,
+            None,
+        ),
+        ("--zero-bubble-schedule auto", "auto", 1, None),
     ],
 )
 def test_schedules(flags: str, schedule: str, num_chunks: int, max_pending: int | None) -> None:
@@ -105,7 +113,11 @@ def test_batch_and_data_parallelism() -> None:
         (P4 + V + "--num-layers-per-virtual-pipeline-stage 1", 4, "cannot be combined with --num-layers-per-virtual"),
         (V, 4, "--zero-bubble-v-schedule .* --pipeline-model-parallel-size of at least 2, got 1"),
         ("--enable-zero-bubble", 4, "zb-h1 .* needs --pipeline-model-parallel-size of at least 2"),
-        (P4 + "--zero-bubble-schedule zbx", 4, "'zbx' is unknown; choose from stock, 1f1b, zb-h1, zb-h2, zb, zbv"),
+        (
+            P4 + "--zero-bubble-schedule zbx",
+            4,
+            "'zbx' is unknown; choose from stock, auto, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb, zbv",
+        ),
         (P4 + "--zero-bubble-schedule zbv --enable-zero-bubble", 4, "already names the schedule"),
         (P4 + "--zero-bubble-max-pending-backward soon", 4, "--zero-bubble-max-pending-backward.*'soon'.*1p or 2p"),
         (P4 + V + "--zero-bubble-max-pending-backward 2p", 4, "are both given"),
@@ -150,6 +162,13 @@ def test_batch_and_data_parallelism() -> None:
         (P4 + V + "--zero-bubble-memory-limit 0", 4, "--zero-bubble-memory-limit '0' is none of: a number above 0 .* 60GiB"),
         (P4 + V + "--zero-bubble-memory-limit 0MiB", 4, "'0MiB' is none of"),
         (P4 + V + "--zero-bubble-memory-limit much", 4, "'much' is none of: .* auto"),
+        (
+            P4 + "--zero-bubble-schedule auto --zero-bubble-memory-limit 9GiB",
+            4,
+            "9GiB: with --zero-bubble-schedule auto give a number",
+        ),
+        ("--zero-bubble-schedule auto", 4, "schedule auto fills the bubble between pipeline ranks and needs"),
+        (P4 + "--zero-bubble-schedule auto --num-virtual-stages-per-pipeline-rank 2", 4, "cannot be combined with"),
         (P4 + V + "--zero-bubble-memory-limit auto --zero-bubble-planning-seconds 0", 4, "limit auto needs iterations that are"),
         (P4 + "--zero-bubble-v-schedule-mem-setup half", 4, "mem-setup half needs --zero-bubble-v-schedule"),
         (P4 + V + "--zero-bubble-v-schedule-mem-setup less", 4, "mem-setup 'less' is unknown; choose from zb, half, min"),

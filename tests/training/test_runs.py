@@ -134,6 +134,23 @@ def _check_trace(folder: Path) -> None:
     assert ElementTree.parse(folder / "timeline.svg").getroot().tag.endswith("svg")
 
 
+def test_auto_is_the_run_with_the_schedule_it_takes(corpus: str, tmp_path: Path) -> None:
+    """Measuring and planning leave no trace in seeds, data and weights."""
+    flags = ["--data-path", corpus, "--zero-bubble-planning-seconds", "0.2", "--train-iters", "2"]
+    (tmp_path / "auto").mkdir()
+    auto = Job(tmp_path / "auto", [*flags, "--zero-bubble-schedule", "auto", "--zero-bubble-memory-limit", "0.75"])
+    assert re.search(r"^measured on zbv: F [\d.]+ [\d.]+ [\d.]+ [\d.]+, B .*, W .* ms by stage, links", auto.said, re.MULTILINE)
+    taken = re.search(r"^auto takes ([a-z0-9-]+)(?: with (\d) stages a rank)?, makespan [\d.]+ ms; ", auto.said, re.MULTILINE)
+    assert taken
+    schedule, chunks = taken.groups(default="1")
+    named = ["--zero-bubble-schedule", schedule]
+    if "interleaved" in schedule:
+        named += ["--num-virtual-stages-per-pipeline-rank", chunks]
+    if schedule in ("zb", "zbv", "zb-interleaved", "1f1b-v"):
+        named += ["--zero-bubble-memory-limit", "0.75"]
+    assert losses(Job(tmp_path, [*flags, *named])) == losses(auto)
+
+
 def test_a_plan_from_measured_times_changes_nothing_and_can_be_kept(corpus: str, tmp_path: Path) -> None:
     """With dropout, steps taken early, more and more microbatches and a new plan every second iteration; then a run with its last
     plan from the start."""

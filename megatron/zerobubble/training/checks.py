@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError, PlanError
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.search import Goal
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.training.corpus import read_corpus_info
@@ -66,7 +67,8 @@ def _check_schedule(settings: Settings) -> None:
             "choose exact, or --optimizer adam"
         )
     flag = "--zero-bubble-v-schedule" if zero_bubble.zero_bubble_v_schedule else f"schedule {zero_bubble.schedule}"
-    if parallel.is_interleaved:
+    is_loop = zero_bubble.schedule != AUTO and schedule_info(zero_bubble.schedule).placement == "loop"
+    if parallel.is_interleaved and not is_loop:
         raise ConfigError(
             f"{flag} cannot be combined with --num-layers-per-virtual-pipeline-stage or "
             "--num-virtual-stages-per-pipeline-rank, which choose the interleaved schedule; leave one of them out"
@@ -152,9 +154,10 @@ def _check_plan(settings: Settings) -> None:
         return
     limit = settings.plan_memory_limit
     generated = build_plan(
-        zero_bubble.schedule,
+        "zb" if zero_bubble.schedule == AUTO else zero_bubble.schedule,
         num_ranks=settings.pipeline_size,
         num_microbatches=settings.num_microbatches,
+        num_chunks=settings.num_chunks,
         max_pending_backward=settings.max_pending_backward,
         goal=None if limit is None else Goal(memory_limit=limit, budget=0.0),
     )

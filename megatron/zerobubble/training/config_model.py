@@ -13,6 +13,7 @@ from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, schedule_info
 from megatron.zerobubble.training.memory_limit import MemoryLimit
 from megatron.zerobubble.training.require import not_negative, one_of, positive, within
@@ -206,9 +207,10 @@ class ZeroBubbleConfig:
     zero_bubble_v_schedule: bool = False
     """ZBV: two chunks per rank, placed in a V; no bubble with the memory of 1F1B. Implies --enable-zero-bubble."""
     zero_bubble_schedule: str | None = field(default=None, metadata={"metavar": "NAME"})
-    """A schedule by name: stock (megatron-core's own 1F1B), or one that our executor runs: 1f1b, zb-h1, zb-h2, zb, zbv, v-half,
-    v-min or 1f1b-v.
-    Not together with the other flags that choose a schedule."""
+    """A schedule by name: stock (megatron-core's own 1F1B); one that our executor runs: 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb,
+    zbv, v-half, v-min, 1f1b-v or zb-interleaved (the interleaved ones with --num-virtual-stages-per-pipeline-rank, 2 without); or
+    auto: measure the model, then take the fastest within --zero-bubble-memory-limit, by default 1F1B's. Not together with the
+    other flags that choose a schedule."""
     zero_bubble_v_schedule_mem_setup: str = field(default="zb", metadata={"metavar": "zb|half|min"})
     """Memory of --zero-bubble-v-schedule: zb, that of 1F1B (ZBV); half of it (V-Half); or min, a third (V-Min)."""
     zero_bubble_memory_limit: str | None = field(default=None, metadata={"metavar": "X|BYTES|auto"})
@@ -287,7 +289,11 @@ class ZeroBubbleConfig:
                 f"--zero-bubble-memory-limit {limit} replaces --zero-bubble-max-pending-backward and "
                 "--zero-bubble-v-schedule-mem-setup; leave those out"
             )
-        if self.schedule == "stock" or not schedule_info(self.schedule).is_searched:
+        if self.schedule == AUTO and not self.memory_limit.is_relative:
+            raise ConfigError(
+                f"--zero-bubble-memory-limit {limit}: with --zero-bubble-schedule auto give a number; 1 is 1F1B's memory"
+            )
+        if self.schedule == "stock" or not _is_searched(self.schedule):
             raise ConfigError(
                 f"--zero-bubble-memory-limit {limit}: schedule {self.schedule} is one fixed order; give --enable-zero-bubble, "
                 f"--zero-bubble-v-schedule, or --zero-bubble-schedule with one of {', '.join(_searched_names())}"
@@ -324,7 +330,7 @@ class ZeroBubbleConfig:
         if self.zero_bubble_save_plan is not None and self.schedule == "stock":
             raise ConfigError("--zero-bubble-save-plan: the stock schedule has no plan; choose one of ours")
         if self.plan is not None:
-            one_of(self.schedule, _schedule_names()[1:], f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: its schedule")
+            one_of(self.schedule, _schedule_names()[2:], f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: its schedule")
 
     @property
     def timed_iterations(self) -> tuple[int, int] | None:
@@ -352,7 +358,7 @@ class ZeroBubbleConfig:
         """Whether the order is ours to choose. ZB-H1 and ZB-H2 by name are one order each; by memory they are where ZB begins."""
         if self.schedule == "stock":
             return False
-        return schedule_info(self.schedule).is_searched or self.zero_bubble_schedule is None
+        return _is_searched(self.schedule) or self.zero_bubble_schedule is None
 
     @cached_property
     def plan(self) -> Plan | None:
@@ -396,10 +402,14 @@ class ZeroBubbleConfig:
 
 
 def _schedule_names() -> tuple[str, ...]:
-    """What --zero-bubble-schedule takes. Interleaved 1F1B is megatron-core's own and has its own flag."""
-    return ("stock", *(info.name for info in known_schedules() if info.placement != "loop"))
+    """What --zero-bubble-schedule takes."""
+    return ("stock", AUTO, *(info.name for info in known_schedules()))
+
+
+def _is_searched(name: str) -> bool:
+    return name == AUTO or schedule_info(name).is_searched
 
 
 def _searched_names() -> tuple[str, ...]:
     """Those whose order is searched for."""
-    return tuple(info.name for info in known_schedules() if info.is_searched and info.name in _schedule_names())
+    return (AUTO, *(info.name for info in known_schedules() if info.is_searched))

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import DataLoader, Sampler
 
 from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.training.settings import Settings
 
-__all__ = ["Batch", "ConsumedSamples", "Datasets", "build_datasets", "chunk_iterators", "next_batch"]
+__all__ = ["Batch", "ConsumedSamples", "Datasets", "build_datasets", "chunk_iterators", "chunk_reads", "next_batch"]
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +111,12 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
     if reads and valid is None and run.eval_iters > 0:
         raise DataError(f"--split {data.split!r} leaves no documents for validation; change it or give --eval-iters 0")
     return Datasets(train, valid)
+
+
+def chunk_reads(chunk: Any, settings: Settings) -> bool:
+    """Whether a chunk needs samples: the first stage tokens, the last one labels, all of them a special mask."""
+    stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+    return bool(stage.pre_process or stage.post_process or settings.data.reset_attention_mask)
 
 
 def chunk_iterators(

@@ -21,15 +21,16 @@ from megatron.core.num_microbatches_calculator import (
     unset_num_microbatches_calculator,
     update_num_microbatches,
 )
-from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.integration.layout import embedding_ranks
+from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.training import checkpointing
 from megatron.zerobubble.training.arguments import refuse
 from megatron.zerobubble.training.assembly import ForwardStepProvider, ModelProvider, assemble, schedule_choice
 from megatron.zerobubble.training.balance import tell_balance
-from megatron.zerobubble.training.data import Datasets, build_datasets, chunk_iterators
+from megatron.zerobubble.training.choosing import choose_schedule
+from megatron.zerobubble.training.data import Datasets, build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.departure import Departure
 from megatron.zerobubble.training.failure import JobGuard
 from megatron.zerobubble.training.initialize import (
@@ -88,7 +89,6 @@ def pretrain(
     """
     set_up_logging(launch)
     try:
-        choice = schedule_choice(settings)
         tokenizer = build_tokenizer(
             settings.data.tokenizer_type, model=settings.data.tokenizer_model, vocab_size=settings.data.vocab_size
         )
@@ -97,6 +97,15 @@ def pretrain(
         refuse(error, rank=launch.rank)
     job = join_job(settings, launch, host)
     with JobGuard(job.store, launch.rank):
+        if settings.zero_bubble.schedule == AUTO:
+            settings = choose_schedule(
+                settings,
+                job,
+                tokenizer=tokenizer,
+                model_provider=model_provider,
+                forward_step_provider=forward_step_provider,
+            )
+        choice = schedule_choice(settings)
         set_up_model_parallel(settings, **({} if choice.is_stock else embedding_ranks(choice.placement)))
         init_num_microbatches_calculator(
             launch.rank,
@@ -129,7 +138,7 @@ class _Run:
         self.untold: deque[_Iteration] = deque()
         self.settings = trainee.settings
         self.job = job
-        self.reads_by_chunk = [self._reads(chunk) for chunk in trainee.chunks]
+        self.reads_by_chunk = [chunk_reads(chunk, trainee.settings) for chunk in trainee.chunks]
         self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=any(self.reads_by_chunk))
         run = self.settings.run
         self.departure = Departure(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
@@ -271,11 +280,6 @@ class _Run:
             rank=parallel_state.get_data_parallel_rank(),
             on_gpu=not self.job.host.enabled,
         )
-
-    def _reads(self, chunk: Any) -> bool:
-        """Whether a chunk needs samples: the first stage tokens, the last one labels, all of them a special mask."""
-        stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-        return bool(stage.pre_process or stage.post_process or self.settings.data.reset_attention_mask)
 
     def _what_runs(self) -> str:
         settings = self.settings

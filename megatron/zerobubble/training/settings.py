@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import schedule_info
 from megatron.zerobubble.plan.stage_layers import StageLayers
 from megatron.zerobubble.training.config_model import ModelConfig, PrecisionConfig, ZeroBubbleConfig
@@ -85,8 +86,10 @@ class Settings:
     @property
     def num_chunks(self) -> int:
         """Model chunks per rank, v: what the schedule wants (2 under V), the virtual pipeline size when interleaved, else 1."""
-        if self.zero_bubble.schedule != "stock":
-            return schedule_info(self.zero_bubble.schedule).default_num_chunks
+        name = self.zero_bubble.schedule
+        info = None if name in ("stock", AUTO) else schedule_info(name)
+        if info is not None and info.num_chunks is not None:
+            return info.num_chunks
         if self.parallel.pipeline_model_parallel_layout is not None:
             return max(1, StageLayers.parse(self.parallel.pipeline_model_parallel_layout).num_stages // self.pipeline_size)
         if self.parallel.num_virtual_stages_per_pipeline_rank is not None:
@@ -94,12 +97,37 @@ class Settings:
         if self.parallel.num_layers_per_virtual_pipeline_stage is not None:
             each_round = self.pipeline_size * self.parallel.num_layers_per_virtual_pipeline_stage
             return -(-self.model.num_layers // each_round)  # rounded up: padding fills the last round
-        return 1
+        return 1 if info is None else info.default_num_chunks
+
+    def with_schedule(self, name: str, *, num_chunks: int = 1, memory_limit: float | None = None) -> Settings:
+        """The same run under a schedule by name; what only means something for others is left out.
+
+        Args:
+            name: of the plan registry.
+            num_chunks: stages a rank, where the schedule leaves a choice.
+            memory_limit: instead of the one that was given.
+        """
+        info, zero_bubble, parallel = schedule_info(name), self.zero_bubble, self.parallel
+        limit = zero_bubble.zero_bubble_memory_limit if memory_limit is None else str(memory_limit)
+        zero_bubble = replace(
+            zero_bubble, zero_bubble_schedule=name, zero_bubble_memory_limit=limit if info.is_searched else None
+        )
+        if not info.is_searched:
+            zero_bubble = replace(
+                zero_bubble,
+                zero_bubble_pipeline_timers_start_iter=None,
+                zero_bubble_pipeline_timers_end_iter=None,
+                zero_bubble_replan_interval=None,
+            )
+        if info.placement == "loop" and parallel.pipeline_model_parallel_layout is None:
+            parallel = replace(parallel, num_virtual_stages_per_pipeline_rank=num_chunks)
+        return replace(self, zero_bubble=zero_bubble, parallel=parallel)
 
     @property
     def placement(self) -> Placement:
         """Stage -> rank."""
-        if self.zero_bubble.schedule != "stock" and schedule_info(self.zero_bubble.schedule).placement == "V":
+        name = self.zero_bubble.schedule
+        if name not in ("stock", AUTO) and schedule_info(name).placement == "V":
             return Placement.v(self.pipeline_size)
         return Placement.loop(self.pipeline_size, self.num_chunks)
 

@@ -1,0 +1,198 @@
+"""--zero-bubble-schedule auto: measure the model, plan every family for what was measured, take the best.
+
+A schedule decides which rank holds which layers, so it has to be chosen before the model is built. The parts of the model are
+measured in a pipeline that is built for it, on the run's own data, and taken down again: a few iterations without a step. Rank 0
+plans; all ranks get its choice. Then the run begins as if that schedule had been named: seeds and data start anew.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.integration.layout import embedding_ranks
+from megatron.zerobubble.integration.replanning import budget_of
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.parts import PartCosts
+from megatron.zerobubble.plan.planner import AUTO, CostsOf, make_plan
+from megatron.zerobubble.plan.search import Goal, Objective
+from megatron.zerobubble.profiling.profile import Profiler, combine
+from megatron.zerobubble.training.assembly import ForwardStepProvider, ModelProvider, assemble, schedule_choice
+from megatron.zerobubble.training.data import build_datasets, chunk_iterators, chunk_reads
+from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
+from megatron.zerobubble.training.settings import Settings
+from megatron.zerobubble.training.step import Trainee
+
+__all__ = ["choose_schedule", "costs_from"]
+
+_log = logging.getLogger(__name__)
+
+_ITERATIONS = 4
+"""One to warm up, one whose memory is measured, the others are timed."""
+_MOST_MICROBATCHES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What was measured, and on which schedule."""
+
+    settings: Settings
+    costs: CostModel
+
+
+def choose_schedule(
+    settings: Settings,
+    job: Job,
+    *,
+    tokenizer: Any,
+    model_provider: ModelProvider,
+    forward_step_provider: ForwardStepProvider,
+) -> Settings:
+    """The settings with the best schedule in the place of `auto`. All ranks must call this.
+
+    Raises:
+        ConfigError: no schedule keeps the memory limit with the measured memory.
+    """
+    probed = _probed(settings)
+    set_up_model_parallel(probed, **embedding_ranks(probed.placement))
+    trainee = assemble(
+        probed,
+        job,
+        schedule_choice(probed),
+        vocab_size=tokenizer.vocab_size,
+        model_provider=model_provider,
+        forward_step_provider=forward_step_provider,
+    )
+    profile = _profile(trainee, tokenizer, on_gpu=not job.host.enabled)
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (profile, trainee.schedule.link_times()))
+    links = [elapsed for _, times in everybody for elapsed in times.values()]
+    costs = combine([each for each, _ in everybody], probed.placement, link_ms=links)
+    _take_down(trainee)
+    del trainee
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    answer: list[Any] = [_choice(_Measured(settings=probed, costs=costs), settings) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], ConfigError):
+        raise answer[0]
+    name, num_chunks = answer[0]
+    return settings.with_schedule(name, num_chunks=num_chunks)
+
+
+def costs_from(costs: CostModel, measured: Settings, wanted: Settings) -> CostsOf:
+    """The costs of other placements of the same model.
+
+    Args:
+        costs: of the stages that were measured.
+        measured: the settings of that measurement.
+        wanted: the settings that say how layers divide over stages.
+    """
+    layers = measured.stage_layers(measured.placement)
+    parts = PartCosts.from_stages(costs, layers)
+
+    def costs_of(placement: Placement) -> CostModel:
+        if placement == measured.placement:
+            return costs
+        try:
+            return parts.costs(wanted.stage_layers(placement))
+        except ConfigError as error:
+            raise PlanError(f"{placement.num_stages} stages: {error}") from None
+
+    return costs_of
+
+
+def _probed(settings: Settings) -> Settings:
+    """A V where there are layers for it: its inner stages are layers and nothing else, even on two ranks."""
+    limit = settings.plan_memory_limit
+    for name in ("zbv", "zb"):
+        probed = settings.with_schedule(name, memory_limit=None if limit is None else min(1.0, limit))
+        try:
+            probed.stage_layers(probed.placement)
+        except ConfigError:
+            continue
+        return probed
+    raise ConfigError(f"--num-layers {settings.model.num_layers} do not divide over {settings.pipeline_size} pipeline ranks")
+
+
+def _profile(trainee: Trainee, tokenizer: Any, *, on_gpu: bool) -> Any:
+    """Run a few iterations without a step."""
+    settings = trainee.settings
+    num_microbatches = min(settings.num_microbatches, _MOST_MICROBATCHES)
+    reads_by_chunk = [chunk_reads(chunk, settings) for chunk in trainee.chunks]
+    datasets = build_datasets(settings, tokenizer, reads=any(reads_by_chunk))
+    profiler = Profiler(trainee.device)
+    for number in range(_ITERATIONS):
+        for chunk in trainee.chunks:
+            chunk.zero_grad_buffer()
+        trainee.schedule.profiler = profiler if number > 0 else None
+        trainee.schedule.forward_backward_func(
+            forward_step_func=trainee.forward_step,
+            data_iterator=chunk_iterators(
+                datasets.train,
+                settings,
+                reads_by_chunk=reads_by_chunk,
+                consumed=0,
+                rank=parallel_state.get_data_parallel_rank(),
+                on_gpu=on_gpu,
+            ),
+            model=trainee.chunks,
+            num_microbatches=num_microbatches,
+            seq_length=settings.model.seq_length,
+            micro_batch_size=settings.batch.micro_batch_size,
+            decoder_seq_length=settings.model.seq_length,
+        )
+    return profiler.profile()
+
+
+def _take_down(trainee: Trainee) -> None:
+    trainee.schedule.close()
+    if trainee.steps is not None:
+        trainee.steps.close()
+    parallel_state.destroy_model_parallel()
+
+
+def _choice(measured: _Measured, settings: Settings) -> tuple[str, int] | ConfigError:
+    """Plan all families; says what is taken and what comes next."""
+    early = settings.zero_bubble.enable_optimizer_post_validation
+    goal = Goal(
+        memory_limit=settings.plan_memory_limit or 1.0,
+        objective=Objective.SPAN if early else Objective.MAKESPAN,
+        seed=settings.run.seed,
+        budget=budget_of(settings.zero_bubble.zero_bubble_planning_seconds),
+    )
+    costs = measured.costs
+    _log.info(
+        "measured on %s: F %s, B %s, W %s ms by stage, links %.2f ms",
+        measured.settings.zero_bubble.schedule,
+        *(_brief(times) for times in (costs.forward_ms, costs.backward_ms, costs.wgrad_ms)),
+        costs.comm_ms,
+    )
+    try:
+        result = make_plan(
+            AUTO,
+            num_ranks=settings.pipeline_size,
+            num_microbatches=settings.num_microbatches,
+            costs_of=costs_from(costs, measured.settings, settings),
+            goal=goal,
+        )
+    except ConfigError as error:
+        return error
+    except PlanError as error:
+        return ConfigError(str(error))
+    _log.info("%s", result.verdict(goal.objective))
+    return result.name, result.num_chunks
+
+
+def _brief(times: Sequence[float]) -> str:
+    return " ".join(f"{value:.1f}" for value in times)

@@ -1,0 +1,46 @@
+"""From the costs of one placement to those of another."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.parts import PartCosts
+from megatron.zerobubble.plan.stage_layers import StageLayers
+
+LAYER = {"forward_ms": 2.0, "backward_ms": 3.0, "wgrad_ms": 1.5, "activation": 0.2, "activation_after_backward": 0.1}
+EMBEDDING = {"forward_ms": 0.5, "backward_ms": 0.25, "wgrad_ms": 0.0, "activation": 0.01, "activation_after_backward": 0.0}
+HEAD = {"forward_ms": 1.0, "backward_ms": 2.0, "wgrad_ms": 4.0, "activation": 0.3, "activation_after_backward": 0.25}
+
+
+def true_costs(layers: StageLayers) -> CostModel:
+    """Every layer alike, embedding and head on top of the ends."""
+    last = layers.num_stages - 1
+    return CostModel(
+        comm_ms=0.3,
+        **{
+            kind: tuple(
+                count * LAYER[kind] + EMBEDDING[kind] * (stage == 0) + HEAD[kind] * (stage == last)
+                for stage, count in enumerate(layers.per_stage)
+            )
+            for kind in LAYER
+        },
+    )
+
+
+@pytest.mark.parametrize("measured", [StageLayers.spread(8, Placement.v(2)), StageLayers(per_stage=(1, 3, 2, 0))])
+@pytest.mark.parametrize("wanted", [(4, 4), (2, 2, 2, 2), (0, 3, 3, 0), (1,) * 8])
+def test_the_costs_of_stages_that_nobody_ran(measured: StageLayers, wanted: tuple[int, ...]) -> None:
+    layers = StageLayers(per_stage=wanted)
+    found, true = PartCosts.from_stages(true_costs(measured), measured).costs(layers), true_costs(layers)
+    assert found.comm_ms == true.comm_ms
+    for kind in LAYER:
+        assert getattr(found, kind) == pytest.approx(getattr(true, kind)), kind
+
+
+def test_fused_passes_have_no_weight_gradient() -> None:
+    layers = StageLayers.spread(8, Placement.v(2))
+    fused = CostModel.uniform(Placement.v(2), backward_ms=2.0, wgrad_ms=0.0, activation_after_backward=0.0)
+    found = PartCosts.from_stages(fused, layers).costs(StageLayers.spread(8, Placement.linear(2)))
+    assert found == CostModel.uniform(Placement.linear(2), backward_ms=2.0, wgrad_ms=0.0, activation_after_backward=0.0)
