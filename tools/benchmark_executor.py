@@ -1,9 +1,10 @@
 """Measure what the executor itself costs: Python time per op beyond the op's own work.
 
-One process plays each rank of the pipeline in turn. Nothing is computed and nothing travels; what is left is overhead. Three
+One process plays each rank of the pipeline in turn. Nothing is computed and nothing travels; what is left is overhead. Four
 layers, each a line of the result, in microseconds an op:
 
   executor       the walk over the ops; links and work do nothing
+  timed          the same while passes are timed for planning
   process group  the same through ProcessGroupLinks, over torch's backend "fake": adds the Python of isend and irecv
   model          the same as "executor", with ops that run a tiny linear through megatron-core's own forward_step and
                  backward_step; the time that those take for the unsplit linear without an executor is subtracted
@@ -33,6 +34,7 @@ from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.communication import Message, Program, place_communication
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.profiling.profile import Profiler
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import Links, ProcessGroupLinks
 
@@ -102,9 +104,14 @@ def timed(run: Callable[[], Any], repeats: int) -> list[float]:
     return samples
 
 
-def measure_executor(program: Program, rank: int, links: Links, layer: str, repeats: int) -> Measurement:
-    """The executor around ops that do nothing."""
-    executor = Executor(program, rank, links, EmptyWork())
+def measure_executor(program: Program, rank: int, links: Links, layer: str, repeats: int, *, times: bool = False) -> Measurement:
+    """The executor around ops that do nothing; with `times` each of them is timed."""
+    profiler = None
+    if times:
+        profiler = Profiler(CPU)
+        with profiler:  # its first iteration is for memory
+            pass
+    executor = Executor(program, rank, links, EmptyWork(), profiler)
     num_ops = len(program.steps[rank])
     return summary(program, layer, rank, [sample / num_ops for sample in timed(executor.run, repeats)])
 
@@ -136,8 +143,10 @@ def measure_model(program: Program, rank: int, repeats: int) -> Measurement:
 
     `rank` must hold neither the first nor the last stage: those differ by the loss.
     """
+    from megatron.zerobubble.integration.host import HostDevice
+
     num_ops, samples = len(program.steps[rank]), []
-    with warnings.catch_warnings():
+    with HostDevice(), warnings.catch_warnings():
         # megatron-core says on import and on every config what is deprecated or not installed.
         warnings.filterwarnings("ignore", module=r"megatron\.core\.")
         model = Passes(program, rank)
@@ -242,6 +251,7 @@ def benchmark(schedule: str, args: argparse.Namespace) -> list[Measurement]:
     program = place_communication(build_plan(schedule, num_ranks=args.num_ranks, num_microbatches=args.num_microbatches))
     ranks = range(args.num_ranks)
     results = [measure_executor(program, rank, InstantLinks(), "executor", args.repeats) for rank in ranks]
+    results += [measure_executor(program, rank, InstantLinks(), "timed", args.repeats, times=True) for rank in ranks]
     results += measure_process_group(program, args.repeats)
     last = program.plan.num_stages - 1
     inner = [rank for rank in ranks if not {0, last} & set(program.plan.placement.rank_to_stages[rank])]

@@ -40,9 +40,9 @@ def test_json_dash_prints_json_and_nothing_else(tool: ModuleType, capsys: pytest
     }
     assert body["format"] == "zerobubble-executor-benchmark/1"
     assert all(set(row) == MEASUREMENT for row in body["slowest"] + body["ranks"])
-    layers = ["executor", "process group", "model"]
+    layers = ["executor", "timed", "process group", "model"]
     assert [(row["schedule"], row["layer"]) for row in body["slowest"]] == [(s, y) for s in ("zb-h1", "zbv") for y in layers]
-    assert [row["rank"] for row in body["ranks"] if row["schedule"] == "zbv"] == [0, 1, 2, 0, 1, 2, 2]
+    assert [row["rank"] for row in body["ranks"] if row["schedule"] == "zbv"] == [0, 1, 2, 0, 1, 2, 0, 1, 2, 2]
     assert {row["num_ops"] for row in body["ranks"] if row["schedule"] == "zbv"} == {12}
     assert all(row["min_us"] <= row["median_us"] <= row["max_us"] for row in body["ranks"])
     assert not dist.is_initialized()
@@ -53,8 +53,8 @@ def test_the_table_and_the_file(tool: ModuleType, tmp_path: Path, capsys: pytest
     assert tool.main([*SMALL, "--schedule", "1f1b", "--without-model", "--json", str(path)]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["schedule", "layer", "rank", "ops", "min", "median", "max", "us/op"]
-    assert [row.split("  ")[0] for row in rows] == ["1f1b", "1f1b"]
-    assert len(json.loads(path.read_text())["ranks"]) == 6
+    assert [row.split("  ")[0] for row in rows] == ["1f1b"] * 3
+    assert len(json.loads(path.read_text())["ranks"]) == 9
 
 
 def test_a_limit_that_nothing_keeps(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
