@@ -11,8 +11,10 @@ import torch
 
 from megatron.zerobubble.integration.memory_room import state_bytes
 from megatron.zerobubble.integration.replanning import Replanner, Window
+from megatron.zerobubble.integration.zb_schedules import ScheduleChoice
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Plan
+from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search import Effort, Goal, Objective, objective_ms
 from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.profiling.profile import Profiler, RankProfile
@@ -33,6 +35,17 @@ ZBV = Case("zbv", 4, 6, num_chunks=2, dropout=0.1, num_steps=4)
 def test_windows(window: Window, timed: list[int], ends: list[int]) -> None:
     assert [i for i in range(1, 13) if window.holds(i)] == timed
     assert [i for i in range(1, 13) if window.ends(i)] == ends
+
+
+def test_a_plan_that_could_deadlock_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU whose kernels share one hardware queue: the search goes on, the run as well, with the order so far."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    choice = ScheduleChoice(name="zb-interleaved", num_ranks=2, num_chunks=2)
+    safe = build_plan("interleaved-1f1b", num_ranks=2, num_microbatches=4)
+    schedule = mock.Mock(choice=choice, device=torch.device("cuda"))
+    replanner = Replanner(schedule, Window(start=1, end=1), Goal(budget=0.0), num_microbatches=4)
+    replanner._costs, replanner._current = CostModel.uniform(choice.placement), {4: safe}
+    assert replanner._search(4) is safe
 
 
 def _typical(rank: int, stages: tuple[int, ...]) -> dict[tuple[int, OpKind], float]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.integration.zb_schedules import PipelineSchedule, ScheduleChoice
+from megatron.zerobubble.integration.zb_schedules import PipelineSchedule, ScheduleChoice, program_of
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan
@@ -203,7 +203,9 @@ class Replanner:
             costs, limit = costs_within(costs, choice.placement, num_microbatches, self._rooms), 1.0
         share = 1.0 if num_microbatches == self._usual else 0.1
         goal = replace(self._goal, budget=share * self._goal.budget, memory_limit=limit)
-        plans = [refined(choice, num_microbatches, costs, goal)]
+        found = refined(choice, num_microbatches, costs, goal)
+        program_of(found, self._schedule.device)  # refuses what could deadlock in one hardware queue
+        plans = [found]
         if limit is None or max(peak_memory(so_far, costs)) <= limit + MEMORY_TOLERANCE:
             plans.append(so_far)
         return min(plans, key=lambda plan: objective_ms(plan, costs, self._goal.objective))
