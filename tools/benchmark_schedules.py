@@ -127,8 +127,11 @@ def check(args: argparse.Namespace) -> None:
         if importlib.util.find_spec("matplotlib") is None:
             raise ConfigError("--png needs matplotlib; install it or leave --png out")
     for target in filter(None, (args.json, args.png)):
-        if target != "-":
-            Path(target).open("a").close()  # not after minutes
+        try:
+            if target != "-":
+                Path(target).open("a").close()  # not after minutes
+        except OSError as error:
+            raise ConfigError(f"cannot write {target}: {error.strerror}") from None
 
 
 def run_real(args: argparse.Namespace) -> Row:
@@ -148,8 +151,8 @@ def run_emulated(args: argparse.Namespace) -> Row:
         (config,) = read_configs(str(PUBLISHED), str(args.published_row))
         num_ranks, num_microbatches = args.num_ranks or config.num_ranks, (args.num_microbatches or [config.num_microbatches])[0]
         one = config.costs_of(Placement.linear(1))
-        times = {"forward_ms": one.forward_ms[0], "backward_ms": one.backward_ms[0], "wgrad_ms": one.wgrad_ms[0]} | times
-        times = {"comm_ms": one.comm_ms} | times
+        published = {"forward_ms": one.forward_ms[0], "backward_ms": one.backward_ms[0], "wgrad_ms": one.wgrad_ms[0]}
+        times = {**published, "comm_ms": one.comm_ms, **times}
     chosen = Times(**times)
     budget = Effort(args.effort or "fast").budget
     emulations = emulated.plan_emulations(
@@ -183,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check(args)
         body = run_emulated(args) if args.emulate else run_real(args)
-    except (UserError, OSError) as error:
+    except UserError as error:
         parser.error(str(error))
     report: Row = {
         "format": FORMAT,

@@ -139,7 +139,7 @@ def test_real(in_pool: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
         (["--emulate", "--num-microbatches", "4", "8"], "--emulate takes one --num-microbatches"),
         (["--rounds", "0"], "must be 1 or more"),
         (["--emulate", "--message-kib", "0"], "--message-kib is 0.0; it must be more than 0"),
-        (["--json", "no/such/folder/out.json"], "No such file or directory"),
+        (["--json", "no/such/folder/out.json"], "cannot write no/such/folder/out.json: No such file or directory"),
         (["--num-ranks", "1"], "2 or more"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
