@@ -52,6 +52,8 @@ class RankTimeline:
     """In the order they ran."""
     spans: tuple[Span, ...] = ()
     """In the order they ended."""
+    peak_bytes: int | None = None
+    """Most memory that the rank's device held up to the end of the iteration, of everything; None where nobody counts it."""
 
     def shifted(self, by_ms: float) -> RankTimeline:
         """The same on a clock that shows `by_ms` more."""
@@ -61,6 +63,7 @@ class RankTimeline:
                 Span(activity=span.activity, start_ms=span.start_ms + by_ms, end_ms=span.end_ms + by_ms, message=span.message)
                 for span in self.spans
             ),
+            peak_bytes=self.peak_bytes,
         )
 
 
@@ -82,3 +85,10 @@ class Timeline:
     def begin_ms(self) -> float:
         """When the first op of all starts."""
         return min(row[0].start_ms for row in self.rows if row)
+
+    @property
+    def extent_ms(self) -> tuple[float, float]:
+        """Earliest start and latest end of all ops and spans."""
+        times = [(op.start_ms, op.end_ms) for rank in self.ranks for op in rank.ops]
+        times += [(span.start_ms, span.end_ms) for rank in self.ranks for span in rank.spans]
+        return min(start for start, _ in times), max(end for _, end in times)

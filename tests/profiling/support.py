@@ -1,0 +1,41 @@
+"""Recordings made by hand."""
+
+from __future__ import annotations
+
+from megatron.zerobubble.plan.communication import Message, Program, place_communication
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Timeline
+
+
+def span(activity: Activity, start_ms: float, end_ms: float, message: Message | None = None) -> Span:
+    return Span(activity=activity, start_ms=start_ms, end_ms=end_ms, message=message)
+
+
+def as_recorded(name: str, p: int, m: int, *, comm_ms: float = 0.25, iteration: int = 7) -> Timeline:
+    """What a recorder would see of a simulated run: sends from the end of their op, receives posted when the op before ends,
+    waits until the message is there, and an optimizer of 2 ms behind the last op."""
+    plan = build_plan(name, num_ranks=p, num_microbatches=m)
+    program: Program = place_communication(plan)
+    simulation = simulate(plan, CostModel.uniform(plan.placement, comm_ms=comm_ms))
+    sent = {
+        step.send: timed.end_ms
+        for steps, row in zip(program.steps, simulation.rows, strict=True)
+        for step, timed in zip(steps, row, strict=True)
+        if step.send is not None
+    }
+    ranks = []
+    for steps, row in zip(program.steps, simulation.rows, strict=True):
+        free, spans = 0.0, []
+        for step, timed in zip(steps, row, strict=True):
+            if step.take is not None:
+                arrived = max(free, sent[step.take] + comm_ms)
+                spans.append(span(Activity.WAIT, free, arrived, step.take))
+                spans.append(span(Activity.RECEIVE, free, arrived, step.take))
+            if step.send is not None:
+                spans.append(span(Activity.SEND, timed.end_ms, timed.end_ms + 2.0, step.send))
+            free = timed.end_ms
+        spans.append(span(Activity.OPTIMIZER, free, free + 2.0))
+        ranks.append(RankTimeline(ops=row, spans=tuple(spans)))
+    return Timeline(iteration=iteration, plan=plan, ranks=tuple(ranks))
