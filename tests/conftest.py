@@ -15,3 +15,13 @@ def four_ranks() -> Iterator[RankPool]:
     pool = RankPool(4)
     yield pool
     pool.stop()
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

@@ -23,6 +23,7 @@ V = "--zero-bubble-v-schedule "
 PADDED = "--allow-padding-num-layers "
 LAYOUT = "--pipeline-model-parallel-layout "
 EARLY = "--enable-optimizer-post-validation "
+TRACE = "--zero-bubble-trace . --zero-bubble-trace-iterations "
 
 
 def settings(flags: str = "", *, world_size: int = 4, base: str = BASE) -> Settings:
@@ -180,6 +181,12 @@ def test_batch_and_data_parallelism() -> None:
         (P4 + "--zero-bubble-replan-interval 9", 4, "schedule stock is one fixed order: .*--zero-bubble-replan-interval need"),
         (P4 + V + "--zero-bubble-replan-interval 9", 4, "shorter than the 11 iterations that are timed; give at least that many"),
         (P4 + V + "--zero-bubble-pipeline-timers-end-iter 9", 4, "end-iter 9 is before the first timed iteration 100"),
+        (P4 + V + "--zero-bubble-trace-iterations 5", 4, "--zero-bubble-trace-iterations needs --zero-bubble-trace DIR"),
+        (P4 + V + TRACE + "0,5", 4, "--zero-bubble-trace-iterations '0,5' must be iterations from 1 on, for example 100,200"),
+        (P4 + V + TRACE + "2,x", 4, "--zero-bubble-trace-iterations '2,x' must be"),
+        (P4 + V + TRACE + "11,12,3", 4, "--zero-bubble-trace-iterations: 11, 12 come after the last one .--train-iters 10."),
+        (P4 + V + "--zero-bubble-trace /dev/null/x", 4, "--zero-bubble-trace /dev/null/x: /dev/null is not a folder"),
+        ("--wandb-exp-name first", 4, "--wandb-exp-name and --wandb-save-dir need --wandb-project NAME"),
         ("--tensor-model-parallel-size 2 --num-attention-heads 1", 2, "--num-attention-heads 1 is not divisible"),
         ("--sequence-parallel", 4, "--sequence-parallel needs --tensor-model-parallel-size"),
         ("--overlap-param-gather", 4, "needs --use-distributed-optimizer and --overlap-grad-reduce"),

@@ -87,7 +87,7 @@ class GPTContender:
             self._chunks = built.chunks
             self._optimizer = get_megatron_optimizer(_optimizer_config(), self._chunks)
         self._schedule = PipelineSchedule(self._choice, self._chunks, store=built.store, config=self._config)
-        self._schedule.record_every = 1
+        self._schedule.recordings.every = 1
 
     def iterate(self, num_microbatches: int) -> None:
         """Forward, backward, and the optimizer's step."""

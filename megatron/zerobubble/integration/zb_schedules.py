@@ -27,20 +27,17 @@ from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.passes import forward_only as only_forward
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.search import Goal
-from megatron.zerobubble.plan.simulate import TimedOp
 from megatron.zerobubble.plan.single_queue import finishes
+from megatron.zerobubble.plan.timeline import Activity, Timeline
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.profiling.profile import Profiler
 from megatron.zerobubble.profiling.recorder import OpRecorder
-from megatron.zerobubble.profiling.report import report
+from megatron.zerobubble.profiling.recordings import Recordings
+from megatron.zerobubble.runtime.clock import clock_offset_ms
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from megatron.zerobubble.runtime.recording import Recorder
 from megatron.zerobubble.wgrad.store import WeightGradStore
-
-RECORD_EVERY = 20
-"""Training iterations from one recorded to the next, where nobody asks for another number. Recording costs two clock readings an
-op."""
 
 STOCK = "stock"
 """Name of the choice that leaves scheduling to megatron-core."""
@@ -132,11 +129,9 @@ class PipelineSchedule:
         self.device = torch.device(torch.cuda.current_device())
         """Where tensors live."""
         self.recorder = OpRecorder(self.device)
-        """Holds the ops of the last recorded iteration."""
-        self.record_every = RECORD_EVERY
-        """Training iterations from one recorded to the next. The first is never recorded: it pays for every allocation."""
-        self._recorded: Plan | None = None
-        self._iterations = 0
+        """Holds the last recorded iteration; owners of what happens around the passes record spans with it."""
+        self.recordings = Recordings(self.recorder, self._clock_offset_ms)
+        """Which training iterations are recorded."""
         self.profiler: Profiler | None = None
         """Measures the passes of every training iteration, if given."""
         self._tensor: tuple[tuple[int, ...], torch.dtype] | None = None
@@ -200,35 +195,23 @@ class PipelineSchedule:
             self._programs[key] = program_of(plan, self.device, fence=fence)
         return self._programs[key]
 
-    def timeline(self) -> tuple[Plan, list[list[TimedOp]]] | None:
-        """The last recorded iteration of this pipeline: its plan, and per rank what ran when. Every rank must call it.
+    def timelines(self) -> list[Timeline]:
+        """The chosen iterations of this pipeline that ran, or else the last recorded one, on the clock of its first rank.
 
-        Times are comparable between ranks of one host. None where nothing was recorded (stock schedules, or no second
-        iteration).
+        Every rank must call it, between two iterations. Empty where nothing was recorded: under stock schedules, and before a
+        second iteration.
         """
-        if self._recorded is None:
-            return None
-        rows: list[list[TimedOp]] = [[] for _ in range(self.choice.num_ranks)]
-        dist.all_gather_object(rows, self.recorder.timed_ops(), group=parallel_state.get_pipeline_model_parallel_group())
-        begin = min(row[0].start_ms for row in rows)
-        return self._recorded, [[TimedOp(op, start - begin, end - begin) for op, start, end in row] for row in rows]
-
-    def summary(self) -> str | None:
-        """A sentence about the bubble, for the end of a run. Every rank must call it; None without a pipeline."""
-        recorded = self.timeline()
-        if recorded is not None:
-            return report(*recorded).sentence()
-        if not self.choice.is_stock or self.choice.num_ranks == 1:
-            return None
-        return (
-            "bubble: not measured under megatron-core's own schedules; for equal passes 1F1B idles "
-            "(p-1)/(m+p-1) of the time, divided by about v where v stages share a rank"
-        )
+        group = parallel_state.get_pipeline_model_parallel_group()
+        return self.recordings.gather(group, num_ranks=self.choice.num_ranks)
 
     def close(self) -> None:
         """Give back the process groups. Every rank of the world must call it."""
         if self._links is not None:
             self._links.close()
+
+    def _clock_offset_ms(self) -> float:
+        assert self._links is not None
+        return clock_offset_ms(self._links, rank=self._rank, num_ranks=self.choice.num_ranks, device=self.device)
 
     def _forward_backward(
         self,
@@ -268,7 +251,8 @@ class PipelineSchedule:
         work = self._run(iteration)
         if self._config.finalize_model_grads_func is not None and not forward_only:
             num_tokens = work.num_tokens if self._config.calculate_per_token_loss else None
-            self._config.finalize_model_grads_func(self._chunks, num_tokens, force_all_reduce=force_all_reduce)
+            with self.recorder.span(Activity.GRADIENTS):
+                self._config.finalize_model_grads_func(self._chunks, num_tokens, force_all_reduce=force_all_reduce)
         if timers is not None:
             timers("forward-backward").stop()
         return work.losses
@@ -285,10 +269,7 @@ class PipelineSchedule:
         elif not iteration.forward_only and self.profiler is not None:
             recorder = self.profiler
         elif not iteration.forward_only:
-            if self._iterations > 0 and (self._iterations - 1) % self.record_every == 0:
-                recorder, self._recorded = self.recorder, program.plan
-                recorder.clear()
-            self._iterations += 1
+            recorder = self.recordings.begin(program.plan)
         executor = Executor(program, self._rank, self._links, work, recorder)
         try:
             with recorder if isinstance(recorder, Profiler) else nullcontext():
@@ -310,7 +291,9 @@ class PipelineSchedule:
         assert self._store is not None
         rewind = Rewind(iteration.data_iterators, self._chunks)
         executor.begin(program.fence[self._rank])
-        if not self.before_gradients():
+        with self.recorder.span(Activity.VALIDATE):
+            is_wrong = self.before_gradients()
+        if not is_wrong:
             rewind.release()
             return work, executor
         executor.abandon(program.unread(self._rank))
@@ -320,7 +303,7 @@ class PipelineSchedule:
         if isinstance(recorder, _Observer):
             recorder = _Observer(work, recorder.show)
         elif recorder is not None:
-            recorder.clear()
+            recorder.rewind()
         return work, Executor(program, self._rank, self._links, work, recorder)
 
     def _refuse(self, **unsupported: Any) -> None:

@@ -141,6 +141,7 @@ class OpRecorder:
                 Span(activity=activity, message=message, start_ms=tape.at(start), end_ms=tape.at(end))
                 for activity, message, start, end in tape.spans
             ),
+            peak_bytes=torch.cuda.max_memory_allocated() if self._on_cuda else None,
         )
 
     def _close(self, activity: Activity, message: Message, now: Any) -> None:

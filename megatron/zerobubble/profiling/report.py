@@ -1,53 +1,161 @@
-"""What a recorded iteration says: its bubble, and the costs to plan with.
+"""What a recorded iteration says against its plan, as an object, as sentences and as `report.json`.
 
 The measured bubble uses the paper's definition (arXiv 2401.10241, section 5.3) with measured numbers in it: span is the longest
 time any rank needs from the start of its first op to the end of its last, work is the time the busiest rank computes, and the
-bubble rate is (span - work) / span.
+bubble rate is (span - work) / span. Predicted is what the simulator says of the same plan with measured costs. What the numbers
+of a rank mean is said in `breakdown`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Plan
-from megatron.zerobubble.plan.simulate import TimedOp, simulate
+from megatron.zerobubble.plan.simulate import Simulation, TimedOp, simulate
+from megatron.zerobubble.plan.timeline import Timeline
+from megatron.zerobubble.profiling.breakdown import RankRecord, RankTime, link_ms, rank_records, rank_times
 
 Rows = Sequence[Sequence[TimedOp]]
 """Per pipeline rank its ops in the order they ran, in milliseconds."""
 
+FORMAT = "zerobubble-report/1"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Peak memory per rank, predicted and measured. The two are in different units: compare the ratios between ranks."""
+
+    predicted: tuple[float, ...]
+    """Of activations; 1.0 is what 1F1B holds on rank 0 (see `plan.simulate`)."""
+    measured_bytes: tuple[int, ...] | None = None
+    """Of everything on the device, as its allocator counts it; None where nothing counts (the CPU)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PipelineReport:
-    """One recorded iteration against its plan."""
+    """One recorded iteration against its plan. Times in milliseconds."""
 
-    span_ms: float
-    work_ms: float
-    bubble_rate: float
-    planned_bubble_rate: float
-    """What the plan reaches in the simulator with the measured times, free links and no other load."""
+    iteration: int
+    simulation: Simulation
+    """The plan with the measured costs."""
+    ranks: tuple[RankRecord, ...]
+    predicted_ranks: tuple[RankTime, ...]
+    memory: MemoryReport
 
-    def sentence(self) -> str:
+    @property
+    def span_ms(self) -> float:
+        """The longest time of any rank from its first op to its last."""
+        return max(rank.time.span_ms for rank in self.ranks)
+
+    @property
+    def makespan_ms(self) -> float:
+        """From the first op of all to the last."""
+        time = self.ranks[0].time
+        return time.starts_after_ms + time.span_ms + time.ends_before_ms
+
+    @property
+    def work_ms(self) -> float:
+        """The busiest rank's time in ops."""
+        return max(rank.time.busy_ms for rank in self.ranks)
+
+    @property
+    def bubble_rate(self) -> float:
+        """(span - work) / span."""
+        return max(0.0, self.span_ms - self.work_ms) / self.span_ms if self.span_ms else 0.0
+
+    @property
+    def wgrad_share(self) -> float:
+        """W's part of the time in ops of all ranks."""
+        busy = sum(rank.time.busy_ms for rank in self.ranks)
+        return sum(rank.time.wgrad_ms for rank in self.ranks) / busy if busy else 0.0
+
+    def lines(self) -> list[str]:
         """For the end of a run."""
-        return (
-            f"bubble: {self.bubble_rate:.1%} of the last recorded iteration ({self.work_ms:.0f} of {self.span_ms:.0f} ms were "
-            f"passes on the busiest rank); the plan promises {self.planned_bubble_rate:.1%} for these pass times"
-        )
+        worst = max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].time.phases.idle_ms)
+        record = self.ranks[worst]
+        phases, causes = record.time.phases, record.causes
+        costs = self.simulation.costs
+        return [
+            f"bubble: {self.bubble_rate:.1%} of iteration {self.iteration} ({self.work_ms:.0f} of {self.span_ms:.0f} ms were "
+            f"passes on the busiest rank); the plan promises {self.simulation.bubble_rate:.1%} for these pass times",
+            f"  span {self.span_ms:.1f} ms, predicted {self.simulation.span_ms:.1f}; first to last pass of all ranks "
+            f"{self.makespan_ms:.1f} ms, predicted {self.simulation.makespan_ms:.1f}",
+            f"  most idle is rank {worst}: warmup {phases.warmup_ms:.1f} + steady {phases.steady_ms:.1f} + cooldown "
+            f"{phases.cooldown_ms:.1f} ms, of which waiting for a peer {causes.peer_ms:.1f}, for a link {causes.link_ms:.1f}",
+            f"  W is {self.wgrad_share:.0%} of all passes; a stage's passes take, at most, F {max(costs.forward_ms):.1f}, "
+            f"B {max(costs.backward_ms):.1f}, W {max(costs.wgrad_ms):.1f} ms; a link {costs.comm_ms:.2f} ms",
+            f"  optimizer: up to {max(rank.optimizer_ms for rank in self.ranks):.1f} ms; the first rank came to it "
+            f"{max(rank.optimizer_ahead_ms for rank in self.ranks):.1f} ms before the last",
+        ]
+
+    def scalars(self) -> dict[str, float]:
+        """What is worth a curve."""
+        return {
+            "pipeline/bubble_rate": self.bubble_rate,
+            "pipeline/predicted_bubble_rate": self.simulation.bubble_rate,
+            "pipeline/span_ms": self.span_ms,
+            "pipeline/predicted_span_ms": self.simulation.span_ms,
+            "pipeline/wgrad_share": self.wgrad_share,
+            "pipeline/link_wait_ms": max(rank.causes.link_ms for rank in self.ranks),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `report.json`; docs/reading-the-trace.md explains every key."""
+        plan, planned = self.simulation.plan, self.simulation
+        measured = {"span_ms": self.span_ms, "makespan_ms": self.makespan_ms, "bubble_rate": self.bubble_rate}
+        predicted = {"span_ms": planned.span_ms, "makespan_ms": planned.makespan_ms, "bubble_rate": planned.bubble_rate}
+        bytes_ = self.memory.measured_bytes
+        return {
+            "iteration": self.iteration,
+            "schedule": plan.schedule,
+            "num_ranks": plan.num_ranks,
+            "num_microbatches": plan.num_microbatches,
+            "measured": measured | {"work_ms": self.work_ms, "wgrad_share": self.wgrad_share},
+            "predicted": predicted,
+            "costs": planned.costs.to_json(),
+            "ranks": [
+                {"rank": rank, "measured": _record_json(record), "predicted": _time_json(time)}
+                for rank, (record, time) in enumerate(zip(self.ranks, self.predicted_ranks, strict=True))
+            ],
+            "memory": {
+                "predicted": list(self.memory.predicted),
+                "measured_bytes": None if bytes_ is None else list(bytes_),
+            },
+        }
 
 
-def report(plan: Plan, rows: Rows) -> PipelineReport:
+def report(timeline: Timeline, *, costs: CostModel | None = None, measured_bytes: Sequence[int] | None = None) -> PipelineReport:
     """Compare a recorded iteration with its plan.
 
     Args:
-        plan: what ran.
-        rows: what was recorded, one row a rank.
+        timeline: what ran, on one clock.
+        costs: what to predict with; by default the medians of this very iteration, pass by pass, and its link time.
+        measured_bytes: peak memory per rank; by default what the recording knows, which on the CPU is nothing.
     """
-    span = max(row[-1].end_ms - row[0].start_ms for row in rows)
-    work = max(sum(op.end_ms - op.start_ms for op in row) for row in rows)
-    planned = simulate(plan, measured_costs(plan, rows))
-    return PipelineReport(span, work, max(0.0, span - work) / span, planned.bubble_rate)
+    if costs is None:
+        costs = replace(measured_costs(timeline.plan, timeline.rows), comm_ms=link_ms(timeline))
+    simulation = simulate(timeline.plan, costs)
+    if measured_bytes is None:
+        counted = [rank.peak_bytes for rank in timeline.ranks if rank.peak_bytes is not None]
+        measured_bytes = counted if len(counted) == len(timeline.ranks) else None
+    measured = None if measured_bytes is None else tuple(measured_bytes)
+    return PipelineReport(
+        iteration=timeline.iteration,
+        simulation=simulation,
+        ranks=rank_records(timeline),
+        predicted_ranks=rank_times(simulation.rows),
+        memory=MemoryReport(predicted=simulation.peak_memory, measured_bytes=measured),
+    )
+
+
+def reports_to_json(reports: Sequence[PipelineReport]) -> str:
+    """The content of `report.json`."""
+    return json.dumps({"format": FORMAT, "iterations": [each.to_json() for each in reports]}, indent=1) + "\n"
 
 
 def measured_costs(plan: Plan, rows: Rows) -> CostModel:
@@ -70,3 +178,31 @@ def measured_costs(plan: Plan, rows: Rows) -> CostModel:
         activation=(share,) * plan.num_stages,
         activation_after_backward=(share,) * plan.num_stages,
     )
+
+
+def _time_json(time: RankTime) -> dict[str, float]:
+    return {
+        "starts_after_ms": time.starts_after_ms,
+        "forward_ms": time.forward_ms,
+        "backward_ms": time.backward_ms,
+        "wgrad_ms": time.wgrad_ms,
+        "wgrad_share": time.wgrad_share,
+        "idle_ms": time.phases.idle_ms,
+        "idle_warmup_ms": time.phases.warmup_ms,
+        "idle_steady_ms": time.phases.steady_ms,
+        "idle_cooldown_ms": time.phases.cooldown_ms,
+        "ends_before_ms": time.ends_before_ms,
+    }
+
+
+def _record_json(record: RankRecord) -> dict[str, float]:
+    return _time_json(record.time) | {
+        "idle_for_peer_ms": record.causes.peer_ms,
+        "idle_for_link_ms": record.causes.link_ms,
+        "idle_for_validation_ms": record.causes.validate_ms,
+        "idle_other_ms": record.causes.other_ms,
+        "gradients_ms": record.gradients_ms,
+        "optimizer_ms": record.optimizer_ms,
+        "optimizer_ahead_ms": record.optimizer_ahead_ms,
+        "rewind_ms": record.rewind_ms,
+    }

@@ -51,10 +51,11 @@ def measured_parts(schedule: PipelineSchedule, layers: StageLayers, costs: CostM
     """
     if costs is not None:
         return PartTimes.from_stages(_stages_ms(costs), layers)
-    recorded = schedule.timeline()
-    if recorded is None:
+    timelines = schedule.timelines()
+    if not timelines:
         return None
-    stages_ms = torch.tensor(_stages_ms(measured_costs(*recorded)), dtype=torch.float64, device=schedule.device)
+    costs = measured_costs(timelines[-1].plan, timelines[-1].rows)
+    stages_ms = torch.tensor(_stages_ms(costs), dtype=torch.float64, device=schedule.device)
     dist.all_reduce(stages_ms, op=dist.ReduceOp.MAX)
     return PartTimes.from_stages(stages_ms.tolist(), layers)
 

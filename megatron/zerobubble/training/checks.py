@@ -39,6 +39,7 @@ def check_settings(settings: Settings) -> None:
     _check_optimizer(settings)
     _check_data(settings)
     _check_checkpoint(settings)
+    _check_trace(settings)
 
 
 def _check_world(settings: Settings) -> None:
@@ -270,4 +271,23 @@ def _check_checkpoint(settings: Settings) -> None:
         raise CheckpointError(
             f"--load {checkpoint.load}: there is no checkpoint ({tracker.name} is missing); "
             "leave --load out to start from new weights"
+        )
+
+
+def _check_trace(settings: Settings) -> None:
+    """A trace is written at the end of a run: what would keep it from being written is found out now."""
+    zero_bubble = settings.zero_bubble
+    if zero_bubble.zero_bubble_trace is None:
+        return
+    late = sorted(number for number in zero_bubble.trace_iterations if number > settings.run.train_iters)
+    if late:
+        raise ConfigError(
+            f"--zero-bubble-trace-iterations: {', '.join(map(str, late))} come after the last one "
+            f"(--train-iters {settings.run.train_iters})"
+        )
+    folder = Path(zero_bubble.zero_bubble_trace).absolute()
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(
+            f"--zero-bubble-trace {zero_bubble.zero_bubble_trace}: {existing} is not a folder that can be written to"
         )

@@ -237,8 +237,11 @@ class ZeroBubbleConfig:
     """Measure what a layer, the embedding and the head take, and say which --pipeline-model-parallel-layout would leave the
     busiest rank the least to do."""
     zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
-    """At the end of the run, write what the last recorded iteration looked like: timeline.svg, trace.json (Chrome,
-    Perfetto) and plan.json."""
+    """At the end of the run, write what recorded iterations looked like: trace.json (Perfetto), report.json, and for each its
+    plan and a picture of plan and reality. See docs/reading-the-trace.md."""
+    zero_bubble_trace_iterations: str | None = field(default=None, metadata={"metavar": "N[,N...]"})
+    """With --zero-bubble-trace: record these iterations, numbered as in progress lines. Default: the last one that was recorded;
+    the second is, and every twentieth after it."""
 
     enable_optimizer_post_validation: bool = False
     """Step the optimizer before all ranks' gradient norms and overflows are known, and correct the step afterwards where they
@@ -258,6 +261,8 @@ class ZeroBubbleConfig:
         one_of(self.post_validation_snapshot, ("device", "host"), "--post-validation-snapshot")
         if self.post_validation_patience < 0:
             raise ConfigError(f"--post-validation-patience is {self.post_validation_patience}; give 0 or a number of steps")
+        if self.trace_iterations and self.zero_bubble_trace is None:
+            raise ConfigError("--zero-bubble-trace-iterations needs --zero-bubble-trace DIR")
         given = self.zero_bubble_max_pending_backward
         if given is not None:
             self.max_pending_microbatches(num_ranks=1)
@@ -390,6 +395,17 @@ class ZeroBubbleConfig:
         if self.enable_zero_bubble:
             return "zb-h1" if self.zero_bubble_memory_limit is None else "zb"
         return "stock" if self.plan is None else self.plan.schedule
+
+    @property
+    def trace_iterations(self) -> frozenset[int]:
+        """What --zero-bubble-trace-iterations says; empty where it is not given."""
+        given = self.zero_bubble_trace_iterations
+        if given is None:
+            return frozenset()
+        words = [word.strip() for word in given.split(",")]
+        if not all(word.isdecimal() and int(word) > 0 for word in words):
+            raise ConfigError(f"--zero-bubble-trace-iterations {given!r} must be iterations from 1 on, for example 100,200")
+        return frozenset(map(int, words))
 
     def max_pending_microbatches(self, *, num_ranks: int) -> int | None:
         """What --zero-bubble-max-pending-backward says, in microbatches; None where it is not given."""

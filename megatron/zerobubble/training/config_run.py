@@ -254,6 +254,12 @@ class LoggingConfig:
     """Append one JSON object per iteration, written at every progress line."""
     tensorboard_dir: str | None = field(default=None, metadata={"metavar": "DIR"})
     """Write TensorBoard events."""
+    wandb_project: str | None = field(default=None, metadata={"metavar": "NAME"})
+    """Log to this project of Weights & Biases, which has to be installed."""
+    wandb_exp_name: str | None = field(default=None, metadata={"metavar": "NAME"})
+    """Name of the run there."""
+    wandb_save_dir: str | None = field(default=None, metadata={"metavar": "DIR"})
+    """Where it keeps its files. Default: ./wandb."""
     log_num_zeros_in_grad: bool = False
     """Count and log zeros in the gradients."""
     timing_log_level: int = 0
@@ -263,5 +269,7 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         positive(self, "log_interval")
+        if self.wandb_project is None and (self.wandb_exp_name is not None or self.wandb_save_dir is not None):
+            raise ConfigError("--wandb-exp-name and --wandb-save-dir need --wandb-project NAME")
         if self.timing_log_level not in (0, 1, 2):
             raise ConfigError(f"--timing-log-level {self.timing_log_level} must be 0, 1 or 2")

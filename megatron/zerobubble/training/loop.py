@@ -46,7 +46,7 @@ from megatron.zerobubble.training.replan import PlanKeeper, make_replanner
 from megatron.zerobubble.training.settings import Settings
 from megatron.zerobubble.training.step import StepResult, Trainee, Training, evaluate
 from megatron.zerobubble.training.tokenizers import build_tokenizer
-from megatron.zerobubble.training.trace import write_trace
+from megatron.zerobubble.training.trace import show_pipeline
 
 __all__ = ["pretrain"]
 
@@ -170,6 +170,7 @@ class _Run:
 
     def _train(self) -> None:
         run, logs, progress = self.settings.run, self.settings.logging, self.progress
+        self.trainee.schedule.recordings.choose(self.settings.zero_bubble.trace_iterations, done=progress.iteration)
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
         while progress.iteration < run.train_iters:
             self._iterate(data_iterator)
@@ -303,13 +304,9 @@ class _Run:
         speed = self.metrics.tokens_per_second()
         if speed is not None:
             _log.info("speed: %.0f tokens per second", speed)
-        told = self.trainee.schedule.summary()
-        if told:
-            _log.info("%s", told)
+        if show_pipeline(self.trainee.schedule, self.settings, self.metrics):
             self._warn_of_shared_cores()
         self._tell_balance()
-        if self.settings.zero_bubble.zero_bubble_trace is not None:
-            write_trace(self.trainee.schedule, self.settings.zero_bubble.zero_bubble_trace)
         if self.settings.checkpoint.save is not None:
             where = checkpointing.iteration_directory(self.settings.checkpoint.save, self.progress.iteration)
             _log.info("checkpoint: %s", where)

@@ -1,4 +1,4 @@
-"""What an iteration did, told: progress lines, a progress bar, JSON lines, TensorBoard.
+"""What an iteration did, told: progress lines, a progress bar, JSON lines, curves.
 
 Iterations are kept until the next progress line; then one reduction tells all ranks their losses, and rank 0 writes. So
 telling costs an iteration no synchronisation of its own, and a progress line speaks of whole iterations.
@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import IO, Any
 import torch
 
 from megatron.zerobubble.errors import ExecutionError
+from megatron.zerobubble.training.curves import Curves
 from megatron.zerobubble.training.settings import Settings
 from megatron.zerobubble.training.step import StepResult, mean_losses
 
@@ -84,7 +85,7 @@ class Metrics:
         self._speeds: list[tuple[int, float]] = []
         self._resources = ExitStack()
         self._jsonl: IO[str] | None = None
-        self._events: Any | None = None
+        self._curves: Curves | None = None
         self._bar: Any | None = None
         if rank == 0:
             self._open(start_iteration)
@@ -96,11 +97,8 @@ class Metrics:
             path.parent.mkdir(parents=True, exist_ok=True)
             mode = "a" if start_iteration > 0 else "w"
             self._jsonl = self._resources.enter_context(path.open(mode, encoding="utf-8"))
-        if logs.tensorboard_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._events = SummaryWriter(logs.tensorboard_dir, purge_step=start_iteration + 1)
-            self._resources.callback(self._events.close)
+        self._curves = Curves(self._settings, start_iteration=start_iteration)
+        self._resources.callback(self._curves.close)
         if sys.stderr.isatty():
             from tqdm import tqdm
             from tqdm.contrib.logging import logging_redirect_tqdm
@@ -159,6 +157,12 @@ class Metrics:
             if record.result.is_stepped:
                 self._check_finite("loss", record.loss, record.iteration)
 
+    def add_curves(self, values: Mapping[str, float], iteration: int) -> None:
+        """Points of curves beside those of every iteration. Does nothing but on rank 0."""
+        if self._curves is not None:
+            self._curves.add(values, iteration)
+            self._curves.flush()
+
     def tokens_per_second(self) -> float | None:
         """Over all iterations but the first, which warms up; None before the second."""
         if len(self._speeds) < 2:
@@ -199,12 +203,10 @@ class Metrics:
                 finite = {key: _finite_or_none(value) for key, value in fields.items()}
                 self._jsonl.write(json.dumps(finite) + "\n")
             self._jsonl.flush()
-        if self._events is not None:
+        if self._curves is not None:
             for fields in objects:
-                for key, value in fields.items():
-                    if key != "iteration" and isinstance(value, int | float):
-                        self._events.add_scalar(key, value, fields["iteration"])
-            self._events.flush()
+                self._curves.add({key: value for key, value in fields.items() if key != "iteration"}, fields["iteration"])
+            self._curves.flush()
 
     def _check_finite(self, what: str, value: float | None, iteration: int) -> None:
         if self._settings.run.check_for_nan_in_loss_and_grad and value is not None and not math.isfinite(value):

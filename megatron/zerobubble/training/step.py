@@ -19,6 +19,7 @@ import torch
 from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size, get_num_microbatches
 
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
+from megatron.zerobubble.plan.timeline import Activity
 from megatron.zerobubble.training.settings import Settings
 
 __all__ = ["LOSS", "ForwardStep", "StepResult", "Trainee", "Training", "evaluate"]
@@ -118,6 +119,13 @@ class Training:
             loss_scale=float(trainee.optimizer.get_loss_scale().item()),
         )
         trainee.timers("optimizer", log_level=1).start(barrier=False)
+        with trainee.schedule.recorder.span(Activity.OPTIMIZER):
+            self._step()
+        trainee.timers("optimizer").stop()
+        return self._told()
+
+    def _step(self) -> None:
+        trainee = self._trainee
         if trainee.steps is None:
             with trainee.on_host():
                 is_stepped, norm, zeros = trainee.optimizer.step()
@@ -126,8 +134,6 @@ class Training:
             trainee.steps.step()
             if not trainee.steps.is_unvalidated:
                 self._settle(trainee.steps.validate())
-        trainee.timers("optimizer").stop()
-        return self._told()
 
     def flush(self) -> list[StepResult]:
         """After this the weights are those of the synchronous optimizer. All ranks must call this; returns what became known."""

@@ -1,0 +1,199 @@
+"""Where a rank's time went: what it computed, when it was idle, and what it was idle for.
+
+For every rank, with T the time from the pipeline's first op to its last (the makespan):
+
+    T = starts_after + (forward + backward + wgrad) + idle + ends_before
+
+`idle` is the time between two consecutive ops of the rank, and the bubble of that rank. It is split twice, and each split adds
+up to it:
+
+- by phase: *warmup* before the rank's first B (or BW), *cooldown* after its last F, *steady* in between. A gap that is both, as
+  with one microbatch, is warmup.
+- by cause: *peer*, waiting for a message that its sender had not sent yet, which is what a schedule can do something about;
+  *link*, waiting for a message that was under way; *validate*, asking for the truth about the last optimizer step; *other*, the
+  rest: the host's own work between ops, and a machine that did something else.
+
+A recording says all of this, a simulation (which has no waits) the phases only: there the cause of every gap is a peer or a link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from megatron.zerobubble.plan.communication import Message
+from megatron.zerobubble.plan.ir import OpKind
+from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.timeline import Activity, Span, Timeline
+
+Row = Sequence[TimedOp]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Idle time by when, in milliseconds."""
+
+    warmup_ms: float = 0.0
+    steady_ms: float = 0.0
+    cooldown_ms: float = 0.0
+
+    @property
+    def idle_ms(self) -> float:
+        """All of it: the rank's bubble."""
+        return self.warmup_ms + self.steady_ms + self.cooldown_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Causes:
+    """Idle time by what for, in milliseconds. Adds up to the phases' sum."""
+
+    peer_ms: float
+    link_ms: float
+    validate_ms: float
+    other_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTime:
+    """One rank of one iteration, in milliseconds."""
+
+    starts_after_ms: float
+    """From the pipeline's first op to this rank's first."""
+    ends_before_ms: float
+    """From this rank's last op to the pipeline's last."""
+    forward_ms: float
+    backward_ms: float
+    """B, or the fused BW."""
+    wgrad_ms: float
+    phases: Phases
+
+    @property
+    def busy_ms(self) -> float:
+        """Time in ops."""
+        return self.forward_ms + self.backward_ms + self.wgrad_ms
+
+    @property
+    def span_ms(self) -> float:
+        """From the rank's first op to its last."""
+        return self.busy_ms + self.phases.idle_ms
+
+    @property
+    def wgrad_share(self) -> float:
+        """W's part of the time in ops; 0 where B and W are fused."""
+        return self.wgrad_ms / self.busy_ms if self.busy_ms else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """What only a recording knows of a rank, in milliseconds."""
+
+    time: RankTime
+    causes: Causes
+    gradients_ms: float
+    """Making gradients final after the last op."""
+    optimizer_ms: float
+    """In the optimizer; where steps are not taken early, with waiting for all ranks' statistics."""
+    optimizer_ahead_ms: float
+    """How long before the pipeline's last rank this one came to its optimizer: at least this much of `optimizer_ms` is
+    waiting where steps are not taken early."""
+    rewind_ms: float
+    """Forwards that were given up because the last step had to be corrected; before the ops, and no part of the makespan."""
+
+
+def rank_times(rows: Sequence[Row]) -> tuple[RankTime, ...]:
+    """Per rank, of a simulation or a recording. Every rank must have an op."""
+    first = min(row[0].start_ms for row in rows)
+    last = max(row[-1].end_ms for row in rows)
+    return tuple(
+        RankTime(
+            starts_after_ms=row[0].start_ms - first,
+            ends_before_ms=last - row[-1].end_ms,
+            forward_ms=_time_in(row, OpKind.F),
+            backward_ms=_time_in(row, OpKind.B, OpKind.BW),
+            wgrad_ms=_time_in(row, OpKind.W),
+            phases=_phases(row),
+        )
+        for row in rows
+    )
+
+
+def rank_records(timeline: Timeline) -> tuple[RankRecord, ...]:
+    """Per rank, of a recording on one clock."""
+    sent = _sent_at(timeline)
+    entered = [[span.start_ms for span in rank.spans if span.activity is Activity.OPTIMIZER] for rank in timeline.ranks]
+    latest = max((max(starts) for starts in entered if starts), default=0.0)
+    return tuple(
+        RankRecord(
+            time=time,
+            causes=_causes(rank.ops, rank.spans, sent),
+            gradients_ms=_total(rank.spans, Activity.GRADIENTS),
+            optimizer_ms=_total(rank.spans, Activity.OPTIMIZER),
+            optimizer_ahead_ms=latest - max(starts) if starts else 0.0,
+            rewind_ms=_total(rank.spans, Activity.REWIND),
+        )
+        for rank, time, starts in zip(timeline.ranks, rank_times(timeline.rows), entered, strict=True)
+    )
+
+
+def link_ms(timeline: Timeline) -> float:
+    """The median time from the issue of a send to its receiver going on, over the messages that were already waited for when
+    they were sent; 0 where there was none. All links alike."""
+    sent = _sent_at(timeline)
+    times = [
+        max(0.0, span.end_ms - sent[span.message])
+        for rank in timeline.ranks
+        for span in rank.spans
+        if span.activity is Activity.WAIT and span.message in sent and span.start_ms <= sent[span.message]
+    ]
+    return median(times) if times else 0.0
+
+
+def _time_in(row: Row, *kinds: OpKind) -> float:
+    return sum(timed.end_ms - timed.start_ms for timed in row if timed.op.kind in kinds)
+
+
+def _phases(row: Row) -> Phases:
+    first_backward = next((timed.start_ms for timed in row if timed.op.kind in (OpKind.B, OpKind.BW)), row[-1].end_ms)
+    last_forward = max((timed.end_ms for timed in row if timed.op.kind is OpKind.F), default=row[-1].end_ms)
+    warmup = steady = cooldown = 0.0
+    for before, after in pairwise(row):
+        gap = after.start_ms - before.end_ms
+        if after.start_ms <= first_backward:
+            warmup += gap
+        elif before.end_ms >= last_forward:
+            cooldown += gap
+        else:
+            steady += gap
+    return Phases(warmup_ms=warmup, steady_ms=steady, cooldown_ms=cooldown)
+
+
+def _causes(row: Row, spans: Sequence[Span], sent: Mapping[Message, float]) -> Causes:
+    """Only what lies between the rank's first op and its last counts, so that the causes add up to the phases."""
+    first, last = row[0].start_ms, row[-1].end_ms
+    peer = link = validate = 0.0
+    for span in spans:
+        start, end = max(span.start_ms, first), min(span.end_ms, last)
+        if end <= start:
+            continue
+        if span.activity is Activity.VALIDATE:
+            validate += end - start
+        elif span.activity is Activity.WAIT and span.message is not None:
+            left = min(max(sent.get(span.message, end), start), end)
+            peer, link = peer + left - start, link + end - left
+    other = _phases(row).idle_ms - peer - link - validate
+    return Causes(peer_ms=peer, link_ms=link, validate_ms=validate, other_ms=other)
+
+
+def _sent_at(timeline: Timeline) -> dict[Message, float]:
+    return {
+        span.message: span.start_ms
+        for rank in timeline.ranks
+        for span in rank.spans
+        if span.activity is Activity.SEND and span.message is not None
+    }
+
+
+def _total(spans: Sequence[Span], activity: Activity) -> float:
+    return sum(span.end_ms - span.start_ms for span in spans if span.activity is activity)

@@ -1,0 +1,102 @@
+"""Which iterations of a run are recorded, and what is kept of them.
+
+By default every `RECORD_EVERY`-th training iteration is recorded, and the last one so recorded is kept; iterations that were
+chosen are recorded and kept, all of them. An iteration is over when the next one begins: the optimizer's step belongs to it.
+
+A clock of a rank on another host drifts, so its offset to rank 0's is taken soon after what was recorded, but never between two
+recorded iterations: it makes the ranks wait for each other, and that must not be seen in the recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
+from megatron.zerobubble.profiling.recorder import OpRecorder
+
+RECORD_EVERY = 20
+"""Training iterations from one recorded to the next, where nobody asks for another number. Recording costs two clock readings an
+op and as many a transfer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recording:
+    iteration: int
+    plan: Plan
+    own: RankTimeline
+    """This rank's part, on its own clock."""
+    offset_ms: float | None = None
+    """What to add for rank 0's clock, where that was asked for."""
+
+
+class Recordings:
+    """The recorded iterations of one rank.
+
+    Args:
+        recorder: what records.
+        clock_offset_ms: measures what to add to this rank's clock to get rank 0's; all ranks of the pipeline call it together.
+    """
+
+    def __init__(self, recorder: OpRecorder, clock_offset_ms: Callable[[], float]) -> None:
+        self._recorder = recorder
+        self._clock_offset_ms = clock_offset_ms
+        self.every = RECORD_EVERY
+        """Training iterations from one recorded to the next. The first is recorded only if it was chosen."""
+        self._chosen: frozenset[int] = frozenset()
+        self._iteration = self._count = 0
+        self._current: tuple[int, Plan] | None = None
+        self._kept: list[_Recording] = []
+
+    def choose(self, iterations: Iterable[int], *, done: int) -> None:
+        """Say which iterations to keep, before the first one. All ranks must say the same.
+
+        Args:
+            iterations: numbers as in progress lines, from 1.
+            done: iterations that an earlier run did.
+        """
+        self._chosen = frozenset(iterations)
+        self._iteration = done
+
+    def begin(self, plan: Plan) -> OpRecorder | None:
+        """A training iteration begins, which completes the recording of the one before. What to record it with, if it is due."""
+        self._finish()
+        self._iteration += 1
+        self._count += 1
+        # Not the first iteration unless it was chosen: it pays for every allocation.
+        if self._iteration in self._chosen or (self._count > 1 and (self._count - 2) % self.every == 0):
+            self._current = self._iteration, plan
+            self._recorder.clear()
+            return self._recorder
+        if any(kept.iteration in self._chosen for kept in self._kept):
+            self._align()
+        return None
+
+    def gather(self, group: dist.ProcessGroup | None, *, num_ranks: int) -> list[Timeline]:
+        """What was kept, on rank 0's clock: chosen iterations, or the last recorded one. Every rank of `group` must call it."""
+        self._finish()
+        self._align()
+        chosen = [kept for kept in self._kept if kept.iteration in self._chosen]
+        timelines = []
+        for kept in chosen or self._kept[-1:]:
+            everyone: list[RankTimeline] = [kept.own] * num_ranks
+            dist.all_gather_object(everyone, kept.own.shifted(kept.offset_ms or 0.0), group=group)
+            timelines.append(Timeline(iteration=kept.iteration, plan=kept.plan, ranks=tuple(everyone)))
+        return timelines
+
+    def _finish(self) -> None:
+        if self._current is None:
+            return
+        iteration, plan = self._current
+        self._current = None
+        self._recorder.pause()
+        self._kept = [kept for kept in self._kept if kept.iteration in self._chosen]
+        self._kept.append(_Recording(iteration=iteration, plan=plan, own=self._recorder.timeline()))
+
+    def _align(self) -> None:
+        if any(kept.offset_ms is None for kept in self._kept):
+            offset = self._clock_offset_ms()
+            self._kept = [replace(kept, offset_ms=offset if kept.offset_ms is None else kept.offset_ms) for kept in self._kept]

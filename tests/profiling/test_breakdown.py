@@ -1,0 +1,96 @@
+"""Where the time of a rank goes: sums that must come out, and a small recording that a person can check."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zerobubble.plan.communication import Message, Payload
+from megatron.zerobubble.plan.ir import Op, Placement, Plan
+from megatron.zerobubble.plan.registry import known_schedules
+from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Timeline
+from megatron.zerobubble.profiling.breakdown import Causes, Phases, link_ms, rank_records, rank_times
+from tests.profiling.support import as_recorded, span
+
+
+def row(*words: str) -> tuple[TimedOp, ...]:
+    """From words like ``0F0@1..2``."""
+    ops = []
+    for word in words:
+        op, _, times = word.partition("@")
+        start, _, end = times.partition("..")
+        ops.append(TimedOp(Op.parse(op), float(start), float(end)))
+    return tuple(ops)
+
+
+FORWARD = Message(Payload.ACTIVATION, 1, 0, 0, 1)
+BACKWARD = Message(Payload.GRADIENT, 0, 0, 1, 0)
+
+
+def small() -> Timeline:
+    """Two ranks, two microbatches. Rank 0 validates for 0.5 ms, and waits 3 ms for a gradient that is sent 2 ms into the wait."""
+    plan = Plan.of(
+        "zb-h1",
+        Placement.linear(2),
+        2,
+        [[Op.parse(word) for word in text.split()] for text in ("0F0 0F1 0B0 0W0 0B1 0W1", "1F0 1B0 1W0 1F1 1B1 1W1")],
+    )
+    first = RankTimeline(
+        ops=row("0F0@10..11", "0F1@12..13", "0B0@17..19", "0W0@19..20", "0B1@21..23", "0W1@24..24.5"),
+        spans=(
+            span(Activity.REWIND, 8, 9.5),
+            span(Activity.VALIDATE, 11.25, 11.75),
+            span(Activity.WAIT, 13.5, 16.5, BACKWARD),
+            span(Activity.SEND, 11, 14, FORWARD),
+            span(Activity.GRADIENTS, 24.5, 25),
+            span(Activity.OPTIMIZER, 25, 28),
+        ),
+    )
+    second = RankTimeline(
+        ops=row("1F0@11.5..13", "1B0@13..15.5", "1W0@15.5..16", "1F1@16..17", "1B1@18..20", "1W1@20..26"),
+        spans=(
+            span(Activity.WAIT, 10.5, 11.5, FORWARD),
+            span(Activity.SEND, 15.5, 21, BACKWARD),
+            span(Activity.OPTIMIZER, 26, 27),
+        ),
+    )
+    return Timeline(iteration=3, plan=plan, ranks=(first, second))
+
+
+def test_a_small_recording() -> None:
+    first, second = rank_records(small())
+    assert (first.time.forward_ms, first.time.backward_ms, first.time.wgrad_ms) == (2.0, 4.0, 1.5)
+    assert first.time.phases == Phases(warmup_ms=1.0 + 4.0, steady_ms=0.0, cooldown_ms=1.0 + 1.0)
+    assert first.causes == Causes(peer_ms=2.0, link_ms=1.0, validate_ms=0.5, other_ms=3.5)
+    assert (first.time.starts_after_ms, first.time.ends_before_ms) == (0.0, 1.5)
+    assert (first.rewind_ms, first.gradients_ms, first.optimizer_ms, first.optimizer_ahead_ms) == (1.5, 0.5, 3.0, 1.0)
+    assert second.time.phases == Phases(warmup_ms=0.0, steady_ms=0.0, cooldown_ms=1.0)
+    assert second.causes == Causes(peer_ms=0.0, link_ms=0.0, validate_ms=0.0, other_ms=1.0)
+    assert second.time.starts_after_ms == 1.5
+    assert second.time.wgrad_share == 6.5 / 13.5
+
+
+def test_idle_between_the_first_backward_and_the_last_forward_is_steady() -> None:
+    (time,) = rank_times([row("0F0@0..1", "0B0@2..3", "0F1@5..6", "0B1@9..10")])
+    assert time.phases == Phases(warmup_ms=1.0, steady_ms=2.0, cooldown_ms=3.0)
+
+
+def test_a_link_is_timed_where_its_receiver_waited_for_the_sender() -> None:
+    assert link_ms(small()) == 0.75  # 0.5 and 1 ms
+    assert link_ms(as_recorded("zbv", 2, 6, comm_ms=0.0)) == 0.0
+
+
+@pytest.mark.parametrize("m", [1, 2, 9])
+@pytest.mark.parametrize("name", [info.name for info in known_schedules()])
+def test_the_parts_add_up(name: str, m: int) -> None:
+    timeline = as_recorded(name, 3, m)
+    makespan = max(each[-1].end_ms for each in timeline.rows) - min(each[0].start_ms for each in timeline.rows)
+    for record in rank_records(timeline):
+        time, causes = record.time, record.causes
+        assert time.starts_after_ms + time.busy_ms + time.phases.idle_ms + time.ends_before_ms == pytest.approx(makespan)
+        total = causes.peer_ms + causes.link_ms + causes.validate_ms + causes.other_ms
+        assert total == pytest.approx(time.phases.idle_ms)
+        # A simulation idles for messages only, and a link never takes longer than it was said to.
+        assert causes.other_ms == pytest.approx(0.0, abs=1e-9)
+        assert min(causes.peer_ms, causes.link_ms, time.phases.warmup_ms, time.phases.cooldown_ms) >= 0.0
+    assert link_ms(timeline) == pytest.approx(0.25)

@@ -1,0 +1,89 @@
+"""Which iterations are recorded and kept, and when clocks are compared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.profiling.recorder import OpRecorder
+from megatron.zerobubble.profiling.recordings import RECORD_EVERY, Recordings
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+PLAN = build_plan("zb-h1", num_ranks=1, num_microbatches=2)
+
+
+class Run:
+    """Iterations of one rank whose clock is asked for its offset, 100 ms, and then 100 more each time."""
+
+    def __init__(self) -> None:
+        self.recorder = OpRecorder(torch.device("cpu"))
+        self.log: list[str] = []
+        self.recordings = Recordings(self.recorder, self._offset)
+
+    def iterate(self, *iterations: int) -> None:
+        for iteration in iterations:
+            recorder = self.recordings.begin(PLAN)
+            self.log.append(f"{'recorded' if recorder else 'ran'} {iteration}")
+            for op in PLAN.ops[0] if recorder else ():
+                self.recorder.start(op)
+                self.recorder.end(op)
+
+    def recorded(self) -> list[str]:
+        return [line for line in self.log if not line.startswith("ran")]
+
+    def _offset(self) -> float:
+        self.log.append("compared")
+        return 100.0 * self.log.count("compared")
+
+
+def test_by_default_the_second_and_every_twentieth_after_it_and_the_last_is_kept() -> None:
+    run = Run()
+    run.iterate(*range(1, 2 * RECORD_EVERY))
+    assert run.recorded() == ["recorded 2", f"recorded {RECORD_EVERY + 2}"]
+    (timeline,) = run.recordings.gather(None, num_ranks=1)
+    assert timeline.iteration == RECORD_EVERY + 2
+    assert timeline.plan is PLAN
+    assert [timed.op for timed in timeline.rows[0]] == list(PLAN.ops[0])
+    own = run.recorder.timed_ops()
+    assert [timed.start_ms for timed in timeline.rows[0]] == [timed.start_ms + 100.0 for timed in own]
+
+
+def test_chosen_iterations_are_all_kept_and_clocks_are_not_compared_between_them() -> None:
+    run = Run()
+    run.recordings.choose([43, 44, 47, 99], done=40)
+    run.iterate(*range(41, 50))
+    assert run.recorded() == ["recorded 42", "recorded 43", "recorded 44", "compared", "recorded 47", "compared"]
+    assert run.log.index("compared") == run.log.index("ran 45") - 1
+    timelines = run.recordings.gather(None, num_ranks=1)
+    assert [timeline.iteration for timeline in timelines] == [43, 44, 47]
+
+
+def test_chosen_iterations_that_did_not_run_leave_the_last_recorded_one() -> None:
+    run = Run()
+    run.recordings.choose([99], done=0)
+    run.iterate(1, 2, 3)
+    assert [timeline.iteration for timeline in run.recordings.gather(None, num_ranks=1)] == [2]
+
+
+def test_nothing_is_recorded_before_a_second_iteration() -> None:
+    run = Run()
+    run.iterate(1)
+    assert run.recordings.gather(None, num_ranks=1) == []
+    assert "compared" not in run.log
+
+
+def test_an_iteration_ends_where_the_next_one_begins() -> None:
+    """What comes after the passes belongs to it; what comes later does not."""
+    from megatron.zerobubble.plan.timeline import Activity
+
+    run = Run()
+    run.iterate(1, 2)
+    with run.recorder.span(Activity.OPTIMIZER):
+        pass
+    run.iterate(3)
+    with run.recorder.span(Activity.OPTIMIZER):
+        pass
+    (timeline,) = run.recordings.gather(None, num_ranks=1)
+    assert [span.activity for span in timeline.ranks[0].spans] == [Activity.OPTIMIZER]

@@ -1,0 +1,52 @@
+"""The report of a recording that ran exactly as planned says so, and its JSON form is stable."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron.zerobubble.profiling.report import FORMAT, report, reports_to_json
+from tests.profiling.support import as_recorded
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zbv"])
+def test_what_ran_as_planned_is_reported_so(name: str) -> None:
+    timeline = as_recorded(name, 4, 9)
+    seen = report(timeline)
+    assert seen.simulation.costs.comm_ms == pytest.approx(0.25)
+    assert seen.span_ms == pytest.approx(seen.simulation.span_ms)
+    assert seen.makespan_ms == pytest.approx(seen.simulation.makespan_ms)
+    assert seen.bubble_rate == pytest.approx(seen.simulation.bubble_rate)
+    assert seen.wgrad_share == pytest.approx(0.0 if name == "1f1b" else 1 / 3)
+    for record, predicted in zip(seen.ranks, seen.predicted_ranks, strict=True):
+        assert record.time.phases.idle_ms == pytest.approx(predicted.phases.idle_ms, abs=1e-9)
+    assert [line.split()[0] for line in seen.lines()][:2] == ["bubble:", "span"]
+    assert f"{seen.bubble_rate:.1%} of iteration 7" in seen.lines()[0]
+    assert seen.scalars()["pipeline/span_ms"] == seen.span_ms
+
+
+def test_the_json_form() -> None:
+    timeline = as_recorded("zbv", 2, 4)
+    given = report(timeline, measured_bytes=[10, 20])
+    body = json.loads(reports_to_json([report(timeline), given]))
+    assert body["format"] == FORMAT == "zerobubble-report/1"
+    unknown, known = body["iterations"]
+    assert unknown["memory"]["measured_bytes"] is None
+    assert known["memory"] == {"predicted": list(given.simulation.peak_memory), "measured_bytes": [10, 20]}
+    assert {key: known[key] for key in ("iteration", "schedule", "num_ranks", "num_microbatches")} == {
+        "iteration": 7,
+        "schedule": "zbv",
+        "num_ranks": 2,
+        "num_microbatches": 4,
+    }
+    assert set(known["measured"]) - set(known["predicted"]) == {"work_ms", "wgrad_share"}
+    for rank, fields in enumerate(known["ranks"]):
+        assert fields["rank"] == rank
+        measured = fields["measured"]
+        by_phase = sum(measured[f"idle_{phase}_ms"] for phase in ("warmup", "steady", "cooldown"))
+        by_cause = sum(
+            measured[key] for key in ("idle_for_peer_ms", "idle_for_link_ms", "idle_for_validation_ms", "idle_other_ms")
+        )
+        assert measured["idle_ms"] == pytest.approx(by_phase) == pytest.approx(by_cause)
+        assert set(fields["predicted"]) < set(measured)
