@@ -8,9 +8,10 @@ import time
 import pytest
 import torch
 
-from megatron.zerobubble.plan.communication import place_communication
+from megatron.zerobubble.plan.communication import Message, Payload, place_communication
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.timeline import Activity
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.runtime.executor import Executor
 from tests.runtime.support import LabelWork, NoLinks
@@ -72,6 +73,57 @@ def test_the_executor_records_every_op_of_its_rank() -> None:
     timed = recorder.timed_ops()
     assert [row.op for row in timed] == list(program.plan.ops[0])
     assert all(earlier.end_ms <= later.start_ms for earlier, later in itertools.pairwise(timed))
+
+
+MESSAGE = Message(Payload.ACTIVATION, 1, 0, 0, 1)
+
+
+def test_transfers_waits_and_what_comes_around_them() -> None:
+    recorder = OpRecorder(torch.device("cpu"))
+    with recorder.span(Activity.OPTIMIZER):
+        pass
+    recorder.clear()
+    recorder.posted(MESSAGE)
+    recorder.awaited(MESSAGE)
+    recorder.taken(MESSAGE)
+    recorder.sent(MESSAGE)
+    with recorder.span(Activity.VALIDATE):
+        recorder.retired(MESSAGE)
+    recorder.pause()
+    with recorder.span(Activity.OPTIMIZER):
+        pass
+    spans = {span.activity: span for span in recorder.timeline().spans}
+    assert list(spans) == [Activity.WAIT, Activity.RECEIVE, Activity.SEND, Activity.VALIDATE], (
+        "outside of an iteration is nothing"
+    )
+    assert spans[Activity.RECEIVE].start_ms <= spans[Activity.WAIT].start_ms
+    assert spans[Activity.RECEIVE].end_ms == spans[Activity.WAIT].end_ms <= spans[Activity.SEND].start_ms
+    assert spans[Activity.SEND].start_ms <= spans[Activity.VALIDATE].start_ms <= spans[Activity.SEND].end_ms
+    assert [spans[activity].message for activity in spans] == [MESSAGE] * 3 + [None]
+
+
+@pytest.mark.parametrize("num_ops", [0, 2])
+def test_what_was_given_up_becomes_one_span(num_ops: int) -> None:
+    """Also on a rank that had run nothing: it took messages that others had sent."""
+    recorder = OpRecorder(torch.device("cpu"))
+    recorder.clear()
+    for op in OPS[:num_ops]:
+        recorder.start(op)
+        recorder.end(op)
+    with recorder.span(Activity.VALIDATE):
+        pass
+    first = recorder.timed_ops()[:1]
+    for call in (recorder.posted, recorder.awaited, recorder.taken, recorder.sent):
+        call(MESSAGE)
+    recorder.rewind()
+    recorder.start(OPS[0])
+    recorder.end(OPS[0])
+    timeline = recorder.timeline()
+    assert [timed.op for timed in timeline.ops] == [OPS[0]]
+    assert [span.activity for span in timeline.spans] == [Activity.VALIDATE] + [Activity.REWIND] * (num_ops > 0)
+    if num_ops:
+        assert timeline.spans[1].start_ms == first[0].start_ms
+        assert timeline.spans[1].end_ms <= timeline.ops[0].start_ms
 
 
 @pytest.mark.gpu

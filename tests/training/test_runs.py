@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron.zerobubble.plan.ir import Plan
+from tests.support.traces import check_trace
 from tests.training.launch import PRETRAIN, ROOT, TINY_BATCH, TINY_MODEL, command, environment, launch, metrics, train
 
 P2 = ["--pipeline-model-parallel-size", "2"]
@@ -114,24 +115,54 @@ def test_a_checkpoint_goes_on_under_another_schedule_and_optimizer_split(zb_h1: 
     the order of additions."""
     flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]
     flags += ["--zero-bubble-balance-stages", "--zero-bubble-planning-seconds", "0"]
-    continued = Job(tmp_path, [*flags, "--zero-bubble-v-schedule", "--zero-bubble-trace", str(tmp_path / "trace")])
+    flags += ["--zero-bubble-trace", str(tmp_path / "trace"), "--tensorboard-dir", str(tmp_path / "events")]
+    continued = Job(tmp_path, [*flags, "--zero-bubble-v-schedule"])
     assert "training with the ZBV schedule" in continued.said
-    assert "ms were passes on the busiest rank); the plan promises" in continued.said
-    _check_trace(tmp_path / "trace")
     assert "the layout differs from the checkpoint's: dropout continues with fresh ones" in continued.said
     assert len(re.findall(BALANCE, continued.said)) == 2, "when an iteration was recorded, and at the end"
+    (seen,) = _check_trace(tmp_path / "trace", iterations=[5])
+    measured = seen["measured"]
+    assert f"bubble: {measured['bubble_rate']:.1%} of iteration 5 ({measured['work_ms']:.0f} of " in continued.said
+    assert f"  span {measured['span_ms']:.1f} ms, predicted {seen['predicted']['span_ms']:.1f}; " in continued.said
+    assert _curve(tmp_path / "events", "pipeline/span_ms") == [(5, pytest.approx(measured["span_ms"]))]
     assert losses(continued) == pytest.approx(losses(zb_h1, first=4), rel=1e-6)
     assert continued.metrics[6]["validation_loss"] == pytest.approx(zb_h1.metrics[6]["validation_loss"], rel=1e-6)
 
 
-def _check_trace(folder: Path) -> None:
-    """The recorded iteration: every op of the plan once, on its rank, in the plan's order."""
-    plan = Plan.from_json((folder / "plan.json").read_text())
+def _check_trace(folder: Path, *, iterations: list[int]) -> list[dict[str, Any]]:
+    """The files of a trace: each iteration's plan ran, op by op, and the parts of the report, which is returned, add up."""
+    pictures, plans = ([f"{kind}-{number}" for number in iterations] for kind in ("timeline", "plan"))
+    wanted = {"trace.json", "report.json", *(f"{name}.svg" for name in pictures), *(f"{name}.json" for name in plans)}
+    assert {path.name for path in folder.iterdir()} == wanted
+    plan = Plan.from_json((folder / f"{plans[0]}.json").read_text())
     assert (plan.schedule, plan.num_ranks, plan.num_microbatches) == ("zbv", 2, 4)
-    events = [event for event in json.loads((folder / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
-    for rank, row in enumerate(plan.ops):
-        assert [event["name"] for event in events if event["tid"] == rank] == [str(op) for op in row]
-    assert ElementTree.parse(folder / "timeline.svg").getroot().tag.endswith("svg")
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    check_trace(events, plan, iterations=iterations)
+    optimizer = [(event["pid"], event["args"]["iteration"]) for event in events if event.get("cat") == "optimizer"]
+    assert sorted(optimizer) == sorted((rank, number) for rank in range(2) for number in iterations)
+    for name in pictures:
+        assert ElementTree.parse(folder / f"{name}.svg").getroot().tag.endswith("svg")
+    entries: list[dict[str, Any]] = json.loads((folder / "report.json").read_text())["iterations"]
+    assert [entry["iteration"] for entry in entries] == iterations
+    for entry in entries:
+        for rank in entry["ranks"]:
+            time = rank["measured"]
+            causes = [time[f"idle_{cause}_ms"] for cause in ("for_peer", "for_link", "for_validation", "other")]
+            assert sum(causes) == pytest.approx(time["idle_ms"])
+            assert min(causes) >= -0.001, "no cause is counted twice"
+            busy = time["forward_ms"] + time["backward_ms"] + time["wgrad_ms"]
+            parts = time["starts_after_ms"], busy, time["idle_ms"], time["ends_before_ms"]
+            assert sum(parts) == pytest.approx(entry["measured"]["makespan_ms"])
+    return entries
+
+
+def _curve(folder: Path, name: str) -> list[tuple[int, float]]:
+    """Steps and values of a TensorBoard curve."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
 
 
 def test_auto_is_the_run_with_the_schedule_it_takes(corpus: str, tmp_path: Path) -> None:
@@ -216,9 +247,13 @@ def test_steps_taken_early_change_nothing(corpus: str, tmp_path: Path) -> None:
     assert [fields["amended"] for fields in told.values()] == [True, True, True, True]
     assert re.findall(r"iteration (\d+): clipped after the fact", done.stdout)[:4] == ["1", "2", "3", "4"]
     assert "| amended 4" in done.stdout
-    continued = Job(tmp_path / "continued", [*early, "--load", str(folder / "checkpoints")])
+    trace = ["--zero-bubble-trace", str(tmp_path / "trace"), "--zero-bubble-trace-iterations", "4,6"]
+    continued = Job(tmp_path / "continued", [*early, "--load", str(folder / "checkpoints"), *trace])
     _same_metrics(continued.metrics, synchronous.metrics, [4, 5, 6])
     assert [continued.metrics[i]["amended"] for i in (4, 5, 6)] == [continued.metrics[i]["grad_norm"] > 0.5 for i in (4, 5, 6)]
+    for entry in _check_trace(tmp_path / "trace", iterations=[4, 6]):
+        rewound = entry["iteration"] == 6 and continued.metrics[5]["amended"]  # what 5 did wrong is found out in 6
+        assert [rank["measured"]["rewind_ms"] > 0 for rank in entry["ranks"]] == [rewound, False]
 
 
 def test_a_signal_ends_a_run_with_a_checkpoint(corpus: str, tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ class OpRecorder:
     def rewind(self) -> None:
         """The ops so far were given up and run again: they and their transfers become one span."""
         tape = self._tape
+        tape.spans = [span for span in tape.spans if span[1] is None]  # a rank without such ops has taken messages, too
         if tape.ops:
-            tape.spans = [span for span in tape.spans if span[1] is None]
             tape.spans.append((Activity.REWIND, None, tape.ops[0][1], self._now()))
         tape.ops = []
         self._open.clear()
@@ -119,7 +119,7 @@ class OpRecorder:
         self._close(Activity.RECEIVE, message, now)
 
     def sent(self, message: Message) -> None:
-        """A send has been issued."""
+        """A send is about to be issued."""
         self._open[Activity.SEND, message] = self._now()
 
     def retired(self, message: Message) -> None:

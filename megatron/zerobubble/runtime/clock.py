@@ -2,7 +2,8 @@
 
 Ranks of one host read the same monotonic clock, ranks of several hosts do not. Each rank asks the rank before it for the time a
 few times over the pipeline's own links. The answer was given between asking and hearing it, so the middle of the two is wrong by
-at most half the round trip, and the shortest of them says most. Rank by rank the differences add up:
+at most half the round trip, and the shortest of them says most. A difference that is not larger than that counts as none, so
+that ranks which share a clock are not moved. Rank by rank the differences add up:
 
     rank r   asks at a ......... hears at b        difference = answer - (a + b) / 2
     rank r-1 .......... answers
@@ -77,7 +78,7 @@ def _ask(wire: _Wire, clock: Callable[[], float]) -> float:
         heard = clock()
         if heard - asked < best_ms:
             best_ms, difference = heard - asked, answer - (asked + heard) / 2.0
-    return difference
+    return difference if abs(difference) > best_ms / 2.0 else 0.0
 
 
 def _answer(wire: _Wire, clock: Callable[[], float], offset: float) -> None:

@@ -58,7 +58,7 @@ class Recorder(Protocol):
         return
 
     def sent(self, message: Message) -> None:
-        """A send has been issued; on CUDA it starts when the stream has come here."""
+        """A send is about to be issued: it cannot have arrived before. On CUDA it starts when the stream has come here."""
         return
 
     def retired(self, message: Message) -> None:
@@ -86,9 +86,9 @@ class RecordedLinks:
 
     def send(self, message: Message, tensor: Tensor) -> Handle:
         """Start sending `tensor`."""
+        self._recorder.sent(message)
         handle = self._links.send(message, tensor)
         self._bytes[message] = tensor.nbytes
-        self._recorder.sent(message)
         return _RecordedSend(message, handle, self._bytes, self._recorder)
 
     def receive(self, message: Message, buffer: Tensor) -> Handle:
