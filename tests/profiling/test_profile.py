@@ -31,7 +31,7 @@ def test_the_typical_time_is_the_median_of_a_stage_and_kind(monkeypatch: pytest.
         with profiler:
             iterate()
             if again:
-                profiler.clear()
+                profiler.rewind()
                 iterate()
     assert profiler.profile().times_ms == {
         (0, OpKind.F): pytest.approx(12.0),

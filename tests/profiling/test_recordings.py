@@ -67,6 +67,13 @@ def test_chosen_iterations_that_did_not_run_leave_the_last_recorded_one() -> Non
     assert [timeline.iteration for timeline in run.recordings.gather(None, num_ranks=1)] == [2]
 
 
+def test_a_disturbed_iteration_is_recorded_only_if_chosen() -> None:
+    run = Run()
+    run.recordings.choose([3], done=0)
+    began = [run.recordings.begin(PLAN, is_disturbed=True) is not None for _ in range(4)]
+    assert began == [False, False, True, False]
+
+
 def test_nothing_is_recorded_before_a_second_iteration() -> None:
     run = Run()
     run.iterate(1)

@@ -10,7 +10,7 @@ from megatron.zerobubble.plan.communication import Message, Program, Step, place
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.runtime.executor import Executor
-from megatron.zerobubble.runtime.recording import Recorder
+from megatron.zerobubble.runtime.recording import Recorder, together
 from tests.runtime.support import LabelWork, NoLinks
 
 LABEL_BYTES = 12
@@ -49,6 +49,9 @@ class Scribe(Recorder):
     def retired(self, message: Message) -> None:
         self.log.append(("retired", message))
 
+    def rewind(self) -> None:
+        self.log.clear()
+
 
 class GivingWork(LabelWork):
     """Takes whatever comes: no links move anything here."""
@@ -71,6 +74,22 @@ def expected(steps: tuple[Step, ...]) -> tuple[list[tuple[str, Message | Op]], l
         flying += len(step.post) - (step.take is not None) - len(step.retire) + (step.send is not None)
         counts.append(flying)
     return log, counts
+
+
+def test_several_hear_the_same() -> None:
+    program = place_communication(build_plan("zbv", num_ranks=2, num_microbatches=3))
+    scribes = Scribe(), Scribe()
+    several = together(scribes)
+    assert several is not None
+    Executor(program, 0, NoLinks(), GivingWork(program), several).run()
+    alone = run(program, 0)
+    for scribe in scribes:
+        assert (scribe.log, scribe.in_transit) == (alone.log, alone.in_transit)
+    several.rewind()
+    assert not scribes[0].log
+    assert not scribes[1].log
+    assert together([]) is None
+    assert together([alone]) is alone
 
 
 def run(program: Program, rank: int) -> Scribe:

@@ -36,7 +36,7 @@ from megatron.zerobubble.profiling.recordings import Recordings
 from megatron.zerobubble.runtime.clock import clock_offset_ms
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
-from megatron.zerobubble.runtime.recording import Recorder
+from megatron.zerobubble.runtime.recording import Recorder, together
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
 STOCK = "stock"
@@ -263,16 +263,11 @@ class PipelineSchedule:
         program = self.program(iteration.num_microbatches, forward_only=iteration.forward_only)
         self._tensor = iteration.tensor_shape, self._config.pipeline_dtype
         work = ChunkWork(self._chunks, self.choice.placement, self._store, self._config, iteration, self.device)
-        recorder: Any = None
-        if self.observe is not None:
-            recorder = _Observer(work, self.observe)
-        elif not iteration.forward_only and self.profiler is not None:
-            recorder = self.profiler
-        elif not iteration.forward_only:
-            recorder = self.recordings.begin(program.plan)
-        executor = Executor(program, self._rank, self._links, work, recorder)
+        recorder = None if iteration.forward_only else self._recorder(program.plan)
+        executor = Executor(program, self._rank, self._links, work, self._observed(work, recorder))
+        profiles = self.profiler if self.profiler is not None and not iteration.forward_only else nullcontext()
         try:
-            with recorder if isinstance(recorder, Profiler) else nullcontext():
+            with profiles:
                 if self.before_gradients is not None and not iteration.forward_only:
                     work, executor = self._begin(program, iteration, work, executor, recorder)
                 executor.run()
@@ -282,8 +277,18 @@ class PipelineSchedule:
         work.finish()
         return work
 
+    def _recorder(self, plan: Plan) -> Recorder | None:
+        """Whoever wants to hear of this training iteration, whatever its work is."""
+        recording = self.recordings.begin(plan, is_disturbed=self.profiler is not None or self.observe is not None)
+        return together([each for each in (self.profiler, recording) if each is not None])
+
+    def _observed(self, work: ChunkWork, recorder: Recorder | None) -> Recorder | None:
+        """With whoever wants to see the work, too."""
+        observer = None if self.observe is None else _Observer(work, self.observe)
+        return together([each for each in (observer, recorder) if each is not None])
+
     def _begin(
-        self, program: Program, iteration: Iteration, work: ChunkWork, executor: Executor, recorder: Any
+        self, program: Program, iteration: Iteration, work: ChunkWork, executor: Executor, recorder: Recorder | None
     ) -> tuple[ChunkWork, Executor]:
         """The forwards before the fence, again if they ran with wrong weights; what the rest of the iteration goes on with."""
         assert self.before_gradients is not None
@@ -299,12 +304,10 @@ class PipelineSchedule:
         executor.abandon(program.unread(self._rank))
         work.abandon()
         rewind.rewind()
-        work = ChunkWork(self._chunks, self.choice.placement, self._store, self._config, iteration, self.device)
-        if isinstance(recorder, _Observer):
-            recorder = _Observer(work, recorder.show)
-        elif recorder is not None:
+        if recorder is not None:
             recorder.rewind()
-        return work, Executor(program, self._rank, self._links, work, recorder)
+        work = ChunkWork(self._chunks, self.choice.placement, self._store, self._config, iteration, self.device)
+        return work, Executor(program, self._rank, self._links, work, self._observed(work, recorder))
 
     def _refuse(self, **unsupported: Any) -> None:
         for name, value in unsupported.items():
@@ -354,8 +357,8 @@ class _Observer(Recorder):
     """A recorder that shows the work in progress after every op."""
 
     def __init__(self, work: ChunkWork, show: Callable[[ChunkWork, Any], None]) -> None:
-        self._work, self.show = work, show
+        self._work, self._show = work, show
 
     def end(self, op: Any) -> None:
         """Show."""
-        self.show(self._work, op)
+        self._show(self._work, op)

@@ -68,7 +68,7 @@ class Profiler(Recorder):
     def __exit__(self, *_: object) -> None:
         self._entered.close()
 
-    def clear(self) -> None:
+    def rewind(self) -> None:
         """Forget this iteration, which begins again."""
         del self._marks[self._begin :]
         if self._iterations == 1:

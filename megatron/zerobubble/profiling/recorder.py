@@ -12,7 +12,7 @@ it by the moment of `clear`, which must therefore come first.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.simulate import TimedOp
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span
+from megatron.zerobubble.runtime.recording import Recorder
 
 
 @dataclass
@@ -41,7 +42,7 @@ class _Tape:
         return float(self.origin_ms + self.origin_event.elapsed_time(mark))
 
 
-class OpRecorder:
+class OpRecorder(Recorder):
     """Records one rank. The executor tells it about ops and transfers, whoever owns an optimizer about the rest.
 
     Args:
@@ -100,9 +101,6 @@ class OpRecorder:
     def end(self, op: Op) -> None:
         """The op's work has been issued (CUDA) or done (CPU)."""
         self._tape.ops.append((op, self._started, self._now()))
-
-    def settled(self, op: Op, in_transit: Callable[[], int]) -> None:
-        """Memory is not this recorder's business."""
 
     def posted(self, message: Message) -> None:
         """A receive has been posted."""

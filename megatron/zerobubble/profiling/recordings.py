@@ -61,13 +61,22 @@ class Recordings:
         self._chosen = frozenset(iterations)
         self._iteration = done
 
-    def begin(self, plan: Plan) -> OpRecorder | None:
-        """A training iteration begins, which completes the recording of the one before. What to record it with, if it is due."""
+    def begin(self, plan: Plan, *, is_disturbed: bool = False) -> OpRecorder | None:
+        """A training iteration begins, which completes the recording of the one before. Every training iteration must say so.
+
+        Args:
+            plan: what it runs.
+            is_disturbed: something in it costs time that other iterations do not have: it is recorded only if it was chosen.
+
+        Returns:
+            What to record it with, if it is due.
+        """
         self._finish()
         self._iteration += 1
         self._count += 1
         # Not the first iteration unless it was chosen: it pays for every allocation.
-        if self._iteration in self._chosen or (self._count > 1 and (self._count - 2) % self.every == 0):
+        is_due = self._count > 1 and (self._count - 2) % self.every == 0
+        if self._iteration in self._chosen or (is_due and not is_disturbed):
             self._current = self._iteration, plan
             self._recorder.clear()
             return self._recorder

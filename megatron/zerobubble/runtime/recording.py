@@ -9,7 +9,7 @@ at most, not exactly, the time it travelled. Between `awaited` and `taken` the r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -64,6 +64,56 @@ class Recorder(Protocol):
     def retired(self, message: Message) -> None:
         """A send is over, and its tensor let go."""
         return
+
+    def rewind(self) -> None:
+        """Everything so far was given up: the same ops begin again, from the first."""
+        return
+
+
+def together(recorders: Sequence[Recorder]) -> Recorder | None:
+    """One recorder that tells all of them, in their order; None where there is none."""
+    return _Several(recorders) if len(recorders) > 1 else next(iter(recorders), None)
+
+
+class _Several(Recorder):
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self._recorders = tuple(recorders)
+
+    def start(self, op: Op) -> None:
+        for recorder in self._recorders:
+            recorder.start(op)
+
+    def end(self, op: Op) -> None:
+        for recorder in self._recorders:
+            recorder.end(op)
+
+    def settled(self, op: Op, in_transit: Callable[[], int]) -> None:
+        for recorder in self._recorders:
+            recorder.settled(op, in_transit)
+
+    def posted(self, message: Message) -> None:
+        for recorder in self._recorders:
+            recorder.posted(message)
+
+    def awaited(self, message: Message) -> None:
+        for recorder in self._recorders:
+            recorder.awaited(message)
+
+    def taken(self, message: Message) -> None:
+        for recorder in self._recorders:
+            recorder.taken(message)
+
+    def sent(self, message: Message) -> None:
+        for recorder in self._recorders:
+            recorder.sent(message)
+
+    def retired(self, message: Message) -> None:
+        for recorder in self._recorders:
+            recorder.retired(message)
+
+    def rewind(self) -> None:
+        for recorder in self._recorders:
+            recorder.rewind()
 
 
 class RecordedLinks:
