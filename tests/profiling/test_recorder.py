@@ -148,3 +148,27 @@ def test_on_a_gpu_it_is_the_devices_time_that_counts() -> None:
     assert recorder.origin_ms <= timed[0].start_ms + 0.5
     assert timed[-1].end_ms <= done + 0.5
     assert sum(row.end_ms - row.start_ms for row in timed) > issued_ms, "the host was stalled, or its time was measured"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_wait_is_a_wait_of_the_stream() -> None:
+    device = torch.device("cuda", 0)
+    matrix, side = torch.randn(4096, 4096, device=device), torch.cuda.Stream(device)
+    recorder = OpRecorder(device)
+    for _ in range(2):
+        recorder.clear()
+        recorder.posted(MESSAGE)
+        with torch.cuda.stream(side):
+            for _ in range(50):
+                matrix @ matrix
+            arrived = side.record_event()
+        start = time.perf_counter()
+        recorder.awaited(MESSAGE)
+        torch.cuda.current_stream().wait_event(arrived)
+        recorder.taken(MESSAGE)
+        issued_ms = (time.perf_counter() - start) * 1000.0
+        wait, receive = recorder.timeline().spans
+    assert (wait.activity, receive.activity) == (Activity.WAIT, Activity.RECEIVE)
+    assert wait.end_ms - wait.start_ms > issued_ms, "the host was stalled, or its time was measured"
+    assert receive.start_ms <= wait.start_ms
