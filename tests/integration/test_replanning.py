@@ -68,7 +68,7 @@ def _train(rank: int, case: Case, window: Window | None) -> dict[str, Any]:
     with mock.patch.object(Profiler, "profile", return_value=RankProfile(times_ms=_typical(rank, stages), memory={})):
         for iteration in range(1, case.num_steps + 1):
             if replanner is not None:
-                replanner.before(iteration)
+                replanner.before(iteration, case.num_microbatches)
             for chunk in trainer.built.chunks:
                 chunk.zero_grad_buffer()
             trainer.optimizer.zero_grad()
@@ -145,9 +145,10 @@ def _train_within(rank: int, case: Case) -> dict[str, Any]:
         Goal(budget=0.2 * Effort.FAST.budget),
         num_microbatches=case.num_microbatches,
         room=room,
+        state=lambda: 7,
     )
     for iteration in range(1, 4):
-        replanner.before(iteration)
+        replanner.before(iteration, case.num_microbatches)
         for chunk in trainer.built.chunks:
             chunk.zero_grad_buffer()
         trainer.forward_backward(iteration)
@@ -160,6 +161,7 @@ def _train_within(rank: int, case: Case) -> dict[str, Any]:
     result = {
         "faster": objective_ms(plan, costs, Objective.SPAN) < objective_ms(frugal, costs, Objective.SPAN),
         "held": profiler.profile().peak_bytes / rooms[0],
+        "memory": replanner.memory,
         "state": state_bytes(trainer.built.chunks, trainer.optimizer),
         "parameters": sum(parameter.nbytes for chunk in trainer.built.chunks for parameter in chunk.parameters()),
     }
@@ -173,4 +175,8 @@ def test_every_rank_keeps_within_its_own_room(four_ranks: RankPool) -> None:
         assert result["held"] <= 1.1, "random states count, too, which are a part of a microbatch of this small model"
         assert result["faster"]
         assert result["state"] >= 2 * result["parameters"], "weights and gradients"
+        for rank in result["memory"]:
+            assert rank.predicted_bytes == pytest.approx(rank.measured_bytes, rel=0.1)
+            assert rank.state_bytes == 7
+            assert rank.workspace_bytes > 0
     assert max(result["held"] for result in results) > 0.7, "and uses it"

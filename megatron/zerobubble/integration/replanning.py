@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron.zerobubble.plan.search_core import PythonCore
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE, validate
 from megatron.zerobubble.profiling.profile import Profiler, RankProfile, combine, costs_within, unit_bytes
+from megatron.zerobubble.profiling.report import RankMemory
 
 __all__ = ["Replanner", "Window", "budget_of", "refined"]
 
@@ -92,6 +93,7 @@ class Replanner:
         num_microbatches: what most iterations will have. Searches for other numbers, on the way there, get a tenth of the budget.
         room: called on every rank at the end of a window: bytes that its activations may take, after what was measured. They are
             then the limit, rank by rank.
+        state: bytes of weights, gradients and optimizer state on this rank; asked at the end of a window.
         keep: called on rank 0 of the world with every plan that is found, simulated with the measured costs, if given.
     """
 
@@ -103,29 +105,34 @@ class Replanner:
         *,
         num_microbatches: int,
         room: Callable[[RankProfile], int] | None = None,
+        state: Callable[[], int] = int,
         keep: Callable[[Simulation], None] | None = None,
     ) -> None:
         self._schedule = schedule
         self._window = window
         self._goal = goal
         self._usual = num_microbatches
-        self._room = room
+        self._room, self._state = room, state
         self._unit = 0.0
         self._rooms: tuple[float, ...] | None = None
         self._keep = keep
         self._profiler: Profiler | None = None
+        self._measured_with: int | None = None
         self._costs: CostModel | None = None
         self._current: dict[int, Plan] = {}
+        self.memory: tuple[RankMemory, ...] | None = None
+        """What the ranks of the pipeline held in the last window, against what its plan said; None where it was not counted."""
 
     @property
     def costs(self) -> CostModel | None:
         """What was measured last; None before the first window is over."""
         return self._costs
 
-    def before(self, iteration: int) -> None:
-        """The iteration is about to run."""
+    def before(self, iteration: int, num_microbatches: int) -> None:
+        """The iteration is about to run, with so many microbatches."""
         if self._profiler is None and self._window.holds(iteration):
             self._profiler = Profiler(self._schedule.device)
+            self._measured_with = num_microbatches
         self._schedule.profiler = self._profiler
 
     def is_due(self, iteration: int) -> bool:
@@ -144,16 +151,33 @@ class Replanner:
         profile = self._profiler.profile()
         self._profiler = self._schedule.profiler = None
         everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, (profile, link_ms, None if self._room is None else self._room(profile)))
-        placement, profiles = self._schedule.choice.placement, [each for each, _, _ in everybody]
-        links = [elapsed for _, times, _ in everybody for elapsed in times.values()]
+        dist.all_gather_object(everybody, (profile, link_ms, self._state(), None if self._room is None else self._room(profile)))
+        placement, profiles = self._schedule.choice.placement, [each for each, *_ in everybody]
+        links = [elapsed for _, times, _, _ in everybody for elapsed in times.values()]
         self._costs = combine(profiles, placement, link_ms=links)
         self._unit, self._rooms = unit_bytes(profiles, placement), None
+        members = [[each for each in everybody if stages[0] in each[0].memory] for stages in placement.rank_to_stages]
         if self._room is not None:
-            left = [min(room for each, _, room in everybody if stages[0] in each.memory) for stages in placement.rank_to_stages]
-            self._rooms = tuple(room / self._unit for room in left)
+            self._rooms = tuple(min(room for *_, room in ranks) / self._unit for ranks in members)
+        self.memory = None
+        if self._measured_with == num_microbatches and all(members):
+            self.memory = self._memory(self._schedule.plan(num_microbatches), members)
         self._schedule.replan(self._planned)
         self._schedule.plan(num_microbatches)
+
+    def _memory(self, plan: Plan, members: Sequence[Sequence[tuple[RankProfile, Any, int, Any]]]) -> tuple[RankMemory, ...]:
+        """What was held in the iteration that ran `plan`, per pipeline rank: of its members the most."""
+        assert self._costs is not None
+        unit = self._unit * min(plan.num_ranks, plan.num_microbatches)
+        return tuple(
+            RankMemory(
+                predicted_bytes=round(predicted * unit),
+                measured_bytes=max(profile.peak_bytes for profile, *_ in ranks),
+                workspace_bytes=max(profile.workspace_bytes for profile, *_ in ranks),
+                state_bytes=max(state for _, _, state, _ in ranks),
+            )
+            for predicted, ranks in zip(peak_memory(plan, self._costs), members, strict=True)
+        )
 
     def _planned(self, num_microbatches: int) -> Plan:
         """A plan for the measured costs, the same on all ranks; all of them must call this at the same point."""

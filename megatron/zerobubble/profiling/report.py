@@ -27,6 +27,31 @@ FORMAT = "zerobubble-report/1"
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Memory of one rank in bytes, from an iteration in which it was counted (`profiling.memory`)."""
+
+    predicted_bytes: int
+    """Most activations held, as the plan of that iteration says with what passes were measured to hold."""
+    measured_bytes: int
+    """Most activations that were held after any op."""
+    workspace_bytes: int
+    """On top of that while ops ran: temporary tensors, and tensors in flight."""
+    state_bytes: int
+    """Weights, gradients and optimizer state."""
+
+
+def memory_line(ranks: Sequence[RankMemory]) -> str:
+    """For the end of a run: the fullest rank."""
+    fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].state_bytes + ranks[rank].measured_bytes)
+    mib = {name: value / 2**20 for name, value in vars(ranks[fullest]).items()}
+    return (
+        f"memory: rank {fullest} holds most: activations {mib['measured_bytes']:.1f} MiB, "
+        f"predicted {mib['predicted_bytes']:.1f}; while passes run {mib['workspace_bytes']:.1f} more; "
+        f"weights, gradients and optimizer {mib['state_bytes']:.1f}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryReport:
     """Peak memory per rank, predicted and measured. The two are in different units: compare the ratios between ranks."""
 
@@ -153,9 +178,14 @@ def report(timeline: Timeline, *, costs: CostModel | None = None, measured_bytes
     )
 
 
-def reports_to_json(reports: Sequence[PipelineReport]) -> str:
-    """The content of `report.json`."""
-    return json.dumps({"format": FORMAT, "iterations": [each.to_json() for each in reports]}, indent=1) + "\n"
+def reports_to_json(reports: Sequence[PipelineReport], memory: Sequence[RankMemory] | None = None) -> str:
+    """The content of `report.json`; `memory` where it was counted."""
+    body = {
+        "format": FORMAT,
+        "iterations": [each.to_json() for each in reports],
+        "memory": None if memory is None else [vars(rank) for rank in memory],
+    }
+    return json.dumps(body, indent=1) + "\n"
 
 
 def measured_costs(plan: Plan, rows: Rows) -> CostModel:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.training.checks import check_settings
-from megatron.zerobubble.training.config_model import ModelConfig, PrecisionConfig, ZeroBubbleConfig
+from megatron.zerobubble.training.config_model import ModelConfig, PrecisionConfig
 from megatron.zerobubble.training.config_parallel import ParallelConfig
 from megatron.zerobubble.training.config_run import (
     BatchConfig,
@@ -23,6 +23,7 @@ from megatron.zerobubble.training.config_run import (
     OptimConfig,
     RunConfig,
 )
+from megatron.zerobubble.training.config_zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.training.flags import add_group, from_namespace
 from megatron.zerobubble.training.settings import Settings
 

@@ -198,7 +198,7 @@ class _Run:
         self._ramp_up()
         self.iterations_here += 1
         if self.replanner is not None:
-            self.replanner.before(self.iterations_here)
+            self.replanner.before(self.iterations_here, get_num_microbatches())
         timer = self.trainee.timers("iteration", log_level=0)
         timer.start(barrier=False)
         results = self.training.iterate(data_iterator)
@@ -304,7 +304,8 @@ class _Run:
         speed = self.metrics.tokens_per_second()
         if speed is not None:
             _log.info("speed: %.0f tokens per second", speed)
-        if show_pipeline(self.trainee.schedule, self.settings, self.metrics):
+        memory = None if self.replanner is None else self.replanner.memory
+        if show_pipeline(self.trainee.schedule, self.settings, self.metrics, memory=memory):
             self._warn_of_shared_cores()
         self._tell_balance()
         if self.settings.checkpoint.save is not None:

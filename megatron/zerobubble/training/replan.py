@@ -66,10 +66,13 @@ def make_replanner(trainee: Trainee, keeper: PlanKeeper, *, ranks_on_host: int) 
     window = Window(start=timed[0], end=timed[1], interval=zero_bubble.zero_bubble_replan_interval)
     limit = zero_bubble.memory_limit
 
+    def held() -> int:
+        return state_bytes(trainee.chunks, trainee.optimizer)
+
     def room(profile: RankProfile) -> int:
         assert limit is not None
         total = limit.total_bytes or device_bytes(trainee.device, ranks_on_host=ranks_on_host)
-        return total - state_bytes(trainee.chunks, trainee.optimizer) - profile.workspace_bytes
+        return total - held() - profile.workspace_bytes
 
     return Replanner(
         trainee.schedule,
@@ -77,5 +80,6 @@ def make_replanner(trainee: Trainee, keeper: PlanKeeper, *, ranks_on_host: int) 
         goal,
         num_microbatches=settings.num_microbatches,
         room=None if limit is None or limit.is_relative else room,
+        state=held,
         keep=keeper.keep,
     )

@@ -9,7 +9,7 @@ from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import schedule_info
 from megatron.zerobubble.plan.stage_layers import StageLayers
-from megatron.zerobubble.training.config_model import ModelConfig, PrecisionConfig, ZeroBubbleConfig
+from megatron.zerobubble.training.config_model import ModelConfig, PrecisionConfig
 from megatron.zerobubble.training.config_parallel import ParallelConfig
 from megatron.zerobubble.training.config_run import (
     BatchConfig,
@@ -19,6 +19,7 @@ from megatron.zerobubble.training.config_run import (
     OptimConfig,
     RunConfig,
 )
+from megatron.zerobubble.training.config_zero_bubble import ZeroBubbleConfig
 
 __all__ = ["Settings"]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.zerobubble.plan.render_svg import render_comparison
 from megatron.zerobubble.plan.render_trace import render_trace
 from megatron.zerobubble.plan.timeline import Timeline
-from megatron.zerobubble.profiling.report import PipelineReport, report, reports_to_json
+from megatron.zerobubble.profiling.report import PipelineReport, RankMemory, memory_line, report, reports_to_json
 from megatron.zerobubble.training.metrics import Metrics
 from megatron.zerobubble.training.settings import Settings
 
@@ -30,7 +30,7 @@ _STOCK = (
 )
 
 
-def show_pipeline(schedule: Any, settings: Settings, metrics: Metrics) -> bool:
+def show_pipeline(schedule: Any, settings: Settings, metrics: Metrics, *, memory: Sequence[RankMemory] | None = None) -> bool:
     """Say what the pipeline's bubble was, in the log and as curves, and write the trace if it is asked for.
 
     Every rank must call it; rank 0 writes.
@@ -39,6 +39,7 @@ def show_pipeline(schedule: Any, settings: Settings, metrics: Metrics) -> bool:
         schedule: the `PipelineSchedule` of the run.
         settings: say whether and where to write.
         metrics: gets the curves.
+        memory: what the ranks held, where it was counted.
 
     Returns:
         Whether there was anything to say.
@@ -57,6 +58,8 @@ def show_pipeline(schedule: Any, settings: Settings, metrics: Metrics) -> bool:
     reports = [report(timeline) for timeline in timelines]
     for line in reports[-1].lines():
         _log.info("%s", line)
+    if memory is not None:
+        _log.info("%s", memory_line(memory))
     for each in reports:
         metrics.add_curves(each.scalars(), each.iteration)
     if directory is not None:
@@ -64,22 +67,29 @@ def show_pipeline(schedule: Any, settings: Settings, metrics: Metrics) -> bool:
         missing = sorted(chosen - {timeline.iteration for timeline in timelines})
         if missing:
             _log.warning("no trace of iterations %s: they did not run here", ", ".join(map(str, missing)))
-        write_trace(timelines, reports, Path(directory))
+        write_trace(timelines, reports, Path(directory), memory=memory)
         _log.info("trace: %s", directory)
     return True
 
 
-def write_trace(timelines: Sequence[Timeline], reports: Sequence[PipelineReport], directory: Path) -> None:
+def write_trace(
+    timelines: Sequence[Timeline],
+    reports: Sequence[PipelineReport],
+    directory: Path,
+    *,
+    memory: Sequence[RankMemory] | None = None,
+) -> None:
     """Write ``trace.json``, ``report.json``, and per iteration N ``timeline-N.svg`` and ``plan-N.json``.
 
     Args:
         timelines: what ran.
         reports: of each.
         directory: created if it is missing.
+        memory: for the report, where it was counted.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "trace.json").write_text(render_trace(timelines), encoding="utf-8")
-    (directory / "report.json").write_text(reports_to_json(reports), encoding="utf-8")
+    (directory / "report.json").write_text(reports_to_json(reports, memory), encoding="utf-8")
     for timeline, seen in zip(timelines, reports, strict=True):
         simulation, number = seen.simulation, timeline.iteration
         plan = timeline.plan.to_json(costs=simulation.costs.to_json(), metrics=simulation.metrics())
