@@ -83,6 +83,17 @@ def refined(choice: ScheduleChoice, num_microbatches: int, costs: CostModel, goa
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What one rank of the world brings to planning."""
+
+    profile: RankProfile
+    link_ms: tuple[float, ...]
+    state_bytes: int
+    room_bytes: int
+    """What its activations may take; meaningless where there is no limit in bytes."""
+
+
 class Replanner:
     """Times windows of iterations and gives the schedule better plans. Every rank of the world needs one and calls it alike.
 
@@ -150,31 +161,36 @@ class Replanner:
         link_ms = self._schedule.link_times()
         profile = self._profiler.profile()
         self._profiler = self._schedule.profiler = None
+        own = _Measured(
+            profile=profile,
+            link_ms=tuple(link_ms.values()),
+            state_bytes=self._state(),
+            room_bytes=0 if self._room is None else self._room(profile),
+        )
         everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, (profile, link_ms, self._state(), None if self._room is None else self._room(profile)))
-        placement, profiles = self._schedule.choice.placement, [each for each, *_ in everybody]
-        links = [elapsed for _, times, _, _ in everybody for elapsed in times.values()]
-        self._costs = combine(profiles, placement, link_ms=links)
+        dist.all_gather_object(everybody, own)
+        placement, profiles = self._schedule.choice.placement, [each.profile for each in everybody]
+        self._costs = combine(profiles, placement, link_ms=[elapsed for each in everybody for elapsed in each.link_ms])
         self._unit, self._rooms = unit_bytes(profiles, placement), None
-        members = [[each for each in everybody if stages[0] in each[0].memory] for stages in placement.rank_to_stages]
+        members = [[each for each in everybody if stages[0] in each.profile.memory] for stages in placement.rank_to_stages]
         if self._room is not None:
-            self._rooms = tuple(min(room for *_, room in ranks) / self._unit for ranks in members)
+            self._rooms = tuple(min(each.room_bytes for each in ranks) / self._unit for ranks in members)
         self.memory = None
         if self._measured_with == num_microbatches and all(members):
             self.memory = self._memory(self._schedule.plan(num_microbatches), members)
         self._schedule.replan(self._planned)
         self._schedule.plan(num_microbatches)
 
-    def _memory(self, plan: Plan, members: Sequence[Sequence[tuple[RankProfile, Any, int, Any]]]) -> tuple[RankMemory, ...]:
+    def _memory(self, plan: Plan, members: Sequence[Sequence[_Measured]]) -> tuple[RankMemory, ...]:
         """What was held in the iteration that ran `plan`, per pipeline rank: of its members the most."""
         assert self._costs is not None
         unit = self._unit * min(plan.num_ranks, plan.num_microbatches)
         return tuple(
             RankMemory(
                 predicted_bytes=round(predicted * unit),
-                measured_bytes=max(profile.peak_bytes for profile, *_ in ranks),
-                workspace_bytes=max(profile.workspace_bytes for profile, *_ in ranks),
-                state_bytes=max(state for _, _, state, _ in ranks),
+                measured_bytes=max(each.profile.peak_bytes for each in ranks),
+                workspace_bytes=max(each.profile.workspace_bytes for each in ranks),
+                state_bytes=max(each.state_bytes for each in ranks),
             )
             for predicted, ranks in zip(peak_memory(plan, self._costs), members, strict=True)
         )

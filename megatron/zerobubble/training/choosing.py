@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.parts import PartCosts
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, make_plan
 from megatron.zerobubble.plan.search import Goal, Objective
-from megatron.zerobubble.profiling.profile import Profiler, combine
+from megatron.zerobubble.profiling.profile import Profiler, RankProfile, combine
 from megatron.zerobubble.training.assembly import ForwardStepProvider, ModelProvider, assemble, schedule_choice
 from megatron.zerobubble.training.data import build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
@@ -39,14 +38,6 @@ _log = logging.getLogger(__name__)
 _ITERATIONS = 4
 """One to warm up, one whose memory is measured, the others are timed."""
 _MOST_MICROBATCHES = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Measured:
-    """What was measured, and on which schedule."""
-
-    settings: Settings
-    costs: CostModel
 
 
 def choose_schedule(
@@ -82,7 +73,7 @@ def choose_schedule(
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    answer: list[Any] = [_choice(_Measured(settings=probed, costs=costs), settings) if dist.get_rank() == 0 else None]
+    answer: list[Any] = [_choice(costs, probed, settings) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], ConfigError):
         raise answer[0]
@@ -125,7 +116,7 @@ def _probed(settings: Settings) -> Settings:
     raise ConfigError(f"--num-layers {settings.model.num_layers} do not divide over {settings.pipeline_size} pipeline ranks")
 
 
-def _profile(trainee: Trainee, tokenizer: Any, *, on_gpu: bool) -> Any:
+def _profile(trainee: Trainee, tokenizer: Any, *, on_gpu: bool) -> RankProfile:
     """Run a few iterations without a step."""
     settings = trainee.settings
     num_microbatches = min(settings.num_microbatches, _MOST_MICROBATCHES)
@@ -162,8 +153,8 @@ def _take_down(trainee: Trainee) -> None:
     parallel_state.destroy_model_parallel()
 
 
-def _choice(measured: _Measured, settings: Settings) -> tuple[str, int] | ConfigError:
-    """Plan all families; says what is taken and what comes next."""
+def _choice(costs: CostModel, probed: Settings, settings: Settings) -> tuple[str, int] | ConfigError:
+    """Plan all families for what was measured under `probed`; says what is taken and what comes next."""
     early = settings.zero_bubble.enable_optimizer_post_validation
     goal = Goal(
         memory_limit=settings.plan_memory_limit or 1.0,
@@ -171,10 +162,9 @@ def _choice(measured: _Measured, settings: Settings) -> tuple[str, int] | Config
         seed=settings.run.seed,
         budget=budget_of(settings.zero_bubble.zero_bubble_planning_seconds),
     )
-    costs = measured.costs
     _log.info(
         "measured on %s: F %s, B %s, W %s ms by stage, links %.2f ms",
-        measured.settings.zero_bubble.schedule,
+        probed.zero_bubble.schedule,
         *(_brief(times) for times in (costs.forward_ms, costs.backward_ms, costs.wgrad_ms)),
         costs.comm_ms,
     )
@@ -183,7 +173,7 @@ def _choice(measured: _Measured, settings: Settings) -> tuple[str, int] | Config
             AUTO,
             num_ranks=settings.pipeline_size,
             num_microbatches=settings.num_microbatches,
-            costs_of=costs_from(costs, measured.settings, settings),
+            costs_of=costs_from(costs, probed, settings),
             goal=goal,
         )
     except ConfigError as error:
