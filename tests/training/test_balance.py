@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,8 +9,9 @@ from megatron.zerobubble.plan.balance import PartTimes
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.simulate import TimedOp, simulate
+from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.stage_layers import StageLayers
+from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
 from megatron.zerobubble.training.balance import measured_parts, proposal
 
 
@@ -20,16 +19,17 @@ class _Recorded:
     """Stands in for a schedule that has run a plan exactly as simulated."""
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
-        self._plan, self._rows = plan, simulate(plan, costs).rows
+        ranks = tuple(RankTimeline(ops=row) for row in simulate(plan, costs).rows)
+        self._ran = Timeline(iteration=2, plan=plan, ranks=ranks)
         self.device = torch.device("cpu")
 
-    def timeline(self) -> tuple[Plan, Any] | None:
-        return self._plan, self._rows
+    def timelines(self) -> list[Timeline]:
+        return [self._ran]
 
 
 class _Unrecorded:
-    def timeline(self) -> tuple[Plan, list[list[TimedOp]]] | None:
-        return None
+    def timelines(self) -> list[Timeline]:
+        return []
 
 
 @pytest.mark.usefixtures("world_of_one")
