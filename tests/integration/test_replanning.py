@@ -158,6 +158,8 @@ def _train_within(rank: int, case: Case) -> dict[str, Any]:
     trainer.forward_backward(4)
     plan, costs = trainer.schedule.plan(case.num_microbatches), replanner.costs
     assert costs is not None
+    with trainer.host.on_host():
+        trainer.optimizer.step()
     result = {
         "faster": objective_ms(plan, costs, Objective.SPAN) < objective_ms(frugal, costs, Objective.SPAN),
         "held": profiler.profile().peak_bytes / rooms[0],
@@ -174,7 +176,7 @@ def test_every_rank_keeps_within_its_own_room(four_ranks: RankPool) -> None:
     for result in results:
         assert result["held"] <= 1.1, "random states count, too, which are a part of a microbatch of this small model"
         assert result["faster"]
-        assert result["state"] >= 2 * result["parameters"], "weights and gradients"
+        assert 4 * result["parameters"] <= result["state"] < 4.1 * result["parameters"], "weights, gradients, Adam's two moments"
         for rank in result["memory"]:
             assert rank.predicted_bytes == pytest.approx(rank.measured_bytes, rel=0.1)
             assert rank.state_bytes == 7

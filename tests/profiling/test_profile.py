@@ -9,14 +9,14 @@ import torch
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
-from megatron.zerobubble.profiling import profile
+from megatron.zerobubble.profiling import marks
 from megatron.zerobubble.profiling.memory import StageMemory
 from megatron.zerobubble.profiling.profile import Profiler, RankProfile, combine, unit_bytes
 
 
 def test_the_typical_time_is_the_median_of_a_stage_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = [("0F0", 0.010), ("0F1", 0.012), ("0F2", 0.500), ("3B0", 0.020), ("0W0", 0.004)]
-    monkeypatch.setattr(profile.time, "perf_counter", lambda: next(readings))
+    monkeypatch.setattr(marks.time, "perf_counter", lambda: next(readings))
     readings = accumulate(value for _, elapsed in 4 * passes for value in (1.0, elapsed))
     profiler = Profiler(torch.device("cpu"))
 
@@ -38,7 +38,7 @@ def test_the_typical_time_is_the_median_of_a_stage_and_kind(monkeypatch: pytest.
         (3, OpKind.B): pytest.approx(20.0),
         (0, OpKind.W): pytest.approx(4.0),
     }
-    assert len(profiler._marks) == 2 * len(passes), "not the first iteration, not the one that was given up"
+    assert len(profiler._passes) == 2 * len(passes), "not the first iteration, not the one that was given up"
 
 
 def _profile(**memory: tuple[float, float]) -> RankProfile:

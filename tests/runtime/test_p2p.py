@@ -101,6 +101,23 @@ def test_two_pipelines_share_the_groups_and_keep_apart(four_ranks: RankPool) -> 
     assert four_ranks.run(exchange_in_two_pipelines) == [[]] * 4
 
 
+def time_the_links(rank: int) -> tuple[dict[tuple[int, int], float], list[str]]:
+    """In a world with two pipelines: what took how long, and what arrives wrong afterwards."""
+    pipeline, mine = ((0, 2), (1, 3))[rank % 2], rank // 2
+    links = ProcessGroupLinks(Placement.linear(2), pipeline=pipeline, rank=mine, device=CPU)
+    times = links.times((64, 2, 32), torch.bfloat16, repeats=2)
+    wrong = exchange(rank, links, mine, Placement.linear(2), 0.0, True)
+    links.close()
+    return times, wrong
+
+
+def test_links_are_timed_by_where_they_start(four_ranks: RankPool) -> None:
+    for rank, (times, wrong) in enumerate(four_ranks.run(time_the_links)):
+        assert list(times) == [(0, 1) if rank < 2 else (1, 0)]
+        assert all(0 <= elapsed < 60_000 for elapsed in times.values())
+        assert not wrong
+
+
 def groups_of_links(rank: int) -> tuple[int, int]:
     links = links_over_the_world(rank, Placement.v(4))
     groups = len({id(group) for group in links._groups.values()})

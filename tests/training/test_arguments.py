@@ -85,7 +85,7 @@ def test_layers_of_each_stage(flags: str, per_stage: tuple[int, ...]) -> None:
 
 def test_batch_and_data_parallelism() -> None:
     made = settings("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 12", world_size=8)
-    assert (made.data_parallel_size, made.num_microbatches, made.tokens_per_iteration) == (2, 6, 12 * 64)
+    assert (made.data_parallel_size, made.num_microbatches, made.global_batch_size) == (2, 6, 12)
     assert settings("--micro-batch-size 3", world_size=2).global_batch_size == 6
 
 

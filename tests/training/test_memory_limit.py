@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from unittest import mock
 
+import pytest
+import torch
+
+from megatron.zerobubble.integration import memory_room
+from megatron.zerobubble.integration.memory_room import device_bytes
 from megatron.zerobubble.training.memory_limit import MemoryLimit
 
 
@@ -21,3 +26,13 @@ from megatron.zerobubble.training.memory_limit import MemoryLimit
 def test_limits(text: str, limit: MemoryLimit) -> None:
     assert MemoryLimit.parse(text) == limit
     assert limit.is_relative is (limit.relative is not None)
+
+
+def test_what_fits_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is one rank's, the machine's memory all of its ranks'; a part of either is left alone."""
+    sizes = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(memory_room.os, "sysconf", sizes.__getitem__)
+    assert device_bytes(torch.device("cpu"), ranks_on_host=4) == 942_080
+    properties = mock.Mock(total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert device_bytes(torch.device("cuda"), ranks_on_host=8) == pytest.approx(73.6e9)

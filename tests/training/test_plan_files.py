@@ -18,6 +18,10 @@ from megatron.zerobubble.training.assembly import schedule_choice
 from tests.training.test_arguments import BASE, settings
 
 RUN = BASE + "--pipeline-model-parallel-size 4 --global-batch-size 6 "
+_TIMES = {name: [1.0] * 8 for name in ("forward_ms", "backward_ms", "wgrad_ms")}
+SMALL = _TIMES | {"comm_ms": 0.0, "activation": [0.4] * 8, "activation_after_backward": [0.2] * 8}
+"""Costs under which ZBV holds 0.8: a stage less than half a rank's share, as where embedding and head hold the rest."""
+FOUR_STAGES = {name: values[:4] if isinstance(values, list) else values for name, values in SMALL.items()}
 
 
 def _file(tmp_path: Path, change: Callable[[dict[str, Any]], None] = lambda body: None, name: str = "zbv") -> str:
@@ -45,6 +49,11 @@ def test_a_plan_that_fits_is_what_runs(tmp_path: Path, flags: str) -> None:
     assert made.zero_bubble.timed_iterations is None, "the best plan is there already"
     again = settings(RUN + _file(tmp_path) + flags + " --zero-bubble-replan-interval 50", base="")
     assert again.zero_bubble.timed_iterations == (100, 110)
+
+
+def test_a_loaded_plan_keeps_a_limit_with_the_memory_it_was_made_for(tmp_path: Path) -> None:
+    kept = _file(tmp_path, lambda body: body.update(costs=SMALL)) + "--zero-bubble-memory-limit 0.9"
+    assert settings(RUN + kept, base="").zero_bubble.plan is not None
 
 
 def _deadlock(body: dict[str, Any]) -> None:
@@ -77,6 +86,15 @@ def _deadlock(body: dict[str, Any]) -> None:
             ConfigError,
             "plan.json: its schedule 'mine' is unknown; choose from 1f1b",
         ),
+        (lambda body: None, "--zero-bubble-memory-limit 0.9", PlanError, r"memory peaks at 1\.0000 and the limit is 0\.9000"),
+        (
+            lambda body: body.update(costs=SMALL),
+            "--zero-bubble-memory-limit 0.7",
+            PlanError,
+            r"memory peaks at 0\.8000 and the limit",
+        ),
+        (lambda body: body.update(costs={}), "", PlanError, "plan.json: costs: 'forward_ms' must be a list"),
+        (lambda body: body.update(costs=FOUR_STAGES), "", PlanError, "plan.json: the costs are for 4 stages and the plan has 8"),
         (lambda body: None, "--zero-bubble-schedule stock", ConfigError, "its schedule 'stock' is unknown"),
     ],
 )
@@ -95,7 +113,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("not a plan")
     with pytest.raises(PlanError, match=r"--zero-bubble-load-plan .*text: "):
         settings(RUN + f"--zero-bubble-load-plan {tmp_path}/text", base="")
-    with pytest.raises(ConfigError, match=r"--zero-bubble-save-plan .*: the folder .* does not exist or cannot be written to"):
+    with pytest.raises(ConfigError, match=r"--zero-bubble-save-plan .*: .*/no is not a folder that can be written to"):
         settings(RUN + f"--zero-bubble-v-schedule --zero-bubble-save-plan {tmp_path}/no/plan.json", base="")
     with pytest.raises(ConfigError, match="the stock schedule has no plan"):
         settings(RUN + f"--zero-bubble-save-plan {tmp_path}/plan.json", base="")

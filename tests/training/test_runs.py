@@ -17,7 +17,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.simulate import simulate
 from tests.support.traces import check_trace
 from tests.training.launch import PRETRAIN, ROOT, TINY_BATCH, TINY_MODEL, command, environment, launch, metrics, train
 
@@ -195,9 +197,12 @@ def test_a_plan_from_measured_times_changes_nothing_and_can_be_kept(corpus: str,
     assert measured.said.count("planned for measured times") == 3
     assert len(re.findall(BALANCE, measured.said)) == 3, "when times were measured, and at the end"
     body = json.loads((tmp_path / "plan.json").read_text())
-    assert body["metrics"]["bubble_rate"] >= 0
-    assert min(body["costs"]["forward_ms"] + body["costs"]["backward_ms"] + body["costs"]["wgrad_ms"]) > 0
-    loaded = Job(tmp_path, [*flags, "--zero-bubble-load-plan", str(tmp_path / "plan.json")])
+    kept, costs = Plan.from_json(json.dumps(body)), CostModel.from_json(body["costs"])
+    assert body["metrics"] == simulate(kept, costs).metrics(), "what it promises for what was measured"
+    assert min(costs.forward_ms + costs.backward_ms + costs.wgrad_ms) > 0
+    keeps = ["--zero-bubble-save-plan", str(tmp_path / "again.json")]
+    loaded = Job(tmp_path, [*flags, "--zero-bubble-load-plan", str(tmp_path / "plan.json"), *keeps])
+    assert Plan.from_json((tmp_path / "again.json").read_bytes()) == kept, "what ran"
     assert "planned for measured times" not in loaded.said
     assert losses(loaded) == losses(measured)
     assert measured.said.count("clipped after the fact") == 6, "forwards of timed iterations run again"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.integration.zb_schedules import PipelineSchedule, ScheduleChoice, program_of
 from megatron.zerobubble.plan.costs import CostModel
-from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search import Goal, Objective, best_core, objective_ms
 from megatron.zerobubble.plan.search_core import PythonCore
@@ -29,7 +29,7 @@ from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE, validate
 from megatron.zerobubble.profiling.profile import Profiler, RankProfile, combine, costs_within, unit_bytes
 from megatron.zerobubble.profiling.report import RankMemory
 
-__all__ = ["Replanner", "Window", "budget_of", "refined"]
+__all__ = ["Measured", "Replanner", "Window", "budget_of", "measured_costs", "refined"]
 
 _log = logging.getLogger(__name__)
 
@@ -84,14 +84,29 @@ def refined(choice: ScheduleChoice, num_microbatches: int, costs: CostModel, goa
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Measured:
+class Measured:
     """What one rank of the world brings to planning."""
 
     profile: RankProfile
+    """Its passes."""
     link_ms: tuple[float, ...]
-    state_bytes: int
-    room_bytes: int
+    """The links that leave it."""
+    state_bytes: int = 0
+    """Weights, gradients and optimizer state."""
+    room_bytes: int = 0
     """What its activations may take; meaningless where there is no limit in bytes."""
+
+    def gathered(self) -> list[Measured]:
+        """What all ranks of the world bring, on every rank; all of them must call this."""
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, self)
+        return everybody
+
+
+def measured_costs(everybody: Sequence[Measured], placement: Placement) -> CostModel:
+    """The costs of the pipeline that was measured; `placement` is its own."""
+    links = [elapsed for each in everybody for elapsed in each.link_ms]
+    return combine([each.profile for each in everybody], placement, link_ms=links)
 
 
 class Replanner:
@@ -161,17 +176,15 @@ class Replanner:
         link_ms = self._schedule.link_times()
         profile = self._profiler.profile()
         self._profiler = self._schedule.profiler = None
-        own = _Measured(
+        own = Measured(
             profile=profile,
             link_ms=tuple(link_ms.values()),
             state_bytes=self._state(),
             room_bytes=0 if self._room is None else self._room(profile),
         )
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, own)
-        placement, profiles = self._schedule.choice.placement, [each.profile for each in everybody]
-        self._costs = combine(profiles, placement, link_ms=[elapsed for each in everybody for elapsed in each.link_ms])
-        self._unit, self._rooms = unit_bytes(profiles, placement), None
+        everybody, placement = own.gathered(), self._schedule.choice.placement
+        self._costs = measured_costs(everybody, placement)
+        self._unit, self._rooms = unit_bytes([each.profile for each in everybody], placement), None
         members = [[each for each in everybody if stages[0] in each.profile.memory] for stages in placement.rank_to_stages]
         if self._room is not None:
             self._rooms = tuple(min(each.room_bytes for each in ranks) / self._unit for ranks in members)
@@ -181,7 +194,7 @@ class Replanner:
         self._schedule.replan(self._planned)
         self._schedule.plan(num_microbatches)
 
-    def _memory(self, plan: Plan, members: Sequence[Sequence[_Measured]]) -> tuple[RankMemory, ...]:
+    def _memory(self, plan: Plan, members: Sequence[Sequence[Measured]]) -> tuple[RankMemory, ...]:
         """What was held in the iteration that ran `plan`, per pipeline rank: of its members the most."""
         assert self._costs is not None
         unit = self._unit * min(plan.num_ranks, plan.num_microbatches)
@@ -217,11 +230,10 @@ class Replanner:
             _log.warning("the order of ops stays as it was: %s", error)
         before, now = simulate(so_far, costs), simulate(plan, costs)
         _log.info(
-            "planned for measured times in %.1f s: F %s, B %s, W %s ms by stage, links %.2f ms; %.1f ms an iteration expected "
+            "planned for measured times in %.1f s: %s; %.1f ms an iteration expected "
             "with the order so far (bubble %.1f%%), %.1f ms from now on (%.1f%%), at most %s of activations on a rank",
             time.perf_counter() - begin,
-            *(_brief(times) for times in (costs.forward_ms, costs.backward_ms, costs.wgrad_ms)),
-            costs.comm_ms,
+            costs.times_text,
             _objective_of(before, objective),
             100 * before.bubble_rate,
             _objective_of(now, objective),
@@ -257,8 +269,3 @@ def _objective_of(simulation: Simulation, objective: Objective) -> float:
 
 def _mib(count: float) -> str:
     return f"{count / 2**20:.1f} MiB"
-
-
-def _brief(times: tuple[float, ...]) -> str:
-    """The times, or from how much to how much where there are many."""
-    return " ".join(f"{value:.1f}" for value in times) if len(times) <= 8 else f"{min(times):.1f}..{max(times):.1f}"

@@ -100,6 +100,14 @@ class CostModel:
             activation_after_backward=shared("activation_after_backward", activation_after_backward),
         )
 
+    @property
+    def times_text(self) -> str:
+        """The times in words, for a log: by stage, or from how much to how much where there are many."""
+        passes = ", ".join(
+            f"{kind} {_brief(times)}" for kind, times in (("F", self.forward_ms), ("B", self.backward_ms), ("W", self.wgrad_ms))
+        )
+        return f"{passes} ms by stage, links {self.comm_ms:.2f} ms"
+
     def duration_ms(self, stage: int, kind: OpKind) -> float:
         """Time of one op."""
         if kind is OpKind.F:
@@ -139,6 +147,10 @@ class CostModel:
                 raise PlanError(f"costs: {name!r} must be a list with one number a stage, got {body.get(name)!r:.80}")
         lists = {name: tuple(body[name]) for name in _PER_STAGE}
         return CostModel(**lists, comm_ms=body.get("comm_ms", 0.0))
+
+
+def _brief(times: tuple[float, ...]) -> str:
+    return " ".join(f"{value:.1f}" for value in times) if len(times) <= 8 else f"{min(times):.1f}..{max(times):.1f}"
 
 
 def _check_number(name: str, value: object) -> None:

@@ -11,7 +11,6 @@ hold (tensor, data parallelism) takes as long as its slowest member.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ import torch
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
+from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.profiling.memory import MemoryMeter, StageMemory
 from megatron.zerobubble.runtime.recording import Recorder
 
@@ -49,8 +49,8 @@ class Profiler(Recorder):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._marks: list[tuple[Op, Any, Any]] = []
+        self._marks = Marks(device)
+        self._passes: list[tuple[Op, Any, Any]] = []
         self._started: Any = None
         self._meter = MemoryMeter(device)
         self._iterations = self._begin = 0
@@ -58,9 +58,9 @@ class Profiler(Recorder):
 
     def __enter__(self) -> Profiler:
         self._iterations += 1
-        if self._iterations == 2 and not self._on_cuda:
-            self._marks.clear()  # counting bytes took longer than the passes
-        self._begin = len(self._marks)
+        if self._iterations == 2 and not self._marks.on_cuda:
+            self._passes.clear()  # counting bytes took longer than the passes
+        self._begin = len(self._passes)
         if self._iterations == 1:
             self._entered.enter_context(self._meter)
         return self
@@ -70,7 +70,7 @@ class Profiler(Recorder):
 
     def rewind(self) -> None:
         """Forget this iteration, which begins again."""
-        del self._marks[self._begin :]
+        del self._passes[self._begin :]
         if self._iterations == 1:
             self._meter.clear()
 
@@ -81,33 +81,24 @@ class Profiler(Recorder):
 
     def start(self, op: Op) -> None:
         """The op's input is here and it is about to run."""
-        self._started = self._now()
+        self._started = self._marks.now()
 
     def end(self, op: Op) -> None:
         """The op's work has been issued (CUDA) or done (CPU)."""
-        self._marks.append((op, self._started, self._now()))
+        self._passes.append((op, self._started, self._marks.now()))
 
     def profile(self) -> RankProfile:
         """The typical time of each stage's ops of each kind, and what it holds. Synchronises a CUDA device."""
-        if self._on_cuda:
-            torch.cuda.synchronize()
+        self._marks.settle()
         times: dict[tuple[int, OpKind], list[float]] = {}
-        for op, start, end in self._marks:
-            elapsed = start.elapsed_time(end) if self._on_cuda else (end - start) * 1000.0
-            times.setdefault((op.stage, op.kind), []).append(elapsed)
+        for op, start, end in self._passes:
+            times.setdefault((op.stage, op.kind), []).append(self._marks.elapsed_ms(start, end))
         return RankProfile(
             times_ms={key: median(values) for key, values in times.items()},
             memory=self._meter.typical(),
             peak_bytes=self._meter.peak_bytes,
             workspace_bytes=self._meter.workspace_bytes,
         )
-
-    def _now(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def combine(ranks: Sequence[RankProfile], placement: Placement, *, link_ms: Sequence[float] = ()) -> CostModel:

@@ -23,6 +23,7 @@ from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.simulate import TimedOp
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span
+from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.recording import Recorder
 
 
@@ -50,7 +51,7 @@ class OpRecorder(Recorder):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._marks = Marks(device)
         self._tape = _Tape()
         self._started: Any = None
         self._open: dict[tuple[Activity, Message], Any] = {}
@@ -65,9 +66,9 @@ class OpRecorder(Recorder):
         """Forget what was recorded; the next op begins a new iteration, which is recorded until `pause`."""
         self._tape = _Tape()
         self._open.clear()
-        if self._on_cuda:
-            torch.cuda.synchronize()
-            self._tape.origin_event = self._now()
+        if self._marks.on_cuda:
+            self._marks.settle()
+            self._tape.origin_event = self._marks.now()
         self._tape.origin_ms = time.perf_counter() * 1000.0
         self._is_on = True
 
@@ -80,7 +81,7 @@ class OpRecorder(Recorder):
         tape = self._tape
         tape.spans = [span for span in tape.spans if span[1] is None]  # a rank without such ops has taken messages, too
         if tape.ops:
-            tape.spans.append((Activity.REWIND, None, tape.ops[0][1], self._now()))
+            tape.spans.append((Activity.REWIND, None, tape.ops[0][1], self._marks.now()))
         tape.ops = []
         self._open.clear()
 
@@ -90,39 +91,39 @@ class OpRecorder(Recorder):
         if not self._is_on:
             yield
             return
-        started = self._now()
+        started = self._marks.now()
         yield
-        self._tape.spans.append((activity, None, started, self._now()))
+        self._tape.spans.append((activity, None, started, self._marks.now()))
 
     def start(self, op: Op) -> None:
         """The op is about to run."""
-        self._started = self._now()
+        self._started = self._marks.now()
 
     def end(self, op: Op) -> None:
         """The op's work has been issued (CUDA) or done (CPU)."""
-        self._tape.ops.append((op, self._started, self._now()))
+        self._tape.ops.append((op, self._started, self._marks.now()))
 
     def posted(self, message: Message) -> None:
         """A receive has been posted."""
-        self._open[Activity.RECEIVE, message] = self._now()
+        self._open[Activity.RECEIVE, message] = self._marks.now()
 
     def awaited(self, message: Message) -> None:
         """The rank is about to wait for a receive."""
-        self._open[Activity.WAIT, message] = self._now()
+        self._open[Activity.WAIT, message] = self._marks.now()
 
     def taken(self, message: Message) -> None:
         """The message is here."""
-        now = self._now()
+        now = self._marks.now()
         self._close(Activity.WAIT, message, now)
         self._close(Activity.RECEIVE, message, now)
 
     def sent(self, message: Message) -> None:
         """A send is about to be issued."""
-        self._open[Activity.SEND, message] = self._now()
+        self._open[Activity.SEND, message] = self._marks.now()
 
     def retired(self, message: Message) -> None:
         """A send is over."""
-        self._close(Activity.SEND, message, self._now())
+        self._close(Activity.SEND, message, self._marks.now())
 
     def timed_ops(self) -> list[TimedOp]:
         """What was recorded since `clear`, in the order it ran, on the host's monotonic clock. Synchronises a CUDA device."""
@@ -130,8 +131,7 @@ class OpRecorder(Recorder):
 
     def timeline(self) -> RankTimeline:
         """Ops and spans recorded since `clear`, on the host's monotonic clock. Synchronises a CUDA device."""
-        if self._on_cuda:
-            torch.cuda.synchronize()
+        self._marks.settle()
         tape = self._tape
         return RankTimeline(
             ops=tuple(TimedOp(op, tape.at(start), tape.at(end)) for op, start, end in tape.ops),
@@ -139,15 +139,8 @@ class OpRecorder(Recorder):
                 Span(activity=activity, message=message, start_ms=tape.at(start), end_ms=tape.at(end))
                 for activity, message, start, end in tape.spans
             ),
-            peak_bytes=torch.cuda.max_memory_allocated() if self._on_cuda else None,
+            peak_bytes=torch.cuda.max_memory_allocated() if self._marks.on_cuda else None,
         )
 
     def _close(self, activity: Activity, message: Message, now: Any) -> None:
         self._tape.spans.append((activity, message, self._open.pop((activity, message)), now))
-
-    def _now(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

@@ -19,6 +19,7 @@ from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.simulate import Simulation, TimedOp, simulate
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.profiling.breakdown import RankRecord, RankTime, link_ms, rank_records, rank_times
+from megatron.zerobubble.profiling.profile import RankProfile, combine
 
 Rows = Sequence[Sequence[TimedOp]]
 """Per pipeline rank its ops in the order they ran, in milliseconds."""
@@ -195,19 +196,8 @@ def measured_costs(plan: Plan, rows: Rows) -> CostModel:
         for timed in row:
             times.setdefault((timed.op.stage, timed.op.kind), []).append(timed.end_ms - timed.start_ms)
 
-    def typical(*kinds: OpKind) -> tuple[float, ...]:
-        return tuple(
-            sum(median(times[stage, kind]) for kind in kinds if (stage, kind) in times) for stage in range(plan.num_stages)
-        )
-
-    share = 1.0 / plan.placement.num_chunks
-    return CostModel(
-        forward_ms=typical(OpKind.F),
-        backward_ms=typical(OpKind.B, OpKind.BW),
-        wgrad_ms=typical(OpKind.W),
-        activation=(share,) * plan.num_stages,
-        activation_after_backward=(share,) * plan.num_stages,
-    )
+    typical = {key: median(values) for key, values in times.items()}
+    return combine([RankProfile(times_ms=typical, memory={})], plan.placement)
 
 
 def _time_json(time: RankTime) -> dict[str, float]:

@@ -13,7 +13,6 @@ A distributed checkpoint contains pickles, so rank 0 inspects it before anything
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.integration.torch_optimizer import load_state, prepare_to_load
 from megatron.zerobubble.training.checkpoint_files import inspect_checkpoint
+from megatron.zerobubble.training.files import replace_text, sync
 from megatron.zerobubble.training.step import Trainee, parameters_in_place
 
 __all__ = ["Restored", "iteration_directory", "load", "save"]
@@ -262,23 +262,10 @@ def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
 def _publish(writing: Path, final: Path, iteration: int) -> None:
     """Make a complete checkpoint the latest. Everything is on disk before the tracker names it."""
     for path in (*writing.iterdir(), writing):
-        _sync(path)
+        sync(path)
     shutil.rmtree(final, ignore_errors=True)
     writing.rename(final)
-    tracker = final.parent / _TRACKER
-    temporary = tracker.with_name(f".{_TRACKER}.new")
-    temporary.write_text(f"{iteration}\n", encoding="ascii")
-    _sync(temporary)
-    temporary.replace(tracker)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    replace_text(final.parent / _TRACKER, f"{iteration}\n")
 
 
 def _tracked_iteration(directory: Path) -> int | None:

@@ -15,6 +15,7 @@ from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.search import Goal
 from megatron.zerobubble.plan.validate import validate
+from megatron.zerobubble.training.config_zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.training.corpus import read_corpus_info
 from megatron.zerobubble.training.settings import Settings
 
@@ -162,13 +163,19 @@ def _check_plan(settings: Settings) -> None:
         max_pending_backward=settings.max_pending_backward,
         goal=None if limit is None else Goal(memory_limit=limit, budget=0.0),
     )
-    _check_folder("--zero-bubble-save-plan", zero_bubble.zero_bubble_save_plan)
+    if zero_bubble.zero_bubble_save_plan is not None:
+        _check_writable(
+            "--zero-bubble-save-plan",
+            zero_bubble.zero_bubble_save_plan,
+            Path(zero_bubble.zero_bubble_save_plan).absolute().parent,
+        )
     if zero_bubble.plan is not None:
-        _check_loaded(zero_bubble.plan, generated, f"--zero-bubble-load-plan {zero_bubble.zero_bubble_load_plan}")
+        _check_loaded(zero_bubble, zero_bubble.plan, generated)
 
 
-def _check_loaded(plan: Plan, wanted: Plan, flag: str) -> None:
-    """A plan from a file can run where the chosen schedule's own could."""
+def _check_loaded(zero_bubble: ZeroBubbleConfig, plan: Plan, wanted: Plan) -> None:
+    """A plan from a file can run where the chosen schedule's own, `wanted`, could."""
+    flag, limit = f"--zero-bubble-load-plan {zero_bubble.zero_bubble_load_plan}", zero_bubble.memory_limit
     if plan.num_ranks != wanted.num_ranks:
         raise ConfigError(
             f"{flag}: the plan is for {plan.num_ranks} pipeline ranks, --pipeline-model-parallel-size is {wanted.num_ranks}"
@@ -184,7 +191,7 @@ def _check_loaded(plan: Plan, wanted: Plan, flag: str) -> None:
             "(--global-batch-size over --micro-batch-size and the data-parallel size)"
         )
     try:
-        validate(plan)
+        validate(plan, memory_limit=None if limit is None else limit.relative, costs=zero_bubble.plan_costs)
     except PlanError as error:
         raise type(error)(f"{flag}: {error}") from None
 
@@ -193,10 +200,10 @@ def _listed(plan: Plan) -> str:
     return ", ".join(map(str, plan.placement.stage_to_rank))
 
 
-def _check_folder(flag: str, file: str | None) -> None:
-    """A file that is written at the end of a run can be written."""
-    if file is not None and not os.access(Path(file).absolute().parent, os.W_OK):
-        raise ConfigError(f"{flag} {file}: the folder {Path(file).absolute().parent} does not exist or cannot be written to")
+def _check_writable(flag: str, given: str, folder: Path) -> None:
+    """What is written into a folder at the end of a run can be written."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{flag} {given}: {folder} is not a folder that can be written to")
 
 
 def _check_tensor_parallel(settings: Settings) -> None:
@@ -287,7 +294,4 @@ def _check_trace(settings: Settings) -> None:
         )
     folder = Path(zero_bubble.zero_bubble_trace).absolute()
     existing = next(each for each in (folder, *folder.parents) if each.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ConfigError(
-            f"--zero-bubble-trace {zero_bubble.zero_bubble_trace}: {existing} is not a folder that can be written to"
-        )
+    _check_writable("--zero-bubble-trace", zero_bubble.zero_bubble_trace, existing)

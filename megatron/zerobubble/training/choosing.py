@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,18 +17,18 @@ from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.integration.layout import embedding_ranks
-from megatron.zerobubble.integration.replanning import budget_of
+from megatron.zerobubble.integration.replanning import Measured, budget_of, measured_costs
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.parts import PartCosts
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, make_plan
 from megatron.zerobubble.plan.search import Goal, Objective
-from megatron.zerobubble.profiling.profile import Profiler, RankProfile, combine
+from megatron.zerobubble.profiling.profile import Profiler, RankProfile
 from megatron.zerobubble.training.assembly import ForwardStepProvider, ModelProvider, assemble, schedule_choice
 from megatron.zerobubble.training.data import build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
 from megatron.zerobubble.training.settings import Settings
-from megatron.zerobubble.training.step import Trainee
+from megatron.zerobubble.training.step import Trainee, run_passes
 
 __all__ = ["choose_schedule", "costs_from"]
 
@@ -64,10 +63,8 @@ def choose_schedule(
         forward_step_provider=forward_step_provider,
     )
     profile = _profile(trainee, tokenizer, on_gpu=not job.host.enabled)
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, (profile, trainee.schedule.link_times()))
-    links = [elapsed for _, times in everybody for elapsed in times.values()]
-    costs = combine([each for each, _ in everybody], probed.placement, link_ms=links)
+    own = Measured(profile=profile, link_ms=tuple(trainee.schedule.link_times().values()))
+    costs = measured_costs(own.gathered(), probed.placement)
     _take_down(trainee)
     del trainee
     gc.collect()
@@ -127,22 +124,15 @@ def _profile(trainee: Trainee, tokenizer: Any, *, on_gpu: bool) -> RankProfile:
         for chunk in trainee.chunks:
             chunk.zero_grad_buffer()
         trainee.schedule.profiler = profiler if number > 0 else None
-        trainee.schedule.forward_backward_func(
-            forward_step_func=trainee.forward_step,
-            data_iterator=chunk_iterators(
-                datasets.train,
-                settings,
-                reads_by_chunk=reads_by_chunk,
-                consumed=0,
-                rank=parallel_state.get_data_parallel_rank(),
-                on_gpu=on_gpu,
-            ),
-            model=trainee.chunks,
-            num_microbatches=num_microbatches,
-            seq_length=settings.model.seq_length,
-            micro_batch_size=settings.batch.micro_batch_size,
-            decoder_seq_length=settings.model.seq_length,
+        first_batch = chunk_iterators(  # every iteration measures the same samples, so that a short dataset is long enough
+            datasets.train,
+            settings,
+            reads_by_chunk=reads_by_chunk,
+            consumed=0,
+            rank=parallel_state.get_data_parallel_rank(),
+            on_gpu=on_gpu,
         )
+        run_passes(trainee, first_batch, num_microbatches=num_microbatches, forward_only=False)
     return profiler.profile()
 
 
@@ -162,12 +152,7 @@ def _choice(costs: CostModel, probed: Settings, settings: Settings) -> tuple[str
         seed=settings.run.seed,
         budget=budget_of(settings.zero_bubble.zero_bubble_planning_seconds),
     )
-    _log.info(
-        "measured on %s: F %s, B %s, W %s ms by stage, links %.2f ms",
-        probed.zero_bubble.schedule,
-        *(_brief(times) for times in (costs.forward_ms, costs.backward_ms, costs.wgrad_ms)),
-        costs.comm_ms,
-    )
+    _log.info("measured on %s: %s", probed.zero_bubble.schedule, costs.times_text)
     try:
         result = make_plan(
             AUTO,
@@ -182,7 +167,3 @@ def _choice(costs: CostModel, probed: Settings, settings: Settings) -> tuple[str
         return ConfigError(str(error))
     _log.info("%s", result.verdict(goal.objective))
     return result.name, result.num_chunks
-
-
-def _brief(times: Sequence[float]) -> str:
-    return " ".join(f"{value:.1f}" for value in times)

@@ -6,11 +6,13 @@ bubble papers' own flags where those exist. `__post_init__` checks what can be c
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, schedule_info
@@ -198,21 +200,31 @@ class ZeroBubbleConfig:
             return False
         return _is_searched(self.schedule) or self.zero_bubble_schedule is None
 
-    @cached_property
+    @property
     def plan(self) -> Plan | None:
-        """What --zero-bubble-load-plan holds; read once.
+        """The plan that --zero-bubble-load-plan holds. Raises as `plan_costs`."""
+        return None if self._given is None else self._given.plan
+
+    @property
+    def plan_costs(self) -> CostModel | None:
+        """What it was made for; None where the file does not say.
 
         Raises:
-            ConfigError: it cannot be read.
-            PlanError: it is not a plan.
+            ConfigError: the file cannot be read.
+            PlanError: it is not a plan, or its costs are not those of its stages.
         """
+        return None if self._given is None else self._given.costs
+
+    @cached_property
+    def _given(self) -> _GivenPlan | None:
+        """The file, read once."""
         if self.zero_bubble_load_plan is None:
             return None
         try:
-            return Plan.from_json(Path(self.zero_bubble_load_plan).read_bytes())
+            return _GivenPlan.parse(Path(self.zero_bubble_load_plan).read_bytes())
         except OSError as error:
             raise ConfigError(f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: {error.strerror}") from None
-        except PlanError as error:
+        except (PlanError, ConfigError) as error:
             raise PlanError(f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: {error}") from None
 
     @property
@@ -248,6 +260,23 @@ class ZeroBubbleConfig:
             return parse_max_pending_backward(self.zero_bubble_max_pending_backward, num_ranks)
         except ConfigError as error:
             raise ConfigError(f"--zero-bubble-max-pending-backward: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GivenPlan:
+    """A plan file."""
+
+    plan: Plan
+    costs: CostModel | None
+
+    @staticmethod
+    def parse(text: bytes) -> _GivenPlan:
+        plan, body = Plan.from_json(text), json.loads(text)
+        if "costs" not in body:
+            return _GivenPlan(plan=plan, costs=None)
+        costs = CostModel.from_json(body["costs"])
+        costs.check_fits(plan.placement)
+        return _GivenPlan(plan=plan, costs=costs)
 
 
 def _schedule_names() -> tuple[str, ...]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,6 +12,7 @@ from megatron.zerobubble.integration.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.search import Goal, Objective
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.profiling.profile import RankProfile
+from megatron.zerobubble.training.files import replace_text
 from megatron.zerobubble.training.step import Trainee
 
 __all__ = ["PlanKeeper", "make_replanner"]
@@ -40,15 +39,9 @@ class PlanKeeper:
             self._write(schedule.plan(num_microbatches).to_json())
 
     def _write(self, text: str) -> None:
-        """Whole or not at all: a reader never sees half a plan."""
-        if self._file is None:
-            return
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=self._file.absolute().parent, delete=False) as new:
-            new.write(text)
-            new.flush()
-            os.fsync(new.fileno())
-        os.replace(new.name, self._file)
-        self._is_written = True
+        if self._file is not None:
+            replace_text(self._file, text)
+            self._is_written = True
 
 
 def make_replanner(trainee: Trainee, keeper: PlanKeeper, *, ranks_on_host: int) -> Replanner | None:

@@ -80,11 +80,6 @@ class Settings:
         return self.global_batch_size // (self.batch.micro_batch_size * self.data_parallel_size)
 
     @property
-    def tokens_per_iteration(self) -> int:
-        """Tokens in a global batch."""
-        return self.global_batch_size * self.model.seq_length
-
-    @property
     def num_chunks(self) -> int:
         """Model chunks per rank, v: what the schedule wants (2 under V), the virtual pipeline size when interleaved, else 1."""
         name = self.zero_bubble.schedule

@@ -22,7 +22,7 @@ from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdic
 from megatron.zerobubble.plan.timeline import Activity
 from megatron.zerobubble.training.settings import Settings
 
-__all__ = ["LOSS", "ForwardStep", "StepResult", "Trainee", "Training", "evaluate"]
+__all__ = ["LOSS", "ForwardStep", "StepResult", "Trainee", "Training", "evaluate", "run_passes"]
 
 LOSS = "lm loss"
 """Under this name the loss function reports [sum of losses, number of tokens] of a microbatch."""
@@ -111,7 +111,7 @@ class Training:
         trainee = self._trainee
         if not self._is_eager:
             self._zero_gradients()
-        reports = _run_passes(trainee, data_iterator, num_microbatches=get_num_microbatches(), forward_only=False)
+        reports = run_passes(trainee, data_iterator, num_microbatches=get_num_microbatches(), forward_only=False)
         self._taken = _Taken(
             loss=_total(reports, trainee.device),
             samples=get_current_running_global_batch_size(),
@@ -191,7 +191,7 @@ def evaluate(trainee: Trainee, data_iterator: Any) -> float:
     with parameters_in_place(trainee):
         for _ in range(trainee.settings.run.eval_iters):
             total += _total(
-                _run_passes(trainee, data_iterator, num_microbatches=num_microbatches, forward_only=True), trainee.device
+                run_passes(trainee, data_iterator, num_microbatches=num_microbatches, forward_only=True), trainee.device
             )
     for chunk in trainee.chunks:
         chunk.train()
@@ -220,9 +220,14 @@ def parameters_in_place(trainee: Trainee) -> Iterator[None]:
         chunk.enable_forward_pre_hook()
 
 
-def _run_passes(
+def run_passes(
     trainee: Trainee, data_iterator: Any, *, num_microbatches: int, forward_only: bool
 ) -> list[dict[str, torch.Tensor]]:
+    """All passes of an iteration or an evaluation, and no step. All ranks must call this.
+
+    Returns:
+        What the loss function reported of each microbatch; empty where the loss is not computed.
+    """
     settings = trainee.settings
     return list(
         trainee.schedule.forward_backward_func(
