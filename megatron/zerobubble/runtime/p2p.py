@@ -8,6 +8,8 @@ be read after the handle's `wait`. On CUDA `wait` makes the current stream wait 
 NCCL reads and writes on a stream of its own: it waits for the current stream at the call, and `wait` makes the current stream
 wait for it. A buffer allocated and freed on the current stream is therefore never reused too early, and no record_stream is
 needed, provided a send's tensor is only let go after `wait`. That is what the handles are for.
+
+On the CPU a thread makes the backend's calls (`issuer`), so that they cost the ops no time.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor
 from megatron.zerobubble.errors import TransferError
 from megatron.zerobubble.plan.communication import Message, colour_links, links_of
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.runtime.issuer import Issued, Issuer
 
 
 class Handle(Protocol):
@@ -47,12 +50,14 @@ class Links(Protocol):
 class _Transfer:
     __slots__ = ("message", "tensor", "verb", "work")
 
-    def __init__(self, verb: str, message: Message, tensor: Tensor, work: dist.Work) -> None:
+    def __init__(self, verb: str, message: Message, tensor: Tensor, work: dist.Work | Issued) -> None:
         self.verb, self.message, self.tensor, self.work = verb, message, tensor, work
 
     def wait(self) -> None:
         try:
             self.work.wait()
+        except TransferError:
+            raise  # it could not even start
         except RuntimeError as error:
             raise _failure(self.verb, self.message, error) from error
 
@@ -83,6 +88,7 @@ class ProcessGroupLinks:
         self._rank = rank
         self._device = device
         self._groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+        self._issuer = Issuer() if device.type == "cpu" else None
         colours = colour_links(links_of(placement))
         for links in colours:
             # One group over the whole world serves this colour of every pipeline: NCCL opens a communicator per pair that
@@ -119,19 +125,26 @@ class ProcessGroupLinks:
 
     def close(self) -> None:
         """Destroy the process groups. Every rank of the world must call it."""
+        if self._issuer is not None:
+            self._issuer.close()
+            self._issuer = None
         for group in {id(group): group for group in self._groups.values()}.values():
             dist.destroy_process_group(group)
         self._groups.clear()
 
     def _start(self, verb: str, message: Message, tensor: Tensor, peer: int) -> _Transfer:
         group = self._groups[message.source, message.target]
-        try:
-            work = dist.isend(tensor, peer, group=group) if verb == "send" else dist.irecv(tensor, peer, group=group)
-        except RuntimeError as error:
-            raise _failure(verb, message, error) from error
-        if work is None:
-            raise TransferError(f"cannot {verb} {_text(message)}: this process is not a member of the link's group")
-        return _Transfer(verb, message, tensor, work)
+
+        def begin() -> dist.Work:
+            try:
+                work = dist.isend(tensor, peer, group=group) if verb == "send" else dist.irecv(tensor, peer, group=group)
+            except RuntimeError as error:
+                raise _failure(verb, message, error) from error
+            if work is None:
+                raise TransferError(f"cannot {verb} {_text(message)}: this process is not a member of the link's group")
+            return work
+
+        return _Transfer(verb, message, tensor, begin() if self._issuer is None else self._issuer(begin))
 
     def _open(self, links: Sequence[tuple[int, int]]) -> None:
         """Use each link once: NCCL opens a communicator at its first use, and both ends must come to it in the same order."""
