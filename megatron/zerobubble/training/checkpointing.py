@@ -1,7 +1,4 @@
-"""Checkpoints with megatron.core.dist_checkpointing: complete or not there, readable by any layout, never a foreign pickle.
-
-Layout: ``SAVE/iter_0000100/`` holds one checkpoint, ``SAVE/latest_checkpointed_iteration.txt`` names the latest. The text file
-is replaced last, atomically and after everything else is on disk, so what it names is complete, whenever the job dies.
+"""What a checkpoint holds, and loading it: readable by any layout, never a foreign pickle. `saving` writes it.
 
 Tensors are stored under global names (a layer keeps its number in the whole model), so a checkpoint can be read with another
 pipeline size, schedule or data-parallel size. The random generators belong to a rank's place in the layout and are restored
@@ -13,7 +10,6 @@ A distributed checkpoint contains pickles, so rank 0 inspects it before anything
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,19 +21,19 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import get_attr_wrapped_model
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.integration.torch_optimizer import load_state, prepare_to_load
 from megatron.zerobubble.training.checkpoint_files import inspect_checkpoint
-from megatron.zerobubble.training.files import replace_text, sync
-from megatron.zerobubble.training.step import Trainee, parameters_in_place
+from megatron.zerobubble.training.checkpoint_folder import existing_directory, tracked_iteration
+from megatron.zerobubble.training.step import Trainee
 
-__all__ = ["Restored", "iteration_directory", "load", "save"]
+__all__ = ["Restored", "agree", "load", "state_to_save", "without_optimizer"]
 
 _log = logging.getLogger(__name__)
 
 _FORMAT = "megatron-zerobubble/1"
-_TRACKER = "latest_checkpointed_iteration.txt"
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """How the distributed optimizer stores its state: by parameter, so that any layout can read it."""
 
@@ -52,13 +48,10 @@ class Restored:
     """Samples consumed."""
 
 
-def iteration_directory(save: str, iteration: int) -> Path:
-    """Where the checkpoint of an iteration lies."""
-    return Path(save) / f"iter_{iteration:07d}"
+def state_to_save(trainee: Trainee, *, iteration: int, consumed_samples: int) -> dict[str, Any]:
+    """What a checkpoint holds, as megatron-core's `dist_checkpointing.save` takes it: tensors of this rank, and what is common.
 
-
-def save(trainee: Trainee, *, iteration: int, consumed_samples: int) -> None:
-    """Write a checkpoint. All ranks must call this; it returns when the checkpoint is complete.
+    All ranks must call this, inside `trainee.on_host()` and `parameters_in_place`.
 
     Args:
         trainee: what to save.
@@ -66,30 +59,18 @@ def save(trainee: Trainee, *, iteration: int, consumed_samples: int) -> None:
         consumed_samples: samples consumed.
     """
     flags = trainee.settings.checkpoint
-    assert flags.save is not None
-    final = iteration_directory(flags.save, iteration)
-    writing = final.with_name(final.name + ".writing")
-    if torch.distributed.get_rank() == 0:
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
-    torch.distributed.barrier()
-    with trainee.on_host(), parameters_in_place(trainee):
-        state = _model_state(trainee)
-        if flags.save_optim:
-            state["optimizer"] = trainee.optimizer.sharded_state_dict(dict(state), metadata=dict(_SHARDING))
-            state["scheduler"] = trainee.scheduler.state_dict()
-        if flags.save_rng:
-            state["rng"] = _rng_state()
-        state["header"] = _header(trainee) | {
-            "iteration": iteration,
-            "consumed_samples": consumed_samples,
-            "has_rng": flags.save_rng,
-        }
-        dist_checkpointing.save(state, str(writing), preprocess_common_before_consistancy_check=_without_optimizer)
-    if torch.distributed.get_rank() == 0:
-        _publish(writing, final, iteration)
-    torch.distributed.barrier()
-    _log.info("saved %s", final)
+    state = _model_state(trainee)
+    if flags.save_optim:
+        state["optimizer"] = trainee.optimizer.sharded_state_dict(dict(state), metadata=dict(_SHARDING))
+        state["scheduler"] = trainee.scheduler.state_dict()
+    if flags.save_rng:
+        state["rng"] = _rng_state()
+    state["header"] = _header(trainee) | {
+        "iteration": iteration,
+        "consumed_samples": consumed_samples,
+        "has_rng": flags.save_rng,
+    }
+    return state
 
 
 def load(trainee: Trainee) -> Restored | None:
@@ -105,21 +86,27 @@ def load(trainee: Trainee) -> Restored | None:
     """
     flags = trainee.settings.checkpoint
     assert flags.load is not None
-    iteration = flags.ckpt_step if flags.ckpt_step is not None else _tracked_iteration(Path(flags.load))
+    iteration = flags.ckpt_step if flags.ckpt_step is not None else tracked_iteration(flags.load)
     if iteration is None:
         _log.info("no checkpoint in %s yet: starting from new weights", flags.load)
         return None
-    directory = iteration_directory(flags.load, iteration)
-    _agree(lambda: inspect_checkpoint(directory))
+    directory = existing_directory(flags.load, iteration)
+    agree(lambda: inspect_checkpoint(directory))
     try:
         restored = _load_from(trainee, directory)
-    except (CheckpointingException, KeyError, ValueError, RuntimeError, AssertionError, OSError) as error:
+    except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError, AssertionError, OSError) as error:
         if isinstance(error, CheckpointError):
             raise
-        what = f"{type(error).__name__} {error}".strip()
-        raise CheckpointError(f"{directory} cannot be loaded into this model: {what}") from error
+        raise CheckpointError(f"{directory} cannot be loaded into this model: {_reason(error)}") from error
     _log.info("loaded %s", directory)
     return None if flags.finetune else restored
+
+
+def _reason(error: BaseException) -> str:
+    """In one line. torch's CheckpointException, which is no Exception, holds what each rank failed with."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {_reason(each)}" for rank, (each, _) in sorted(error.failures.items()))
+    return " ".join(f"{type(error).__name__} {error}".split())
 
 
 def _load_from(trainee: Trainee, directory: Path) -> Restored:
@@ -251,35 +238,13 @@ def _at_this_place(key: str, data: torch.Tensor) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(key, data, *offsets, prepend_axis_num=len(offsets))
 
 
-def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
+def without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
     """What is the same on all ranks. The optimizer numbers its parameters by rank."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def _publish(writing: Path, final: Path, iteration: int) -> None:
-    """Make a complete checkpoint the latest. Everything is on disk before the tracker names it."""
-    for path in (*writing.iterdir(), writing):
-        sync(path)
-    shutil.rmtree(final, ignore_errors=True)
-    writing.rename(final)
-    replace_text(final.parent / _TRACKER, f"{iteration}\n")
-
-
-def _tracked_iteration(directory: Path) -> int | None:
-    try:
-        text = (directory / _TRACKER).read_text(encoding="ascii").strip()
-    except FileNotFoundError:
-        return None
-    if not text.isdecimal():
-        raise CheckpointError(f"{directory / _TRACKER} is damaged: it holds {text[:40]!r}, not an iteration")
-    return int(text)
-
-
-def _agree(check: Callable[[], None]) -> None:
-    """Run a check on rank 0; if it fails there, every rank raises the same error."""
+def agree(check: Callable[[], None]) -> None:
+    """Run something on rank 0; if it raises a CheckpointError there, every rank raises the same. All ranks must call this."""
     verdict: list[str | None] = [None]
     if torch.distributed.get_rank() == 0:
         try:

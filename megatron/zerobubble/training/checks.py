@@ -227,7 +227,7 @@ def _check_installed(settings: Settings) -> None:
     if settings.logging.tensorboard_dir is not None:
         wanted["tensorboard"] = ("--tensorboard-dir", "pip install tensorboard")
     if settings.checkpoint.save is not None:
-        wanted["psutil"] = ("--save", "pip install psutil (megatron-core's checkpoint writer would hang without it)")
+        wanted["psutil"] = ("--save", "pip install psutil (megatron-core's checkpoint writer needs it)")
     if settings.data.tokenizer_type == "HuggingFaceTokenizer":
         wanted["transformers"] = ("--tokenizer-type HuggingFaceTokenizer", "pip install transformers")
     if settings.data.tokenizer_type == "SentencePieceTokenizer":
@@ -274,10 +274,12 @@ def _check_checkpoint(settings: Settings) -> None:
         return
     tracker = Path(checkpoint.load) / "latest_checkpointed_iteration.txt"
     resumes_itself = checkpoint.save is not None and Path(checkpoint.save) == Path(checkpoint.load)
-    if checkpoint.ckpt_step is None and not tracker.is_file() and not resumes_itself:
+    may_be_empty = resumes_itself and not checkpoint.exit_on_missing_checkpoint
+    if checkpoint.ckpt_step is None and not tracker.is_file() and not may_be_empty:
+        remedy = "--exit-on-missing-checkpoint" if resumes_itself else "--load"
         raise CheckpointError(
             f"--load {checkpoint.load}: there is no checkpoint ({tracker.name} is missing); "
-            "leave --load out to start from new weights"
+            f"leave {remedy} out to start from new weights"
         )
 
 

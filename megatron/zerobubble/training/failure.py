@@ -34,6 +34,9 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set `key` to `desired` if it is `expected` (or unset and that is empty); return what it is then."""
 
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under `key`, which begins at 0; return what it is then."""
+
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are set."""
 

@@ -29,6 +29,7 @@ from megatron.zerobubble.training import checkpointing
 from megatron.zerobubble.training.arguments import refuse
 from megatron.zerobubble.training.assembly import ForwardStepProvider, ModelProvider, assemble, schedule_choice
 from megatron.zerobubble.training.balance import tell_balance
+from megatron.zerobubble.training.checkpoint_folder import iteration_directory
 from megatron.zerobubble.training.choosing import choose_schedule
 from megatron.zerobubble.training.data import Datasets, build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.departure import Departure
@@ -43,6 +44,7 @@ from megatron.zerobubble.training.initialize import (
 )
 from megatron.zerobubble.training.metrics import IterationRecord, Metrics
 from megatron.zerobubble.training.replan import PlanKeeper, make_replanner
+from megatron.zerobubble.training.saving import Saver
 from megatron.zerobubble.training.settings import Settings
 from megatron.zerobubble.training.step import StepResult, Trainee, Training, evaluate
 from megatron.zerobubble.training.tokenizers import build_tokenizer
@@ -142,6 +144,7 @@ class _Run:
         self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=any(self.reads_by_chunk))
         run = self.settings.run
         self.departure = Departure(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
+        self.saver = None if self.settings.checkpoint.save is None else Saver(trainee, job.store)
         self.progress = Progress()
         if self.settings.checkpoint.load is not None:
             restored = checkpointing.load(trainee)
@@ -159,6 +162,8 @@ class _Run:
         if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration < 0 and not self.departure.is_urgent:
             self._evaluate()  # nothing was trained
         self._save()
+        if self.saver is not None:
+            self.saver.finish()
         if self.settings.zero_bubble.schedule != "stock":
             self.keeper.finish(self.trainee.schedule, self.settings.num_microbatches)
         self._summarize()
@@ -175,6 +180,8 @@ class _Run:
         while progress.iteration < run.train_iters:
             self._iterate(data_iterator)
             self._replan()
+            if self.saver is not None:
+                self.saver.poll(progress.iteration)
             is_last = self._leaves() or progress.iteration == run.train_iters
             interval = self.settings.checkpoint.save_interval
             evaluates = run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0)
@@ -252,12 +259,12 @@ class _Run:
 
     def _save(self) -> None:
         progress = self.progress
-        if self.settings.checkpoint.save is None or progress.saved_iteration == progress.iteration:
+        if self.saver is None or progress.saved_iteration == progress.iteration:
             return
         if self.settings.run.skip_train:
             return
         self.metrics.tell()
-        checkpointing.save(self.trainee, iteration=progress.iteration, consumed_samples=progress.consumed_samples)
+        self.saver.save(iteration=progress.iteration, consumed_samples=progress.consumed_samples)
         progress.saved_iteration = progress.iteration
 
     def _leaves(self) -> bool:
@@ -309,7 +316,7 @@ class _Run:
             self._warn_of_shared_cores()
         self._tell_balance()
         if self.settings.checkpoint.save is not None:
-            where = checkpointing.iteration_directory(self.settings.checkpoint.save, self.progress.iteration)
+            where = iteration_directory(self.settings.checkpoint.save, self.progress.iteration)
             _log.info("checkpoint: %s", where)
 
     def _tell_balance(self) -> None:

@@ -1,0 +1,95 @@
+"""The folder of checkpoints: whatever moment a job dies at, the latest one is there, complete."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training.checkpoint_folder import TRACKER, existing_directory, prepare, publish, tracked_iteration
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def write(folder: Path, iteration: int, content: str) -> None:
+    writing = prepare(folder, iteration)
+    for name in ("a", "b"):
+        (writing / name).write_text(content)
+
+
+def latest(folder: Path) -> str:
+    """What is in the checkpoint that a run would load; it has to be of one piece."""
+    iteration = tracked_iteration(folder)
+    assert iteration is not None
+    directory = existing_directory(folder, iteration)
+    assert {path.name for path in directory.iterdir()} == {"a", "b"}
+    (content,) = {path.read_text() for path in directory.iterdir()}
+    return content
+
+
+def die_at(number: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From here on the process dies before its `number`-th change on disk; the list tells the changes it came to."""
+    done: list[str] = []
+
+    def dying(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(*arguments: Any, **options: Any) -> Any:
+            if len(done) == number:
+                raise Killed
+            done.append(name)
+            return change(*arguments, **options)
+
+        return instead
+
+    for owner, name in ((os, "fsync"), (os, "mkdir"), (Path, "rename"), (Path, "replace"), (Path, "write_text")):
+        monkeypatch.setattr(owner, name, dying(name, getattr(owner, name)))
+    monkeypatch.setattr(shutil, "rmtree", dying("rmtree", shutil.rmtree))
+    return done
+
+
+@pytest.mark.parametrize("iteration", [3, 6], ids=["of the same iteration", "of a later one"])
+def test_a_job_that_dies_at_any_moment_leaves_the_latest(iteration: int, tmp_path: Path) -> None:
+    """The next job saves again, dies at the next moment, and so on until it comes through."""
+    write(tmp_path, 3, "first")
+    publish(tmp_path, 3)
+    for moment in range(100):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            done = die_at(moment, monkeypatch)
+            try:
+                write(tmp_path, iteration, f"new {moment}")
+                publish(tmp_path, iteration)
+                break
+            except Killed:
+                assert len(done) == moment
+        expected = "first" if tracked_iteration(tmp_path) == 3 and iteration == 6 else latest(tmp_path)
+        assert latest(tmp_path) == expected
+    assert moment > 10, done
+    assert latest(tmp_path) == f"new {moment}"
+    assert {path.name for path in tmp_path.iterdir()} == {TRACKER, "iter_0000003", f"iter_{iteration:07d}"}, "no more"
+
+
+def test_only_the_latest_and_multiples_of_the_interval_are_kept(tmp_path: Path) -> None:
+    for iteration in (2, 4, 6, 8, 10):
+        write(tmp_path, iteration, str(iteration))
+        publish(tmp_path, iteration, retain_interval=4)
+    assert {path.name for path in tmp_path.iterdir()} == {TRACKER, "iter_0000004", "iter_0000008", "iter_0000010"}
+
+
+def test_what_others_keep_there_is_left_alone(tmp_path: Path) -> None:
+    for name in ("iter_0000001.writing", "iter_0000001.mine", "notes.writing"):
+        (tmp_path / name).mkdir()
+    write(tmp_path, 2, "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001.mine", "notes.writing", "iter_0000002.writing"}
+
+
+def test_a_damaged_tracker_is_named(tmp_path: Path) -> None:
+    assert tracked_iteration(tmp_path) is None
+    (tmp_path / TRACKER).write_bytes(b"release\xff")
+    with pytest.raises(CheckpointError, match=rf"{TRACKER} is damaged: it holds 'release.', not an iteration"):
+        tracked_iteration(tmp_path)
