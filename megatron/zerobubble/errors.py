@@ -6,7 +6,7 @@
     |-- UserError (ValueError)          something the user gave is wrong; nothing has been started
     |   |-- ConfigError                 a flag, or flags that do not go together
     |   |-- DataError                   a dataset, a tokenizer or a vocabulary
-    |   |-- CheckpointError             a checkpoint that is missing, damaged or of another model
+    |   |-- CheckpointError             a checkpoint that is missing, damaged, of another model, or cannot be written
     |   |-- PlanError                   a plan that cannot be executed; prints the marked grid
     |   |   `-- DeadlockError           its ranks would wait for each other for ever
     |   |-- CompatibilityError          the installed megatron-core or torch is not one we know
@@ -53,7 +53,7 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, damaged, or belongs to another model."""
+    """A checkpoint that is missing, damaged, belongs to another model, or cannot be written."""
 
 
 class PlanError(UserError):

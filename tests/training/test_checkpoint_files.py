@@ -32,7 +32,7 @@ class Attack:
 def write(directory: Path, state: dict[str, Any]) -> Path:
     """A checkpoint in the format that megatron-core's dist_checkpointing builds on."""
     dcp.save(state, storage_writer=dcp.FileSystemWriter(directory))
-    (directory / "metadata.json").write_text("{}")
+    (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     torch.save({"header": {"iteration": 3}}, directory / "common.pt")
     return directory
 
@@ -65,10 +65,16 @@ def test_a_short_file_is_named(checkpoint: Path) -> None:
         inspect_checkpoint(checkpoint)
 
 
-@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json"])
 def test_a_damaged_file_is_named(checkpoint: Path, name: str) -> None:
     (checkpoint / name).write_bytes(b"\x80\x04 not a pickle")
     with pytest.raises(CheckpointError, match=f"{name} is damaged"):
+        inspect_checkpoint(checkpoint)
+
+
+def test_a_foreign_format_is_named(checkpoint: Path) -> None:
+    (checkpoint / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    with pytest.raises(CheckpointError, match=r"metadata\.json names a foreign format, .*'zarr'"):
         inspect_checkpoint(checkpoint)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ def post_validation(
     rollback: str = "exact",
     snapshot_on_host: bool = False,
     on_host: Callable[[], AbstractContextManager[object]] = nullcontext,
+    timeout: timedelta | None = None,
 ) -> PostValidation:
     """Steps of a megatron-core optimizer with or without a barrier. All ranks of the world must call it at the same point.
 
@@ -41,13 +43,14 @@ def post_validation(
         rollback: "exact", from a copy, or "inverse", without one; see `optimizer.rollback`.
         snapshot_on_host: keep the copy in host memory.
         on_host: to be entered around the optimizer's work, see `integration.host`; nothing on a GPU.
+        timeout: how long ranks wait for each other's statistics; None for the backend's default.
 
     Raises:
         ConfigError: an optimizer whose steps cannot be taken apart.
     """
     pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    relay = Relay(pipeline, parallel_state.get_pipeline_model_parallel_rank())
-    staged = StagedOptimizer(optimizer, rollback=rollback, snapshot_on_host=snapshot_on_host, on_host=on_host)
+    relay = Relay(pipeline, parallel_state.get_pipeline_model_parallel_rank(), timeout=timeout)
+    staged = StagedOptimizer(optimizer, rollback=rollback, snapshot_on_host=snapshot_on_host, on_host=on_host, timeout=timeout)
     return PostValidation(staged, relay, is_eager=is_eager, patience=patience)
 
 
@@ -61,12 +64,13 @@ class StagedOptimizer:
         rollback: str,
         snapshot_on_host: bool,
         on_host: Callable[[], AbstractContextManager[object]],
+        timeout: timedelta | None,
     ) -> None:
         self._optimizer = optimizer
         self._parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
         self._busy = [part for part in self._parts if not getattr(part, "is_stub_optimizer", False)]
         self._refuse()
-        self._stage_groups = _StageGroups()
+        self._stage_groups = _StageGroups(timeout)
         self._groups = [self._stage_groups.within(part.get_grad_stats_parallel_group()) for part in self._parts]
         stepping = [part.optimizer for part in self._busy]
         self._rollback: Rollback = (
@@ -186,7 +190,8 @@ class StagedOptimizer:
 class _StageGroups:
     """For a group over pipeline ranks, its members on this rank's stage. All ranks of the world must ask in the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta | None) -> None:
+        self._timeout = timeout
         self._known: dict[tuple[int, ...], dist.ProcessGroup] = {}
         stages: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(stages, parallel_state.get_pipeline_model_parallel_rank())
@@ -198,7 +203,7 @@ class _StageGroups:
         here = self._stages[dist.get_rank()]
         ranks = tuple(rank for rank in members if self._stages[rank] == here)
         if ranks not in self._known:
-            self._known[ranks] = group_of(ranks)
+            self._known[ranks] = group_of(ranks, timeout=self._timeout)
         return self._known[ranks]
 
     def agree(self, answer: bool) -> bool:

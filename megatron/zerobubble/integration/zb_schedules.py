@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from megatron.zerobubble.runtime.clock import clock_offset_ms
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from megatron.zerobubble.runtime.recording import Recorder, together
+from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
 STOCK = "stock"
@@ -113,10 +115,17 @@ class PipelineSchedule:
         chunks: this rank's model chunks, wrapped by DDP.
         store: the store the chunks' linears were split into; None for stock.
         config: the chunks' TransformerConfig.
+        timeout: how long a transfer between two ranks may take; None for the backend's default.
     """
 
     def __init__(
-        self, choice: ScheduleChoice, chunks: Sequence[nn.Module], *, store: WeightGradStore | None, config: Any
+        self,
+        choice: ScheduleChoice,
+        chunks: Sequence[nn.Module],
+        *,
+        store: WeightGradStore | None,
+        config: Any,
+        timeout: timedelta | None = None,
     ) -> None:
         self.choice = choice
         self._chunks = list(chunks)
@@ -140,12 +149,16 @@ class PipelineSchedule:
         self.before_gradients: Callable[[], bool] | None = None
         """Called in every training iteration after its first forwards and before anything touches gradients, if given. True: the
         weights were not what they should have been, and the forwards run again, with the same data and the same random state."""
+        self.watch: Watch | None = None
+        """Told what this rank does, if given, for who looks after ranks that are stuck."""
         self._links: ProcessGroupLinks | None = None
         if not choice.is_stock:
             if store is None:
                 raise ConfigError(f"schedule {choice.name!r} needs the weight-gradient store its chunks were split into")
             pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-            self._links = ProcessGroupLinks(choice.placement, pipeline=pipeline, rank=self._rank, device=self.device)
+            self._links = ProcessGroupLinks(
+                choice.placement, pipeline=pipeline, rank=self._rank, device=self.device, timeout=timeout
+            )
 
     @property
     def forward_backward_func(self) -> Callable[..., list[Any]]:
@@ -248,11 +261,13 @@ class PipelineSchedule:
             first_val_step=first_val_step,
             context_parallel_size=parallel_state.get_context_parallel_world_size(),
         )
-        work = self._run(iteration)
-        if self._config.finalize_model_grads_func is not None and not forward_only:
-            num_tokens = work.num_tokens if self._config.calculate_per_token_loss else None
-            with self.recorder.span(Activity.GRADIENTS):
-                self._config.finalize_model_grads_func(self._chunks, num_tokens, force_all_reduce=force_all_reduce)
+        with nullcontext() if self.watch is None else self.watch.passes(forward_only=forward_only):
+            work = self._run(iteration)
+            if self._config.finalize_model_grads_func is not None and not forward_only:
+                num_tokens = work.num_tokens if self._config.calculate_per_token_loss else None
+                self._tell("makes its gradients final with other ranks")
+                with self.recorder.span(Activity.GRADIENTS):
+                    self._config.finalize_model_grads_func(self._chunks, num_tokens, force_all_reduce=force_all_reduce)
         if timers is not None:
             timers("forward-backward").stop()
         return work.losses
@@ -285,7 +300,11 @@ class PipelineSchedule:
     def _observed(self, work: ChunkWork, recorder: Recorder | None) -> Recorder | None:
         """With whoever wants to see the work, too."""
         observer = None if self.observe is None else _Observer(work, self.observe)
-        return together([each for each in (observer, recorder) if each is not None])
+        return together([each for each in (observer, recorder, self.watch) if each is not None])
+
+    def _tell(self, what: str) -> None:
+        if self.watch is not None:
+            self.watch.tell(what)
 
     def _begin(
         self, program: Program, iteration: Iteration, work: ChunkWork, executor: Executor, recorder: Recorder | None
@@ -296,11 +315,13 @@ class PipelineSchedule:
         assert self._store is not None
         rewind = Rewind(iteration.data_iterators, self._chunks)
         executor.begin(program.fence[self._rank])
+        self._tell("asks the other ranks whether its last step was right")
         with self.recorder.span(Activity.VALIDATE):
             is_wrong = self.before_gradients()
         if not is_wrong:
             rewind.release()
             return work, executor
+        self._tell("gives up its first forwards")
         executor.abandon(program.unread(self._rank))
         work.abandon()
         rewind.rewind()

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -114,14 +115,14 @@ class Verdict:
     """Pipeline ranks that had stepped and stepped back."""
 
 
-def group_of(ranks: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
-    """A new process group of the global `ranks`, which this process is one of.
+def group_of(ranks: Sequence[int], *, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A new process group of the global `ranks`, which this process is one of; `timeout` None is the backend's default.
 
     Every rank of the world must call it at the same point, the members of a group with the same ranks.
     """
     wanted: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(wanted, tuple(ranks))
-    groups = {others: dist.new_group(list(others), backend=backend) for others in sorted(set(wanted))}
+    groups = {others: dist.new_group(list(others), backend=backend, timeout=timeout) for others in sorted(set(wanted))}
     return groups[tuple(ranks)]
 
 
@@ -134,16 +135,17 @@ class Relay:
     Args:
         ranks: global ranks of this pipeline, by pipeline rank.
         rank: this process's pipeline rank.
+        timeout: how long a message may take; None for gloo's default.
 
     Every rank of the world must construct it at the same point: it creates a gloo group of its own.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, *, timeout: timedelta | None = None) -> None:
         self._ranks = tuple(ranks)
         self.rank = rank
         self._group: dist.ProcessGroup | None = None
         if dist.get_world_size() > 1:
-            self._group = group_of(self._ranks, backend="gloo")
+            self._group = group_of(self._ranks, backend="gloo", timeout=timeout)
         self._sends: list[tuple[dist.Work | None, torch.Tensor]] = []
         self._length = 0
         """Numbers in the statistics."""

@@ -141,7 +141,7 @@ class ProcessGroupLinks:
             except RuntimeError as error:
                 raise _failure(verb, message, error) from error
             if work is None:
-                raise TransferError(f"cannot {verb} {_text(message)}: this process is not a member of the link's group")
+                raise TransferError(f"cannot {verb} {message_text(message)}: this process is not a member of the link's group")
             return work
 
         return _Transfer(verb, message, tensor, begin() if self._issuer is None else self._issuer(begin))
@@ -175,10 +175,11 @@ class ProcessGroupLinks:
 
 def _failure(verb: str, message: Message, error: RuntimeError) -> TransferError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return TransferError(f"cannot {verb} {_text(message)}: {reason}")
+    return TransferError(f"cannot {verb} {message_text(message)}: {reason}")
 
 
-def _text(message: Message) -> str:
+def message_text(message: Message) -> str:
+    """What travels between whom, for people."""
     return (
         f"the {message.payload.value} for stage {message.stage}, microbatch {message.microbatch} "
         f"(rank {message.source} to rank {message.target})"

@@ -61,6 +61,10 @@ class Recorder(Protocol):
         """A send is about to be issued: it cannot have arrived before. On CUDA it starts when the stream has come here."""
         return
 
+    def retiring(self, message: Message) -> None:
+        """A send is about to be waited for; it should be over by now."""
+        return
+
     def retired(self, message: Message) -> None:
         """A send is over, and its tensor let go."""
         return
@@ -106,6 +110,10 @@ class _Several(Recorder):
     def sent(self, message: Message) -> None:
         for recorder in self._recorders:
             recorder.sent(message)
+
+    def retiring(self, message: Message) -> None:
+        for recorder in self._recorders:
+            recorder.retiring(message)
 
     def retired(self, message: Message) -> None:
         for recorder in self._recorders:
@@ -158,6 +166,7 @@ class _RecordedTransfer:
 
 class _RecordedSend(_RecordedTransfer):
     def wait(self) -> None:
+        self._recorder.retiring(self._message)
         self._handle.wait()
         del self._bytes[self._message]
         self._recorder.retired(self._message)

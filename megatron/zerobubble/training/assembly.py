@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.zerobubble.integration.layout import pipeline_layout
 from megatron.zerobubble.integration.model import build_chunks
 from megatron.zerobubble.integration.staged_optimizer import post_validation
 from megatron.zerobubble.integration.zb_schedules import PipelineSchedule, ScheduleChoice
+from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training import translate
 from megatron.zerobubble.training.initialize import Job
 from megatron.zerobubble.training.settings import Settings
@@ -92,6 +94,7 @@ def assemble(
         )
         scheduler = translate.scheduler(settings, optimizer)
     zero_bubble, steps = settings.zero_bubble, None
+    timeout = timedelta(minutes=settings.parallel.distributed_timeout_minutes)
     if not choice.is_stock:
         steps = post_validation(
             optimizer,
@@ -100,14 +103,18 @@ def assemble(
             rollback=zero_bubble.post_validation_rollback,
             snapshot_on_host=zero_bubble.post_validation_snapshot == "host",
             on_host=job.host.on_host,
+            timeout=timeout,
         )
     if settings.precision.fp16:
         config.grad_scale_func = optimizer.scale_loss
     _count_parameters(built.chunks)
+    schedule = PipelineSchedule(choice, built.chunks, store=built.store, config=config, timeout=timeout)
+    if settings.watchdog_s is not None:
+        schedule.watch = Watch(job.host.device)
     return Trainee(
         settings=settings,
         chunks=built.chunks,
-        schedule=PipelineSchedule(choice, built.chunks, store=built.store, config=config),
+        schedule=schedule,
         optimizer=optimizer,
         steps=steps,
         scheduler=scheduler,

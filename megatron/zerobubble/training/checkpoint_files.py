@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import io
+import json
 import pickle
 import warnings
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron.zerobubble.errors import CheckpointError
 
 __all__ = ["inspect_checkpoint"]
 
+_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _METADATA_NAMES = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -46,6 +48,7 @@ def inspect_checkpoint(directory: Path) -> None:
     for name in ("metadata.json", "common.pt", ".metadata"):
         if not (directory / name).is_file():
             raise CheckpointError(f"{directory} is not a complete checkpoint: {name} is missing")
+    _check_backend(directory / "metadata.json")
     metadata = _read_metadata(directory / ".metadata")
     for index, place in metadata.storage_data.items():
         file = directory / place.relative_path
@@ -56,6 +59,17 @@ def inspect_checkpoint(directory: Path) -> None:
         if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
             _check_object(file, place.offset, place.length, index.fqn)
     _check_loads(directory / "common.pt", (directory / "common.pt").read_bytes())
+
+
+def _check_backend(path: Path) -> None:
+    """What megatron-core picks its reader by. Others than this one's would unpickle what is not looked at here."""
+    try:
+        named = json.loads(path.read_bytes())
+        found = {key: named[key] for key in _BACKEND}
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__} {error}") from error
+    if found != _BACKEND:
+        raise CheckpointError(f"{path} names a foreign format, {found}; only {_BACKEND} is read")
 
 
 def _read_metadata(path: Path) -> Any:

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import get_attr_wrapped_model
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.integration.torch_optimizer import load_state, prepare_to_load

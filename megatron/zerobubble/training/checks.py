@@ -41,6 +41,7 @@ def check_settings(settings: Settings) -> None:
     _check_data(settings)
     _check_checkpoint(settings)
     _check_trace(settings)
+    _check_watchdog(settings)
 
 
 def _check_world(settings: Settings) -> None:
@@ -297,3 +298,19 @@ def _check_trace(settings: Settings) -> None:
     folder = Path(zero_bubble.zero_bubble_trace).absolute()
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     _check_writable("--zero-bubble-trace", zero_bubble.zero_bubble_trace, existing)
+
+
+def _check_watchdog(settings: Settings) -> None:
+    given, minutes = settings.zero_bubble.zero_bubble_watchdog_seconds, settings.parallel.distributed_timeout_minutes
+    if given is None or given == 0:
+        return
+    if settings.zero_bubble.schedule == "stock":
+        raise ConfigError(
+            f"--zero-bubble-watchdog-seconds {given:g} looks at ops that our executor runs and needs a schedule of ours: add "
+            "--enable-zero-bubble, or for the order of megatron-core's own --zero-bubble-schedule 1f1b"
+        )
+    if given >= 60 * minutes:
+        raise ConfigError(
+            f"--zero-bubble-watchdog-seconds {given:g} must be less than --distributed-timeout-minutes {minutes}, after which "
+            f"ranks give up anyway: at most {60 * minutes - 1}"
+        )

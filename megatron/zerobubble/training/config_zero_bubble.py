@@ -78,6 +78,10 @@ class ZeroBubbleConfig:
     """With --zero-bubble-trace: record these iterations, numbered as in progress lines. Default: the last one that was recorded;
     the second is, and every twentieth after it."""
 
+    zero_bubble_watchdog_seconds: float | None = None
+    """When a rank has been in one op for so long, or waiting for one message, every rank says where it stands, and the job ends.
+    0: nobody looks. Default: half of --distributed-timeout-minutes. The first iteration may take longer."""
+
     enable_optimizer_post_validation: bool = False
     """Step the optimizer before all ranks' gradient norms and overflows are known, and correct the step afterwards where they
     say so. Changes nothing but the time; by default takes a copy of weights and optimizer state between the step and its
@@ -94,6 +98,7 @@ class ZeroBubbleConfig:
     def __post_init__(self) -> None:
         one_of(self.post_validation_rollback, ("exact", "inverse"), "--post-validation-rollback")
         one_of(self.post_validation_snapshot, ("device", "host"), "--post-validation-snapshot")
+        not_negative(self, "zero_bubble_watchdog_seconds")
         if self.post_validation_patience < 0:
             raise ConfigError(f"--post-validation-patience is {self.post_validation_patience}; give 0 or a number of steps")
         if self.trace_iterations and self.zero_bubble_trace is None:

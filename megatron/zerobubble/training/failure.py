@@ -21,7 +21,7 @@ import torch
 
 from megatron.zerobubble.errors import TransferError, UserError
 
-__all__ = ["JobGuard", "Store"]
+__all__ = ["JobGuard", "Store", "first_to_fail"]
 
 _KEY = "first_failure"
 _LOST_PEER = ("connection closed", "connection reset", "broken pipe", "connection refused", "timed out", "nccl", "gloo")
@@ -42,6 +42,9 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes:
         """The value of a key."""
+
+    def clone(self) -> Store:
+        """The same store over a connection of its own, for another thread."""
 
 
 class JobGuard:
@@ -66,6 +69,8 @@ class JobGuard:
         self._rank = rank
         self._leave = leave
         self._stream = stream
+        self.doing: Callable[[], str | None] = lambda: None
+        """Asked, when this rank fails, what it was doing."""
 
     def __enter__(self) -> JobGuard:
         return self
@@ -74,28 +79,33 @@ class JobGuard:
         if not isinstance(error, Exception):
             return
         stream = self._stream or sys.stderr
-        first = self._first_to_fail()
-        report = _report(error, rank=self._rank, first=first)
+        first = first_to_fail(self._store, self._rank)
+        report = _report(error, rank=self._rank, first=first, doing=self.doing())
         if report:
             stream.write(report)
         sys.stdout.flush()
         stream.flush()
         self._leave(2 if isinstance(error, UserError) else 1)
 
-    def _first_to_fail(self) -> int:
-        """Record this rank, unless one is recorded already; return the one that is."""
-        try:
-            return int(self._store.compare_set(_KEY, "", str(self._rank)))
-        except (RuntimeError, ValueError):  # the store went down with the rank that held it: say what we know
-            return self._rank
+
+def first_to_fail(store: Store, rank: int) -> int:
+    """Record that `rank` failed, unless another one did before; return the one that was first."""
+    try:
+        return int(store.compare_set(_KEY, "", str(rank)))
+    except (RuntimeError, ValueError):  # the store went down with the rank that held it: say what we know
+        return rank
 
 
-def _report(error: Exception, *, rank: int, first: int) -> str:
+def _report(error: Exception, *, rank: int, first: int, doing: str | None) -> str:
     if isinstance(error, UserError):
         return f"error: {error}\n" if first == rank else ""
     if first != rank and _lost_a_peer(error):
-        return f"rank {rank} stops: rank {first} failed first, see its traceback\n"
-    return f"rank {rank} failed:\n" + "".join(traceback.format_exception(error))
+        return f"rank {rank} stops{_while(doing)}: rank {first} failed first, see its traceback\n"
+    return f"rank {rank} failed{_while(doing)}:\n" + "".join(traceback.format_exception(error))
+
+
+def _while(doing: str | None) -> str:
+    return "" if doing is None else f" while it {doing}"
 
 
 def _lost_a_peer(error: Exception) -> bool:

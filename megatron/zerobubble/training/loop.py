@@ -49,6 +49,7 @@ from megatron.zerobubble.training.settings import Settings
 from megatron.zerobubble.training.step import StepResult, Trainee, Training, evaluate
 from megatron.zerobubble.training.tokenizers import build_tokenizer
 from megatron.zerobubble.training.trace import show_pipeline
+from megatron.zerobubble.training.watchdog import watchdog
 
 __all__ = ["pretrain"]
 
@@ -98,7 +99,7 @@ def pretrain(
     except UserError as error:
         refuse(error, rank=launch.rank)
     job = join_job(settings, launch, host)
-    with JobGuard(job.store, launch.rank):
+    with JobGuard(job.store, launch.rank) as guard:
         if settings.zero_bubble.schedule == AUTO:
             settings = choose_schedule(
                 settings,
@@ -124,7 +125,11 @@ def pretrain(
             model_provider=model_provider,
             forward_step_provider=forward_step_provider,
         )
-        _Run(trainee, job, tokenizer).to_the_end()
+        watch = trainee.schedule.watch
+        if watch is not None:
+            guard.doing = watch.text
+        with watchdog(settings, job, watch):
+            _Run(trainee, job, tokenizer).to_the_end()
     _tear_down(job)
 
 

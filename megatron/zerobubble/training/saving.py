@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.integration.checkpoint_writer import SaveStrategy
@@ -78,6 +78,11 @@ class Saver:
             self._calls.schedule_async_request(request)
         self._under_way, self._has_told = iteration, False
         _log.info("saving %s in the background", iteration_directory(self._folder, iteration))
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._under_way is not None
 
     def poll(self, iteration: int) -> None:
         """Finish the save under way if all ranks have written. Every rank must call this at the end of every iteration.

@@ -187,6 +187,14 @@ class Settings:
         return 1.0 / min(self.pipeline_size, first // (self.batch.micro_batch_size * self.data_parallel_size))
 
     @property
+    def watchdog_s(self) -> float | None:
+        """How long a rank may be stuck in one op; None: nobody looks, or nobody knows (megatron-core's own schedules)."""
+        given = self.zero_bubble.zero_bubble_watchdog_seconds
+        if self.zero_bubble.schedule == "stock" or given == 0:
+            return None
+        return given or 60.0 * self.parallel.distributed_timeout_minutes / 2.0
+
+    @property
     def lr_decay_iters(self) -> int:
         """Iterations until the learning rate has decayed."""
         return self.optim.lr_decay_iters or self.run.train_iters

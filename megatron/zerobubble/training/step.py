@@ -11,7 +11,7 @@ its first forwards and its first backward, or with `flush`; so the learning rate
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +119,11 @@ class Training:
             loss_scale=float(trainee.optimizer.get_loss_scale().item()),
         )
         trainee.timers("optimizer", log_level=1).start(barrier=False)
-        with trainee.schedule.recorder.span(Activity.OPTIMIZER):
+        watch = trainee.schedule.watch
+        with (
+            trainee.schedule.recorder.span(Activity.OPTIMIZER),
+            nullcontext() if watch is None else watch.doing("steps its optimizer with other ranks"),
+        ):
             self._step()
         trainee.timers("optimizer").stop()
         return self._told()

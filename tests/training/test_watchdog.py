@@ -1,0 +1,207 @@
+"""A pipeline that is stuck ends, after every rank has said what it waits for; one that is only slow goes on."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.zerobubble.plan.communication import Message, Payload
+from megatron.zerobubble.plan.ir import Op
+from megatron.zerobubble.runtime.watch import Watch
+from megatron.zerobubble.training.watchdog import Watchdog
+from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, command, environment, launch
+
+CPU = torch.device("cpu")
+GRADIENT = Message(Payload.GRADIENT, 0, 2, 1, 0)
+
+
+class Rank:
+    """A watchdog over a watch that a test tells things, and what it did."""
+
+    def __init__(self, store: torch.distributed.Store, rank: int, *, world_size: int = 1, limit_s: float = 0.4) -> None:
+        self.watch = Watch(CPU)
+        self.left = threading.Event()
+        self.dog = Watchdog(
+            self.watch,
+            store.clone(),  # type: ignore[arg-type]
+            rank=rank,
+            world_size=world_size,
+            limit_s=limit_s,
+            first_limit_s=60.0,
+            leave=self._leave,
+        )
+
+    def _leave(self, code: int) -> None:
+        assert code == 1
+        self.left.set()
+
+
+@pytest.fixture
+def store() -> torch.distributed.Store:
+    return torch.distributed.HashStore()
+
+
+@pytest.fixture
+def said() -> Iterator[io.StringIO]:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger = logging.getLogger("megatron.zerobubble.training.watchdog")
+    logger.addHandler(handler)
+    yield stream
+    logger.removeHandler(handler)
+
+
+def first_iteration(watch: Watch) -> None:
+    for forward_only in (False, True):
+        with watch.passes(forward_only=forward_only):
+            pass
+
+
+def test_every_rank_says_what_it_waits_for(store: torch.distributed.Store, said: io.StringIO) -> None:
+    """Rank 1 does not come out of its forward, rank 0 waits for it, rank 2 is not in the passes."""
+    ranks = [Rank(store, rank, world_size=3) for rank in range(3)]
+    for rank in ranks:
+        first_iteration(rank.watch)
+    with ranks[0].dog, ranks[1].dog, ranks[2].dog, ranks[0].watch.passes(forward_only=False):
+        ranks[0].watch.awaited(GRADIENT)
+        with ranks[1].watch.passes(forward_only=False):
+            ranks[1].watch.start(Op.parse("1F2"))
+            for rank in ranks:
+                assert rank.left.wait(10.0)
+    lines = sorted(said.getvalue().splitlines())
+    assert len(lines) == 3
+    assert lines[0].startswith(
+        "stuck: rank 0 waits, before 0B2, to receive the gradient for stage 0, microbatch 2 (rank 1 to rank 0)"
+    )
+    assert lines[1].startswith("stuck: rank 1 runs 1F2, the forward of stage 1, microbatch 2, for 0.")
+    assert lines[2].startswith("stuck: rank 2 rests, outside of the passes")
+    assert "test_watchdog.py" in lines[1] or "threading.py" in lines[1], "and where the main thread is"
+
+
+def test_a_rank_that_cannot_speak_is_not_waited_for(
+    store: torch.distributed.Store, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.zerobubble.training.watchdog._GRACE_S", 0.2)
+    rank = Rank(store, 0, world_size=2)
+    first_iteration(rank.watch)
+    with rank.dog, rank.watch.passes(forward_only=False):
+        rank.watch.retiring(GRADIENT)
+        assert rank.left.wait(10.0)
+    assert "rank 0 waits until it has sent the gradient for stage 0, microbatch 2 (rank 1 to rank 0)" in said.getvalue()
+
+
+def test_progress_rest_and_a_first_iteration_are_no_alarm(store: torch.distributed.Store, said: io.StringIO) -> None:
+    rank = Rank(store, 0, limit_s=0.2)
+    with rank.dog:
+        for forward_only in (False, True):
+            with rank.watch.passes(forward_only=forward_only):
+                rank.watch.start(Op.parse("0F0"))
+                time.sleep(0.5)  # compiles
+        time.sleep(0.5)  # saves, plans
+        with rank.watch.passes(forward_only=False):
+            for _ in range(30):
+                rank.watch.start(Op.parse("0F0"))  # the same op in another iteration is progress
+                time.sleep(0.02)
+    assert not rank.left.is_set()
+    assert said.getvalue() == ""
+
+
+def fail_after(tell: Callable[[Message], None]) -> None:
+    tell(GRADIENT)
+    raise ZeroDivisionError
+
+
+def test_an_error_is_told_with_its_place() -> None:
+    watch = Watch(CPU)
+    with pytest.raises(ZeroDivisionError), watch.passes(forward_only=False):
+        fail_after(watch.awaited)
+    assert str(watch.text()).startswith("waits, before 0B2, to receive the gradient")
+    with watch.doing("steps"):
+        pass
+    assert watch.text() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_it_is_the_device_that_is_stuck() -> None:
+    """The host has issued everything and rests; the device is still in the second op."""
+    watch = Watch(torch.device("cuda"))
+    with watch.passes(forward_only=False):
+        watch.start(Op.parse("0F0"))
+        watch.start(Op.parse("0F1"))
+        torch.cuda._sleep(2_000_000_000)
+        watch.start(Op.parse("0B0"))
+    doing = watch.standing()
+    assert doing is not None
+    assert doing.text.startswith("runs 0F1")
+    torch.cuda.synchronize()
+    assert watch.standing() is None
+
+
+STUCK_SCRIPT = """
+import pretrain_gpt
+provide = pretrain_gpt.forward_step_provider
+
+def stuck_provider(setup):
+    forward_step, calls = provide(setup), [0]
+    def step(data_iterator, chunk):
+        import os, pathlib, signal, time, torch
+        calls[0] += 1
+        if torch.distributed.get_rank() == 1 and calls[0] == 16:  # in iteration 3, before which there was an evaluation
+            pathlib.Path(__file__).with_suffix(".when").write_text(f"{time.time()} {os.getpid()}")
+            {STOP}
+        return forward_step(data_iterator, chunk)
+    return step
+
+if __name__ == "__main__":
+    pretrain_gpt.forward_step_provider = stuck_provider
+    pretrain_gpt.main()
+"""
+STUCK = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--pipeline-model-parallel-size", "2", "--enable-zero-bubble"]
+STUCK += ["--train-iters", "1000", "--eval-iters", "1", "--eval-interval", "2", "--save-interval", "2"]
+STUCK += ["--zero-bubble-watchdog-seconds", "3"]
+
+
+def test_a_job_in_which_a_rank_sleeps_ends_with_the_reason(tmp_path: Path) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK_SCRIPT.replace("{STOP}", "time.sleep(10_000)"))
+    done = launch([*STUCK, "--save", str(tmp_path / "saved")], num_ranks=2, script=script)
+    took_s = time.time() - float(script.with_suffix(".when").read_text().split()[0])
+    assert done.returncode != 0
+    assert "saved " in done.stdout
+    assert "validation loss at iteration 2" in done.stdout
+    assert re.search(r"stuck: rank 1 runs 1F\d, the forward of stage 1, .* \(in step, stuck.py:\d+\)", done.stdout), done.stdout
+    assert re.search(r"stuck: rank 0 waits, before 0B\d, to receive the gradient for stage 0, microbatch \d", done.stdout)
+    assert took_s < 30.0, "a few seconds on a machine that does nothing else"
+
+
+@pytest.mark.slow
+def test_a_job_in_which_a_rank_is_stopped_ends_with_the_reason(tmp_path: Path) -> None:
+    """It cannot speak, and torchrun, which asks it to end, waits half a minute before it no longer asks."""
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK_SCRIPT.replace("{STOP}", "os.kill(os.getpid(), signal.SIGSTOP)"))
+    arguments = command([*STUCK, "--save", str(tmp_path / "saved")], num_ranks=2, script=script)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment(PYTHONUNBUFFERED="1"), cwd=ROOT) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            if line.startswith("stuck: rank 0 waits, before 0B"):
+                when, pid = script.with_suffix(".when").read_text().split()
+                took_s = time.time() - float(when)
+                os.kill(int(pid), signal.SIGKILL)
+                break
+        else:
+            pytest.fail("rank 0 said nothing")
+        job.stdout.read()
+    assert job.returncode != 0
+    assert took_s < 30.0
