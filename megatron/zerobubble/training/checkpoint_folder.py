@@ -15,12 +15,12 @@ Only rank 0 changes anything here. Only one job at a time may save into a folder
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
 
 from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training.files import replace_text, sync
 
 __all__ = ["TRACKER", "existing_directory", "iteration_directory", "prepare", "publish", "tracked_iteration", "writing_directory"]
 
@@ -96,18 +96,13 @@ def publish(folder: str | Path, iteration: int, *, retain_interval: int | None =
     writing, replaced = writing_directory(folder, iteration), _beside(final, _REPLACED)
     before = tracked_iteration(folder)
     for path in (*writing.iterdir(), writing):
-        _sync(path)
+        sync(path)
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)  # of a job that died here, after `final` had come into its place
         final.rename(replaced)
     writing.rename(final)
-    _sync(final.parent)
-    tracker = final.parent / TRACKER
-    temporary = tracker.with_name(f".{TRACKER}.new")
-    temporary.write_text(f"{iteration}\n", encoding="ascii")
-    _sync(temporary)
-    temporary.replace(tracker)
-    _sync(final.parent)
+    sync(final.parent)
+    replace_text(final.parent / TRACKER, f"{iteration}\n")
     shutil.rmtree(replaced, ignore_errors=True)
     if retain_interval is not None and before is not None and before != iteration and before % retain_interval:
         shutil.rmtree(iteration_directory(folder, before), ignore_errors=True)
@@ -116,11 +111,3 @@ def publish(folder: str | Path, iteration: int, *, retain_interval: int | None =
 
 def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
