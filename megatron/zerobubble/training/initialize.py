@@ -153,7 +153,8 @@ def join_job(settings: Settings, launch: Launch, host: HostDevice) -> Job:
         timeout=timeout,
         device_id=None if host.enabled else host.device,
     )
-    return Job(launch=launch, host=host, store=c10d.PrefixStore("job", store))
+    shared: Any = c10d.PrefixStore("job", store)  # torch's stubs do not know that it has `clone`
+    return Job(launch=launch, host=host, store=shared)
 
 
 def set_up_model_parallel(settings: Settings, **embedding_ranks: Any) -> None:
