@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from megatron.zerobubble.integration.random_streams import ChunkStreams
 from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
+from megatron.zerobubble.plan.passes import wgrad_group
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
 
@@ -51,6 +52,7 @@ class ChunkWork:
         config: the model's TransformerConfig.
         iteration: what the schedule was called with.
         device: where tensors live.
+        wgrad_group_size: Ws of so many microbatches run together; the plan has them next to each other.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class ChunkWork:
         config: Any,
         iteration: Iteration,
         device: torch.device,
+        *,
+        wgrad_group_size: int = 1,
     ) -> None:
         self._chunks = chunks
         self._chunk_of = [placement.chunk_of(stage) for stage in range(placement.num_stages)]
@@ -70,6 +74,7 @@ class ChunkWork:
         self._config = config
         self._iteration = iteration
         self._device = device
+        self._wgrad_group_size = wgrad_group_size
         self._inflight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._streams = ChunkStreams(0 if iteration.forward_only else len(chunks), device)
         self._sync: list[_GradSync] = []
@@ -139,11 +144,12 @@ class ChunkWork:
         return grad
 
     def weight_gradient(self, op: Op, last: bool) -> None:
-        """W of one microbatch."""
+        """W of one microbatch, or one part of a group's Ws."""
         chunk = self._chunk_of[op.stage]
-        if last:
+        group = wgrad_group(op.microbatch, self._wgrad_group_size, self._iteration.num_microbatches)
+        if group[-1] == self._iteration.num_microbatches - 1:  # each part of the last group finishes some of the weights
             self._sync[chunk].allow()
-        self._store.run(chunk, op.microbatch)
+        self._store.run_together(chunk, group, part=op.microbatch - group[0])
 
     def abandon(self) -> None:
         """Let go of forwards whose backward will not come."""

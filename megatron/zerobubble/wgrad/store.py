@@ -8,7 +8,7 @@ Invariants: W only runs what B has put, once; an iteration ends with an empty st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,14 +26,23 @@ class SplitWeight:
         weight: [out, in]. Its gradient goes into ``weight.main_grad`` if it has one (megatron-core's DDP gives it one), else
             into ``weight.grad``.
         hooks: called after each W of this weight; DDP registers its grad-ready hook here.
+        before: called before each W of this weight, to provide the accumulator.
+        position: its turn among the weights of one W; those with the same take it in the order of B.
     """
 
-    __slots__ = ("hooks", "name", "weight")
+    __slots__ = ("before", "hooks", "name", "position", "weight")
 
     def __init__(self, name: str, weight: torch.nn.Parameter) -> None:
         self.name = name
         self.weight = weight
         self.hooks: list[Callable[[], None]] = []
+        self.before: list[Callable[[], None]] = []
+        self.position = 0
+
+    def prepare(self) -> None:
+        """Tell whoever provides the accumulator that W is about to add to it."""
+        for hook in self.before:
+            hook()
 
     def accumulator(self) -> Tensor:
         """The tensor [out, in] that W adds to; created as zeros on first use where no DDP buffer exists."""
@@ -72,6 +81,32 @@ class _Entry(NamedTuple):
     """[tokens, in]"""
 
 
+class _Group:
+    """What is left of the Ws of several microbatches that run together, weight by weight."""
+
+    __slots__ = ("left", "microbatches", "num_parts", "size")
+
+    def __init__(self, microbatches: Sequence[int], entries: Sequence[list[_Entry]]) -> None:
+        self.microbatches = tuple(microbatches)
+        self.num_parts = len(self.microbatches)
+        weights: dict[int, list[_Entry]] = {}
+        for of_microbatch in entries:
+            for entry in of_microbatch:
+                weights.setdefault(id(entry.split), []).append(entry)
+        # Reversed, to be popped: each weight's tensors are free before the next one's product starts.
+        self.left = sorted(weights.values(), key=lambda uses: uses[0].split.position)[::-1]
+        self.size = self._size_left()
+
+    def take(self, part: int) -> Iterator[list[_Entry]]:
+        """The weights of one part: parts are of about the same size, and the last one is what is left."""
+        leave = self.size * (self.num_parts - 1 - part) / self.num_parts
+        while self.left and (part == self.num_parts - 1 or self._size_left() > leave):
+            yield self.left.pop()
+
+    def _size_left(self) -> int:
+        return sum(uses[0].split.weight.numel() * len(uses) for uses in self.left)
+
+
 class WeightGradStore:
     """What B has put and W has not yet taken, on one rank.
 
@@ -84,6 +119,8 @@ class WeightGradStore:
         self.kernel = kernel
         self.rank = rank
         self._entries: dict[tuple[int, int], list[_Entry]] = {}
+        self._groups: dict[int, _Group] = {}
+        """By chunk, the group of which some parts have run."""
         self._open: list[_Entry] | None = None
         self._open_key: tuple[int, int] | None = None
         self._fused = False
@@ -91,13 +128,14 @@ class WeightGradStore:
     @property
     def pending(self) -> frozenset[tuple[int, int]]:
         """The (chunk, microbatch) pairs whose W has not run."""
-        return frozenset(self._entries)
+        running = {(chunk, microbatch) for chunk, group in self._groups.items() for microbatch in group.microbatches}
+        return frozenset(self._entries) | running
 
     @property
     def pending_bytes(self) -> int:
         """Bytes of the tensors held for W; a storage that several entries share counts once."""
         storages = {}
-        for entries in self._entries.values():
+        for entries in (*self._entries.values(), *(uses for group in self._groups.values() for uses in group.left)):
             for entry in entries:
                 for tensor in (entry.grad_output, entry.input):
                     storage = tensor.untyped_storage()
@@ -143,32 +181,54 @@ class WeightGradStore:
             grad_output = input_ = grad_output.new_empty(0)
         self._open.append(_Entry(split, grad_output, input_))
 
-    @torch.no_grad()
     def run(self, chunk: int, microbatch: int) -> None:
         """W: compute what B of (chunk, microbatch) left, free it, and call each weight's hooks once."""
-        entries = self._entries.pop((chunk, microbatch), None)
+        self.run_together(chunk, (microbatch,), part=0)
+
+    @torch.no_grad()
+    def run_together(self, chunk: int, microbatches: Sequence[int], *, part: int) -> None:
+        """One part of the Ws of several microbatches: all products of some of the weights, one microbatch after another.
+
+        There are as many parts as microbatches, so that a part takes about as long as the W of one microbatch. To be called for
+        part 0, 1, ... in turn; the first one wants the Bs of all the microbatches to have run.
+        """
+        if part == 0:
+            taken = [self._take((chunk, microbatch)) for microbatch in microbatches]
+            self._groups[chunk] = _Group(microbatches, taken)
+            del taken
+        group = self._groups.get(chunk)
+        if group is None or group.microbatches != tuple(microbatches):
+            raise WeightGradStoreError(
+                f"{self._where((chunk, microbatches[part]))}: W is part {part + 1} of the group {list(microbatches)}, which has "
+                "not begun. The plan's order of ops is wrong."
+            )
+        for uses in group.take(part):
+            split = uses[0].split
+            split.prepare()
+            uses.reverse()
+            while uses:  # popped one by one, so that each entry's tensors are free before the next product starts
+                _, grad_output, input_ = uses.pop()
+                self.kernel.accumulate(split.accumulator(), grad_output, input_)
+                del grad_output, input_
+            split.notify()
+        if part == group.num_parts - 1:
+            del self._groups[chunk]
+
+    def _take(self, key: tuple[int, int]) -> list[_Entry]:
+        entries = self._entries.pop(key, None)
         if entries is None:
             waiting = ", ".join(f"chunk {c} microbatch {m}" for c, m in sorted(self._entries)) or "nothing"
             raise WeightGradStoreError(
-                f"{self._where((chunk, microbatch))}: W has nothing to compute, because its B has not run or its W already "
+                f"{self._where(key)}: W has nothing to compute, because its B has not run or its W already "
                 f"has. In the store: {waiting}. The plan's order of ops is wrong."
             )
-        uses: dict[int, int] = {}
-        for entry in entries:
-            uses[id(entry.split)] = uses.get(id(entry.split), 0) + 1
-        entries.reverse()
-        while entries:  # popped one by one, so that each entry's tensors are free before the next GEMM starts
-            split, grad_output, input_ = entries.pop()
-            self.kernel.accumulate(split.accumulator(), grad_output, input_)
-            uses[id(split)] -= 1
-            if not uses[id(split)]:
-                split.notify()
+        return entries
 
     def check_empty(self) -> None:
         """At the end of an iteration: complain about every W that was never run."""
-        if self._entries:
-            left = ", ".join(f"chunk {c} microbatch {m}" for c, m in sorted(self._entries))
-            self._entries.clear()
+        if self.pending:
+            left = ", ".join(f"chunk {c} microbatch {m}" for c, m in sorted(self.pending))
+            self.clear()
             raise WeightGradStoreError(
                 f"rank {self.rank}: the iteration ended but W never ran for {left}. Their weight gradients are missing."
             )
@@ -176,6 +236,7 @@ class WeightGradStore:
     def clear(self) -> None:
         """Forget everything, for example after an error."""
         self._entries.clear()
+        self._groups.clear()
         self._open = self._open_key = None
 
     def _where(self, key: tuple[int, int]) -> str:
