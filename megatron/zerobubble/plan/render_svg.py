@@ -28,6 +28,9 @@ SPAN_COLORS = {
 }
 """Fill of what is no op. Transfers are not drawn: they overlap with ops."""
 
+_EXCHANGE_COLORS = {Activity.REDUCE: "#8a63bd", Activity.GATHER: "#d2a03c"}
+"""Fill of the thin bars under a row: buckets under way between data-parallel ranks, which overlap with ops on purpose."""
+
 _NAMES = {
     OpKind.F: "F forward",
     OpKind.B: "B input gradient",
@@ -38,7 +41,10 @@ _NAMES = {
     Activity.REWIND: "given up",
     Activity.GRADIENTS: "gradients reduced",
     Activity.OPTIMIZER: "optimizer",
+    Activity.REDUCE: "bucket reduced",
+    Activity.GATHER: "bucket gathered",
 }
+_BAR = 4
 _LEFT, _TOP, _ROW, _GAP, _CAPTION, _AXIS = 64, 46, 26, 6, 20, 20
 _FONT = "font-family='Helvetica,Arial,sans-serif'"
 
@@ -80,7 +86,16 @@ class _Panel:
             parts.append(self._span(span, y))
         chunks = chunks_of(timeline.ops)
         parts.extend(self._op(timed, y, chunks[timed.op.stage]) for timed in timeline.ops)
+        parts.extend(self._exchange(span, y + _ROW + 1) for span in timeline.spans if span.bucket is not None)
         return parts
+
+    def _exchange(self, span: Span, y: int) -> str:
+        assert span.bucket is not None
+        left, right = max(self._x(span.start_ms), _LEFT), max(self._x(span.end_ms), _LEFT)
+        what = f"{span.activity.value} bucket {span.bucket.index} of stage {span.bucket.stage}, {span.bucket.num_bytes} bytes"
+        title = f"<title>{what} {span.start_ms - self.begin_ms:.3f}..{span.end_ms - self.begin_ms:.3f} ms</title>"
+        fill = _EXCHANGE_COLORS[span.activity]
+        return f"<rect x='{left:.2f}' y='{y}' width='{right - left:.2f}' height='{_BAR}' fill='{fill}'>{title}</rect>"
 
     def _span(self, span: Span, y: int) -> str:
         left, right = max(self._x(span.start_ms), _LEFT), max(self._x(span.end_ms), _LEFT)
@@ -130,7 +145,8 @@ def render_comparison(
     """
     plan_begin, plan_end = extent(planned)
     begin = recorded.begin_ms
-    drawn = (span.end_ms for rank in recorded.ranks for span in rank.spans if span.activity in SPAN_COLORS)
+    visible = {*SPAN_COLORS, *_EXCHANGE_COLORS}
+    drawn = (span.end_ms for rank in recorded.ranks for span in rank.spans if span.activity in visible)
     end = max(extent(recorded.rows)[1], *drawn, begin)
     length = max(plan_end - plan_begin, end - begin)
     scale = _scale(length, width_px)
@@ -169,7 +185,9 @@ def _legend(ranks: Sequence[RankTimeline], y: int) -> list[str]:
     entries: list[tuple[str, tuple[str, ...]]] = [
         (_NAMES[kind], COLORS[kind] if later_chunks else COLORS[kind][:1]) for kind in OpKind if kind in kinds
     ]
-    entries += [(_NAMES[activity], (fill,)) for activity, fill in SPAN_COLORS.items() if activity in activities]
+    entries += [
+        (_NAMES[activity], (fill,)) for activity, fill in (SPAN_COLORS | _EXCHANGE_COLORS).items() if activity in activities
+    ]
     parts: list[str] = []
     x = _LEFT
     for name, fills in entries:

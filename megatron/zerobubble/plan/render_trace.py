@@ -1,8 +1,8 @@
 """Write timelines in the trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 A rank is a process of the trace. Its first thread holds the passes and the waits between them, the second what comes around
-them; sends and receives overlap, so they are laid on as many threads as it takes for the events of a thread to nest. An arrow
-leads from every send to the receive that took it. Times are microseconds.
+them; sends and receives overlap, and so do the reductions and gatherings of buckets, so they are laid on as many threads as it
+takes for the events of a thread to nest. An arrow leads from every send to the receive that took it. Times are microseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Time
 Event = dict[str, Any]
 
 _PASSES, _AROUND = 0, 1
-_LANES = {Activity.SEND: 100, Activity.RECEIVE: 200}
+_LANES = {Activity.SEND: 100, Activity.RECEIVE: 200, Activity.REDUCE: 300, Activity.GATHER: 400}
 """The first of the threads that the overlapping activities are laid on."""
 
 
@@ -81,14 +81,16 @@ def _passes(iteration: int, rank: int, own: RankTimeline, begin: float) -> list[
 
 
 def _transfers(iteration: int, rank: int, own: RankTimeline, activity: Activity, begin: float) -> tuple[list[Event], int]:
-    """Each on the first lane that is free when it starts, with its end of the arrow; and how many lanes that takes."""
+    """Each on the first lane that is free when it starts, a message with its end of the arrow; and how many lanes that takes."""
     events: list[Event] = []
     busy_until: list[float] = []
     for span in sorted((span for span in own.spans if span.activity is activity), key=lambda span: span.start_ms):
-        assert span.message is not None
         lane = next((lane for lane, until in enumerate(busy_until) if until <= span.start_ms), len(busy_until))
         busy_until[lane:] = [span.end_ms, *busy_until[lane + 1 :]]
         tid = _LANES[activity] + lane
+        if span.message is None:
+            events.append(_span(span, _bucket_text(span), iteration, rank, tid, begin))
+            continue
         events.append(_span(span, _text(span.message), iteration, rank, tid, begin))
         is_send = activity is Activity.SEND
         arrow = {
@@ -110,11 +112,18 @@ def _span(span: Span, name: str, iteration: int, rank: int, tid: int, begin: flo
         message = span.message
         args |= {"payload": message.payload.value, "stage": message.stage, "microbatch": message.microbatch}
         args |= {"from_rank": message.source, "to_rank": message.target}
+    if span.bucket is not None:
+        args |= {"stage": span.bucket.stage, "bucket": span.bucket.index, "bytes": span.bucket.num_bytes}
     return _complete(name, span.activity.value, rank, tid, span.start_ms - begin, span.end_ms - span.start_ms, **args)
 
 
 def _text(message: Message) -> str:
     return f"{message.payload.value} for stage {message.stage}, microbatch {message.microbatch}"
+
+
+def _bucket_text(span: Span) -> str:
+    assert span.bucket is not None
+    return f"{span.activity.value} bucket {span.bucket.index} of stage {span.bucket.stage}"
 
 
 def _complete(name: str, cat: str, pid: int, tid: int, start_ms: float, duration_ms: float, **args: object) -> Event:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.ir import Plan
@@ -31,6 +31,22 @@ class Activity(enum.Enum):
     """Gradients are made final after the last op: reduced over data-parallel ranks, tied embeddings summed."""
     OPTIMIZER = "optimizer"
     """The optimizer steps; where steps are not taken early this includes waiting for all ranks' statistics."""
+    REDUCE = "reduce"
+    """A bucket of gradients is reduced over the data-parallel ranks, from its issue until it is over; where only waiting
+    for it can tell, until it was waited for."""
+    GATHER = "gather"
+    """A bucket of weights is gathered from the data-parallel ranks, likewise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Parameters of one stage that the data-parallel ranks exchange together."""
+
+    stage: int
+    index: int
+    """Within the stage. Buckets are in reverse order of the model: 0 holds its last layers."""
+    num_bytes: int
+    """Of the whole bucket, padding included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +58,8 @@ class Span:
     end_ms: float
     message: Message | None = None
     """What travels or is waited for."""
+    bucket: Bucket | None = None
+    """What is reduced or gathered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +77,7 @@ class RankTimeline:
         """The same on a clock that shows `by_ms` more."""
         return RankTimeline(
             ops=tuple(TimedOp(op, start + by_ms, end + by_ms) for op, start, end in self.ops),
-            spans=tuple(
-                Span(activity=span.activity, start_ms=span.start_ms + by_ms, end_ms=span.end_ms + by_ms, message=span.message)
-                for span in self.spans
-            ),
+            spans=tuple(replace(span, start_ms=span.start_ms + by_ms, end_ms=span.end_ms + by_ms) for span in self.spans),
             peak_bytes=self.peak_bytes,
         )
 

@@ -22,9 +22,24 @@ import torch
 from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.simulate import TimedOp
-from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span
+from megatron.zerobubble.plan.timeline import Activity, Bucket, RankTimeline, Span
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.recording import Recorder
+
+
+class Exchange:
+    """A bucket under way between data-parallel ranks. Whoever issued it says when it is over, once."""
+
+    __slots__ = ("_marks", "activity", "bucket", "end", "start")
+
+    def __init__(self, activity: Activity, bucket: Bucket, marks: Marks) -> None:
+        self.activity, self.bucket, self._marks = activity, bucket, marks
+        self.start = marks.now()
+        self.end: Any = None
+
+    def over(self) -> None:
+        """It is over; on CUDA, for what is issued on the current stream from here on."""
+        self.end = self._marks.now()
 
 
 @dataclass
@@ -35,6 +50,7 @@ class _Tape:
     origin_event: Any = None
     ops: list[tuple[Op, Any, Any]] = field(default_factory=list)
     spans: list[tuple[Activity, Message | None, Any, Any]] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
 
     def at(self, mark: Any) -> float:
         """Milliseconds on the host's clock. A CUDA event must be over."""
@@ -95,6 +111,14 @@ class OpRecorder(Recorder):
         yield
         self._tape.spans.append((activity, None, started, self._marks.now()))
 
+    def exchange(self, activity: Activity, bucket: Bucket) -> Exchange | None:
+        """A bucket's reduction or gathering is about to be issued; None while no iteration is being recorded."""
+        if not self._is_on:
+            return None
+        exchange = Exchange(activity, bucket, self._marks)
+        self._tape.exchanges.append(exchange)
+        return exchange
+
     def start(self, op: Op) -> None:
         """The op is about to run."""
         self._started = self._marks.now()
@@ -133,12 +157,18 @@ class OpRecorder(Recorder):
         """Ops and spans recorded since `clear`, on the host's monotonic clock. Synchronises a CUDA device."""
         self._marks.settle()
         tape = self._tape
+        spans = [
+            Span(activity=activity, message=message, start_ms=tape.at(start), end_ms=tape.at(end))
+            for activity, message, start, end in tape.spans
+        ]
+        spans += [
+            Span(activity=each.activity, bucket=each.bucket, start_ms=tape.at(each.start), end_ms=tape.at(each.end))
+            for each in tape.exchanges
+            if each.end is not None
+        ]
         return RankTimeline(
             ops=tuple(TimedOp(op, tape.at(start), tape.at(end)) for op, start, end in tape.ops),
-            spans=tuple(
-                Span(activity=activity, message=message, start_ms=tape.at(start), end_ms=tape.at(end))
-                for activity, message, start, end in tape.spans
-            ),
+            spans=tuple(spans),
             peak_bytes=torch.cuda.max_memory_allocated() if self._marks.on_cuda else None,
         )
 
