@@ -37,7 +37,6 @@ class Scenario:
     """A constant one; None: dynamic."""
     zeros: bool = False
     frozen: bool = False
-    overlap_param_gather: bool = False
     chained: bool = False
     """An optimizer of its own for each chunk, in one ChainedOptimizer."""
 
@@ -88,10 +87,6 @@ class _Trainer(Trainer):
             return super()._optimizer()
         each = [get_megatron_optimizer(self._optimizer_config(), [chunk]) for chunk in self.built.chunks]
         return ChainedOptimizer([part for chain in each for part in chain.chained_optimizers])
-
-    def _ddp_config(self) -> Any:
-        overlaps = self.scenario.overlap_param_gather
-        return replace(super()._ddp_config(), overlap_param_gather=overlaps)
 
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
         model = super()._provide(pre_process, post_process, vp_stage)
@@ -174,7 +169,7 @@ def _run(trainer: _Trainer, post: PostValidation) -> History:
         taken.append((lr, float(trainer.optimizer.get_loss_scale().item())))
         post.step()
     note(post.validate())
-    if trainer.scenario.overlap_param_gather:
+    if trainer.case.overlap_param_gather:
         for chunk in trainer.built.chunks:
             chunk.disable_forward_pre_hook(param_sync=True)
     history.weights = trainer.snapshot()

@@ -20,8 +20,10 @@ P4 = replace(BASE, num_ranks=4, num_microbatches=8, num_layers=8)
 ZBV = replace(BASE, schedule="zbv", num_chunks=2)
 FP16 = replace(BASE, dtype=torch.float16)
 FP16_V = replace(ZBV, dtype=torch.float16)
-GATHERED = replace(BASE, distributed_optimizer=True, overlap_grad_reduce=True, dtype=torch.bfloat16, different_data=True)
+REDUCED = replace(BASE, distributed_optimizer=True, overlap_grad_reduce=True, dtype=torch.bfloat16, different_data=True)
 LATE = {(4, 1): 1e3, (5, 1): 1e6, (11, 1): 1e4}
+GATHERED = replace(REDUCED, overlap_param_gather=True)
+GATHERED_V = replace(GATHERED, schedule="zbv", num_chunks=2)
 INF = math.inf
 
 SCENARIOS = (
@@ -46,9 +48,8 @@ SCENARIOS = (
     Scenario("clipped", replace(BASE, dtype=torch.bfloat16), spikes={(3, 1): 1e4}, amended=(3,)),
     Scenario("clipped in the first step", replace(BASE, optimizer="sgd"), spikes={(0, 1): 1e4, (5, 1): 1e4}, amended=(0, 5)),
     Scenario("clipped", replace(BASE, tied=True, per_token_loss=True), spikes={(0, 1): 1e4, (3, 1): 1e4}, amended=(0, 3)),
-    Scenario(
-        "clipped, gathers as needed", GATHERED, spikes={(3, 1): 1e4, **LATE}, amended=(3, 4, 5, 11), overlap_param_gather=True
-    ),
+    Scenario("clipped, gathers as needed", GATHERED, spikes={(3, 1): 1e4, **LATE}, amended=(3, 4, 5, 11)),
+    Scenario("clipped, gathers as needed", GATHERED_V, spikes={(3, 1): 1e4, (11, 1): 1e4}, amended=(3, 11)),
     Scenario("overflow", replace(FP16, distributed_optimizer=True), spikes={(3, 1): INF}, amended=(3,)),
     # four pipeline ranks; above there are two, and two copies of the model
     Scenario("clipped on account of each", P4, spikes={(2, 0): 1e4, (4, 1): 1e4, (6, 2): 1e5, (8, 3): 1e6}, amended=(2, 4, 6, 8)),
@@ -89,7 +90,7 @@ INVERSE = (
     # what happens, and for each corrected step the ranks that had stepped and inverted their step
     (Scenario("clipped", spikes={(3, 1): 1e4, (4, 1): 1e5, (11, 1): 1e4}, amended=(3, 4, 11)), ((0,), (0,), (0,))),
     (Scenario("overflow", FP16, spikes={(11, 1): INF}, amended=(11,)), ((0,),)),
-    (Scenario("clipped", replace(GATHERED, overlap_grad_reduce=False), spikes={(11, 1): 1e4}, amended=(11,)), ((0,),)),
+    (Scenario("clipped", replace(REDUCED, overlap_grad_reduce=False), spikes={(11, 1): 1e4}, amended=(11,)), ((0,),)),
     (Scenario("too steep to invert", replace(BASE, clip_grad=1e6), spikes={(5, 0): 1e5, (5, 1): 1e7}, amended=(5,)), ((),)),
     (
         Scenario(
@@ -97,7 +98,6 @@ INVERSE = (
             replace(GATHERED, clip_grad=1e6),
             spikes={(5, 0): 1e5, (5, 1): 1e7},
             amended=(5,),
-            overlap_param_gather=True,
         ),
         ((),),
     ),

@@ -50,6 +50,7 @@ class Case:
     max_pending_backward: int | None = None
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
     tied: bool = False
     llama: bool = False
     dropout: float = 0.0
@@ -65,7 +66,10 @@ class Case:
     def __str__(self) -> str:
         extras = [
             name
-            for name in ("distributed_optimizer", "overlap_grad_reduce", "tied", "llama", "per_token_loss", "different_data")
+            for name in (
+                *("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+                *("tied", "llama", "per_token_loss", "different_data"),
+            )
             if getattr(self, name)
         ]
         if self.tensor_parallel > 1:
@@ -199,6 +203,7 @@ class Trainer:
         return DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=self.case.overlap_grad_reduce,
+            overlap_param_gather=self.case.overlap_param_gather,
             use_distributed_optimizer=self.case.distributed_optimizer,
             bucket_size=2000 if self.case.overlap_grad_reduce else None,
         )
@@ -219,6 +224,7 @@ class Trainer:
             initial_loss_scale=1024.0,
             params_dtype=self.case.dtype,
             use_distributed_optimizer=self.case.distributed_optimizer,
+            overlap_param_gather=self.case.overlap_param_gather,
         )
 
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
@@ -274,6 +280,8 @@ class Trainer:
             with self.host.on_host():
                 _, norm, _ = self.optimizer.step()
             norms.append(float(norm or 0.0))
+        for chunk in self.built.chunks if self.case.overlap_param_gather else ():
+            chunk.disable_forward_pre_hook(param_sync=True)
         return Outcome(losses, gradients, self.snapshot(), norms)
 
     def forward_backward(self, step: int, *, forward_only: bool = False) -> list[float]:

@@ -58,6 +58,12 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
     return names
 
 
+def split_weights(chunk: nn.Module) -> list[SplitWeight]:
+    """The weights of `chunk` whose gradients are deferred, in the order of the model."""
+    forwards = (linear.__dict__.get("_forward_impl") for _, linear in _splittable(chunk))
+    return [forward.how.split for forward in forwards if isinstance(forward, _SplitForward)]
+
+
 def remove_split(chunk: nn.Module) -> None:
     """Give every linear of `chunk` its own forward back. DDP must be built anew: it knows which gradients came late."""
     for _, linear in _splittable(chunk):
@@ -70,10 +76,10 @@ def remove_split(chunk: nn.Module) -> None:
 class _SplitForward:
     """Stands in for `_forward_impl` of one linear; takes the same keywords."""
 
-    __slots__ = ("_how",)
+    __slots__ = ("how",)
 
     def __init__(self, how: LinearSplit) -> None:
-        self._how = how
+        self.how = how
 
     def __call__(
         self,
@@ -90,7 +96,7 @@ class _SplitForward:
             input,
             weight,
             bias,
-            self._how,
+            self.how,
             reduce_input_grad=allreduce_dgrad,
             sequence_parallel=sequence_parallel,
             group=tp_group,

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.integration.compat import check_megatron_core
+from megatron.zerobubble.integration.data_parallel import wrap_chunks
 from megatron.zerobubble.integration.embeddings import make_finalize, tie_chunks
 from megatron.zerobubble.integration.float16 import StageFloat16Module
 from megatron.zerobubble.integration.layers import split_weight_gradients
@@ -70,10 +71,7 @@ def build_chunks(
         for model in models:
             split_weight_gradients(model, store)
         ddp_config = dataclasses.replace(ddp_config, delay_wgrad_compute=True)
-    chunks = [
-        DistributedDataParallel(config=config, ddp_config=ddp_config, module=model, disable_bucketing=chunk > 0)
-        for chunk, model in enumerate(models)
-    ]
+    chunks = wrap_chunks(models, config=config, ddp_config=ddp_config, is_stock=choice.is_stock)
     config.finalize_model_grads_func = make_finalize(choice.placement)
     if ddp_config.overlap_grad_reduce:
         syncs = [chunk.no_sync for chunk in chunks]

@@ -21,7 +21,9 @@ from megatron.core.pipeline_parallel import schedules
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.integration.bucket_recording import record_buckets
 from megatron.zerobubble.integration.chunk_work import ChunkWork, Iteration
+from megatron.zerobubble.integration.data_parallel import start_first_gathers
 from megatron.zerobubble.integration.rewind import Replayed, Rewind
 from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
 from megatron.zerobubble.plan.ir import Placement, Plan
@@ -141,6 +143,8 @@ class PipelineSchedule:
         """Holds the last recorded iteration; owners of what happens around the passes record spans with it."""
         self.recordings = Recordings(self.recorder, self._clock_offset_ms)
         """Which training iterations are recorded."""
+        if not choice.is_stock:
+            record_buckets(self._chunks, choice.placement.rank_to_stages[self._rank], self.recorder)
         self.profiler: Profiler | None = None
         """Measures the passes of every training iteration, if given."""
         self._tensor: tuple[tuple[int, ...], torch.dtype] | None = None
@@ -277,9 +281,11 @@ class PipelineSchedule:
         assert self._links is not None
         program = self.program(iteration.num_microbatches, forward_only=iteration.forward_only)
         self._tensor = iteration.tensor_shape, self._config.pipeline_dtype
-        work = ChunkWork(self._chunks, self.choice.placement, self._store, self._config, iteration, self.device)
+        work = self._work(iteration)
         recorder = None if iteration.forward_only else self._recorder(program.plan)
         executor = Executor(program, self._rank, self._links, work, self._observed(work, recorder))
+        if not iteration.forward_only:
+            start_first_gathers(self._chunks)
         profiles = self.profiler if self.profiler is not None and not iteration.forward_only else nullcontext()
         try:
             with profiles:
@@ -291,6 +297,10 @@ class PipelineSchedule:
             raise
         work.finish()
         return work
+
+    def _work(self, iteration: Iteration) -> ChunkWork:
+        assert self._store is not None
+        return ChunkWork(self._chunks, self.choice.placement, self._store, self._config, iteration, self.device)
 
     def _recorder(self, plan: Plan) -> Recorder | None:
         """Whoever wants to hear of this training iteration, whatever its work is."""
@@ -327,7 +337,7 @@ class PipelineSchedule:
         rewind.rewind()
         if recorder is not None:
             recorder.rewind()
-        work = ChunkWork(self._chunks, self.choice.placement, self._store, self._config, iteration, self.device)
+        work = self._work(iteration)
         return work, Executor(program, self._rank, self._links, work, self._observed(work, recorder))
 
     def _refuse(self, **unsupported: Any) -> None:

@@ -1,0 +1,83 @@
+"""Wrapping a rank's chunks for data parallelism: buckets on every rank, and gathers that start before they are waited for.
+
+megatron-core cuts gradients into buckets only in the first chunk of the first pipeline rank, because under 1F1B the others end
+earlier and wait for it anyway. Zero-bubble schedules leave nobody that slack: all ranks end together, or, with steps taken early,
+each goes on to its own optimizer. A chunk with one bucket would start its reduction when its last W is over, and wait for the
+whole of it; and it would gather all of its weights in front of its first forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+
+from megatron.zerobubble.integration.layers import split_weights
+
+
+def wrap_chunks(
+    models: Sequence[nn.Module],
+    *,
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    is_stock: bool,
+) -> list[DistributedDataParallel]:
+    """Each chunk in DistributedDataParallel. All ranks must call it.
+
+    Args:
+        models: this rank's chunks.
+        config: the chunks' TransformerConfig.
+        ddp_config: how gradients are accumulated and reduced.
+        is_stock: megatron-core schedules; buckets are where it wants them.
+    """
+    if is_stock:
+        return [
+            DistributedDataParallel(config=config, ddp_config=ddp_config, module=model, disable_bucketing=chunk > 0)
+            for chunk, model in enumerate(models)
+        ]
+    groups = bucketed_groups()
+    chunks = [
+        DistributedDataParallel(config=config, ddp_config=ddp_config, module=model, pg_collection=groups) for model in models
+    ]
+    for chunk in chunks:
+        _take_turns_by_bucket(chunk)
+    return chunks
+
+
+def bucketed_groups() -> Any:
+    """megatron-core's process groups, with which DDP makes buckets on this rank."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.pp = _FirstOfItsPipeline()
+    return groups
+
+
+class _FirstOfItsPipeline:
+    """What DDP asks the pipeline's group: whether this is the rank that has buckets. It communicates over other groups."""
+
+    def rank(self) -> int:
+        return 0
+
+
+def _take_turns_by_bucket(chunk: Any) -> None:
+    """Within a W, weights take their turns as their buckets do: a bucket is complete before the next one is begun."""
+    turns = {id(parameter): turn for turn, group in enumerate(chunk.bucket_groups) for parameter in group.params}
+    for split in split_weights(chunk):
+        split.position = turns.get(id(split.weight), len(turns))
+
+
+def start_first_gathers(chunks: Sequence[Any]) -> None:
+    """With --overlap-param-gather: gather each chunk's first bucket now, while the rank waits for its first activation.
+
+    The bucket's forward hook would start the gather and wait for it at once; from there on each bucket starts the next one. Call
+    it when forwards are about to begin, on every rank of the data-parallel group at the same point. Buckets whose weights are
+    in place, or on their way, are left alone.
+    """
+    for chunk in chunks:
+        if not getattr(chunk, "remove_forward_pre_hook_handles", None):  # nothing overlaps, or evaluation has gathered already
+            continue
+        for groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
+            if groups and not groups[-1].param_gather_dispatched:  # buckets are in reverse order of the model
+                groups[-1].start_param_sync()
