@@ -50,6 +50,7 @@ SCENARIOS = (
     Scenario("clipped", replace(BASE, tied=True, per_token_loss=True), spikes={(0, 1): 1e4, (3, 1): 1e4}, amended=(0, 3)),
     Scenario("clipped, gathers as needed", GATHERED, spikes={(3, 1): 1e4, **LATE}, amended=(3, 4, 5, 11)),
     Scenario("clipped, gathers as needed", GATHERED_V, spikes={(3, 1): 1e4, (11, 1): 1e4}, amended=(3, 11)),
+    Scenario("one gradient grows", replace(GATHERED, shard_gradients=2), hooks={(5, 0, 2): 1e6}, amended=(5,)),
     Scenario("overflow", replace(FP16, distributed_optimizer=True), spikes={(3, 1): INF}, amended=(3,)),
     # four pipeline ranks; above there are two, and two copies of the model
     Scenario("clipped on account of each", P4, spikes={(2, 0): 1e4, (4, 1): 1e4, (6, 2): 1e5, (8, 3): 1e6}, amended=(2, 4, 6, 8)),

@@ -25,6 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.zerobubble.integration.host import HostDevice
 from megatron.zerobubble.integration.layout import embedding_ranks, pipeline_layout
 from megatron.zerobubble.integration.model import ModelChunks, build_chunks
+from megatron.zerobubble.integration.sharded_gradients import step_on_shards
 from megatron.zerobubble.integration.zb_schedules import PipelineSchedule, ScheduleChoice
 from megatron.zerobubble.plan.stage_layers import StageLayers
 
@@ -51,6 +52,7 @@ class Case:
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    shard_gradients: int | None = None
     tied: bool = False
     llama: bool = False
     dropout: float = 0.0
@@ -74,6 +76,8 @@ class Case:
         ]
         if self.tensor_parallel > 1:
             extras.append(f"tp{self.tensor_parallel}")
+        if self.shard_gradients:
+            extras.append(f"shard{self.shard_gradients}")
         if self.clip_grad:
             extras.append("clip")
         if self.layout:
@@ -90,12 +94,13 @@ class Case:
             num_ranks=self.num_ranks,
             num_chunks=self.num_chunks,
             max_pending_backward=self.max_pending_backward,
+            shard_gradients=self.shard_gradients,
         )
 
     @property
     def unpipelined(self) -> Case:
         """The same training without a pipeline."""
-        return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None)
+        return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None, shard_gradients=None)
 
 
 @dataclass
@@ -205,11 +210,13 @@ class Trainer:
             overlap_grad_reduce=self.case.overlap_grad_reduce,
             overlap_param_gather=self.case.overlap_param_gather,
             use_distributed_optimizer=self.case.distributed_optimizer,
-            bucket_size=2000 if self.case.overlap_grad_reduce else None,
+            bucket_size=2000 if self.case.overlap_grad_reduce or self.case.shard_gradients else None,
         )
 
     def _optimizer(self) -> Any:
-        return get_megatron_optimizer(self._optimizer_config(), self.built.chunks)
+        optimizer = get_megatron_optimizer(self._optimizer_config(), self.built.chunks)
+        step_on_shards(optimizer, self.built.chunks)
+        return optimizer
 
     def _optimizer_config(self) -> OptimizerConfig:
         return OptimizerConfig(
@@ -276,7 +283,11 @@ class Trainer:
             self.optimizer.zero_grad()
             losses.append(self.forward_backward(step))
             if step == 0:
-                gradients = {name: parameter.main_grad.detach().clone() for name, parameter in self.parameters()}
+                gradients = {
+                    name: parameter.main_grad.detach().clone()
+                    for name, parameter in self.parameters()
+                    if hasattr(parameter, "main_grad")  # not where gradients are sharded
+                }
             with self.host.on_host():
                 _, norm, _ = self.optimizer.step()
             norms.append(float(norm or 0.0))

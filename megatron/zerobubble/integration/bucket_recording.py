@@ -9,8 +9,10 @@ future: there a bucket counts as under way until it has been waited for, which i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from megatron.zerobubble.integration.sharded_gradients import ShardedGradientsDDP
 from megatron.zerobubble.plan.timeline import Activity, Bucket
 from megatron.zerobubble.profiling.recorder import Exchange, OpRecorder
 
@@ -24,6 +26,8 @@ def record_buckets(chunks: Sequence[Any], stages: Sequence[int], recorder: OpRec
         recorder: what is told.
     """
     for chunk, stage in zip(chunks, stages, strict=True):
+        if isinstance(chunk, ShardedGradientsDDP):
+            chunk.watch = partial(_watched, recorder, stage)
         groups = [*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())]
         for index, group in enumerate(groups):
             grads = sum(bucket.grad_data.nbytes for bucket in group.buckets)
@@ -36,6 +40,11 @@ def record_buckets(chunks: Sequence[Any], stages: Sequence[int], recorder: OpRec
                 gathered = Bucket(stage=stage, index=index, num_bytes=weights)
                 start = group.start_param_sync
                 group.start_param_sync = _Recorded(group, "param_gather_handle", start, Activity.GATHER, gathered, recorder)
+
+
+def _watched(recorder: OpRecorder, stage: int, index: int, num_bytes: int) -> Callable[[Any], Any] | None:
+    exchange = recorder.exchange(Activity.REDUCE, Bucket(stage=stage, index=index, num_bytes=num_bytes))
+    return None if exchange is None else partial(ended, exchange)
 
 
 class _Recorded:

@@ -38,6 +38,7 @@ def check_megatron_core() -> None:
 
 def _differences() -> Iterable[str]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout as Layout
@@ -58,6 +59,8 @@ def _differences() -> Iterable[str]:
         yield from _missing(getattr(linear, "_forward_impl", None), f"{linear.__name__}._forward_impl", ("input", "weight"))
     for method in ("get_num_layers_to_build", "get_layer_offset"):
         yield from _missing(getattr(Layout, method, None), f"{Layout.__name__}.{method}", ("layer_type", "vp_stage", "pp_rank"))
+    for method in ("_copy_model_grads_to_main_grads", "_get_model_param_range_map"):
+        yield from _missing(getattr(DistributedOptimizer, method, None), f"{DistributedOptimizer.__name__}.{method}")
     yield from _missing(DistributedDataParallel, DistributedDataParallel.__name__, ("disable_bucketing", "pg_collection"))
     if "delay_wgrad_compute" not in inspect.signature(DistributedDataParallelConfig).parameters:
         yield "DistributedDataParallelConfig has no delay_wgrad_compute"

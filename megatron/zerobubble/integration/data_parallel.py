@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron.zerobubble.integration.layers import split_weights
+from megatron.zerobubble.integration.sharded_gradients import ShardedGradientsDDP
 
 
 def wrap_chunks(
@@ -24,6 +25,7 @@ def wrap_chunks(
     config: Any,
     ddp_config: DistributedDataParallelConfig,
     is_stock: bool,
+    shards_gradients: bool = False,
 ) -> list[DistributedDataParallel]:
     """Each chunk in DistributedDataParallel. All ranks must call it.
 
@@ -32,6 +34,7 @@ def wrap_chunks(
         config: the chunks' TransformerConfig.
         ddp_config: how gradients are accumulated and reduced.
         is_stock: megatron-core schedules; buckets are where it wants them.
+        shards_gradients: gradients stay sharded while they are accumulated.
     """
     if is_stock:
         return [
@@ -39,6 +42,13 @@ def wrap_chunks(
             for chunk, model in enumerate(models)
         ]
     groups = bucketed_groups()
+    if shards_gradients:
+        return [
+            ShardedGradientsDDP(
+                config=config, ddp_config=ddp_config, module=model, splits=split_weights(model), pg_collection=groups
+            )
+            for model in models
+        ]
     chunks = [
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=model, pg_collection=groups) for model in models
     ]

@@ -56,6 +56,7 @@ def build_chunks(
     Raises:
         CompatibilityError: the installed megatron-core is not one we know.
         SplitError: a weight's gradient cannot be deferred.
+        ConfigError: something that the schedule cannot honour, or gradients that are to be sharded and cannot be.
     """
     check_megatron_core()
     _check_config(config, choice)
@@ -71,7 +72,13 @@ def build_chunks(
         for model in models:
             split_weight_gradients(model, store)
         ddp_config = dataclasses.replace(ddp_config, delay_wgrad_compute=True)
-    chunks = wrap_chunks(models, config=config, ddp_config=ddp_config, is_stock=choice.is_stock)
+    chunks = wrap_chunks(
+        models,
+        config=config,
+        ddp_config=ddp_config,
+        is_stock=choice.is_stock,
+        shards_gradients=choice.shard_gradients is not None,
+    )
     config.finalize_model_grads_func = make_finalize(choice.placement)
     if ddp_config.overlap_grad_reduce:
         syncs = [chunk.no_sync for chunk in chunks]

@@ -28,6 +28,7 @@ from megatron.zerobubble.integration.rewind import Replayed, Rewind
 from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.passes import forward_only as only_forward
+from megatron.zerobubble.plan.passes import group_weight_gradients
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.search import Goal
 from megatron.zerobubble.plan.single_queue import finishes
@@ -63,6 +64,8 @@ class ScheduleChoice:
     """Most activation memory on any rank, 1.0 is 1F1B's rank 0; None: the schedule's own."""
     given: Plan | None = None
     """A plan of this placement, to be run where the number of microbatches is its own."""
+    shard_gradients: int | None = None
+    """Keep gradients sharded while they are accumulated; Ws of so many microbatches run together. None: do not."""
 
     @property
     def is_stock(self) -> bool:
@@ -175,7 +178,11 @@ class PipelineSchedule:
     def plan(self, num_microbatches: int) -> Plan:
         """The plan that training runs for this many microbatches. Planned on first use."""
         if num_microbatches not in self._plans:
-            self._plans[num_microbatches] = self._plan_for(num_microbatches)
+            plan = self._plan_for(num_microbatches)
+            if self.choice.shard_gradients is not None:
+                plan = group_weight_gradients(plan, self.choice.shard_gradients)
+                validate(plan)
+            self._plans[num_microbatches] = plan
         return self._plans[num_microbatches]
 
     def replan(self, plan_for: Callable[[int], Plan]) -> None:
@@ -300,7 +307,15 @@ class PipelineSchedule:
 
     def _work(self, iteration: Iteration) -> ChunkWork:
         assert self._store is not None
-        return ChunkWork(self._chunks, self.choice.placement, self._store, self._config, iteration, self.device)
+        return ChunkWork(
+            self._chunks,
+            self.choice.placement,
+            self._store,
+            self._config,
+            iteration,
+            self.device,
+            wgrad_group_size=self.choice.shard_gradients or 1,
+        )
 
     def _recorder(self, plan: Plan) -> Recorder | None:
         """Whoever wants to hear of this training iteration, whatever its work is."""

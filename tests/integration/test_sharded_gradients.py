@@ -1,0 +1,138 @@
+"""Gradients that stay sharded while the pipeline accumulates them: the same training as ZeRO-1, in less memory.
+
+The reference is the same schedule with the same buckets and ZeRO-1. With one group of all microbatches the sums are taken in the
+same order, and every bit is the same. With smaller groups a group is summed over the data-parallel ranks before the next one is
+added to it, where ZeRO-1 adds all microbatches first: the sums differ by rounding, and so do the weights, by 1e-6 in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.integration.sharded_gradients import ShardedGradientsDDP
+from megatron.zerobubble.plan.ir import OpKind
+from megatron.zerobubble.plan.timeline import Activity, Timeline
+from tests.support.gpt import Case, Outcome, Trainer
+from tests.support.ranks import RankPool
+
+ZERO1 = Case(
+    "zb-h2", 2, 5, distributed_optimizer=True, overlap_grad_reduce=True, different_data=True, adam_eps=1.0, clip_grad=0.5
+)
+ZERO1_V = replace(ZERO1, schedule="zbv", num_chunks=2, overlap_param_gather=True)
+
+CASES = (
+    # ZeRO-1, group size, tolerance relative to a weight's largest entry
+    (ZERO1, 5, 0.0),
+    (ZERO1, 1, 1e-6),
+    (ZERO1_V, 8, 0.0),
+    (ZERO1_V, 2, 1e-6),
+    (replace(ZERO1, schedule="1f1b", per_token_loss=True), 3, 1e-6),
+    (replace(ZERO1, tensor_parallel=2, different_data=False), 5, 0.0),
+    (replace(ZERO1_V, dtype=torch.bfloat16), 5, 0.0),
+    (replace(ZERO1, dtype=torch.float16), 5, 0.0),
+)
+
+
+def _train(case: Case) -> Outcome:
+    trainer = Trainer(case)
+    outcome = trainer.train()
+    trainer.close()
+    return outcome
+
+
+def _apart(rank: int, case: Case, group_size: int) -> tuple[float, list[float], list[float]]:
+    """How far weights are from ZeRO-1's, relative to a tensor's largest entry, and the gradient norms of both."""
+    expected, actual = _train(case), _train(replace(case, shard_gradients=group_size))
+    assert actual.losses[0] == expected.losses[0]
+    apart = [
+        float((actual.weights[name] - weight).abs().max() / (weight.abs().max() or 1.0))
+        for name, weight in expected.weights.items()
+    ]
+    return max(apart), expected.grad_norms, actual.grad_norms
+
+
+@pytest.mark.parametrize(("case", "group_size", "tolerance"), CASES, ids=str)
+def test_the_same_training_as_zero1(four_ranks: RankPool, case: Case, group_size: int, tolerance: float) -> None:
+    for rank, (apart, expected, actual) in enumerate(four_ranks.run(_apart, case, group_size)):
+        assert apart <= tolerance, rank
+        assert actual == (expected if tolerance == 0.0 else pytest.approx(expected, rel=1e-5)), rank
+        assert min(expected) > 0.0
+
+
+def _measure(rank: int, case: Case) -> list[tuple[int, int, int, int]]:
+    """Per chunk: bytes of ZeRO-1's buffer, of all storages that stay, the most at any time, and reduced in an iteration."""
+    trainer = Trainer(case)
+    trainer.train()
+    results = []
+    for chunk in trainer.built.chunks:
+        assert isinstance(chunk, ShardedGradientsDDP)
+        assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in chunk.buffers)
+        buffer_bytes = sum(buffer.grad_data.nbytes for buffer in chunk.buffers)
+        reduced = chunk.reduced_bytes // trainer.case.num_steps
+        results.append((buffer_bytes, chunk.gradient_bytes, chunk.peak_gradient_bytes, reduced))
+    trainer.close()
+    return results
+
+
+@pytest.mark.parametrize(("group_size", "num_groups"), [(1, 5), (3, 2)])
+def test_memory_is_the_shards_and_volume_is_by_the_group(four_ranks: RankPool, group_size: int, num_groups: int) -> None:
+    """The largest bucket here is one weight of the MLP, 4096 elements, and a small gradient of B or two."""
+    case = replace(ZERO1, shard_gradients=group_size, num_steps=2)
+    for results in four_ranks.run(_measure, case):
+        for buffer_bytes, kept, peak, reduced in results:
+            whole = 4 * 6 * 1024
+            assert buffer_bytes / 2 <= kept < 0.65 * buffer_bytes, "half of it is the shard, and B's gradients come to that"
+            assert kept < peak <= kept + 3 * whole, "one bucket is added to, one is on its way"
+            assert (num_groups - 0.2) * buffer_bytes < reduced <= num_groups * buffer_bytes, "B's are reduced once"
+
+
+def _record(rank: int, case: Case) -> Timeline:
+    trainer = Trainer(case)
+    trainer.schedule.recordings.choose([2], done=0)
+    trainer.train()
+    (timeline,) = trainer.schedule.timelines()
+    trainer.close()
+    return timeline
+
+
+def test_reductions_run_beside_other_weights_products(four_ranks: RankPool) -> None:
+    """Every group's buckets are reduced inside that group's Ws, and a group's Ws share its time."""
+    case = replace(ZERO1_V, shard_gradients=2, num_steps=2)
+    timeline = four_ranks.run(_record, case)[0]
+    for rank, stages in zip(timeline.ranks, timeline.plan.placement.rank_to_stages, strict=True):
+        for stage in stages:
+            weights = [timed for timed in rank.ops if timed.op.stage == stage and timed.op.kind is OpKind.W]
+            starts = [
+                span.start_ms
+                for span in rank.spans
+                if span.activity is Activity.REDUCE and span.bucket and span.bucket.stage == stage
+            ]
+            for group in (weights[0:2], weights[2:4], weights[4:5]):
+                inside = [start for start in starts if group[0].start_ms < start < group[-1].end_ms]
+                assert len(inside) > 3
+                assert len(group) == 1 or any(start < group[1].start_ms for start in inside), "the first W ran its share"
+
+
+def _refused(rank: int, case: Case) -> str:
+    try:
+        Trainer(case)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"distributed_optimizer": False, "overlap_param_gather": False}, "--use-distributed-optimizer"),
+        ({"tied": True}, "--untie-embeddings-and-output-weights"),
+    ],
+)
+def test_what_needs_whole_gradients_is_refused_by_name(four_ranks: RankPool, changes: dict[str, Any], why: str) -> None:
+    messages = four_ranks.run(_refused, replace(ZERO1_V, shard_gradients=2, **changes))
+    assert any(why in message for message in messages)
