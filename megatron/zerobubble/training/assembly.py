@@ -19,6 +19,7 @@ from megatron.core.timers import Timers
 
 from megatron.zerobubble.integration.layout import pipeline_layout
 from megatron.zerobubble.integration.model import build_chunks
+from megatron.zerobubble.integration.sharded_gradients import step_on_shards
 from megatron.zerobubble.integration.staged_optimizer import post_validation
 from megatron.zerobubble.integration.zb_schedules import PipelineSchedule, ScheduleChoice
 from megatron.zerobubble.runtime.watch import Watch
@@ -62,6 +63,7 @@ def schedule_choice(settings: Settings) -> ScheduleChoice:
         max_pending_backward=settings.max_pending_backward,
         memory_limit=settings.plan_memory_limit,
         given=settings.zero_bubble.plan,
+        shard_gradients=settings.zero_bubble.zero_bubble_shard_gradients,
     )
 
 
@@ -92,6 +94,7 @@ def assemble(
         optimizer = get_megatron_optimizer(
             translate.optimizer_config(settings, timers=timers), built.chunks, use_gloo_process_groups=False
         )
+        step_on_shards(optimizer, built.chunks)
         scheduler = translate.scheduler(settings, optimizer)
     zero_bubble, steps = settings.zero_bubble, None
     timeout = timedelta(minutes=settings.parallel.distributed_timeout_minutes)

@@ -38,6 +38,7 @@ def check_settings(settings: Settings) -> None:
     _check_tensor_parallel(settings)
     _check_installed(settings)
     _check_optimizer(settings)
+    _check_gradients(settings)
     _check_data(settings)
     _check_checkpoint(settings)
     _check_trace(settings)
@@ -250,6 +251,33 @@ def _check_optimizer(settings: Settings) -> None:
     annealing = settings.optim.lr_wsd_decay_iters
     if settings.optim.lr_decay_style == "WSD" and annealing is not None and annealing > decay:
         raise ConfigError(f"--lr-wsd-decay-iters {annealing} is longer than the decay of {decay} iterations")
+
+
+def _check_gradients(settings: Settings) -> None:
+    """How gradients are reduced, and whether they can be sharded while they are accumulated."""
+    parallel, model, size = settings.parallel, settings.model, settings.zero_bubble.zero_bubble_shard_gradients
+    if parallel.ddp_bucket_size is not None and not parallel.overlap_grad_reduce and size is None:
+        raise ConfigError("--ddp-bucket-size needs --overlap-grad-reduce")
+    if parallel.ddp_average_in_collective and settings.optim.calculate_per_token_loss:
+        raise ConfigError(
+            "--ddp-average-in-collective averages over ranks and --calculate-per-token-loss over tokens; leave one of them out"
+        )
+    if size is None:
+        return
+    problems = {
+        "needs --use-distributed-optimizer, which steps on shards": not parallel.use_distributed_optimizer,
+        f"shards over data-parallel ranks, and there is {settings.data_parallel_size}": settings.data_parallel_size < 2,
+        "needs --untie-embeddings-and-output-weights: tied ones sum their whole gradients over two stages": (
+            not model.untie_embeddings_and_output_weights
+        ),
+        "does not go with --sequence-parallel, which sums norms' gradients after the reduction": parallel.sequence_parallel,
+        "does not go with --qk-layernorm under tensor parallelism, which sums norms' gradients after the reduction": (
+            model.qk_layernorm and parallel.tensor_model_parallel_size > 1
+        ),
+    }
+    for problem, is_given in problems.items():
+        if is_given:
+            raise ConfigError(f"--zero-bubble-shard-gradients {size} {problem}")
 
 
 def _check_data(settings: Settings) -> None:

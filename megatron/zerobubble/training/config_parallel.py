@@ -44,7 +44,12 @@ class ParallelConfig:
     overlap_param_gather: bool = False
     """Gather parameters while the forward pass already runs; needs --use-distributed-optimizer."""
     ddp_bucket_size: int | None = None
-    """Parameters per bucket of the overlapped gradient reduction."""
+    """Parameters per bucket of the overlapped gradient reduction, or of --zero-bubble-shard-gradients."""
+    ddp_average_in_collective: bool = False
+    """Let the gradient reduction average over the data-parallel ranks, instead of scaling before it. Not with gloo."""
+    num_distributed_optimizer_instances: int = 1
+    """Copies of the distributed optimizer's shards. Only 1: several are summed on a stream of their own, which was never tried
+    with our schedules."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Process group backend: nccl on GPUs, gloo on CPUs. Default: nccl where CUDA is available, else gloo."""
     distributed_timeout_minutes: int = 10
@@ -53,6 +58,11 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_timeout_minutes")
         positive(self, "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "ddp_bucket_size")
+        if self.num_distributed_optimizer_instances != 1:
+            raise ConfigError(
+                f"--num-distributed-optimizer-instances {self.num_distributed_optimizer_instances} is not supported, only 1 is; "
+                "leave it out to shard over all data-parallel ranks"
+            )
         virtual = (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank)
         if None not in virtual:
             raise ConfigError(
@@ -70,8 +80,6 @@ class ParallelConfig:
             raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size of at least 2, got 1")
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ConfigError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
-        if self.ddp_bucket_size is not None and not self.overlap_grad_reduce:
-            raise ConfigError("--ddp-bucket-size needs --overlap-grad-reduce")
 
     def _check_layout(self, text: str) -> None:
         others = {

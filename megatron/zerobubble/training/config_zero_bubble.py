@@ -71,6 +71,10 @@ class ZeroBubbleConfig:
     zero_bubble_balance_stages: bool = False
     """Measure what a layer, the embedding and the head take, and say which --pipeline-model-parallel-layout would leave the
     busiest rank the least to do."""
+    zero_bubble_shard_gradients: int | None = field(default=None, metadata={"metavar": "K"})
+    """Keep gradients sharded over the data-parallel ranks while they are accumulated (ZeRO-2): W of K microbatches of a layer run
+    together and are reduced once. A rank then holds its share of the gradients and two buckets instead of all, up to K-1
+    microbatches more between B and W, and reduces microbatches / K times a step. Needs --use-distributed-optimizer."""
     zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
     """At the end of the run, write what recorded iterations looked like: trace.json (Perfetto), report.json, and for each its
     plan and a picture of plan and reality. See docs/reading-the-trace.md."""
@@ -120,6 +124,23 @@ class ZeroBubbleConfig:
                 )
         self._check_memory()
         self._check_planning()
+        self._check_shards()
+
+    def _check_shards(self) -> None:
+        positive(self, "zero_bubble_shard_gradients")
+        given = f"--zero-bubble-shard-gradients {self.zero_bubble_shard_gradients}"
+        if self.zero_bubble_shard_gradients is None:
+            return
+        if self.schedule in ("stock", AUTO):
+            raise ConfigError(
+                f"{given} needs a schedule of ours, and one that is known before the model is measured, not {self.schedule}: add "
+                "--enable-zero-bubble, --zero-bubble-v-schedule, or --zero-bubble-schedule with another name"
+            )
+        if self.zero_bubble_shard_gradients > 1 and self.memory_limit is not None:
+            raise ConfigError(
+                f"{given}: a plan under --zero-bubble-memory-limit has no room for microbatches that wait for their group; leave "
+                "one of them out, or give groups of 1"
+            )
 
     def _check_memory(self) -> None:
         one_of(self.zero_bubble_v_schedule_mem_setup, tuple(_V_SCHEDULES), "--zero-bubble-v-schedule-mem-setup")

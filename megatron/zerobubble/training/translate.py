@@ -120,6 +120,7 @@ def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         bucket_size=parallel.ddp_bucket_size,
+        average_in_collective=parallel.ddp_average_in_collective,
     )
 
 
