@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.integration.memory_room import state_bytes
 from megatron.zerobubble.integration.sharded_gradients import ShardedGradientsDDP
 from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.plan.timeline import Activity, Timeline
@@ -73,6 +74,8 @@ def _measure(rank: int, case: Case) -> list[tuple[int, int, int, int]]:
         assert isinstance(chunk, ShardedGradientsDDP)
         assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in chunk.buffers)
         buffer_bytes = sum(buffer.grad_data.nbytes for buffer in chunk.buffers)
+        weights_bytes = sum(buffer.param_data.nbytes for buffer in chunk.buffers)
+        assert state_bytes([chunk], None) == weights_bytes + chunk.gradient_bytes
         reduced = chunk.reduced_bytes // trainer.case.num_steps
         results.append((buffer_bytes, chunk.gradient_bytes, chunk.peak_gradient_bytes, reduced))
     trainer.close()

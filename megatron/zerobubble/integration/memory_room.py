@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.zerobubble.integration.sharded_gradients import ShardedGradientsDDP
+
 USABLE = 0.92
 """Share of a device's memory that `auto` plans with: the rest is the CUDA context, communication buffers and fragments."""
 
@@ -38,6 +40,8 @@ def _held(chunks: Sequence[nn.Module], optimizer: Any) -> Iterator[Tensor]:
             gradient = getattr(parameter, "main_grad", None)
             if gradient is not None:
                 yield gradient
+        if isinstance(chunk, ShardedGradientsDDP):
+            yield from chunk.shards
         for _, buffer in chunk.named_buffers():
             yield buffer
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):

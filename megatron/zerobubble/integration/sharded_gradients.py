@@ -67,7 +67,8 @@ class _Bucket:
                 self.whole.append(parameter)
         self.full: Tensor | None = None
         self.num_added = 0
-        self.is_final = False
+        self.has_whole = False
+        """Whether the gradients of B have been reduced."""
 
     @property
     def kept_bytes(self) -> int:
@@ -85,7 +86,7 @@ class _Bucket:
         self.shard.zero_()
         for parameter in self.whole:
             parameter.main_grad.zero_()
-        self.full, self.num_added, self.is_final = None, 0, False
+        self.full, self.num_added, self.has_whole = None, 0, False
 
 
 class _Reduction:
@@ -159,6 +160,11 @@ class ShardedGradientsDDP(DistributedDataParallel):
         kept = sum(bucket.kept_bytes + (0 if bucket.full is None else bucket.full.nbytes) for bucket in self._buckets)
         return kept + sum(reduction.num_bytes for reduction in self._travelling)
 
+    @property
+    def shards(self) -> list[Tensor]:
+        """This rank's shard of each bucket, flat."""
+        return [bucket.shard for bucket in self._buckets]
+
     def gradient_shard(self, parameter: nn.Parameter, start: int, end: int) -> Tensor:
         """Elements start..end of this rank's shard of the bucket that holds `parameter`; a view."""
         return self._bucket_of[id(parameter)].shard[start:end]
@@ -184,14 +190,16 @@ class ShardedGradientsDDP(DistributedDataParallel):
         """Nothing: reductions start when groups of Ws are complete."""
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Reduce what holds gradients of B alone, and wait until every shard is complete."""
+        """Reduce what is left, buckets of gradients of B alone and of weights that were not used, and wait for every shard."""
         if force_all_reduce:
             raise ConfigError("force_all_reduce wants the whole gradient on every rank, which sharded gradients never have")
+        self._is_final = True
         for bucket in self._buckets:
-            if not bucket.is_final:
-                self._is_final = True
+            if bucket.full is None and bucket.has_whole:
+                continue
+            if bucket.full is None:
                 self._make(bucket)
-                self._reduce(bucket)
+            self._reduce(bucket)
         self._settle(0)
         for group in self.bucket_groups:
             group.param_gather_dispatched = False  # the step that follows changes the weights
@@ -231,8 +239,8 @@ class ShardedGradientsDDP(DistributedDataParallel):
     def _reduce(self, bucket: _Bucket) -> None:
         full, bucket.full, bucket.num_added = bucket.full, None, 0
         assert full is not None
-        if self._is_final:
-            bucket.is_final = True
+        if self._is_final and not bucket.has_whole:
+            bucket.has_whole = True
             for parameter in bucket.whole:
                 start, end = bucket.places[id(parameter)]
                 full[start:end].copy_(parameter.main_grad.view(-1))
