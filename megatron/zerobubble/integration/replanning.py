@@ -222,7 +222,7 @@ class Replanner:
         assert self._costs is not None
         begin = time.perf_counter()
         choice, costs, objective = self._schedule.choice, self._costs, self._goal.objective
-        so_far = self._current.get(num_microbatches) or choice.plan(num_microbatches)
+        so_far = choice.as_run(self._current.get(num_microbatches) or choice.plan(num_microbatches))
         plan = so_far
         try:
             plan = self._better(so_far, num_microbatches)
@@ -255,7 +255,7 @@ class Replanner:
             costs, limit = costs_within(costs, choice.placement, num_microbatches, self._rooms), 1.0
         share = 1.0 if num_microbatches == self._usual else 0.1
         goal = replace(self._goal, budget=share * self._goal.budget, memory_limit=limit)
-        found = refined(choice, num_microbatches, costs, goal)
+        found = choice.as_run(refined(choice, num_microbatches, costs, goal))
         program_of(found, self._schedule.device)  # refuses what could deadlock in one hardware queue
         plans = [found]
         if limit is None or max(peak_memory(so_far, costs)) <= limit + MEMORY_TOLERANCE:

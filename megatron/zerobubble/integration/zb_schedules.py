@@ -99,6 +99,14 @@ class ScheduleChoice:
             goal=None if self.memory_limit is None else Goal(memory_limit=self.memory_limit, budget=0.0),
         )
 
+    def as_run(self, plan: Plan) -> Plan:
+        """What training executes of a plan: where gradients are sharded, with its Ws in groups."""
+        if self.shard_gradients is None:
+            return plan
+        grouped = group_weight_gradients(plan, self.shard_gradients)
+        validate(grouped)
+        return grouped
+
 
 def program_of(plan: Plan, device: torch.device, *, fence: Sequence[int] = ()) -> Program:
     """The plan with its transfers. Raises ConfigError where kernels in one hardware queue can wait for each other (ADR 3)."""
@@ -178,11 +186,7 @@ class PipelineSchedule:
     def plan(self, num_microbatches: int) -> Plan:
         """The plan that training runs for this many microbatches. Planned on first use."""
         if num_microbatches not in self._plans:
-            plan = self._plan_for(num_microbatches)
-            if self.choice.shard_gradients is not None:
-                plan = group_weight_gradients(plan, self.choice.shard_gradients)
-                validate(plan)
-            self._plans[num_microbatches] = plan
+            self._plans[num_microbatches] = self.choice.as_run(self._plan_for(num_microbatches))
         return self._plans[num_microbatches]
 
     def replan(self, plan_for: Callable[[int], Plan]) -> None:
