@@ -36,25 +36,32 @@ def wrap_chunks(
         is_stock: megatron-core schedules; buckets are where it wants them.
         shards_gradients: gradients stay sharded while they are accumulated.
     """
-    if is_stock:
-        return [
-            DistributedDataParallel(config=config, ddp_config=ddp_config, module=model, disable_bucketing=chunk > 0)
-            for chunk, model in enumerate(models)
-        ]
-    groups = bucketed_groups()
-    if shards_gradients:
-        return [
-            ShardedGradientsDDP(
-                config=config, ddp_config=ddp_config, module=model, splits=split_weights(model), pg_collection=groups
-            )
-            for model in models
-        ]
     chunks = [
-        DistributedDataParallel(config=config, ddp_config=ddp_config, module=model, pg_collection=groups) for model in models
+        _wrapped(model, config, ddp_config, disable_bucketing=is_stock and chunk > 0, is_stock=is_stock, shards=shards_gradients)
+        for chunk, model in enumerate(models)
     ]
     for chunk in chunks:
         _take_turns_by_bucket(chunk)
+        _count_padding(chunk)
     return chunks
+
+
+def _wrapped(
+    model: nn.Module,
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    *,
+    disable_bucketing: bool,
+    is_stock: bool,
+    shards: bool,
+) -> DistributedDataParallel:
+    groups = None if is_stock else bucketed_groups()
+    if shards:
+        splits = split_weights(model)
+        return ShardedGradientsDDP(config=config, ddp_config=ddp_config, module=model, splits=splits, pg_collection=groups)
+    return DistributedDataParallel(
+        config=config, ddp_config=ddp_config, module=model, disable_bucketing=disable_bucketing, pg_collection=groups
+    )
 
 
 def bucketed_groups() -> Any:
@@ -76,6 +83,18 @@ def _take_turns_by_bucket(chunk: Any) -> None:
     turns = {id(parameter): turn for turn, group in enumerate(chunk.bucket_groups) for parameter in group.params}
     for split in split_weights(chunk):
         split.position = turns.get(id(split.weight), len(turns))
+
+
+def _count_padding(chunk: Any) -> None:
+    """Let the padding at the end of buckets count as data.
+
+    megatron-core 0.16.1 saves optimizer state from a copy of the buffer without that padding, but looks for each parameter where
+    it lies with it: behind a padded bucket every parameter would be saved with its neighbour's state.
+    """
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def start_first_gathers(chunks: Sequence[Any]) -> None:
