@@ -74,7 +74,7 @@ def ended(exchange: Exchange, handle: Any) -> Any:
     if handle is None:
         exchange.over()
         return None
-    if not exchange.on_cuda:
+    if not exchange.marks.on_cuda:
         return _RecordedHandle(exchange, handle)
     works = getattr(handle, "works", [handle])
     works[-1].get_future().add_done_callback(lambda _: exchange.over())

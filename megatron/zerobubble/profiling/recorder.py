@@ -30,16 +30,16 @@ from megatron.zerobubble.runtime.recording import Recorder
 class Exchange:
     """A bucket under way between data-parallel ranks. Whoever issued it says when it is over, once."""
 
-    __slots__ = ("_marks", "activity", "bucket", "end", "start")
+    __slots__ = ("activity", "bucket", "end", "marks", "start")
 
     def __init__(self, activity: Activity, bucket: Bucket, marks: Marks) -> None:
-        self.activity, self.bucket, self._marks = activity, bucket, marks
+        self.activity, self.bucket, self.marks = activity, bucket, marks
         self.start = marks.now()
         self.end: Any = None
 
     def over(self) -> None:
         """It is over; on CUDA, for what is issued on the current stream from here on."""
-        self.end = self._marks.now()
+        self.end = self.marks.now()
 
 
 @dataclass
