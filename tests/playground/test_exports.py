@@ -1,0 +1,77 @@
+"""What can be taken along is read again by what it is for."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from megatron.zerobubble.plan.bound import lower_bound
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.planner import Result
+from megatron.zerobubble.plan.registry import build_plan, known_schedules
+from megatron.zerobubble.plan.search import Objective
+from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.training.assembly import schedule_choice
+from tests.training.test_arguments import settings
+from tools.playground.drawing import draw_plan
+from tools.playground.exports import Export, export, flags, stem_of
+from tools.playground.recorded import read_trace
+
+NAMES = [info.name for info in known_schedules()]
+MODEL = "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-3 --train-iters 10 --mock-data "
+
+
+def result(name: str, p: int = 4, m: int = 8) -> Result:
+    plan = build_plan(name, num_ranks=p, num_microbatches=m)
+    costs = CostModel.uniform(plan.placement, comm_ms=0.1)
+    return Result(simulate(plan, costs), lower_bound(plan.placement, m, costs), plan.placement.num_chunks)
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+@pytest.mark.parametrize("name", NAMES)
+def test_pretrain_gpt_takes_the_flags_and_runs_the_plan(
+    name: str, objective: Objective, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = draw_plan(result(name))
+    plan = Plan.from_json(drawn["plan"])
+    monkeypatch.chdir(tmp_path)
+    Path(f"{stem_of(plan)}.json").write_text(drawn["plan"])
+    made = settings(MODEL + " ".join(flags(plan, objective)), base="")
+    assert schedule_choice(made).plan(8) == plan
+    assert made.zero_bubble.enable_optimizer_post_validation is (objective is Objective.SPAN)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "zb-interleaved"])
+def test_pictures_and_traces_hold_every_pass(name: str) -> None:
+    simulation = result(name).simulation
+    num_ops = sum(map(len, simulation.rows))
+    svg = export(simulation, Export.SVG)
+    titles = ElementTree.fromstring(svg.text).iter("{http://www.w3.org/2000/svg}title")
+    assert sum(1 for _ in titles) == num_ops
+    trace = export(simulation, Export.TRACE)
+    (timeline,) = read_trace(json.loads(trace.text))
+    assert timeline.plan.ops == simulation.plan.ops
+    assert (svg.name, trace.name) == (f"{name}-p4-m8.svg", f"{name}-p4-m8.trace.json")
+
+
+def test_a_name_out_of_a_file_does_not_become_a_file_s_name() -> None:
+    simulation = result("zbv").simulation
+    plan = Plan("../../<script>", simulation.plan.placement, 8, simulation.plan.ops)
+    picture = export(simulate(plan, simulation.costs), Export.SVG)
+    assert picture.name == "plan-p4-m8.svg"
+    assert "<script>" not in picture.text
+
+
+def test_a_drawing_says_what_the_simulator_says() -> None:
+    drawn = draw_plan(result("zbv"))
+    simulation = result("zbv").simulation
+    for row, rank in zip(simulation.rows, drawn["ranks"], strict=True):
+        assert rank["starts"] == pytest.approx([timed.start_ms for timed in row])
+        assert rank["stages"] == [timed.op.stage for timed in row]
+    assert [max(rank["held"]) for rank in drawn["ranks"]] == list(simulation.peak_memory)
+    assert drawn["metrics"]["num_messages"] == 2 * 6 * 8, "two chunks, three borders each, there and back, eight microbatches"
+    assert drawn["metrics"]["relative_messages"] == 2.0

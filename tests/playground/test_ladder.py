@@ -1,0 +1,82 @@
+"""Plans that come better and better."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.planner import make_plan
+from megatron.zerobubble.plan.registry import build_plan, known_schedules
+from megatron.zerobubble.plan.search import Effort, Goal, Objective
+from tools.playground.ladder import Rung, climb, pareto
+from tools.playground.problem import Problem, read_problem
+
+TIMES = {"forward_ms": 18.5, "backward_ms": 18.1, "wgrad_ms": 9.3, "comm_ms": 0.6, "activation_after_backward": 0.37}
+
+
+def problem(schedule: str, p: int = 4, m: int = 8, **changes: Any) -> Problem:
+    body = {"num_ranks": p, "num_microbatches": m, "schedule": schedule, "times": TIMES, "objective": "makespan"}
+    return read_problem(json.dumps(body | changes).encode())
+
+
+def check(rungs: list[Rung], limit: float | None = None) -> None:
+    """Never worse, ends at 1, and every plan keeps the limit."""
+    reached = [rung.result.objective_ms(Objective.MAKESPAN) for rung in rungs]
+    assert reached == sorted(reached, reverse=True)
+    spent = [rung.spent for rung in rungs]
+    assert spent == sorted(spent)
+    assert spent[-1] == 1.0
+    for rung in rungs:
+        assert limit is None or max(rung.result.simulation.peak_memory) <= limit + 1e-9
+
+
+def test_the_last_rung_is_what_the_planner_finds_with_that_effort() -> None:
+    asked = problem("zbv", effort="fast", memory_limit=0.8)
+    rungs = list(climb(asked))
+    check(rungs, limit=0.8)
+    goal = Goal(memory_limit=0.8, objective=Objective.MAKESPAN, budget=Effort.FAST.budget)
+    same = make_plan("zbv", num_ranks=4, num_microbatches=8, costs_of=asked.costs_of, goal=goal)
+    assert rungs[-1].result.simulation.plan == same.simulation.plan
+
+
+def test_the_drawn_order_comes_first_and_a_search_improves_it() -> None:
+    first, last = climb(problem("zbv", effort="fast"))
+    assert first.result.simulation.plan == build_plan("zbv", num_ranks=4, num_microbatches=8)
+    assert last.result.objective_ms(Objective.MAKESPAN) < first.result.objective_ms(Objective.MAKESPAN)
+    check([first, last])
+
+
+@pytest.mark.parametrize("name", [info.name for info in known_schedules()])
+def test_every_schedule_is_shown_as_drawn(name: str) -> None:
+    (rung,) = climb(problem(name))
+    assert rung.result.simulation.plan == build_plan(name, num_ranks=4, num_microbatches=8)
+    assert rung.spent == 1.0
+
+
+def test_auto_begins_with_the_best_drawing_and_says_what_it_takes() -> None:
+    rungs = list(climb(problem("auto", effort="fast", memory_limit=1.0)))
+    check(rungs, limit=1.0)
+    assert "auto takes" in rungs[-1].result.verdict(Objective.MAKESPAN)
+
+
+def test_a_limit_that_nothing_keeps_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the smallest that works"):
+        list(climb(problem("zbv", effort="fast", memory_limit=0.01)))
+    with pytest.raises(PlanError, match=r"memory peaks at 1.0000 and the limit is 0.5000"):
+        list(climb(problem("1f1b", memory_limit=0.5)))
+
+
+def test_the_curve_never_rises_and_says_where_nothing_fits() -> None:
+    points = list(pareto(problem("zbv", memory_limits=[0.01, 0.5, 1.0, 2.0])))
+    assert [limit for limit, _ in points] == [0.01, 0.5, 1.0, 2.0]
+    assert points[0][1] is None
+    found = [result for _, result in points[1:] if result is not None]
+    assert len(found) == 3
+    reached = [result.objective_ms(Objective.MAKESPAN) for result in found]
+    assert reached == sorted(reached, reverse=True)
+    for (limit, _), result in zip(points[1:], found, strict=True):
+        assert max(result.simulation.peak_memory) <= limit + 1e-9
+        assert reached[-1] >= result.bound.makespan_ms * (1 - 1e-9) or result is not found[-1]

@@ -1,0 +1,83 @@
+"""What the playground accepts from a page, and with what words it refuses the rest."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron.zerobubble.errors import ConfigError, PlanError, UserError
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.search import Effort, Objective
+from tools.playground.problem import read_problem
+
+GOOD: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 8, "schedule": "zbv"}
+STAGES = CostModel.uniform(Placement.v(4), forward_ms=3.0, comm_ms=0.5).to_json()
+
+
+def read(**changes: Any) -> Any:
+    return read_problem(json.dumps(GOOD | changes).encode())
+
+
+def test_a_request_becomes_a_problem() -> None:
+    problem = read(
+        memory_limit=0.75,
+        objective="makespan",
+        effort="fast",
+        times={"forward_ms": 2, "comm_ms": 0.1, "activation_after_backward": 0.5},
+    )
+    assert (problem.num_ranks, problem.num_microbatches, problem.schedule) == (4, 8, "zbv")
+    assert (problem.memory_limit, problem.objective, problem.effort) == (0.75, Objective.MAKESPAN, Effort.FAST)
+    assert problem.costs_of(Placement.v(4)).forward_ms == (1.0,) * 8
+    assert read().effort is None
+    assert read(schedule="zb", max_pending_backward="2p").max_pending_backward == 8
+    assert read(memory_limits=[2, 0.5, 2]).memory_limits == (0.5, 2.0)
+
+
+def test_a_table_is_for_its_own_number_of_stages() -> None:
+    problem = read(stages=STAGES)
+    assert problem.costs_of(Placement.v(4)) == CostModel.from_json(STAGES)
+    with pytest.raises(PlanError, match="for 8 stages and the plan has 4"):
+        problem.costs_of(Placement.linear(4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_ranks": 65}, r"num_ranks is 65; the playground takes whole numbers from 1 to 64"),
+        ({"num_ranks": True}, "num_ranks is True"),
+        ({"num_microbatches": 513}, "from 1 to 512"),
+        ({"num_microbatches": 8.0}, "num_microbatches is 8.0"),
+        ({"num_chunks": 9}, "num_chunks is 9"),
+        ({"schedule": "zvb"}, "did you mean"),
+        ({"schedule": "x" * 10_000}, "unknown schedule"),
+        ({"schedule": None}, "unknown schedule 'None'"),
+        ({"effort": "huge"}, "choose one of fast, default, max"),
+        ({"objective": ["span"]}, "choose one of span, makespan"),
+        ({"memory_limit": -0.1}, "memory_limit is -0.1; give a number from 0 to 64"),
+        ({"memory_limit": float("nan")}, "memory_limit is nan"),
+        ({"memory_limits": list(range(13))}, "at most 12"),
+        ({"max_pending_backward": "p2"}, "give 1p or 2p"),
+        ({"max_pending_backward": "1025"}, "at most 1024"),
+        ({"times": {"forward_ms": "1"}}, "forward_ms is '1'"),
+        ({"times": {"activation_after_backward": 1.5}}, "from 0 to 1"),
+        ({"times": {"f": 1}}, "times must be an object with some of forward_ms"),
+        ({"stages": {"forward_ms": [1] * 513}}, "has 513 values"),
+        ({"stages": STAGES | {"wgrad_ms": [1, "2"]}}, "wgrad_ms of stage 1 is '2'"),
+        ({"stages": STAGES | {"wgrad_ms": None}}, "'wgrad_ms' must be a list"),
+        ({"stages": STAGES | {"comm_ms": 1e9}}, "comm_ms is"),
+        ({"file": "/etc/passwd"}, r"the request has 'file'; known are effort"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        read(**changes)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b"null"])
+def test_what_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(ConfigError, match="the request is"):
+        read_problem(body)

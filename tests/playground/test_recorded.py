@@ -1,0 +1,145 @@
+"""Traces that are read back, compared with their plan, and refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.zerobubble.errors import PlanError, UserError
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.render_trace import render_chrome_trace, render_trace
+from megatron.zerobubble.plan.simulate import TimedOp, simulate
+from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
+from megatron.zerobubble.profiling.report import report, reports_to_json
+from tests.profiling.support import as_recorded
+from tools.playground.departures import compare
+from tools.playground.drawing import draw_recorded
+from tools.playground.files import open_file
+from tools.playground.recorded import read_trace
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved-1f1b"])
+def test_a_run_s_trace_is_read_back_as_it_was(name: str) -> None:
+    runs = [as_recorded(name, 4, 6, iteration=number) for number in (3, 12)]
+    again = read_trace(json.loads(render_trace(runs)))
+    assert [timeline.iteration for timeline in again] == [3, 12]
+    for before, after in zip(runs, again, strict=True):
+        assert after.plan == before.plan
+        told, meant = report(after), report(before)
+        assert told.bubble_rate == pytest.approx(meant.bubble_rate)
+        assert told.simulation.costs.comm_ms == pytest.approx(0.25)
+        assert [rank.causes.link_ms for rank in told.ranks] == pytest.approx([rank.causes.link_ms for rank in meant.ranks])
+        assert len(draw_recorded(after)["spans"]) == 4
+
+
+def test_a_drawn_plan_is_read_back_from_its_trace() -> None:
+    plan = build_plan("v-half", num_ranks=3, num_microbatches=5)
+    simulation = simulate(plan, CostModel.uniform(plan.placement, comm_ms=0.1))
+    (timeline,) = read_trace(json.loads(render_chrome_trace(simulation.rows)))
+    assert timeline.plan.ops == plan.ops
+    assert timeline.plan.placement == plan.placement
+
+
+def test_a_report_gives_its_costs() -> None:
+    seen = report(as_recorded("zbv", 4, 6))
+    answer = open_file(reports_to_json([seen]).encode())
+    assert answer["costs"] == seen.simulation.costs.to_json()
+    assert (answer["kind"], answer["num_ranks"], answer["num_microbatches"], answer["schedule"]) == ("costs", 4, 6, "zbv")
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def _ops(body: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in body["traceEvents"] if event.get("cat") in ("F", "B", "W")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda body: body.update(traceEvents=7), "must be a list"),
+        (lambda body: body.update(traceEvents=[]), "has no passes"),
+        (lambda body: body["traceEvents"].remove(_ops(body)[5]), "missing"),
+        (lambda body: body["traceEvents"].append(_ops(body)[5]), "computed twice"),
+        (lambda body: _ops(body)[0].update(name="rm -rf"), "is not an op"),
+        (lambda body: _ops(body)[0].update(ts="now"), "must be numbers"),
+        (lambda body: _ops(body)[0].update(ts=float("inf")), "must be numbers"),
+        (lambda body: _ops(body)[0].update(dur=-1), "negative"),
+        (lambda body: _ops(body)[0].update(pid=64), "rank 64"),
+        (lambda body: _ops(body)[0].update(pid=3), "missing|more than one|ran on ranks"),
+        (lambda body: _ops(body)[0].update(pid=[1]), "whole number"),
+        (lambda body: _ops(body)[0]["args"].update(iteration="x"), "whole number"),
+        (lambda body: _ops(body)[0].update(name="0F9999"), "num_microbatches is 10000"),
+    ],
+)
+def test_a_damaged_trace_is_refused_with_the_reason(change: Change, message: str) -> None:
+    body = json.loads(render_trace([as_recorded("zbv", 4, 6)]))
+    change(body)
+    with pytest.raises(UserError, match=message):
+        read_trace(body)
+
+
+PLAN = json.loads(build_plan("zbv", num_ranks=4, num_microbatches=6).to_json())
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "give a plan"),
+        ({"format": "zerobubble-plan/9"}, "zerobubble-plan/9"),
+        ({"format": "zerobubble-report/1", "iterations": []}, "no iterations"),
+        ({"format": "zerobubble-report/1", "iterations": [{"costs": 3}]}, "costs must be an object"),
+        (PLAN | {"ops": PLAN["ops"][:2]}, "rows of ops"),
+        (PLAN | {"stage_to_rank": [0, 1]}, "num_ranks 4 but"),
+        (PLAN | {"costs": {"forward_ms": [1]}}, "'backward_ms' must be a list"),
+        (PLAN | {"ops": [row[1:] + row[:1] for row in PLAN["ops"]]}, "zbv"),
+        ({"forward_ms": 3}, "must be a list"),
+    ],
+)
+def test_a_file_that_is_nothing_we_know_is_refused(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        open_file(json.dumps(copy.deepcopy(body)).encode())
+
+
+def _later(run: Timeline, rank: int, step: int, by_ms: float) -> Timeline:
+    """The same run with one pass that takes longer, and everything after it on its rank as much later."""
+    row = enumerate(run.ranks[rank].ops)
+    ops = [TimedOp(op, start + by_ms * (at > step), end + by_ms * (at >= step)) for at, (op, start, end) in row]
+    ranks = list(run.ranks)
+    ranks[rank] = RankTimeline(ops=tuple(ops))
+    return replace(run, ranks=tuple(ranks))
+
+
+def test_a_pass_that_took_longer_is_where_reality_left_the_plan() -> None:
+    run = as_recorded("zbv", 4, 6)
+    planned = simulate(run.plan, CostModel.uniform(run.plan.placement, comm_ms=0.25))
+    same = compare(planned, run)
+    assert same.largest == ()
+    assert [rank.first_other_step for rank in same.ranks] == [None] * 4
+    found = compare(planned, _later(run, 2, 5, 3.5))
+    (largest,) = found.largest
+    assert (largest.rank, largest.step, largest.op) == (2, 5, run.plan.ops[2][5])
+    assert (largest.longer_pass_ms, largest.longer_wait_ms) == pytest.approx((3.5, 0.0))
+    assert [rank.longer_passes_ms for rank in found.ranks] == pytest.approx([0, 0, 3.5, 0])
+
+
+def test_another_order_and_another_run_are_named() -> None:
+    run = as_recorded("zbv", 4, 6)
+    planned = simulate(run.plan, CostModel.uniform(run.plan.placement))
+    row = list(run.ranks[1].ops)
+    row[-1], row[-2] = row[-2]._replace(op=row[-1].op), row[-1]._replace(op=row[-2].op)
+    row.sort(key=lambda timed: timed.start_ms)
+    swapped = replace(run, ranks=(run.ranks[0], RankTimeline(ops=tuple(row)), *run.ranks[2:]))
+    assert compare(planned, swapped).ranks[1].first_other_step == len(row) - 2
+    other = build_plan("zbv", num_ranks=4, num_microbatches=7)
+    with pytest.raises(PlanError, match="the plan has 7 microbatches and the trace 6"):
+        compare(simulate(other, CostModel.uniform(other.placement)), run)
+    fused = build_plan("1f1b-v", num_ranks=4, num_microbatches=6)
+    with pytest.raises(PlanError, match="do not have the same passes"):
+        compare(simulate(fused, CostModel.uniform(fused.placement)), run)
