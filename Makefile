@@ -4,16 +4,18 @@ PYTHON  ?= python3
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 DATA    ?= data/python-stdlib
+# For make playground: PLAYGROUND="--port 9000 --open"
+PLAYGROUND ?=
 SOURCES := megatron tools tests pretrain_gpt.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train lint format type test test-slow bench clean
+.PHONY: help setup data train lint format type test test-slow bench playground clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## create .venv and install the pinned requirements
-$(STAMP): requirements/base.txt requirements/dev.txt pyproject.toml setup.py $(wildcard megatron/zerobubble/plan/search_*pp)
+$(STAMP): requirements/base.txt requirements/playground.txt requirements/dev.txt pyproject.toml setup.py $(wildcard megatron/zerobubble/plan/search_*pp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
@@ -47,6 +49,9 @@ test-slow: setup  ## the tests that take minutes
 
 bench: setup  ## the executor's own overhead per op
 	$(BIN)/python tools/benchmark_executor.py
+
+playground: setup  ## plan schedules in the browser, on this machine only
+	$(BIN)/python -m tools.playground $(PLAYGROUND)
 
 clean:  ## remove what make train wrote; the environment stays
 	rm -rf data runs

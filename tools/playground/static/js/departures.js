@@ -1,0 +1,86 @@
+// A plan and a real run of it: what each rank lost, and at which passes most of it.
+
+import { ask } from "./api.js";
+import { make, table } from "./dom.js";
+
+export class Departures {
+  /** `parts`: {root, plans, traces, result}; `jump(key, rank, step)` shows a pass of a timeline. */
+  constructor(parts, jump) {
+    Object.assign(this, parts);
+    this.jump = jump;
+    this.shown = "";
+    this.plans.addEventListener("change", () => this.compare());
+    this.traces.addEventListener("change", () => this.compare());
+  }
+
+  /** All slots that show something: {key, letter, name, drawing, trace}. There is nothing to see without a plan and a trace. */
+  offer(slots) {
+    const traces = slots.filter(({ trace }) => trace);
+    const plans = slots.filter(({ trace }) => !trace);
+    this.slots = slots;
+    this.root.hidden = !traces.length;
+    options(this.traces, traces);
+    options(this.plans, plans);
+    if (this.root.hidden) return;
+    if (plans.length) this.compare();
+    else this.tell("Open the plan of this run (plan-N.json beside trace.json), or plan it above, to compare.");
+  }
+
+  async compare() {
+    const find = (select) => this.slots.find(({ key }) => key === select.value);
+    const [plan, trace] = [find(this.plans), find(this.traces)];
+    if (!plan || !trace) return;
+    const asked = `${plan.key} ${plan.drawing.plan.length} ${plan.drawing.measures} ${trace.key} ${trace.drawing.iteration}`;
+    if (asked === this.shown) return;
+    this.shown = asked;
+    try {
+      // The planner's JSON is put together as text: a trace may be long, and is only passed on.
+      const given = JSON.stringify(plan.drawing.plan);
+      const body = `{"plan":${given},"iteration":${trace.drawing.iteration},"trace":${trace.trace}}`;
+      const found = await ask("compare", body);
+      if (asked === this.shown) this.render(found, trace);
+    } catch (error) {
+      if (asked === this.shown) this.tell(error.message);
+    }
+  }
+
+  tell(message) {
+    this.result.replaceChildren(make("p", { class: "hint" }, message));
+  }
+
+  render({ ranks, largest }, trace) {
+    const signed = (value) => `${value >= 0 ? "+" : "−"}${Math.abs(value).toFixed(3)}`;
+    const rows = ranks.map((rank, index) => [
+      `rank ${index}`,
+      signed(rank.longer_passes_ms),
+      signed(rank.longer_waits_ms),
+      signed(rank.longer_passes_ms + rank.longer_waits_ms),
+      rank.first_other_step === null ? "as planned" : `other from step ${rank.first_other_step}`,
+    ]);
+    const head = ["", "passes took longer by, ms", "waits by, ms", "in all, ms", "order"];
+    const items = largest.map((each) =>
+      make(
+        "li",
+        {},
+        make(
+          "button",
+          { type: "button", click: () => this.jump(trace.key, each.rank, each.step) },
+          `rank ${each.rank}, ${each.op}: ${each.lost_ms.toFixed(3)} ms`,
+        ),
+        ` pass ${signed(each.longer_pass_ms)}, wait before it ${signed(each.longer_wait_ms)}; planned at ` +
+          `${each.planned_start_ms.toFixed(3)} ms, ran at ${each.start_ms.toFixed(3)} ms`,
+      ),
+    );
+    this.result.replaceChildren(
+      make("div", { class: "scroll" }, table("What each rank lost", head, rows)),
+      make("h3", {}, items.length ? "Where most was lost" : "Nothing was lost anywhere"),
+      make("ol", { class: "largest" }, ...items),
+    );
+  }
+}
+
+function options(select, slots) {
+  const before = select.value;
+  select.replaceChildren(...slots.map(({ key, letter, name }) => make("option", { value: key }, `${letter}: ${name}`)));
+  if (slots.some(({ key }) => key === before)) select.value = before;
+}

@@ -1,0 +1,37 @@
+// Files that are dropped onto the page or chosen. The planner says what they are; the page never looks inside.
+
+import { ask } from "./api.js";
+import { byId } from "./dom.js";
+
+/** Call `opened(answer, name, text)` for every file; `fail` with the reason where one is refused. */
+export function acceptFiles({ mostBytes, opened, fail }) {
+  const open = async (files) => {
+    for (const file of files) {
+      try {
+        if (file.size > mostBytes) throw new Error(`it is larger than ${mostBytes / 2 ** 20} MiB, which is the most`);
+        const text = await file.text();
+        opened(await ask("open", text), file.name, text);
+      } catch (error) {
+        fail(`${file.name}: ${error.message}`);
+      }
+    }
+  };
+  const input = byId("files");
+  input.addEventListener("change", async () => {
+    await open([...input.files]);
+    input.value = ""; // so that the same file can be chosen again
+  });
+  const root = document.documentElement;
+  document.addEventListener("dragover", (event) => {
+    event.preventDefault();
+    root.classList.add("dropping");
+  });
+  document.addEventListener("dragleave", (event) => {
+    if (!event.relatedTarget) root.classList.remove("dropping");
+  });
+  document.addEventListener("drop", (event) => {
+    event.preventDefault();
+    root.classList.remove("dropping");
+    open([...event.dataTransfer.files]);
+  });
+}

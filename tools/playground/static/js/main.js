@@ -1,0 +1,241 @@
+// The page: a form, up to three slots that search, and what they have found.
+
+import { ask, choices as askChoices } from "./api.js";
+import { Departures } from "./departures.js";
+import { byId, debounced, make } from "./dom.js";
+import { acceptFiles } from "./files.js";
+import { metricsTable } from "./metrics.js";
+import { Pareto } from "./pareto.js";
+import { Slot } from "./slot.js";
+import { Stages } from "./stages.js";
+import { MOST_SLOTS, fromQuery, slot as slotConfig, toQuery } from "./state.js";
+import { actions, copy } from "./takealong.js";
+import { Timelines } from "./timelines.js";
+
+const WAIT_MS = 250;
+const SCALARS = ["p", "m", "f", "b", "w", "c", "a"];
+
+class Playground {
+  constructor(choices) {
+    this.choices = choices;
+    this.state = fromQuery(location.search, choices);
+    this.form = byId("form");
+    this.slots = [];
+    this.numKeys = 0;
+    this.plan = debounced((slots) => this.runAll(slots), WAIT_MS);
+    const root = byId("timelines");
+    this.timelines = new Timelines({ root, legend: byId("legend"), tip: byId("tip"), said: byId("said") }, choices);
+    this.departures = new Departures(
+      { root: byId("departures"), plans: byId("departures-plan"), traces: byId("departures-trace"), result: byId("departures-result") },
+      (key, rank, step) => this.timelines.jump(key, rank, step),
+    );
+    this.pareto = new Pareto(
+      { root: byId("pareto"), button: byId("pareto-run"), status: byId("pareto-status") },
+      { state: this.state, choose: (point) => this.choosePoint(point) },
+    );
+    this.stages = new Stages(
+      { box: byId("stages-table"), fill: byId("stages-fill"), clear: byId("stages-clear"), note: byId("stages-note") },
+      { state: this.state, numStages: () => this.numStages(), changed: () => this.changed() },
+    );
+    this.fillForm();
+    for (const config of this.state.slots) this.addSlot(config);
+    this.listen();
+    this.keepLink();
+    this.runAll(this.slots);
+  }
+
+  fillForm() {
+    const { efforts, objectives } = this.choices;
+    const told = { span: "span: no optimizer barrier", makespan: "makespan: with one" };
+    const effort = { drawn: "as drawn, no search", fast: "fast, ~1 s", default: "default, ~20 s", max: "max, ~3 min" };
+    this.form.objective.replaceChildren(...objectives.map((value) => make("option", { value }, told[value] ?? value)));
+    this.form.effort.replaceChildren(...efforts.map((value) => make("option", { value }, effort[value] ?? value)));
+    for (const name of [...SCALARS, "objective", "effort"]) this.form[name].value = this.state[name];
+  }
+
+  listen() {
+    this.form.addEventListener("submit", (event) => event.preventDefault());
+    this.form.addEventListener("input", (event) => {
+      if (event.target.name) this.take();
+    });
+    byId("add").addEventListener("click", () => {
+      const names = new Set(this.slots.map(({ config }) => config.schedule));
+      const next = ["zb-h1", "zbv", "auto"].find((name) => !names.has(name)) ?? "v-half";
+      this.runAll([this.addSlot(slotConfig(next))]);
+      this.keepLink();
+    });
+    byId("zoom-in").addEventListener("click", () => this.timelines.scaleBy(1.6));
+    byId("zoom-out").addEventListener("click", () => this.timelines.scaleBy(1 / 1.6));
+    byId("fit").addEventListener("click", () => this.timelines.fit());
+    byId("link").addEventListener("click", () =>
+      copy(location.href).then(() => this.tell("The link is copied.", "good"), (error) => this.tell(error.message)),
+    );
+    this.listenToTheme();
+    acceptFiles({
+      mostBytes: this.choices.limits.body_bytes,
+      opened: (answer, name, text) => this.opened(answer, name, text),
+      fail: (message) => this.tell(message),
+    });
+  }
+
+  listenToTheme() {
+    const root = document.documentElement;
+    const button = byId("theme");
+    const name = () => (button.textContent = root.dataset.theme === "dark" ? "Light" : "Dark");
+    name();
+    button.addEventListener("click", () => {
+      root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
+      localStorage.setItem("theme", root.dataset.theme);
+      name();
+      this.timelines.repaint();
+    });
+  }
+
+  /** From the form into the state. A value that the browser itself refuses waits until it is right. */
+  take() {
+    for (const name of SCALARS) {
+      const field = this.form[name];
+      if (!field.checkValidity()) return this.tell(`${field.closest("label").textContent.trim()}: ${field.validationMessage}`);
+      this.state[name] = Number(field.value);
+    }
+    this.state.objective = this.form.objective.value;
+    this.state.effort = this.form.effort.value;
+    this.tell("");
+    return this.changed();
+  }
+
+  /** The problem is another one: everything that is planned is planned anew. */
+  changed(slots = this.slots) {
+    this.keepLink();
+    if (slots === this.slots) this.pareto.outdate();
+    this.plan(slots.filter((slot) => !slot.isOpened));
+  }
+
+  runAll(slots) {
+    for (const slot of slots) slot.run(this.state);
+  }
+
+  addSlot(config) {
+    const slot = new Slot(`slot-${this.numKeys++}`, this.choices, config, {
+      changed: () => this.changed([slot]),
+      arrived: () => this.show(),
+      removed: () => this.removeSlot(slot),
+    });
+    this.slots.push(slot);
+    byId("slots").append(slot.element);
+    this.count();
+    return slot;
+  }
+
+  removeSlot(slot) {
+    slot.stop();
+    slot.element.remove();
+    this.slots = this.slots.filter((each) => each !== slot);
+    this.count();
+    this.keepLink();
+    this.show();
+  }
+
+  count() {
+    this.slots.forEach((slot, index) => slot.setLetter("ABC"[index]));
+    byId("add").disabled = this.slots.length >= MOST_SLOTS;
+    for (const button of document.querySelectorAll(".slot .remove")) button.disabled = this.slots.length < 2;
+  }
+
+  /** The address is the link: it says all that was chosen, not what was opened. */
+  keepLink() {
+    this.state.slots = this.slots.filter((slot) => !slot.isOpened).map(({ config }) => config);
+    history.replaceState(null, "", `?${toQuery(this.state)}`);
+  }
+
+  show() {
+    const shown = this.slots
+      .filter(({ drawing }) => drawing)
+      .map((slot) => ({ ...slot, letter: slot.letter.textContent, name: slot.name ?? slot.drawing.schedule, limit: slot.limit }));
+    const panels = shown.map(({ key, letter, drawing, flags, config, isOpened }) => ({
+      key,
+      letter,
+      drawing,
+      limit: isOpened ? null : config.limit,
+      actions: actions({ drawing, flags }, (message) => this.tell(message)),
+    }));
+    this.timelines.show(panels);
+    byId("metrics").replaceChildren(shown.length ? metricsTable(shown) : "");
+    this.departures.offer(shown.map(({ key, letter, name, drawing, trace }) => ({ key, letter, name, drawing, trace })));
+  }
+
+  /** Rows of a fresh table: those of the first schedule whose number of stages is known. */
+  numStages() {
+    const drawing = this.slots.find(({ drawing }) => drawing)?.drawing;
+    return drawing && drawing.num_ranks === this.state.p ? drawing.costs.forward_ms.length : this.state.p;
+  }
+
+  /** A file that the planner has read. */
+  opened(answer, name, text) {
+    if (answer.kind === "costs") return this.adoptCosts(answer, name);
+    if (answer.kind === "plan") {
+      this.place(name).open(answer.drawing, null, `from ${name}`);
+    } else {
+      for (const drawing of answer.drawings) {
+        const slot = this.place(name);
+        slot.trace = text;
+        slot.open(drawing, null, `iteration ${drawing.iteration} of ${name}`);
+      }
+    }
+    const { num_ranks: p, num_microbatches: m, costs } = answer.drawing ?? answer.drawings[0];
+    this.tell(`${name}: opened.`, "good", ["Plan for its costs", () => this.adoptCosts({ costs, num_ranks: p, num_microbatches: m }, name)]);
+    this.show();
+    this.keepLink();
+    return undefined;
+  }
+
+  /** A slot for a file: a free one, or the last one. */
+  place(name) {
+    const slot = this.slots.length < MOST_SLOTS ? this.addSlot(slotConfig("zbv")) : this.slots[MOST_SLOTS - 1];
+    slot.name = name;
+    slot.trace = null;
+    return slot;
+  }
+
+  /** Plan for what was measured. */
+  adoptCosts({ costs, num_ranks: p, num_microbatches: m, schedule, from }, name) {
+    const { comm_ms: c, ...kinds } = costs;
+    Object.assign(this.state, { c, p: p ?? this.state.p, m: m ?? this.state.m });
+    for (const field of SCALARS) this.form[field].value = this.state[field];
+    byId("stages").open = true;
+    const planned = this.slots.find((slot) => !slot.isOpened);
+    if (planned && this.choices.schedules.some((known) => known.name === schedule)) {
+      planned.config.schedule = schedule;
+      planned.render();
+    }
+    this.tell(`${name}: times of ${kinds.forward_ms.length} stages${from ? ` from ${from}` : ""}.`, "good");
+    this.stages.set(kinds);
+  }
+
+  /** A point of the curve: its plan is there already; the slot's choices are those that lead to it. */
+  async choosePoint(point) {
+    const slot = this.slots.find((each) => !each.isOpened) ?? this.addSlot(slotConfig(point.schedule));
+    Object.assign(slot.config, slotConfig(point.schedule, point.memory_limit, null, ""));
+    if (slot.info.num_chunks === null) slot.config.chunks = point.num_chunks;
+    if (!slot.info.is_searched) slot.config.limit = null;
+    slot.stop();
+    slot.render();
+    this.keepLink();
+    try {
+      slot.adopt(await ask("show", { plan: point.plan, objective: this.state.objective }));
+      slot.say(`the plan of the curve at memory ${point.memory_limit}`);
+    } catch (error) {
+      slot.fail(error.message);
+    }
+  }
+
+  /** Say something at the top; "" takes it away. `offer`: [text, action] of a button beside it. */
+  tell(message, kind = "bad", offer = null) {
+    const button = offer && make("button", { type: "button", click: offer[1] }, offer[0]);
+    byId("notes").replaceChildren(message ? make("p", { class: kind }, message, button) : "");
+  }
+}
+
+const choices = await askChoices();
+byId("version").textContent = `megatron-zerobubble ${choices.version}${choices.is_compiled ? "" : "; without the compiled core searches take 50 times longer"}`;
+new Playground(choices);

@@ -1,0 +1,215 @@
+// One timeline: passes, memory under them, and the same as a table and as text for those who cannot see a canvas.
+
+import { make, table } from "./dom.js";
+import { firstAbove, paintAxis, paintMemory, paintPasses } from "./paint.js";
+
+const MEMORY_HEIGHT = 96;
+const MEMORY_TOP = 10;
+const AXIS = 22;
+const ROW_HEIGHTS = [[8, 22], [16, 18], [32, 14], [64, 9]];
+const FONT = "system-ui, sans-serif";
+
+export class Panel {
+  /** `shown`: {key, letter, drawing, limit, actions}. */
+  constructor(shown, kinds, spans) {
+    this.shown = shown;
+    this.drawing = shown.drawing;
+    this.kinds = kinds;
+    this.spans = spans;
+    this.passes = make("canvas", { class: "passes", "aria-hidden": "true" });
+    this.memory = make("canvas", { class: "memory", "aria-hidden": "true" });
+    this.mark = make("div", { class: "mark", hidden: true });
+    this.chart = make(
+      "div",
+      {
+        class: "chart",
+        tabindex: 0,
+        role: "application",
+        "aria-roledescription": "timeline",
+        "aria-label": `Timeline ${shown.letter}: ${this.drawing.headline}; ${this.drawing.measures}. Arrow keys go from pass to pass.`,
+      },
+      this.passes,
+      this.memory,
+      this.mark,
+    );
+    this.chart.panel = this;
+    this.emphasis = -1;
+    const title = make("h3", {}, make("span", { class: "letter" }, shown.letter), this.drawing.headline);
+    const lines = (this.drawing.lines ?? []).map((line) => make("li", {}, line));
+    this.element = make(
+      "article",
+      { class: "panel", "data-slot": shown.key },
+      make("div", { class: "heading" }, title, shown.actions),
+      make("p", { class: "measures" }, this.drawing.measures),
+      lines.length ? make("details", {}, make("summary", {}, "What the run says of itself"), make("ul", {}, ...lines)) : null,
+      this.chart,
+      this.alternative(),
+    );
+  }
+
+  get rowHeight() {
+    return ROW_HEIGHTS.find(([ranks]) => this.drawing.num_ranks <= ranks)[1];
+  }
+
+  get gap() {
+    return this.rowHeight > 10 ? 3 : 1;
+  }
+
+  get rowsHeight() {
+    return this.drawing.num_ranks * (this.rowHeight + this.gap);
+  }
+
+  /** The table of ranks, and the timeline in letters; built when it is opened, as it may be long. */
+  alternative() {
+    const details = make("details", { class: "alternative" }, make("summary", {}, "As a table and as text"));
+    details.addEventListener("toggle", () => {
+      if (!details.open || details.children.length > 1) return;
+      const number = (value) => value.toFixed(3);
+      const rows = this.drawing.table.map((rank, index) => [
+        `rank ${index}`,
+        rank.peak_memory.toFixed(4),
+        String(rank.live),
+        String(rank.pending),
+        number(rank.busy_ms),
+        number(rank.idle_ms),
+        number(rank.starts_after_ms),
+        number(rank.ends_before_ms),
+      ]);
+      const head = ["", "peak memory", "passes held", "W pending", "busy ms", "idle ms", "starts after ms", "ends before ms"];
+      details.append(
+        make("div", { class: "scroll" }, table(`Ranks of timeline ${this.shown.letter}`, head, rows)),
+        make("pre", { class: "scroll", tabindex: 0, "aria-label": "the timeline in letters" }, this.drawing.text),
+      );
+    });
+    return details;
+  }
+
+  /** Paint under a scale `x` (time -> px of the chart), between `left` and `left + width`. */
+  paint(x, left, width, ink, mostMemory, ticks) {
+    const rows = this.rowsHeight;
+    const view = {
+      x,
+      from: x.invert(left),
+      to: x.invert(left + width),
+      end: this.drawing.length_ms,
+      left,
+      width,
+      rowHeight: this.rowHeight,
+      gap: this.gap,
+      font: `${Math.min(11, this.rowHeight - 3)}px ${FONT}`,
+      axisFont: `11px ${FONT}`,
+      digit: Math.min(11, this.rowHeight - 3) * 0.6,
+    };
+    this.view = view;
+    const passes = prepare(this.passes, left + width, rows + AXIS);
+    paintAxis(passes, ticks, view, ink, rows);
+    this.clipped(passes, view, rows, () => paintPasses(passes, this.drawing, view, ink, this.kinds, this.spans));
+    this.labels(passes, left, ink);
+    this.paintHeld(view, ink, mostMemory, ticks);
+  }
+
+  paintHeld(view, ink, most, ticks) {
+    const context = prepare(this.memory, view.left + view.width, MEMORY_HEIGHT + 4);
+    const y = (held) => MEMORY_HEIGHT - (held / (most || 1)) * (MEMORY_HEIGHT - MEMORY_TOP);
+    paintAxis(context, { ...ticks, format: () => "" }, view, ink, MEMORY_HEIGHT - 3);
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    for (const value of d3.ticks(0, most || 1, 3)) {
+      context.fillStyle = ink.soft;
+      context.fillText(String(value), view.left - 6, y(value));
+      context.fillStyle = ink.line;
+      context.fillRect(view.left, Math.round(y(value)), view.width, 1);
+    }
+    this.clipped(context, view, MEMORY_HEIGHT + 4, () => {
+      paintMemory(context, this.drawing, view, ink, y, this.emphasis);
+      if (this.shown.limit === null || this.shown.limit === undefined) return;
+      context.setLineDash([6, 4]);
+      context.strokeStyle = ink.bad;
+      context.beginPath();
+      context.moveTo(view.left, y(this.shown.limit));
+      context.lineTo(view.left + view.width, y(this.shown.limit));
+      context.stroke();
+      context.setLineDash([]);
+    });
+  }
+
+  clipped(context, view, height, action) {
+    context.save();
+    context.beginPath();
+    context.rect(view.left, 0, view.width, height);
+    context.clip();
+    action();
+    context.restore();
+  }
+
+  labels(context, left, ink) {
+    context.fillStyle = ink.soft;
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    context.font = `${Math.min(11, this.rowHeight)}px ${FONT}`;
+    for (let rank = 0; rank < this.drawing.num_ranks; rank++) {
+      context.fillText(String(rank), left - 6, rank * (this.rowHeight + this.gap) + this.rowHeight / 2 + 0.5);
+    }
+  }
+
+  /** The pass at a point of the chart, or null. */
+  at(px, py) {
+    const rank = Math.floor(py / (this.rowHeight + this.gap));
+    if (!this.view || rank < 0 || rank >= this.drawing.num_ranks || px < this.view.left) return null;
+    const time = this.view.x.invert(px);
+    const { starts, ends } = this.drawing.ranks[rank];
+    const index = firstAbove(ends, time);
+    return index < starts.length && starts[index] <= time ? { rank, index } : null;
+  }
+
+  /** A pass in words. */
+  describe({ rank, index }) {
+    const row = this.drawing.ranks[rank];
+    const name = this.kinds[row.kinds[index]].name;
+    const chunk = this.drawing.num_chunks > 1 ? `, chunk ${row.chunks[index]}` : "";
+    return [
+      `${name} of microbatch ${row.microbatches[index]}`,
+      `rank ${rank}, stage ${row.stages[index]}${chunk}`,
+      `${row.starts[index].toFixed(3)} to ${row.ends[index].toFixed(3)} ms`,
+      `memory ${row.held[index].toFixed(4)}`,
+    ];
+  }
+
+  /** Frame a pass, or nothing. Returns where it is: {left, top, bottom} in px of the chart. */
+  select(place) {
+    this.mark.hidden = place === null;
+    const emphasis = place === null ? -1 : place.rank;
+    const changed = emphasis !== this.emphasis;
+    this.emphasis = emphasis;
+    if (place === null) return { changed };
+    const { starts, ends } = this.drawing.ranks[place.rank];
+    const { x, left, width } = this.view;
+    const from = Math.max(left, x(starts[place.index]));
+    const to = Math.min(left + width, x(ends[place.index]));
+    const top = place.rank * (this.rowHeight + this.gap);
+    this.mark.hidden = to < from;
+    Object.assign(this.mark.style, {
+      left: `${from - 1}px`,
+      top: `${top - 1}px`,
+      width: `${Math.max(to - from, 1) + 2}px`,
+      height: `${this.rowHeight + 2}px`,
+    });
+    return { changed, left: from, top, bottom: top + this.rowHeight };
+  }
+}
+
+/** Size a canvas for the screen's pixels, and empty it. */
+function prepare(canvas, width, height) {
+  const ratio = window.devicePixelRatio || 1;
+  const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== w || canvas.height !== h) {
+    canvas.width = w;
+    canvas.height = h;
+    canvas.style.width = `${width}px`;
+    canvas.style.height = `${height}px`;
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return context;
+}

@@ -1,0 +1,128 @@
+// The best bubble for every memory limit, as a curve whose points can be chosen.
+
+import { listen } from "./api.js";
+import { make, table } from "./dom.js";
+import { problem, slot } from "./state.js";
+
+const LIMITS = [0.34, 0.5, 0.625, 0.75, 0.875, 1, 1.25, 1.5, 2];
+const HEIGHT = 260;
+const MARGIN = { top: 12, right: 18, bottom: 40, left: 52 };
+
+export class Pareto {
+  /** `parts`: {root, button, status}; `choose` gets a point. */
+  constructor(parts, { state, choose }) {
+    Object.assign(this, parts);
+    this.state = state;
+    this.choose = choose;
+    this.points = [];
+    this.controller = null;
+    this.button.addEventListener("click", () => (this.controller ? this.controller.abort() : this.run()));
+    new ResizeObserver(() => this.draw()).observe(this.root);
+  }
+
+  /** What is drawn is no longer of the problem in the form. */
+  outdate() {
+    this.controller?.abort();
+    if (this.points.length) this.say("the problem has changed since this curve was found");
+    this.root.classList.toggle("old", this.points.length > 0);
+  }
+
+  async run() {
+    const controller = new AbortController();
+    this.controller = controller;
+    this.points = [];
+    this.nothing = [];
+    this.root.classList.remove("old");
+    this.button.textContent = "Stop";
+    const effort = this.state.effort === "drawn" ? "fast" : this.state.effort;
+    const body = { ...problem({ ...this.state, effort }, slot("auto")), memory_limits: LIMITS };
+    try {
+      for await (const event of listen("pareto", body, controller.signal)) {
+        if (event.event === "point") this.add(event);
+        this.say(`${this.points.length + this.nothing.length} of ${LIMITS.length} points${event.message ? `; ${event.message}` : ""}`);
+      }
+      const none = this.nothing.length ? `; no schedule keeps ${this.nothing.join(", ")}` : "";
+      this.say(`${this.points.length} plans${none}`);
+    } catch (error) {
+      this.say(error.name === "AbortError" ? `stopped after ${this.points.length} points` : error.message);
+    } finally {
+      this.controller = null;
+      this.button.textContent = "Find the curve";
+    }
+  }
+
+  add(event) {
+    if (event.plan) this.points.push(event);
+    else this.nothing.push(event.memory_limit);
+    this.draw();
+  }
+
+  say(text) {
+    this.status.textContent = text;
+  }
+
+  draw() {
+    if (!this.points.length) return this.root.replaceChildren();
+    const width = Math.max(260, Math.min(900, this.root.clientWidth || 260));
+    const isSpan = this.state.objective === "span";
+    const svg = d3
+      .create("svg")
+      .attr("viewBox", `0 0 ${width} ${HEIGHT}`)
+      .attr("width", width)
+      .attr("height", HEIGHT)
+      .attr("role", "group")
+      .attr("aria-label", "Bubble against memory limit");
+    const x = d3.scaleLinear([0.25, 2.05], [MARGIN.left, width - MARGIN.right]);
+    const most = d3.max(this.points, (point) => point.metrics.bubble_rate) || 0.01;
+    const y = d3.scaleLinear([0, most * 1.1], [HEIGHT - MARGIN.bottom, MARGIN.top]).nice();
+    axes(svg, x, y, width);
+    const line = (take) => d3.line((point) => x(point.memory_limit), (point) => y(take(point.metrics)))(this.points);
+    svg.append("path").attr("class", "bound").attr("d", line((metrics) => metrics.bound_bubble_rate));
+    svg.append("path").attr("class", "curve").attr("d", line((metrics) => metrics.bubble_rate));
+    const words = ({ memory_limit: limit, schedule, metrics }) =>
+      `memory at most ${limit}: ${schedule}, bubble ${(100 * metrics.bubble_rate).toFixed(2)} %, ` +
+      `${isSpan ? "span" : "makespan"} ${(isSpan ? metrics.span_ms : metrics.makespan_ms).toFixed(3)} ms`;
+    const points = svg
+      .selectAll("g.point")
+      .data(this.points)
+      .join("g")
+      .attr("class", "point")
+      .attr("transform", (point) => `translate(${x(point.memory_limit)},${y(point.metrics.bubble_rate)})`)
+      .attr("tabindex", 0)
+      .attr("role", "button")
+      .attr("aria-label", words)
+      .on("click", (_, point) => this.choose(point))
+      .on("keydown", (event, point) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        this.choose(point);
+      });
+    points.append("circle").attr("class", "target").attr("r", 14);
+    points.append("circle").attr("class", "dot").attr("r", 5.5);
+    points.append("title").text(words);
+    const rows = this.points.map(({ memory_limit: limit, schedule, metrics }) => [
+      limit.toFixed(3),
+      schedule,
+      `${(100 * metrics.bubble_rate).toFixed(2)} %`,
+      `${(100 * metrics.bound_bubble_rate).toFixed(2)} %`,
+    ]);
+    const wasOpen = this.root.querySelector("details")?.open;
+    const head = ["memory ≤", "schedule", "bubble", "lower bound"];
+    const details = make("details", wasOpen ? { open: true } : {}, make("summary", {}, "As a table"), table("Bubble against memory", head, rows));
+    return this.root.replaceChildren(svg.node(), details);
+  }
+}
+
+function axes(svg, x, y, width) {
+  const bottom = svg.append("g").attr("class", "axis").attr("transform", `translate(0,${HEIGHT - MARGIN.bottom})`);
+  bottom.call(d3.axisBottom(x).ticks(Math.min(8, width / 70)));
+  svg.append("g").attr("class", "axis").attr("transform", `translate(${MARGIN.left},0)`).call(d3.axisLeft(y).ticks(5, "%"));
+  svg
+    .append("text")
+    .attr("class", "caption")
+    .attr("x", width - MARGIN.right)
+    .attr("y", HEIGHT - 6)
+    .attr("text-anchor", "end")
+    .text("memory limit, 1.0 = 1F1B's rank 0");
+  svg.append("text").attr("class", "caption").attr("x", MARGIN.left + 8).attr("y", MARGIN.top + 6).text("bubble (dashed: lower bound)");
+}

@@ -1,0 +1,175 @@
+// One schedule on the page: its choices in the form, the search behind it, and the best plan so far.
+
+import { listen } from "./api.js";
+import { make } from "./dom.js";
+import { problem } from "./state.js";
+
+const LEAST_LIMIT = 0.1;
+const MOST_LIMIT = 2.5;
+
+export class Slot {
+  /** `changed` is called when the choices changed, `arrived` when there is something new to show, `removed` to go away. */
+  constructor(key, choices, config, { changed, arrived, removed }) {
+    Object.assign(this, { key, choices, config, changed, arrived });
+    this.drawing = null;
+    this.flags = null;
+    this.error = "";
+    this.verdict = "";
+    this.controller = null;
+    this.isOpened = false;
+    const names = choices.schedules.map(({ name, description }) => make("option", { value: name, title: description }, name));
+    this.select = make("select", { "aria-label": "schedule", change: () => this.take() }, ...names);
+    this.limited = make("input", { type: "checkbox", change: () => this.take() });
+    this.range = make("input", {
+      type: "range", min: LEAST_LIMIT, max: MOST_LIMIT, step: 0.01, "aria-label": "memory limit", input: () => this.take(),
+    });
+    this.output = make("output", {});
+    this.chunks = make("input", { type: "number", min: 1, max: choices.limits.chunks, step: 1, placeholder: "2", change: () => this.take() });
+    this.pending = make("input", { type: "text", size: 4, placeholder: "1p", pattern: "[0-9]+p?", change: () => this.take() });
+    this.letter = make("span", { class: "letter" });
+    this.status = make("p", { class: "status", role: "status" });
+    this.bar = make("progress", { max: 1, hidden: true, "aria-label": "search" });
+    this.stopper = make("button", { type: "button", class: "stop", hidden: true, click: () => this.stop() }, "Stop");
+    this.description = make("p", { class: "hint" });
+    this.options = make("div", { class: "fields two" });
+    this.element = make(
+      "div",
+      { class: "slot", "data-slot": key },
+      make(
+        "div",
+        { class: "row" },
+        this.letter,
+        this.select,
+        make("button", { type: "button", class: "remove", "aria-label": "remove this schedule", click: removed }, "×"),
+      ),
+      this.description,
+      make("label", { class: "row limit" }, this.limited, "memory ≤", this.range, this.output),
+      this.options,
+      make("div", { class: "row" }, this.bar, this.stopper),
+      this.status,
+    );
+    this.render();
+  }
+
+  get info() {
+    return this.choices.schedules.find(({ name }) => name === this.config.schedule);
+  }
+
+  /** From the form into the state. */
+  take() {
+    const { schedule } = this.config;
+    this.config.schedule = this.select.value;
+    this.config.limit = this.limited.checked ? Number(this.range.value) : null;
+    this.config.chunks = this.chunks.value && this.info.num_chunks === null ? Number(this.chunks.value) : null;
+    this.config.pending = this.info.takes_max_pending_backward ? this.pending.value.trim() : "";
+    if (schedule !== this.config.schedule && !this.info.is_searched) this.config.limit = null;
+    this.isOpened = false;
+    this.render();
+    this.changed();
+  }
+
+  /** From the state into the form. */
+  render() {
+    const { schedule, limit, chunks, pending } = this.config;
+    this.select.value = schedule;
+    this.limited.checked = limit !== null;
+    this.range.disabled = limit === null;
+    if (limit !== null) this.range.value = limit;
+    else if (!this.range.dataset.touched) this.range.value = 1;
+    this.range.dataset.touched = "yes";
+    this.output.textContent = limit === null ? "none" : limit.toFixed(2);
+    this.range.setAttribute("aria-valuetext", limit === null ? "no limit" : `${limit.toFixed(2)} of 1F1B's rank 0`);
+    this.description.textContent = this.info.description;
+    this.chunks.value = chunks ?? "";
+    this.pending.value = pending;
+    const options = [];
+    if (this.info.num_chunks === null) options.push(make("label", {}, "stages a rank ", this.chunks));
+    if (this.info.takes_max_pending_backward) options.push(make("label", { title: "1p, 2p or a number" }, "pending ", this.pending));
+    const inside = this.options.querySelector(":focus");
+    if (!inside) this.options.replaceChildren(...options);
+  }
+
+  setLetter(letter) {
+    this.letter.textContent = letter;
+    this.element.setAttribute("aria-label", `schedule ${letter}`);
+    this.element.setAttribute("role", "group");
+  }
+
+  /** Show a drawing from a file instead of a search. */
+  open(drawing, flags, note) {
+    this.stop();
+    this.isOpened = true;
+    this.adopt({ drawing, flags });
+    this.say(note);
+  }
+
+  adopt({ drawing, flags }) {
+    this.drawing = drawing;
+    this.flags = flags ?? null;
+    this.error = "";
+    this.arrived();
+  }
+
+  /** Search anew; what was searched for before is given up. */
+  async run(state) {
+    this.controller?.abort();
+    const controller = new AbortController();
+    this.controller = controller;
+    this.verdict = "";
+    this.progress(0);
+    try {
+      let spent = 0;
+      for await (const event of listen("search", problem(state, this.config), controller.signal)) {
+        if (event.event === "best") {
+          spent = event.spent;
+          this.verdict = event.verdict;
+          if (event.drawing) this.adopt(event);
+        }
+        if (event.event === "stopped") this.verdict = event.message;
+        this.progress(spent, event);
+      }
+      this.say(this.verdict);
+    } catch (error) {
+      if (controller !== this.controller) return; // a newer search has begun
+      if (error.name === "AbortError") this.say("stopped; this is the best so far");
+      else this.fail(error.message);
+    } finally {
+      if (controller === this.controller) {
+        this.controller = null;
+        this.bar.hidden = this.stopper.hidden = true;
+        this.arrived();
+      }
+    }
+  }
+
+  /** End the search and keep what it has. */
+  stop() {
+    this.controller?.abort();
+  }
+
+  progress(spent, event) {
+    this.bar.hidden = this.stopper.hidden = false;
+    this.element.classList.remove("wrong");
+    // Rungs are far apart: in between the bar goes on at the speed so far. Before the first one there is none.
+    const elapsed = event?.elapsed_s ?? 0;
+    if (event?.event === "best") this.pace = { spent, at: this.pace?.now ?? 0 };
+    else if (!event) this.pace = null;
+    if (this.pace && elapsed) this.pace.now = elapsed;
+    if (!spent) this.bar.removeAttribute("value");
+    else this.bar.value = Math.min(0.97, Math.max(spent, (spent * elapsed) / Math.max(this.pace?.at ?? 0, 0.2)));
+    if (event?.state === "queued") this.say("waiting for another search");
+    else if (event?.elapsed_s) this.say(`searching for ${event.elapsed_s.toFixed(0)} s; shown is the best so far`);
+  }
+
+  fail(message) {
+    this.error = message;
+    this.drawing = null;
+    this.element.classList.add("wrong");
+    this.say(message);
+    this.arrived();
+  }
+
+  say(text) {
+    this.status.textContent = text ?? "";
+  }
+}

@@ -1,0 +1,83 @@
+// What the form says, and how a link says it.
+
+export const MOST_SLOTS = 3;
+export const TABLE_KINDS = ["forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward"];
+
+const SCALARS = { p: 8, m: 24, f: 1, b: 1, w: 1, c: 0, a: 1 };
+const WORDS = { objective: "span", effort: "fast" };
+
+/** The state of a fresh page. */
+export function defaults() {
+  return { ...SCALARS, ...WORDS, table: null, slots: [slot("1f1b"), slot("zbv")] };
+}
+
+/** A schedule to plan. `limit` null: no memory limit but the schedule's own. */
+export function slot(schedule, limit = null, chunks = null, pending = "") {
+  return { schedule, limit, chunks, pending };
+}
+
+/** The query string that restores a state; what is as on a fresh page is left out. */
+export function toQuery(state) {
+  const query = new URLSearchParams();
+  for (const [name, usual] of Object.entries({ ...SCALARS, ...WORDS })) {
+    if (state[name] !== usual) query.set(name, String(state[name]));
+  }
+  for (const { schedule, limit, chunks, pending } of state.slots) {
+    query.append("s", [schedule, limit ?? "", chunks ?? "", pending].join("~").replace(/~+$/, ""));
+  }
+  if (state.table) query.set("t", TABLE_KINDS.map((kind) => state.table[kind].join("_")).join("~"));
+  return query.toString();
+}
+
+/** The state in a query string. What cannot be is left as on a fresh page; the planner checks the rest. */
+export function fromQuery(search, { schedules, objectives, efforts }) {
+  const query = new URLSearchParams(search);
+  const state = defaults();
+  for (const name of Object.keys(SCALARS)) state[name] = numberOr(query.get(name), state[name]);
+  if (objectives.includes(query.get("objective"))) state.objective = query.get("objective");
+  if (efforts.includes(query.get("effort"))) state.effort = query.get("effort");
+  const known = new Set(schedules.map((schedule) => schedule.name));
+  const slots = query.getAll("s").map((text) => text.split("~")).filter(([name]) => known.has(name));
+  if (slots.length) {
+    state.slots = slots
+      .slice(0, MOST_SLOTS)
+      .map(([name, limit, chunks, pending]) => slot(name, numberOr(limit, null), numberOr(chunks, null), pending ?? ""));
+  }
+  state.table = readTable(query.get("t"));
+  return state;
+}
+
+/** The planner's words for one of the schedules. */
+export function problem(state, { schedule, limit, chunks, pending }) {
+  const body = {
+    num_ranks: state.p,
+    num_microbatches: state.m,
+    schedule,
+    objective: state.objective,
+    effort: state.effort,
+    memory_limit: limit,
+    num_chunks: chunks,
+    max_pending_backward: pending || null,
+  };
+  if (state.table) return { ...body, stages: { ...state.table, comm_ms: state.c } };
+  const times = {
+    forward_ms: state.f,
+    backward_ms: state.b,
+    wgrad_ms: state.w,
+    comm_ms: state.c,
+    activation_after_backward: state.a,
+  };
+  return { ...body, times };
+}
+
+function readTable(text) {
+  if (!text) return null;
+  const lists = text.split("~").map((list) => list.split("_").map(Number));
+  const fits = lists.length === TABLE_KINDS.length && lists.every((list) => list.length === lists[0].length);
+  if (!fits || lists.flat().some((value) => !Number.isFinite(value))) return null;
+  return Object.fromEntries(TABLE_KINDS.map((kind, index) => [kind, lists[index]]));
+}
+
+function numberOr(text, otherwise) {
+  return text === null || text === undefined || text === "" || !Number.isFinite(Number(text)) ? otherwise : Number(text);
+}
