@@ -40,6 +40,7 @@ def test_the_last_rung_is_what_the_planner_finds_with_that_effort() -> None:
     goal = Goal(memory_limit=0.8, objective=Objective.MAKESPAN, budget=Effort.FAST.budget)
     same = make_plan("zbv", num_ranks=4, num_microbatches=8, costs_of=asked.costs_of, goal=goal)
     assert rungs[-1].result.simulation.plan == same.simulation.plan
+    assert rungs[0].spent == 0.0, "something is there before the search, although the drawing breaks the limit"
 
 
 def test_the_drawn_order_comes_first_and_a_search_improves_it() -> None:

@@ -64,6 +64,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen()  # before the address is told: who comes early waits a moment instead of being refused
     except BaseException:
         listener.close()
         raise

@@ -33,8 +33,7 @@ from tools.playground.tasks import SEARCHES, TASKS
 
 _STATIC = Path(__file__).parent / "static"
 _TICK = b'{"event":"tick"'
-_PATIENCE = 4
-"""Ticks that an answer waits for the first event that counts; after them it begins without."""
+_STARTING = b'{"event":"tick","state":"running"'
 
 
 def create_app(*, search_seconds: float = 600.0, allowed_hosts: Sequence[str] = ()) -> Starlette:
@@ -144,11 +143,9 @@ async def _body(request: Request) -> bytes | None:
 
 
 async def _stream(events: AsyncGenerator[bytes, None]) -> Response:
-    """Lines as they come. What is wrong with a request is known at once, and refused with a status."""
+    """Lines as they come. What is wrong with the request itself is the first that a worker says, and refused with a status."""
     first = await anext(events, b"")
-    for _ in range(_PATIENCE):
-        if not first.startswith(_TICK):
-            break
+    while first.startswith(_STARTING):
         first = await anext(events, b"")
     if not first or is_error(first):
         await events.aclose()

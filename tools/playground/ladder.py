@@ -46,6 +46,9 @@ def climb(problem: Problem) -> Iterator[Rung]:
     best = _drawn(problem)
     if best is not None:
         yield Rung(result=best, spent=0.0 if budgets else 1.0)
+    elif budgets[0] > 0:  # the limit is below the drawing's: what a search begins with keeps it
+        best = _searched(problem, 0.0)
+        yield Rung(result=best, spent=0.0)
     done = 0.0
     for budget in budgets:
         found = _searched(problem, budget)

@@ -1,6 +1,7 @@
 """What a worker process does: one task, told in events.
 
-An event is an object with ``event``: ``best`` and ``point`` (so far), ``done`` (the answer of what is no search), ``error``.
+An event is an object with ``event``: ``started`` (the request is a good one), ``best`` and ``point`` (so far), ``done`` (the answer
+of what is no search), ``error``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def run_task(name: str, body: bytes) -> Iterator[Event]:
 
 def _search(body: bytes) -> Iterator[Event]:
     problem = read_problem(body)
+    yield {"event": "started"}
     shown: object = None
     for rung in climb(problem):
         event: Event = {"event": "best", "spent": rung.spent, "verdict": ""}
@@ -51,6 +53,7 @@ def _pareto(body: bytes) -> Iterator[Event]:
     problem = read_problem(body)
     if not problem.memory_limits:
         raise ConfigError(f"memory_limits is empty; give 1 to {MAX_POINTS} numbers")
+    yield {"event": "started"}
     for limit, result in pareto(problem):
         event: Event = {"event": "point", "memory_limit": limit}
         if result is not None:
