@@ -93,6 +93,8 @@ class Pool:
                 elapsed = time.monotonic() - begin
                 if line is not None:
                     yield line
+                    if is_error(line):
+                        return
                 elif elapsed > seconds:
                     yield encode({"event": "stopped", "message": f"stopped at the limit of {seconds:g} s", "elapsed_s": elapsed})
                     return

@@ -1,7 +1,7 @@
 """What a worker process does: one task, told in events.
 
-An event is an object with ``event``: ``started`` (the request is a good one), ``best`` and ``point`` (so far), ``done`` (the answer
-of what is no search), ``error``.
+An event is an object with ``event``: ``started`` (the request is a good one), ``best`` and ``point`` (so far), ``done`` (the
+answer of what is no search), ``error``.
 """
 
 from __future__ import annotations

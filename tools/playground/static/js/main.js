@@ -22,7 +22,8 @@ class Playground {
     this.form = byId("form");
     this.slots = [];
     this.numKeys = 0;
-    this.plan = debounced((slots) => this.runAll(slots), WAIT_MS);
+    this.waiting = new Set();
+    this.runWaiting = debounced(() => this.runAll([...this.waiting]), WAIT_MS);
     const root = byId("timelines");
     this.timelines = new Timelines({ root, legend: byId("legend"), tip: byId("tip"), said: byId("said") }, choices);
     this.departures = new Departures(
@@ -108,11 +109,23 @@ class Playground {
   changed(slots = this.slots) {
     this.keepLink();
     if (slots === this.slots) this.pareto.outdate();
-    this.plan(slots.filter((slot) => !slot.isOpened));
+    for (const slot of slots) if (!slot.isOpened) this.waiting.add(slot);
+    this.runWaiting();
+    this.sayBusy();
   }
 
   runAll(slots) {
-    for (const slot of slots) slot.run(this.state);
+    for (const slot of slots) {
+      this.waiting.delete(slot);
+      if (this.slots.includes(slot) && !slot.isOpened) slot.run(this.state);
+    }
+    this.sayBusy();
+  }
+
+  /** Whether what is shown is still to change. */
+  sayBusy() {
+    const isBusy = this.waiting.size > 0 || this.slots.some((slot) => slot.controller);
+    byId("results").setAttribute("aria-busy", String(isBusy));
   }
 
   addSlot(config) {
@@ -128,7 +141,7 @@ class Playground {
   }
 
   removeSlot(slot) {
-    slot.stop();
+    slot.giveUp();
     slot.element.remove();
     this.slots = this.slots.filter((each) => each !== slot);
     this.count();
@@ -159,6 +172,7 @@ class Playground {
       limit: isOpened ? null : config.limit,
       actions: actions({ drawing, flags }, (message) => this.tell(message)),
     }));
+    this.sayBusy();
     this.timelines.show(panels);
     byId("metrics").replaceChildren(shown.length ? metricsTable(shown) : "");
     this.departures.offer(shown.map(({ key, letter, name, drawing, trace }) => ({ key, letter, name, drawing, trace })));
@@ -218,7 +232,8 @@ class Playground {
     Object.assign(slot.config, slotConfig(point.schedule, point.memory_limit, null, ""));
     if (slot.info.num_chunks === null) slot.config.chunks = point.num_chunks;
     if (!slot.info.is_searched) slot.config.limit = null;
-    slot.stop();
+    slot.giveUp();
+    this.waiting.delete(slot);
     slot.render();
     this.keepLink();
     try {

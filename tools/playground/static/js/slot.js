@@ -97,7 +97,7 @@ export class Slot {
 
   /** Show a drawing from a file instead of a search. */
   open(drawing, flags, note) {
-    this.stop();
+    this.giveUp();
     this.isOpened = true;
     this.adopt({ drawing, flags });
     this.say(note);
@@ -140,6 +140,15 @@ export class Slot {
         this.arrived();
       }
     }
+  }
+
+  /** End the search, whose plan is not wanted any more. */
+  giveUp() {
+    const controller = this.controller;
+    this.controller = null;
+    controller?.abort();
+    this.bar.hidden = this.stopper.hidden = true;
+    this.element.classList.remove("wrong");
   }
 
   /** End the search and keep what it has. */

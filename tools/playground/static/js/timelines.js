@@ -43,12 +43,12 @@ export class Timelines {
   /** Show these: a list of {key, letter, drawing, limit, actions}. What has not changed is kept. */
   show(list) {
     const before = new Map(this.panels.map((panel) => [panel.shown.key, panel]));
-    this.choose(null);
     this.panels = list.map((shown) => {
       const old = before.get(shown.key);
       const isSame = old && old.drawing === shown.drawing && old.shown.letter === shown.letter && old.shown.limit === shown.limit;
       return isSame ? old : new Panel(shown, this.choices.kinds, this.choices.spans);
     });
+    if (this.selected && !this.panels.includes(this.selected.panel)) this.choose(null);
     const elements = this.panels.map((panel) => panel.element);
     if (elements.length !== this.root.children.length || elements.some((element, i) => element !== this.root.children[i])) {
       this.root.replaceChildren(...elements);
