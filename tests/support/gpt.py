@@ -28,6 +28,8 @@ from megatron.zerobubble.integration.model import ModelChunks, build_chunks
 from megatron.zerobubble.integration.sharded_gradients import step_on_shards
 from megatron.zerobubble.integration.zb_schedules import PipelineSchedule, ScheduleChoice
 from megatron.zerobubble.plan.stage_layers import StageLayers
+from megatron.zerobubble.training.layers import stage_layers
+from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
 
 SEQUENCE = 12
 MICRO_BATCH = 2
@@ -64,6 +66,12 @@ class Case:
     clip_grad: float = 0.0
     optimizer: str = "adam"
     adam_eps: float = 1e-8
+    sequence_parallel: bool = False
+    wgrad: WgradPolicy = WgradPolicy()
+    reduce_in_fp32: bool = True
+    """Whether main gradients are float32, whatever the dtype."""
+    loss_scale: float | None = None
+    """With float16 a constant one; None scales dynamically."""
 
     def __str__(self) -> str:
         extras = [
@@ -78,6 +86,10 @@ class Case:
             extras.append(f"tp{self.tensor_parallel}")
         if self.shard_gradients:
             extras.append(f"shard{self.shard_gradients}")
+        if self.sequence_parallel:
+            extras.append("sp")
+        if self.wgrad.gather is not WgradGather.KEEP:
+            extras.append(self.wgrad.gather.value)
         if self.clip_grad:
             extras.append("clip")
         if self.layout:
@@ -134,7 +146,7 @@ class Trainer:
         self.config = self._config()
         with self.host.on_host():
             self.built: ModelChunks = build_chunks(
-                self._provide, config=self.config, ddp_config=self._ddp_config(), choice=choice
+                self._provide, config=self.config, ddp_config=self._ddp_config(), choice=choice, wgrad=case.wgrad
             )
             if initial is not None:
                 self._load(initial)
@@ -179,7 +191,9 @@ class Trainer:
             num_layers=case.num_layers,
             hidden_size=32,
             num_attention_heads=4,
+            transformer_impl="local",
             tensor_model_parallel_size=case.tensor_parallel,
+            sequence_parallel=case.sequence_parallel,
             pipeline_model_parallel_size=case.num_ranks,
             virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
             pipeline_model_parallel_layout=pipeline_layout(layers, placement),
@@ -206,7 +220,7 @@ class Trainer:
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=self.case.reduce_in_fp32,
             overlap_grad_reduce=self.case.overlap_grad_reduce,
             overlap_param_gather=self.case.overlap_param_gather,
             use_distributed_optimizer=self.case.distributed_optimizer,
@@ -229,6 +243,7 @@ class Trainer:
             bf16=self.case.dtype is torch.bfloat16,
             fp16=self.case.dtype is torch.float16,
             initial_loss_scale=1024.0,
+            loss_scale=self.case.loss_scale,
             params_dtype=self.case.dtype,
             use_distributed_optimizer=self.case.distributed_optimizer,
             overlap_param_gather=self.case.overlap_param_gather,
@@ -238,7 +253,7 @@ class Trainer:
         case = self.case
         return GPTModel(
             config=self.config,
-            transformer_layer_spec=get_gpt_layer_local_spec(normalization=self.config.normalization),
+            transformer_layer_spec=self._layers(vp_stage),
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
             pre_process=pre_process,
@@ -247,6 +262,11 @@ class Trainer:
             position_embedding_type="rope" if case.llama else "learned_absolute",
             vp_stage=vp_stage,
         )
+
+    def _layers(self, vp_stage: int | None) -> Any:
+        if self.case.sequence_parallel:
+            return stage_layers(self.config, vp_stage=vp_stage)
+        return get_gpt_layer_local_spec(normalization=self.config.normalization)
 
     def _load(self, initial: Tensors) -> None:
         with torch.no_grad():
@@ -372,9 +392,9 @@ class Difference:
     """Parameters this rank holds, by their unpipelined names."""
 
 
-def compare(rank: int, case: Case) -> Difference:
-    """Train unpipelined and through the schedule on this rank."""
-    initial, expected = unpipelined(case.unpipelined)
+def compare(rank: int, case: Case, reference: Case | None = None) -> Difference:
+    """Train unpipelined, or as `reference` says, and through the schedule on this rank."""
+    initial, expected = unpipelined(case.unpipelined if reference is None else reference)
     trainer = Trainer(case, initial)
     actual = trainer.train()
     trainer.close()

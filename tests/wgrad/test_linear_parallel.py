@@ -228,10 +228,10 @@ class CollectiveCount:
     """Counts the collectives that the split linear starts, by standing in front of the names it calls."""
 
     def __enter__(self) -> CollectiveCount:
-        from megatron.zerobubble.wgrad import linear
+        from megatron.zerobubble.wgrad import sharing
 
         self.count = 0
-        self._places = [(dist, "all_reduce"), (linear, "_all_gather"), (linear, "_reduce_scatter")]
+        self._places = [(dist, "all_reduce"), (sharing, "_all_gather"), (sharing, "_reduce_scatter")]
         self._before = [getattr(owner, name) for owner, name in self._places]
         for (owner, name), function in zip(self._places, self._before, strict=True):
             setattr(owner, name, self._counting(function))

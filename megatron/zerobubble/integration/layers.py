@@ -52,7 +52,7 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
     for name, linear in _splittable(chunk):
         split = SplitWeight(f"{name}.weight", linear.weight)
         linear.weight.skip_backward_post_hook = True
-        linear._forward_impl = _SplitForward(LinearSplit(split, store))
+        linear._forward_impl = _SplitForward(LinearSplit(split, store, _scattered_over(linear)))
         linear.register_wgrad_accumulation_and_reduce_hooks = split.hooks.append
         names.append(split.name)
     return names
@@ -109,6 +109,13 @@ def _splittable(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
             continue
         if module.weight is not None and module.weight.requires_grad:
             yield name, module
+
+
+def _scattered_over(linear: Any) -> torch.distributed.ProcessGroup | None:
+    """The group over which the linear's output is scattered along the sequence, and its gradient gathered."""
+    scatters = isinstance(linear, RowParallelLinear) and linear.sequence_parallel and not linear.explicit_expert_comm
+    group: torch.distributed.ProcessGroup | None = linear.tp_group if scatters else None
+    return group
 
 
 def _is_stock(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from megatron.zerobubble.integration.float16 import StageFloat16Module
 from megatron.zerobubble.integration.layers import split_weight_gradients
 from megatron.zerobubble.integration.zb_schedules import ScheduleChoice
 from megatron.zerobubble.wgrad.gemm import choose_kernel
+from megatron.zerobubble.wgrad.sharing import WgradPolicy
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,12 @@ class ModelChunks:
 
 
 def build_chunks(
-    model_provider: ModelProvider, *, config: Any, ddp_config: DistributedDataParallelConfig, choice: ScheduleChoice
+    model_provider: ModelProvider,
+    *,
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    choice: ScheduleChoice,
+    wgrad: WgradPolicy | None = None,
 ) -> ModelChunks:
     """Build this rank's chunks and prepare `config` for the schedule.
 
@@ -52,6 +58,7 @@ def build_chunks(
         config: TransformerConfig of the model.
         ddp_config: how gradients are accumulated and reduced. Not changed; the chunks get a copy.
         choice: the schedule.
+        wgrad: how weight gradients use the tensor-parallel link. Must be the same on every rank.
 
     Raises:
         CompatibilityError: the installed megatron-core is not one we know.
@@ -68,7 +75,7 @@ def build_chunks(
     tie_chunks(models)
     store = None
     if not choice.is_stock:
-        store = _make_store(config, ddp_config, torch.device(device))
+        store = _make_store(config, ddp_config, torch.device(device), wgrad)
         for model in models:
             split_weight_gradients(model, store)
         ddp_config = dataclasses.replace(ddp_config, delay_wgrad_compute=True)
@@ -96,7 +103,9 @@ def _build(model_provider: ModelProvider, choice: ScheduleChoice, chunk: int) ->
     return model
 
 
-def _make_store(config: Any, ddp_config: DistributedDataParallelConfig, device: torch.device) -> WeightGradStore:
+def _make_store(
+    config: Any, ddp_config: DistributedDataParallelConfig, device: torch.device, policy: WgradPolicy | None
+) -> WeightGradStore:
     accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
     kernel = choose_kernel(
         device,
@@ -104,7 +113,7 @@ def _make_store(config: Any, ddp_config: DistributedDataParallelConfig, device: 
         accumulator_dtype=accumulator,
         allow_apex=config.gradient_accumulation_fusion,
     )
-    return WeightGradStore(kernel, rank=parallel_state.get_pipeline_model_parallel_rank())
+    return WeightGradStore(kernel, rank=parallel_state.get_pipeline_model_parallel_rank(), policy=policy)
 
 
 def _check_config(config: Any, choice: ScheduleChoice) -> None:

@@ -298,6 +298,7 @@ class PipelineSchedule:
         if not iteration.forward_only:
             start_first_gathers(self._chunks)
         profiles = self.profiler if self.profiler is not None and not iteration.forward_only else nullcontext()
+        self._store.keeps_order = self.profiler is not None  # what each op takes and holds is the plan's business
         try:
             with profiles:
                 if self.before_gradients is not None and not iteration.forward_only:

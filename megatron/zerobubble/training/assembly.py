@@ -89,7 +89,11 @@ def assemble(
             device=job.host.device,
         )
         built = build_chunks(
-            partial(model_provider, setup), config=config, ddp_config=translate.ddp_config(settings), choice=choice
+            partial(model_provider, setup),
+            config=config,
+            ddp_config=translate.ddp_config(settings),
+            choice=choice,
+            wgrad=translate.wgrad_policy(settings),
         )
         optimizer = get_megatron_optimizer(
             translate.optimizer_config(settings, timers=timers), built.chunks, use_gloo_process_groups=False

@@ -16,8 +16,17 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.zerobubble.training.config_model import ModelConfig
 from megatron.zerobubble.training.settings import Settings
+from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
 
-__all__ = ["ddp_config", "optimizer_config", "padded_vocab_size", "parameter_dtype", "scheduler", "transformer_config"]
+__all__ = [
+    "ddp_config",
+    "optimizer_config",
+    "padded_vocab_size",
+    "parameter_dtype",
+    "scheduler",
+    "transformer_config",
+    "wgrad_policy",
+]
 
 
 def parameter_dtype(settings: Settings) -> torch.dtype:
@@ -121,6 +130,14 @@ def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         bucket_size=parallel.ddp_bucket_size,
         average_in_collective=parallel.ddp_average_in_collective,
+    )
+
+
+def wgrad_policy(settings: Settings) -> WgradPolicy:
+    """How weight gradients use the tensor-parallel link."""
+    zero_bubble = settings.zero_bubble
+    return WgradPolicy(
+        gather=WgradGather(zero_bubble.zero_bubble_wgrad_gather), runs_ahead=zero_bubble.zero_bubble_overlap_tensor_parallel
     )
 
 

@@ -3,7 +3,10 @@
 Shapes: input x_sbi [sequence, batch, in] (any leading dimensions), weight [out, in], output y_sbo [sequence, batch, out]. Under
 tensor parallelism ``in`` or ``out`` is a rank's share. Under sequence parallelism the input is sharded along its first
 dimension: forward gathers it, B reduce-scatters the input gradient and gathers the input again for W, overlapped with the GEMM
-of the input gradient, so that W itself communicates nothing.
+of the input gradient, so that W itself communicates nothing; or leaves the slice to W, which gathers it (`sharing`).
+
+While the input gradient is being summed over the tensor-parallel ranks nothing of this B can run: whoever comes next needs the
+sum. The fused backward ran its own weight gradient then; this one runs a product of an older W out of the store, if any waits.
 
 The sums are those of megatron-core's own linear (arXiv 1909.08053, section 3, for where the collectives stand), so the results
 are the same bits.
@@ -18,11 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.zerobubble.wgrad.sharing import Gathered, WgradGather, own_slice, reduce_scatter
 from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
-
-# torch 2.13 renamed the two collectives and warns at every call of the old names, which older releases alone have.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,13 @@ class LinearSplit:
     Attributes:
         split: the weight and its hooks.
         store: where B leaves the weight gradient.
+        scattered_over: the tensor-parallel group, where the output is scattered over its ranks along dimension 0 afterwards
+            (row-parallel linears under sequence parallelism): the output gradient then was gathered over it.
     """
 
     split: SplitWeight
     store: WeightGradStore
+    scattered_over: dist.ProcessGroup | None = None
 
 
 def split_linear(
@@ -84,41 +87,37 @@ class _SplitLinear(torch.autograd.Function):
         ctx.sequence_parallel = sequence_parallel
         ctx.group = group
         if sequence_parallel:
-            input_ = _gather_first_dim(input_, group)[0]
+            input_ = Gathered(input_, group).wait()
         output = torch.matmul(input_, weight.t())
         return output if bias is None else output + bias
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input_, weight = ctx.saved_tensors
-        gathering = None
-        if ctx.sequence_parallel:
-            input_, gathering = _gather_first_dim(input_, ctx.group, wait=False)
+        how: LinearSplit = ctx.how
+        w_gathers_input = ctx.sequence_parallel and how.store.w_gathers(WgradGather.INPUT)
+        gathering = Gathered(input_, ctx.group) if ctx.sequence_parallel and not w_gathers_input else None
         grad_input = grad_output.matmul(weight)
         reducing = None
         if ctx.reduce_input_grad:
             reducing = dist.all_reduce(grad_input, group=ctx.group, async_op=True)
         elif ctx.sequence_parallel:
-            grad_input, reducing = _reduce_scatter_first_dim(grad_input, ctx.group)
+            grad_input, reducing = reduce_scatter(grad_input, ctx.group)
         if gathering is not None:
-            gathering.wait()
+            input_ = gathering.wait()
         # A view when it can be: the store then holds the very tensors that autograd saved, and no copy.
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
-        ctx.how.store.put(ctx.how.split, grad_output, input_.reshape(-1, input_.shape[-1]))
         grad_bias = grad_output.sum(dim=0) if ctx.has_bias else None
+        input_ = input_.reshape(-1, input_.shape[-1])
+        if w_gathers_input:
+            how.store.put(how.split, grad_output, input_, gather_input_over=ctx.group)
+        elif how.scattered_over is not None and how.store.w_gathers(WgradGather.BOTH):
+            part = own_slice(grad_output, how.scattered_over)
+            how.store.put(how.split, part, input_, gather_grad_over=how.scattered_over)
+        else:
+            how.store.put(how.split, grad_output, input_)
         if reducing is not None:
+            how.store.run_ahead()
+            # On CUDA this holds back the stream, not the host: the product is queued behind the GEMM above and beside the sum.
             reducing.wait()
         return grad_input, None, grad_bias, None, None, None, None
-
-
-def _gather_first_dim(x: Tensor, group: dist.ProcessGroup | None, *, wait: bool = True) -> tuple[Tensor, Any]:
-    full = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
-    work = _all_gather(full, x.contiguous(), group=group, async_op=True)
-    if wait and work is not None:
-        work.wait()
-    return full, work
-
-
-def _reduce_scatter_first_dim(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Any]:
-    shard = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
-    return shard, _reduce_scatter(shard, x.contiguous(), group=group, async_op=True)

@@ -4,18 +4,23 @@ B leaves, for every split linear of a stage, what its weight gradient needs; W t
 rank and is an argument wherever it is needed. Entries are keyed by (chunk, microbatch) and freed as soon as their W has run.
 
 Invariants: W only runs what B has put, once; an iteration ends with an empty store; a weight gradient is computed exactly once.
+
+A product may run before its W, while a later B waits for a collective (`run_ahead`). It is always one of the oldest W's, so that
+each weight still adds its microbatches in ascending order, to the same bits; and who waits for the weight hears of it in its W.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.zerobubble.errors import WeightGradStoreError
 from megatron.zerobubble.wgrad.gemm import WgradKernel
+from megatron.zerobubble.wgrad.sharing import Gathered, WgradGather, WgradPolicy
 
 
 class SplitWeight:
@@ -76,9 +81,69 @@ class SplitWeight:
 class _Entry(NamedTuple):
     split: SplitWeight
     grad_output: Tensor
-    """[tokens, out]"""
+    """[tokens, out], or this rank's slice of the tokens"""
     input: Tensor
-    """[tokens, in]"""
+    """[tokens, in], or this rank's slice of the tokens"""
+    gather_grad_over: dist.ProcessGroup | None = None
+    """Where `grad_output` is a slice: whose ranks hold the others."""
+    gather_input_over: dist.ProcessGroup | None = None
+    """Where `input` is a slice: whose ranks hold the others."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether both operands are here."""
+        return self.gather_grad_over is None and self.gather_input_over is None
+
+
+class _Step(NamedTuple):
+    """One product of a W, or what is left of a weight's turn when its products have run ahead."""
+
+    split: SplitWeight
+    entry: _Entry | None
+    is_first: bool
+    """Of this weight, in this W or group of Ws."""
+    is_last: bool
+
+
+class _Operands:
+    """A step on its way to its product: what is a slice is being gathered."""
+
+    __slots__ = ("_grad_output", "_input", "step")
+
+    def __init__(self, step: _Step) -> None:
+        self.step = step._replace(entry=None)  # whose tensors are let go one by one
+        self._grad_output: Tensor | Gathered | None = None
+        self._input: Tensor | Gathered | None = None
+        if step.entry is not None:
+            _, grad_output, input_, grad_group, input_group = step.entry
+            self._grad_output = grad_output if grad_group is None else Gathered(grad_output, grad_group)
+            self._input = input_ if input_group is None else Gathered(input_, input_group)
+
+    def whole(self) -> tuple[Tensor, Tensor] | None:
+        """(grad_output [tokens, out], input [tokens, in]); None where there is no product left."""
+        if self._grad_output is None or self._input is None:
+            return None
+        grad_output, input_ = (each.wait() if isinstance(each, Gathered) else each for each in (self._grad_output, self._input))
+        return grad_output, input_
+
+
+class _Uses(NamedTuple):
+    """What is left of one weight in a W, or in the Ws of a group."""
+
+    split: SplitWeight
+    entries: list[_Entry]
+    """In the order of their Bs; empty where all have run ahead."""
+
+    @property
+    def size(self) -> int:
+        """In numbers of the weights to be multiplied with."""
+        return self.split.weight.numel() * len(self.entries)
+
+    def steps(self) -> list[_Step]:
+        """Its products, or one step without."""
+        entries: Sequence[_Entry | None] = self.entries or [None]
+        last = len(entries) - 1
+        return [_Step(self.split, entry, index == 0, index == last) for index, entry in enumerate(entries)]
 
 
 class _Group:
@@ -86,25 +151,27 @@ class _Group:
 
     __slots__ = ("left", "microbatches", "num_parts", "size")
 
-    def __init__(self, microbatches: Sequence[int], entries: Sequence[list[_Entry]]) -> None:
+    def __init__(self, microbatches: Sequence[int], entries: Sequence[list[_Entry]], ahead: Iterable[SplitWeight]) -> None:
         self.microbatches = tuple(microbatches)
         self.num_parts = len(self.microbatches)
-        weights: dict[int, list[_Entry]] = {}
+        weights = {id(split): _Uses(split, []) for split in ahead}
         for of_microbatch in entries:
             for entry in of_microbatch:
-                weights.setdefault(id(entry.split), []).append(entry)
+                weights.setdefault(id(entry.split), _Uses(entry.split, [])).entries.append(entry)
         # Reversed, to be popped: each weight's tensors are free before the next one's product starts.
-        self.left = sorted(weights.values(), key=lambda uses: uses[0].split.position)[::-1]
+        self.left = sorted(weights.values(), key=lambda uses: uses.split.position)[::-1]
         self.size = self._size_left()
 
-    def take(self, part: int) -> Iterator[list[_Entry]]:
-        """The weights of one part: parts are of about the same size, and the last one is what is left."""
+    def take(self, part: int) -> list[_Step]:
+        """The steps of one part, the last one first, to be popped. Parts are of about the same size; the last is what is left."""
         leave = self.size * (self.num_parts - 1 - part) / self.num_parts
+        steps: list[_Step] = []
         while self.left and (part == self.num_parts - 1 or self._size_left() > leave):
-            yield self.left.pop()
+            steps += self.left.pop().steps()
+        return steps[::-1]
 
     def _size_left(self) -> int:
-        return sum(uses[0].split.weight.numel() * len(uses) for uses in self.left)
+        return sum(uses.size for uses in self.left)
 
 
 class WeightGradStore:
@@ -113,17 +180,23 @@ class WeightGradStore:
     Args:
         kernel: how to accumulate.
         rank: pipeline rank, for messages.
+        policy: what W gathers under sequence parallelism, and whether products may run before their W.
     """
 
-    def __init__(self, kernel: WgradKernel, *, rank: int = 0) -> None:
+    def __init__(self, kernel: WgradKernel, *, rank: int = 0, policy: WgradPolicy | None = None) -> None:
         self.kernel = kernel
         self.rank = rank
+        self.policy = WgradPolicy() if policy is None else policy
+        self.keeps_order = False
+        """While True no product runs before its W: for iterations in which what an op takes and holds is measured."""
         self._entries: dict[tuple[int, int], list[_Entry]] = {}
         self._groups: dict[int, _Group] = {}
         """By chunk, the group of which some parts have run."""
         self._open: list[_Entry] | None = None
         self._open_key: tuple[int, int] | None = None
         self._fused = False
+        self._ahead: dict[tuple[int, int], list[SplitWeight]] = {}
+        """Weights whose product has run before its W, by W."""
 
     @property
     def pending(self) -> frozenset[tuple[int, int]]:
@@ -135,7 +208,7 @@ class WeightGradStore:
     def pending_bytes(self) -> int:
         """Bytes of the tensors held for W; a storage that several entries share counts once."""
         storages = {}
-        for entries in (*self._entries.values(), *(uses for group in self._groups.values() for uses in group.left)):
+        for entries in (*self._entries.values(), *(uses.entries for group in self._groups.values() for uses in group.left)):
             for entry in entries:
                 for tensor in (entry.grad_output, entry.input):
                     storage = tensor.untyped_storage()
@@ -163,13 +236,29 @@ class WeightGradStore:
         else:
             self._entries[key] = entries
 
-    def put(self, split: SplitWeight, grad_output: Tensor, input_: Tensor) -> None:
+    def w_gathers(self, what: WgradGather) -> bool:
+        """Whether the B that is open leaves the gathering of `what` (INPUT or BOTH) to W. A fused B has no W to leave it to."""
+        if self._fused or self.policy.gather is WgradGather.KEEP:
+            return False
+        return what is WgradGather.INPUT or self.policy.gather is WgradGather.BOTH
+
+    def put(
+        self,
+        split: SplitWeight,
+        grad_output: Tensor,
+        input_: Tensor,
+        *,
+        gather_grad_over: dist.ProcessGroup | None = None,
+        gather_input_over: dist.ProcessGroup | None = None,
+    ) -> None:
         """Leave one weight gradient for W. Called from the backward of a split linear.
 
         Args:
             split: whose gradient.
             grad_output: [tokens, out], any strides.
             input_: [tokens, in].
+            gather_grad_over: `grad_output` is this rank's slice of the tokens, which W gathers over this group.
+            gather_input_over: the same for `input_`.
         """
         if self._open is None:
             raise WeightGradStoreError(
@@ -179,7 +268,30 @@ class WeightGradStore:
         if self._fused:
             self.kernel.accumulate(split.accumulator(), grad_output, input_)
             grad_output = input_ = grad_output.new_empty(0)
-        self._open.append(_Entry(split, grad_output, input_))
+        self._open.append(_Entry(split, grad_output, input_, gather_grad_over, gather_input_over))
+
+    @torch.no_grad()
+    def run_ahead(self) -> bool:
+        """Compute one product of the oldest W that waits, now; its W then has one less to compute.
+
+        Called from a B whose collective is in flight. What has to be gathered first is left alone: it would queue behind that
+        collective. The choice follows from the order of ops alone, so that data-parallel peers make the same one.
+
+        Returns:
+            Whether there was one.
+        """
+        if self._fused or self.keeps_order or not self.policy.runs_ahead:
+            return False
+        for key, entries in self._entries.items():  # in the order of their Bs, and so per chunk in that of their Ws
+            for index, entry in enumerate(entries):
+                # All of a weight are whole, so none that is older is passed over. A weight that is given an accumulator for the
+                # time of its W has none now.
+                if entry.is_whole and not entry.split.before:
+                    del entries[index]
+                    self.kernel.accumulate(entry.split.accumulator(), entry.grad_output, entry.input)
+                    self._ahead.setdefault(key, []).append(entry.split)
+                    return True
+        return False
 
     def run(self, chunk: int, microbatch: int) -> None:
         """W: compute what B of (chunk, microbatch) left, free it, and call each weight's hooks once."""
@@ -193,8 +305,10 @@ class WeightGradStore:
         part 0, 1, ... in turn; the first one wants the Bs of all the microbatches to have run.
         """
         if part == 0:
-            taken = [self._take((chunk, microbatch)) for microbatch in microbatches]
-            self._groups[chunk] = _Group(microbatches, taken)
+            keys = [(chunk, microbatch) for microbatch in microbatches]
+            taken = [self._take(key) for key in keys]
+            ahead = [split for key in keys for split in self._ahead.pop(key, ())]
+            self._groups[chunk] = _Group(microbatches, taken, ahead)
             del taken
         group = self._groups.get(chunk)
         if group is None or group.microbatches != tuple(microbatches):
@@ -202,15 +316,18 @@ class WeightGradStore:
                 f"{self._where((chunk, microbatches[part]))}: W is part {part + 1} of the group {list(microbatches)}, which has "
                 "not begun. The plan's order of ops is wrong."
             )
-        for uses in group.take(part):
-            split = uses[0].split
-            split.prepare()
-            uses.reverse()
-            while uses:  # popped one by one, so that each entry's tensors are free before the next product starts
-                _, grad_output, input_ = uses.pop()
-                self.kernel.accumulate(split.accumulator(), grad_output, input_)
-                del grad_output, input_
-            split.notify()
+        steps = group.take(part)
+        upcoming = _Operands(steps.pop()) if steps else None
+        while upcoming is not None:  # one by one, so that each entry's tensors are free before the product after the next starts
+            (split, _, is_first, is_last), operands = upcoming.step, upcoming.whole()
+            upcoming = _Operands(steps.pop()) if steps else None  # gathers, if it does, beside this product
+            if is_first:
+                split.prepare()
+            if operands is not None:
+                self.kernel.accumulate(split.accumulator(), *operands)
+            del operands
+            if is_last:
+                split.notify()
         if part == group.num_parts - 1:
             del self._groups[chunk]
 
@@ -237,6 +354,7 @@ class WeightGradStore:
         """Forget everything, for example after an error."""
         self._entries.clear()
         self._groups.clear()
+        self._ahead.clear()
         self._open = self._open_key = None
 
     def _where(self, key: tuple[int, int]) -> str:
