@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from megatron.zerobubble.profiling.profile import Profiler
+from megatron.zerobubble.wgrad import sharing
 from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
-from tests.support.gpt import Case, Difference, Trainer, compare
+from tests.support.gpt import MICRO_BATCH, SEQUENCE, Case, Difference, Trainer, compare
 from tests.support.ranks import RankPool
 
 ZBV = Case("zbv", 2, 4, num_chunks=2, tensor_parallel=2, num_steps=2)
@@ -17,7 +21,7 @@ ZB_H2 = Case("zb-h2", 2, 4, tensor_parallel=2, num_steps=2)
 ONE_F_ONE_B = Case("1f1b", 2, 4, tensor_parallel=2, num_steps=2)
 
 
-def sequence_parallel(base: Case, gather: WgradGather = WgradGather.KEEP, **features: Any) -> Case:
+def sequence_parallel(base: Case, gather: WgradGather = WgradGather.INPUT, **features: Any) -> Case:
     return replace(base, sequence_parallel=True, wgrad=WgradPolicy(gather=gather), **features)
 
 
@@ -49,3 +53,112 @@ def test_sequence_parallel_is_tensor_parallel(four_ranks: RankPool, base: Case) 
 def _assert_same_bits(differences: list[Difference]) -> None:
     for rank, difference in enumerate(differences):
         assert (difference.losses, difference.gradients, difference.weights) == (0.0, 0.0, 0.0), (rank, difference)
+
+
+# -- while a sum travels ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [ZBV, ZB_H2, sequence_parallel(ZBV)], ids=str)
+def test_products_of_other_microbatches_run_while_sums_are_in_flight(four_ranks: RankPool, case: Case) -> None:
+    """In every B that finds a W waiting, and never where passes are being measured."""
+    for running, measured, off in four_ranks.run(products_in_flight, case):
+        assert running["products"] == measured["products"] == off["products"] > 0
+        assert running["sums"] == measured["sums"] == off["sums"] > 0
+        assert (measured["in flight"], off["in flight"]) == (0, 0)
+        assert running["sums"] / 2 < running["in flight"] <= running["sums"], "one product a sum, where one waits"
+
+
+def products_in_flight(rank: int, case: Case) -> list[dict[str, int]]:
+    """Products and sums of an iteration as it runs, of one that is measured, and of one with the overlap off."""
+    counts = []
+    for mode in ("running", "measured", "off"):
+        case = replace(case, wgrad=replace(case.wgrad, runs_ahead=mode != "off"))
+        trainer = Trainer(case)
+        if mode == "measured":
+            trainer.schedule.profiler = Profiler(trainer.schedule.device)
+        with Flights(trainer) as flights:
+            trainer.forward_backward(0)
+        trainer.close()
+        counts.append(flights.counts)
+    return counts
+
+
+class Flights:
+    """Counts sums of input gradients that the split linears start, products, and products between start and wait."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.counts = {"sums": 0, "products": 0, "in flight": 0}
+        self._flying = 0
+        store = trainer.built.store
+        assert store is not None
+        accumulate = store.kernel.accumulate
+
+        def counted(*operands: torch.Tensor) -> None:
+            self.counts["products"] += 1
+            self.counts["in flight"] += self._flying
+            accumulate(*operands)
+
+        store.kernel = replace(store.kernel, accumulate=counted)
+
+    def __enter__(self) -> Flights:
+        self._before = dist.all_reduce, sharing._reduce_scatter
+        dist.all_reduce, sharing._reduce_scatter = map(self._started, self._before)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_reduce, sharing._reduce_scatter = self._before
+
+    def _started(self, collective: Any) -> Any:
+        def start(*args: Any, **kwargs: Any) -> Any:
+            work = collective(*args, **kwargs)
+            if not kwargs.get("async_op"):
+                return work
+            self.counts["sums"] += 1
+            self._flying += 1
+            return _Landing(work, self)
+
+        return start
+
+    def landed(self) -> None:
+        self._flying -= 1
+
+
+class _Landing:
+    def __init__(self, work: Any, flights: Flights) -> None:
+        self._work, self._flights = work, flights
+
+    def wait(self) -> None:
+        self._flights.landed()
+        self._work.wait()
+
+
+# -- what a microbatch holds --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
+def test_the_measurement_knows_what_w_holds(four_ranks: RankPool, base: Case) -> None:
+    """With `input` a slice of its input less for each column-parallel linear (two a layer, and the head), with `both` also a
+    slice of the output gradient less for each row-parallel one. All are hidden size wide; half of each is gone with t = 2."""
+    half = SEQUENCE * MICRO_BATCH * 32 * 4 // 2
+    heads = set()
+    for rank in four_ranks.run(held_after_backward, base):
+        assert rank["keep"] - rank["input"] == rank["column"] * half
+        assert rank["input"] - rank["both"] == rank["row"] * half
+        heads.add((rank["column"], rank["row"]))
+    assert heads == {(8, 8), (9, 8)}
+
+
+def held_after_backward(rank: int, base: Case) -> dict[str, int]:
+    """Bytes that a microbatch of this rank's stages holds for W, for each way to gather; and how many linears there are."""
+    found = {}
+    for gather in WgradGather:
+        trainer = Trainer(sequence_parallel(base, gather))
+        profiler = trainer.schedule.profiler = Profiler(trainer.schedule.device)
+        trainer.forward_backward(0)
+        found[gather.value] = int(sum(memory.after_backward for memory in profiler.profile().memory.values()))
+        modules = [module for chunk in trainer.built.chunks for module in chunk.modules()]
+        found["column"] = sum(isinstance(module, ColumnParallelLinear) for module in modules)
+        found["row"] = sum(isinstance(module, RowParallelLinear) for module in modules)
+        del modules
+        trainer.close()
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from megatron.zerobubble.integration.sharded_gradients import step_on_shards
 from megatron.zerobubble.integration.zb_schedules import PipelineSchedule, ScheduleChoice
 from megatron.zerobubble.plan.stage_layers import StageLayers
 from megatron.zerobubble.training.layers import stage_layers
-from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
+from megatron.zerobubble.wgrad.sharing import WgradPolicy
 
 SEQUENCE = 12
 MICRO_BATCH = 2
@@ -67,7 +67,7 @@ class Case:
     optimizer: str = "adam"
     adam_eps: float = 1e-8
     sequence_parallel: bool = False
-    wgrad: WgradPolicy = WgradPolicy()
+    wgrad: WgradPolicy = field(default_factory=WgradPolicy)
     reduce_in_fp32: bool = True
     """Whether main gradients are float32, whatever the dtype."""
     loss_scale: float | None = None
@@ -88,7 +88,6 @@ class Case:
             extras.append(f"shard{self.shard_gradients}")
         if self.sequence_parallel:
             extras.append("sp")
-        if self.wgrad.gather is not WgradGather.KEEP:
             extras.append(self.wgrad.gather.value)
         if self.clip_grad:
             extras.append("clip")

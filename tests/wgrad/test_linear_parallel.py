@@ -62,7 +62,7 @@ def test_same_numbers_as_a_dense_product(case: Case, results: dict[Case, list[di
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_w_communicates_nothing(case: Case, results: dict[Case, list[dict[str, Any]]]) -> None:
+def test_w_communicates_nothing_where_b_keeps_what_it_gathered(case: Case, results: dict[Case, list[dict[str, Any]]]) -> None:
     for rank in results[case]:
         assert rank["collectives in W"] == 0
         assert rank["collectives in F and B"] == MICROBATCHES * (3 if case.sequence_parallel else int(case.reduce_input_grad))
@@ -134,12 +134,14 @@ def run_ours(case: Case, group: dist.ProcessGroup) -> tuple[dict[str, list[Tenso
     """F and B of every microbatch, then every W. Any warning of ours is an error."""
     from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
     from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
+    from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
     from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
 
     weight, bias = shards(case, group)
     parameter = torch.nn.Parameter(weight)
     bias = None if bias is None else torch.nn.Parameter(bias)
-    store = WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate))
+    policy = WgradPolicy(gather=WgradGather.KEEP)
+    store = WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate), policy=policy)
     how = LinearSplit(SplitWeight("weight", parameter), store)
     outputs, input_grads = [], []
     with warnings.catch_warnings(), CollectiveCount() as during_b:

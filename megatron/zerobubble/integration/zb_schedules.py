@@ -7,6 +7,7 @@ With the choice "stock" the function *is* megatron-core's own, untouched: the ba
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -26,7 +27,7 @@ from megatron.zerobubble.integration.chunk_work import ChunkWork, Iteration
 from megatron.zerobubble.integration.data_parallel import start_first_gathers
 from megatron.zerobubble.integration.rewind import Replayed, Rewind
 from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
-from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.passes import forward_only as only_forward
 from megatron.zerobubble.plan.passes import group_weight_gradients
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
@@ -299,6 +300,7 @@ class PipelineSchedule:
             start_first_gathers(self._chunks)
         profiles = self.profiler if self.profiler is not None and not iteration.forward_only else nullcontext()
         self._store.keeps_order = self.profiler is not None  # what each op takes and holds is the plan's business
+        self._store.due_at_once = _due_at_once(program, self._rank)
         try:
             with profiles:
                 if self.before_gradients is not None and not iteration.forward_only:
@@ -402,6 +404,17 @@ class PipelineSchedule:
             cp_group=parallel_state.get_context_parallel_group(),
         )
         return tuple(shape)
+
+
+def _due_at_once(program: Program, rank: int) -> frozenset[tuple[int, int]]:
+    """The (chunk, microbatch) pairs of a rank whose W comes right after their B."""
+    ops = [step.op for step in program.steps[rank]]
+    chunk_of = program.plan.placement.chunk_of
+    return frozenset(
+        (chunk_of(op.stage), op.microbatch)
+        for op, after in itertools.pairwise(ops)
+        if (op.kind, after.kind) == (OpKind.B, OpKind.W) and (op.stage, op.microbatch) == (after.stage, after.microbatch)
+    )
 
 
 class _Observer(Recorder):

@@ -94,8 +94,9 @@ def _stage_memory(stage: int, changes: Mapping[tuple[int, OpKind], float]) -> St
     activation = max(0.0, changes.get((stage, OpKind.F), 0.0))
     left = 0.0
     if (stage, OpKind.W) in changes:
-        left = activation + changes.get((stage, OpKind.B), 0.0)
-    return StageMemory(activation=activation, after_backward=min(max(0.0, left), activation))
+        left = max(0.0, activation + changes.get((stage, OpKind.B), 0.0))
+    # Under sequence parallelism B can leave more than F did: it gathers. A plan's B gives back, so there it counts from F on.
+    return StageMemory(activation=max(activation, left), after_backward=left)
 
 
 class _LiveStorages(TorchDispatchMode):

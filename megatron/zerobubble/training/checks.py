@@ -210,7 +210,7 @@ def _check_writable(flag: str, given: str, folder: Path) -> None:
 
 def _check_tensor_parallel(settings: Settings) -> None:
     gather = settings.zero_bubble.zero_bubble_wgrad_gather
-    if gather != "keep" and (settings.zero_bubble.schedule == "stock" or not settings.parallel.sequence_parallel):
+    if gather is not None and (settings.zero_bubble.schedule == "stock" or not settings.parallel.sequence_parallel):
         raise ConfigError(
             f"--zero-bubble-wgrad-gather {gather} says what W gathers along the sequence: it needs --sequence-parallel and a "
             "schedule of ours (--enable-zero-bubble); leave it out, or add those"

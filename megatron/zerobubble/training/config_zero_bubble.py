@@ -86,10 +86,10 @@ class ZeroBubbleConfig:
     """When a rank has been in one op for so long, or waiting for one message, every rank says where it stands, and the job ends.
     0: nobody looks. Default: half of --distributed-timeout-minutes. The first iteration may take longer."""
 
-    zero_bubble_wgrad_gather: str = field(default="keep", metadata={"metavar": "keep|input|both"})
-    """With --sequence-parallel: what W gathers over the tensor-parallel ranks instead of keeping what B gathered. keep: nothing, W
-    needs nobody. input: the inputs of column-parallel layers, which B then does not gather; as much is sent, and less held from B
-    to W. both: the output gradients of row-parallel layers again, too; least is held, and one gather a layer is added."""
+    zero_bubble_wgrad_gather: str | None = field(default=None, metadata={"metavar": "keep|input|both"})
+    """With --sequence-parallel: what W gathers over the tensor-parallel ranks, instead of keeping what B gathered. keep: nothing.
+    input (the default): inputs of column-parallel layers, which B then does not gather: as much is sent, and less held from B to
+    W. both: also the output gradients of row-parallel layers, a second time: least is held, and more sent."""
     zero_bubble_overlap_tensor_parallel: bool = True
     """With tensor parallelism: while B's input gradient is summed over the tensor-parallel ranks, wait, instead of computing
     a product of a W that is due later. The results are the same bits."""
@@ -108,7 +108,8 @@ class ZeroBubbleConfig:
     """Where that copy is kept: beside the weights, or in host memory."""
 
     def __post_init__(self) -> None:
-        one_of(self.zero_bubble_wgrad_gather, ("keep", "input", "both"), "--zero-bubble-wgrad-gather")
+        if self.zero_bubble_wgrad_gather is not None:
+            one_of(self.zero_bubble_wgrad_gather, ("keep", "input", "both"), "--zero-bubble-wgrad-gather")
         one_of(self.post_validation_rollback, ("exact", "inverse"), "--post-validation-rollback")
         one_of(self.post_validation_snapshot, ("device", "host"), "--post-validation-snapshot")
         not_negative(self, "zero_bubble_watchdog_seconds")

@@ -6,6 +6,7 @@ What is named differently there, or means something only together with the devic
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -136,9 +137,9 @@ def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
 def wgrad_policy(settings: Settings) -> WgradPolicy:
     """How weight gradients use the tensor-parallel link."""
     zero_bubble = settings.zero_bubble
-    return WgradPolicy(
-        gather=WgradGather(zero_bubble.zero_bubble_wgrad_gather), runs_ahead=zero_bubble.zero_bubble_overlap_tensor_parallel
-    )
+    policy = WgradPolicy(runs_ahead=zero_bubble.zero_bubble_overlap_tensor_parallel)
+    given = zero_bubble.zero_bubble_wgrad_gather
+    return policy if given is None else replace(policy, gather=WgradGather(given))
 
 
 def optimizer_config(settings: Settings, *, timers: Any) -> OptimizerConfig:

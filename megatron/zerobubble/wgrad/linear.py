@@ -6,7 +6,7 @@ dimension: forward gathers it, B reduce-scatters the input gradient and gathers 
 of the input gradient, so that W itself communicates nothing; or leaves the slice to W, which gathers it (`sharing`).
 
 While the input gradient is being summed over the tensor-parallel ranks nothing of this B can run: whoever comes next needs the
-sum. The fused backward ran its own weight gradient then; this one runs a product of an older W out of the store, if any waits.
+sum. The fused backward ran its own weight gradient then; this one runs a product that waits in the store, if there is one.
 
 The sums are those of megatron-core's own linear (arXiv 1909.08053, section 3, for where the collectives stand), so the results
 are the same bits.
@@ -117,7 +117,7 @@ class _SplitLinear(torch.autograd.Function):
         else:
             how.store.put(how.split, grad_output, input_)
         if reducing is not None:
-            how.store.run_ahead()
+            how.store.run_ahead(weight.numel())
             # On CUDA this holds back the stream, not the host: the product is queued behind the GEMM above and beside the sum.
             reducing.wait()
         return grad_input, None, grad_bias, None, None, None, None

@@ -1,16 +1,19 @@
 """How weight gradients and tensor parallelism share the link: who gathers W's operands, and what runs while B's sum travels.
 
 Under sequence parallelism (arXiv 2205.05198) an operand of W is a slice along the sequence that has to be gathered: of a
-column-parallel linear the input, of a row-parallel one the output gradient, which B had to gather anyway. Per linear, with n the
-bytes of the whole operand and t ranks:
+column-parallel linear the input, of a row-parallel one the output gradient, which B has to gather anyway. With n the bytes of the
+whole operand and t ranks, a linear gathers it, and holds it from B to W:
 
-============  ============================  ================================  ===================
-`WgradGather`  column: gathered / held       row: gathered / held              W communicates
-============  ============================  ================================  ===================
-KEEP          by B / n                      by B / n                          nothing
-INPUT         by W / n/t                    by B / n                          what B no longer does
-BOTH          by W / n/t                    by B and again by W / n/t         one gather more
-============  ============================  ================================  ===================
+==============  =======================  ============================
+`WgradGather`   column-parallel          row-parallel
+==============  =======================  ============================
+KEEP            in B, n held             in B, n held
+INPUT           in W, n/t held           in B, n held
+BOTH            in W, n/t held           in B and again in W, n/t held
+==============  =======================  ============================
+
+KEEP and INPUT send the same. A transformer layer holds, in units of one activation [s, b, h] and without what is sharded anyway
+(12/t): 4, 2 + 2/t, and 4/t. See ADR 15.
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ class WgradGather(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class WgradPolicy:
-    """What the split does with the tensor-parallel link. The default is the one whose W needs nobody."""
+    """What the split does with the tensor-parallel link."""
 
-    gather: WgradGather = WgradGather.KEEP
-    """Under sequence parallelism: what W gathers."""
+    gather: WgradGather = WgradGather.INPUT
+    """Under sequence parallelism: what W gathers. By default as much as can be without sending more than the fused backward."""
     runs_ahead: bool = True
     """While B's input gradient is being summed over the tensor-parallel ranks, compute a product of a W that waits."""
 

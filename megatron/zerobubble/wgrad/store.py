@@ -5,8 +5,8 @@ rank and is an argument wherever it is needed. Entries are keyed by (chunk, micr
 
 Invariants: W only runs what B has put, once; an iteration ends with an empty store; a weight gradient is computed exactly once.
 
-A product may run before its W, while a later B waits for a collective (`run_ahead`). It is always one of the oldest W's, so that
-each weight still adds its microbatches in ascending order, to the same bits; and who waits for the weight hears of it in its W.
+A product may run before its W, while a B waits for a collective (`run_ahead`). Each weight still adds its microbatches in
+ascending order, to the same bits; and who waits for the weight hears of it in its W.
 """
 
 from __future__ import annotations
@@ -189,6 +189,8 @@ class WeightGradStore:
         self.policy = WgradPolicy() if policy is None else policy
         self.keeps_order = False
         """While True no product runs before its W: for iterations in which what an op takes and holds is measured."""
+        self.due_at_once: frozenset[tuple[int, int]] = frozenset()
+        """The (chunk, microbatch) pairs whose W the plan has right after their B."""
         self._entries: dict[tuple[int, int], list[_Entry]] = {}
         self._groups: dict[int, _Group] = {}
         """By chunk, the group of which some parts have run."""
@@ -271,22 +273,30 @@ class WeightGradStore:
         self._open.append(_Entry(split, grad_output, input_, gather_grad_over, gather_input_over))
 
     @torch.no_grad()
-    def run_ahead(self) -> bool:
-        """Compute one product of the oldest W that waits, now; its W then has one less to compute.
+    def run_ahead(self, most: int) -> bool:
+        """Compute one product that waits, now; its W then has one less to compute.
 
-        Called from a B whose collective is in flight. What has to be gathered first is left alone: it would queue behind that
-        collective. The choice follows from the order of ops alone, so that data-parallel peers make the same one.
+        Called from a B whose collective is in flight. It is the first of the oldest W that fits; where none waits, and this B's W
+        comes right after it anyway, one that this B has put. What has to be gathered first is left alone: it would queue behind
+        that collective. The choice follows from the order of ops alone, so that data-parallel peers make the same one.
+
+        Args:
+            most: largest weight, in elements, whose product may run: B's gradient goes upstream later by what it takes longer
+                than the collective.
 
         Returns:
             Whether there was one.
         """
         if self._fused or self.keeps_order or not self.policy.runs_ahead:
             return False
-        for key, entries in self._entries.items():  # in the order of their Bs, and so per chunk in that of their Ws
+        waiting = [*self._entries.items()]  # in the order of their Bs, and so per chunk in that of their Ws
+        if self._open is not None and self._open_key in self.due_at_once:
+            waiting.append((self._open_key, self._open))
+        for key, entries in waiting:
             for index, entry in enumerate(entries):
-                # All of a weight are whole, so none that is older is passed over. A weight that is given an accumulator for the
-                # time of its W has none now.
-                if entry.is_whole and not entry.split.before:
+                # All hold for every product of a weight or for none, so no older one of this weight is passed over. A weight that is
+                # given an accumulator for the time of its W has none now.
+                if entry.is_whole and entry.split.weight.numel() <= most and not entry.split.before:
                     del entries[index]
                     self.kernel.accumulate(entry.split.accumulator(), entry.grad_output, entry.input)
                     self._ahead.setdefault(key, []).append(entry.split)

@@ -1,0 +1,291 @@
+"""Who gathers W's operands, and products that run while a sum over the tensor-parallel ranks travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
+from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
+from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
+from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
+from tests.support.ranks import RankPool
+from tests.wgrad.test_linear_parallel import CollectiveCount
+
+SEQUENCE, BATCH, IN, OUT, RANKS = 8, 2, 6, 10, 2
+TOKENS = SEQUENCE * BATCH
+PLAIN = WgradKernel(KernelKind.PLAIN, plain_accumulate)
+
+
+# -- products before their W ----------------------------------------------------------------------------------------------
+
+
+def put(store: WeightGradStore, splits: list[SplitWeight], microbatch: int, *, chunk: int = 0, fused: bool = False) -> None:
+    """A B that leaves one product a weight."""
+    generator = torch.Generator().manual_seed(microbatch)
+    store.begin(chunk, microbatch, fused=fused)
+    for split in splits:
+        store.put(split, torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator))
+    store.end()
+
+
+def make(num_weights: int = 2, policy: WgradPolicy | None = None) -> tuple[WeightGradStore, list[SplitWeight]]:
+    store = WeightGradStore(PLAIN, policy=policy)
+    return store, [SplitWeight(f"w{index}", torch.nn.Parameter(torch.zeros(3, 2))) for index in range(num_weights)]
+
+
+def test_products_ahead_leave_the_same_bits_and_are_reported_in_their_w() -> None:
+    (store, splits), (plain, expected) = make(), make()
+    told: list[str] = []
+    for split in splits:
+        split.hooks.append(lambda name=split.name: told.append(name))
+    for microbatch in range(3):
+        put(store, splits, microbatch)
+        put(plain, expected, microbatch)
+    assert [store.run_ahead(6) for _ in range(3)] == [True, True, True]  # both of microbatch 0 and one of microbatch 1
+    assert told == []
+    assert store.pending == {(0, 0), (0, 1), (0, 2)}
+    for microbatch in range(3):
+        store.run(0, microbatch)
+        plain.run(0, microbatch)
+        assert sorted(told) == ["w0", "w1"]
+        told.clear()
+    store.check_empty()
+    for ours, theirs in zip(splits, expected, strict=True):
+        assert torch.equal(ours.weight.grad, theirs.weight.grad)
+
+
+def test_a_weight_used_twice_is_reported_once_when_half_of_it_ran_ahead() -> None:
+    store, (split,) = make(1)
+    told: list[int] = []
+    split.hooks.append(lambda: told.append(1))
+    put(store, [split, split], 0)
+    assert store.run_ahead(6)
+    store.run(0, 0)
+    assert told == [1]
+
+
+def test_what_ran_ahead_is_freed() -> None:
+    store, splits = make()
+    put(store, splits, 0)
+    before = store.pending_bytes
+    store.run_ahead(6)
+    assert store.pending_bytes == before // 2
+
+
+def test_nothing_runs_ahead_where_it_must_not() -> None:
+    store, splits = make()
+    assert not store.run_ahead(6), "nothing waits"
+    put(store, splits, 0)
+    store.keeps_order = True
+    assert not store.run_ahead(6), "what ops take is being measured"
+    store.keeps_order = False
+    store.begin(0, 1, fused=True)
+    assert not store.run_ahead(6), "a fused backward has products of its own"
+    store.end()
+    off, splits = make(policy=WgradPolicy(runs_ahead=False))
+    put(off, splits, 0)
+    assert not off.run_ahead(6)
+
+
+def test_a_b_runs_its_own_products_ahead_only_where_its_w_is_next() -> None:
+    """Else B would be the fused backward again, and its gradient late for nothing."""
+    store, (split,) = make(1)
+    store.due_at_once = frozenset({(0, 1)})
+    for microbatch, is_next in ((0, False), (1, True)):
+        store.begin(0, microbatch, fused=False)
+        store.put(split, torch.ones(4, 3), torch.ones(4, 2))
+        assert store.run_ahead(6) is is_next
+        store.end()
+        store.run(0, microbatch)
+    assert torch.equal(split.weight.grad, torch.full((3, 2), 8.0))
+
+
+def test_a_product_that_is_too_large_waits() -> None:
+    store = make(0)[0]
+    head = SplitWeight("head", torch.nn.Parameter(torch.zeros(30, 2)))
+    layer = SplitWeight("layer", torch.nn.Parameter(torch.zeros(3, 2)))
+    store.begin(0, 0, fused=False)
+    for split in (head, layer):
+        store.put(split, torch.ones(4, len(split.weight)), torch.ones(4, 2))
+    store.end()
+    assert [store.run_ahead(6), store.run_ahead(6)] == [True, False]
+    assert head.weight.grad is None
+    assert layer.weight.grad is not None
+    store.run(0, 0)
+    assert head.weight.grad is not None
+
+
+def test_an_iteration_that_fails_leaves_nothing_of_what_ran_ahead() -> None:
+    store, splits = make()
+    told: list[int] = []
+    splits[0].hooks.append(lambda: told.append(1))
+    put(store, splits, 0)
+    store.run_ahead(6)
+    store.clear()
+    put(store, [splits[1]], 0)
+    store.run(0, 0)
+    assert told == []
+
+
+# -- while the sum travels --------------------------------------------------------------------------------------------------
+
+
+def test_a_product_runs_while_the_sum_is_in_flight(four_ranks: RankPool) -> None:
+    """The odd ranks join the sum only after they have heard that the even ranks' product has run. Were the sum waited for first,
+    everybody would wait for ever."""
+    even, odd = {"in flight when the product ran": True}, {"in flight when the product ran": None}
+    assert four_ranks.run(run_in_flight) == [even, odd] * 2
+
+
+def run_in_flight(rank: int) -> dict[str, Any]:
+    """Two microbatches of a column-parallel linear: the second B finds the first one's W waiting."""
+    with tensor_parallel_group() as group:
+        peer, store = rank ^ 1, WeightGradStore(PLAIN)
+        weight = torch.nn.Parameter(torch.ones(OUT, IN))
+        how = LinearSplit(SplitWeight("weight", weight), store)
+        flight = _Flight(waits_for=peer if rank % 2 else None)
+        outputs = [_column(how, group) for _ in range(2)]
+        backward(store, 0, outputs[0], torch.ones_like(outputs[0]))
+        seen: list[bool] = []
+
+        def accumulate(accumulator: Tensor, grad_output: Tensor, input_: Tensor) -> None:
+            plain_accumulate(accumulator, grad_output, input_)
+            if rank % 2 == 0:
+                seen.append(not flight.work.is_completed())
+                dist.send(torch.ones(1), peer)
+
+        store.kernel = WgradKernel(KernelKind.PLAIN, accumulate)
+        with flight:
+            backward(store, 1, outputs[1], torch.ones_like(outputs[1]))
+        store.kernel = PLAIN
+        for microbatch in range(2):
+            store.run(0, microbatch)
+        return {"in flight when the product ran": seen[0] if seen else None}
+
+
+class _Flight:
+    """Keeps the handle of the all-reduce; where `waits_for` is a rank, starts it only after a message from there."""
+
+    def __init__(self, waits_for: int | None) -> None:
+        self._waits_for = waits_for
+        self.work: Any = None
+
+    def __enter__(self) -> None:
+        self._all_reduce = dist.all_reduce
+        dist.all_reduce = self._late
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_reduce = self._all_reduce
+
+    def _late(self, tensor: Tensor, **kwargs: Any) -> Any:
+        if self._waits_for is not None:
+            dist.recv(torch.zeros(1), self._waits_for)
+        self.work = self._all_reduce(tensor, **kwargs)
+        return self.work
+
+
+# -- who gathers --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """What one policy did with one microbatch of a linear."""
+
+    collectives_in_b: int
+    collectives_in_w: int
+    held_floats: int
+    gradient: Tensor
+    input_grad: Tensor
+
+
+@pytest.fixture(scope="module")
+def gatherings(four_ranks: RankPool) -> list[dict[tuple[str, WgradGather, bool], Gathering]]:
+    return four_ranks.run(run_gatherings)
+
+
+KEEP, INPUT, BOTH = WgradGather
+FULL_X, FULL_DY = TOKENS * IN, TOKENS * OUT
+
+
+@pytest.mark.parametrize(
+    ("linear", "gather", "fused", "in_b", "in_w", "held"),
+    [
+        ("column", KEEP, False, 2, 0, FULL_X + FULL_DY),
+        ("column", INPUT, False, 1, 1, FULL_X // RANKS + FULL_DY),
+        ("column", BOTH, False, 1, 1, FULL_X // RANKS + FULL_DY),
+        ("column", BOTH, True, 2, 0, 0),
+        ("row", KEEP, False, 0, 0, FULL_X + FULL_DY),
+        ("row", INPUT, False, 0, 0, FULL_X + FULL_DY),
+        ("row", BOTH, False, 0, 1, FULL_X + FULL_DY // RANKS),
+        ("row", BOTH, True, 0, 0, 0),
+    ],
+)
+def test_collectives_and_what_is_held(
+    gatherings: Any, linear: str, gather: WgradGather, fused: bool, in_b: int, in_w: int, held: int
+) -> None:
+    for rank in gatherings:
+        result, kept = rank[linear, gather, fused], rank[linear, KEEP, False]
+        assert (result.collectives_in_b, result.collectives_in_w, result.held_floats) == (in_b, in_w, held)
+        assert torch.equal(result.gradient, kept.gradient)
+        assert torch.equal(result.input_grad, kept.input_grad)
+
+
+def run_gatherings(rank: int) -> dict[tuple[str, WgradGather, bool], Gathering]:
+    with tensor_parallel_group() as group:
+        return {
+            (linear, gather, fused): _gathering(linear, gather, fused, group)
+            for linear in ("column", "row")
+            for gather in WgradGather
+            for fused in (False, True)
+        }
+
+
+def _gathering(linear: str, gather: WgradGather, fused: bool, group: dist.ProcessGroup) -> Gathering:
+    store = WeightGradStore(PLAIN, policy=WgradPolicy(gather=gather))
+    weight = torch.nn.Parameter(torch.randn(OUT, IN, generator=torch.Generator().manual_seed(1)))
+    how = LinearSplit(SplitWeight("weight", weight), store, group if linear == "row" else None)
+    x = _input(group, SEQUENCE // RANKS if linear == "column" else SEQUENCE).requires_grad_()
+    output = split_linear(x * 1, weight, None, how, sequence_parallel=linear == "column", group=group)
+    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))  # gathered: the same on all ranks
+    with CollectiveCount() as in_b:
+        backward(store, 0, output, gradient, fused=fused)
+    held = store.pending_bytes // 4
+    with CollectiveCount() as in_w:
+        if not fused:
+            store.run(0, 0)
+    assert weight.grad is not None
+    assert x.grad is not None
+    return Gathering(in_b.count, in_w.count, held, weight.grad, x.grad)
+
+
+@contextmanager
+def tensor_parallel_group() -> Iterator[dist.ProcessGroup]:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
+    yield parallel_state.get_tensor_model_parallel_group()
+    parallel_state.destroy_model_parallel()
+
+
+def backward(store: WeightGradStore, microbatch: int, output: Tensor, gradient: Tensor, *, fused: bool = False) -> None:
+    store.begin(0, microbatch, fused=fused)
+    output.backward(gradient)
+    store.end()
+
+
+def _column(how: LinearSplit, group: dist.ProcessGroup) -> Tensor:
+    x = _input(group, SEQUENCE).requires_grad_()
+    return split_linear(x, how.split.weight, None, how, reduce_input_grad=True, group=group)
+
+
+def _input(group: dist.ProcessGroup, length: int) -> Tensor:
+    """[length, batch, in], different on each rank of the group."""
+    return torch.randn(length, BATCH, IN, generator=torch.Generator().manual_seed(10 + dist.get_rank(group)))
