@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
 from megatron.zerobubble.integration.host import HostDevice
 from megatron.zerobubble.integration.layout import embedding_ranks, pipeline_layout
@@ -67,11 +68,15 @@ class Case:
     optimizer: str = "adam"
     adam_eps: float = 1e-8
     sequence_parallel: bool = False
+    context_parallel: int = 1
+    attention: bool = True
+    """False where sequences are shared: megatron-core's local attention takes whole ones."""
     wgrad: WgradPolicy = field(default_factory=WgradPolicy)
     reduce_in_fp32: bool = True
     """Whether main gradients are float32, whatever the dtype."""
     loss_scale: float | None = None
     """With float16 a constant one; None scales dynamically."""
+    initial_loss_scale: float = 1024.0
 
     def __str__(self) -> str:
         extras = [
@@ -138,7 +143,11 @@ class Trainer:
         if parallel_state.model_parallel_is_initialized():  # by a test that ended early
             _forget_groups()
         parallel_state.initialize_model_parallel(
-            case.tensor_parallel, case.num_ranks, virtual, **embedding_ranks(choice.placement)
+            case.tensor_parallel,
+            case.num_ranks,
+            virtual,
+            context_parallel_size=case.context_parallel,
+            **embedding_ranks(choice.placement),
         )
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
@@ -193,6 +202,7 @@ class Trainer:
             transformer_impl="local",
             tensor_model_parallel_size=case.tensor_parallel,
             sequence_parallel=case.sequence_parallel,
+            context_parallel_size=case.context_parallel,
             pipeline_model_parallel_size=case.num_ranks,
             virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
             pipeline_model_parallel_layout=pipeline_layout(layers, placement),
@@ -241,7 +251,8 @@ class Trainer:
             clip_grad=self.case.clip_grad,
             bf16=self.case.dtype is torch.bfloat16,
             fp16=self.case.dtype is torch.float16,
-            initial_loss_scale=1024.0,
+            initial_loss_scale=self.case.initial_loss_scale,
+            hysteresis=1,
             loss_scale=self.case.loss_scale,
             params_dtype=self.case.dtype,
             use_distributed_optimizer=self.case.distributed_optimizer,
@@ -265,7 +276,10 @@ class Trainer:
     def _layers(self, vp_stage: int | None) -> Any:
         if self.case.sequence_parallel:
             return stage_layers(self.config, vp_stage=vp_stage)
-        return get_gpt_layer_local_spec(normalization=self.config.normalization)
+        layer = get_gpt_layer_local_spec(normalization=self.config.normalization)
+        if not self.case.attention:
+            layer.submodules.self_attention, layer.submodules.self_attn_bda = IdentityOp, IdentityFuncOp
+        return layer
 
     def _load(self, initial: Tensors) -> None:
         with torch.no_grad():
@@ -335,12 +349,16 @@ class Trainer:
         for microbatch in range(self.case.num_microbatches):
             generator = torch.Generator().manual_seed(100_000 * copy + 1000 * step + microbatch)
             text = torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE + 1), generator=generator)
-            yield text[:, :-1].contiguous(), text[:, 1:].contiguous()
+            yield self._part(text[:, :-1]), self._part(text[:, 1:])
+
+    def _part(self, sequences: torch.Tensor) -> torch.Tensor:
+        """What this context-parallel rank sees of [batch, sequence]."""
+        return sequences.chunk(self.case.context_parallel, dim=1)[parallel_state.get_context_parallel_rank()].contiguous()
 
     def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         """megatron-core's contract: the output and a loss function."""
         tokens, labels = next(iterator)
-        positions = torch.arange(SEQUENCE).expand(MICRO_BATCH, SEQUENCE)
+        positions = self._part(torch.arange(SEQUENCE).expand(MICRO_BATCH, SEQUENCE))
         output = model(tokens, positions, None, labels=labels)
 
         def loss_func(per_token: torch.Tensor) -> tuple[Any, ...]:
@@ -348,7 +366,7 @@ class Trainer:
             mean = total.detach() / per_token.numel()
             if self.case.per_token_loss:
                 return total, torch.tensor(per_token.numel(), dtype=torch.int), {"lm loss": mean}
-            return total / per_token.numel(), {"lm loss": mean}
+            return total / per_token.numel() / self.case.context_parallel, {"lm loss": mean}
 
         return output, loss_func
 
@@ -397,6 +415,11 @@ def compare(rank: int, case: Case, reference: Case | None = None) -> Difference:
     trainer = Trainer(case, initial)
     actual = trainer.train()
     trainer.close()
+    return difference(actual, expected)
+
+
+def difference(actual: Outcome, expected: Outcome) -> Difference:
+    """How far a rank's outcome is from that of the unpipelined model."""
     gradients, gradient_name = _largest(actual.gradients, expected.gradients)
     weights, weight_name = _largest(actual.weights, expected.weights)
     pairs = [(a, b) for x, y in zip(actual.losses, expected.losses, strict=True) for a, b in zip(x, y, strict=False)]

@@ -37,6 +37,8 @@ class ParallelConfig:
     """Interleaved 1F1B: do not overlap sends and receives with compute."""
     sequence_parallel: bool = False
     """Split norms and dropout over the tensor-parallel ranks along the sequence."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence. Only 1: the layers that run here attend to whole sequences."""
     use_distributed_optimizer: bool = False
     """Split the optimizer state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
@@ -75,6 +77,12 @@ class ParallelConfig:
             raise ConfigError(
                 "--num-layers-per-virtual-pipeline-stage interleaves pipeline ranks and needs "
                 "--pipeline-model-parallel-size of at least 2, got 1"
+            )
+        if self.context_parallel_size != 1:
+            raise ConfigError(
+                f"--context-parallel-size {self.context_parallel_size} is not supported: megatron-core's local attention takes "
+                "whole sequences, and Transformer Engine's has not been run with this package; leave it out, and for long "
+                "sequences give --sequence-parallel and --recompute-granularity"
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size of at least 2, got 1")

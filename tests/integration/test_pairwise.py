@@ -1,0 +1,183 @@
+"""Features together: in these cases each pair of values that is allowed occurs at least once.
+
+To add a feature, add its values to `FEATURES` under the name of a field of `Case` (or a name that `case_of` translates), what it
+excludes to `CONSTRAINTS`, and what it does to the order of sums to `PairCase.tolerance`.
+
+A handful runs every time, another one each time; its seed is printed, and ZB_PAIRWISE_SEED=N repeats it. All run with `-m slow`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.zerobubble.integration.staged_optimizer import post_validation
+from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
+from tests.support.covering import Constraint, Row, covering_array
+from tests.support.gpt import Case, Difference, Outcome, Tensors, Trainer, difference, unpipelined
+from tests.support.ranks import RankPool
+
+FEATURES: dict[str, list[Any]] = {
+    "schedule": ["1f1b", "zb-h1", "zb-h2", "zb", "zb-interleaved", "1f1b-v", "zbv", "v-half", "v-min"],
+    "num_ranks": [2, 4],
+    "microbatches": ["few", "odd", "many"],
+    "layers": ["even", "uneven"],
+    "dtype": [torch.float32, torch.bfloat16, torch.float16],
+    "reduce_in_fp32": [True, False],
+    "tied": [False, True],
+    "llama": [False, True],
+    "recompute": [None, "full", "selective"],
+    "tensor_parallel": [1, 2],
+    "sequence_parallel": [False, True],
+    "gather": list(WgradGather),
+    "runs_ahead": [True, False],
+    "different_data": [False, True],
+    "distributed_optimizer": [False, True],
+    "overlap_grad_reduce": [False, True],
+    "per_token_loss": [False, True],
+    "dropout": [0.0, 0.1],
+    "clip_grad": [0.0, 0.1],
+    "optimizer": ["adam", "sgd"],
+    "post_validation": [False, True],
+}
+
+WORLD = 4
+
+CONSTRAINTS = [
+    Constraint(("num_ranks", "tensor_parallel"), lambda p, t: p * t <= WORLD),
+    Constraint(("num_ranks", "tensor_parallel", "different_data"), lambda p, t, differs: not differs or p * t < WORLD),
+    Constraint(("tensor_parallel", "sequence_parallel"), lambda t, splits: not splits or t > 1),
+    Constraint(("sequence_parallel", "gather"), lambda splits, gather: splits or gather is WgradGather.INPUT),
+    Constraint(("tensor_parallel", "runs_ahead"), lambda t, ahead: ahead or t > 1),
+    Constraint(("dtype", "reduce_in_fp32"), lambda dtype, fp32: fp32 or dtype is not torch.float32),
+    Constraint(("distributed_optimizer", "optimizer"), lambda shards, optimizer: not shards or optimizer == "adam"),
+]
+
+HANDFUL = 6
+
+_FUSED = {1: "1f1b", 2: "interleaved-1f1b"}
+"""By chunks a rank; under V it is 1f1b-v."""
+
+_UNEVEN = {2: "Ett|t*6L", 4: "Et|ttt|t*4|L", 8: "E|tt|t|t|t|t|t|tL"}
+"""Eight layers, by number of stages."""
+
+
+@dataclass(frozen=True)
+class PairCase(Case):
+    """A case with what only the training loop knows."""
+
+    post_validation: bool = False
+
+    @property
+    def reference(self) -> Case:
+        """What it is compared with: the unpipelined model; with dropout, whose random streams belong to chunks, the fused
+        backward of the same placement."""
+        plain = replace(self, post_validation=False)
+        if not self.dropout:
+            return plain.unpipelined
+        is_v = self.choice.placement.name == "V"
+        return replace(plain, schedule="1f1b-v" if is_v else _FUSED[self.num_chunks], max_pending_backward=None)
+
+    def tolerance(self) -> float:
+        """Largest difference, relative to a tensor's largest entry: none where sums are taken in the same order."""
+        if self.dropout or not (self.tied or self.clip_grad or self.different_data):
+            return 0.0
+        return 1e-5 if self.dtype is torch.float32 else 2.0**-6
+
+
+def case_of(row: Row) -> PairCase:
+    """The case that a row of values describes."""
+    values = dict(row)
+    num_ranks, schedule = values["num_ranks"], values["schedule"]
+    num_chunks = 2 if schedule in ("zb-interleaved", "1f1b-v", "zbv", "v-half", "v-min") else 1
+    num_microbatches = {"few": 2, "odd": num_ranks + 1, "many": 2 * num_ranks}[values.pop("microbatches")]
+    layout = _UNEVEN[num_ranks * num_chunks] if values.pop("layers") == "uneven" else None
+    wgrad = WgradPolicy(gather=values.pop("gather"), runs_ahead=values.pop("runs_ahead"))
+    return PairCase(
+        **values,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        layout=layout,
+        max_pending_backward=num_ranks + 1 if schedule == "zb" else None,
+        wgrad=wgrad,
+        num_steps=2,
+        adam_eps=1.0,  # the usual one would blow a last-bit difference of a tiny gradient up to a whole step
+    )
+
+
+ALL = [case_of(row) for row in covering_array(FEATURES, CONSTRAINTS, seed=0)]
+
+
+def test_a_handful_of_features_together(four_ranks: RankPool, request: pytest.FixtureRequest) -> None:
+    seed = int(os.environ.get("ZB_PAIRWISE_SEED") or random.SystemRandom().randrange(1_000_000))
+    request.config.get_terminal_writer().write(f" ZB_PAIRWISE_SEED={seed} ")
+    for case in random.Random(seed).sample(ALL, HANDFUL):
+        _check(four_ranks.run(compare_pair, case), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL, ids=[f"{index:02}-{case}" for index, case in enumerate(ALL)])
+def test_every_pair_of_features(four_ranks: RankPool, case: PairCase) -> None:
+    _check(four_ranks.run(compare_pair, case), case)
+
+
+def _check(differences: list[Difference], case: PairCase) -> None:
+    tolerance = case.tolerance()
+    for rank, found in enumerate(differences):
+        assert found.losses <= 10 * tolerance, (rank, found, case)
+        assert found.weights <= tolerance, (rank, found, case)
+        # With the distributed optimizer a rank's gradients are its own shard's; early steps zero them before they are looked at.
+        assert found.gradients <= tolerance or case.distributed_optimizer, (rank, found, case)
+
+
+# -- on the ranks -----------------------------------------------------------------------------------------------------------
+
+
+def compare_pair(rank: int, case: PairCase) -> Difference:
+    """Train as the reference and as the case says."""
+    initial, expected = unpipelined(case.reference)
+    trainer = Trainer(case, initial)
+    actual = _train_early(trainer) if case.post_validation else trainer.train()
+    trainer.close()
+    return difference(actual, expected)
+
+
+def _train_early(trainer: Trainer) -> Outcome:
+    """Like `Trainer.train`, with every step taken before it is known to be right."""
+    case = trainer.case
+    steps = post_validation(
+        trainer.optimizer, is_eager=True, patience=0, rollback="exact", snapshot_on_host=False, on_host=trainer.host.on_host
+    )
+    norms: list[float] = []
+
+    def note() -> bool:
+        verdict = steps.validate()
+        if verdict is not None:
+            norms.append(verdict.norm)
+        return verdict is not None and verdict.is_amended
+
+    def before_gradients() -> bool:
+        is_wrong = note()
+        for chunk in trainer.built.chunks:
+            chunk.zero_grad_buffer()
+        trainer.optimizer.zero_grad()
+        return is_wrong
+
+    trainer.schedule.before_gradients = before_gradients
+    losses, gradients = [], dict[str, torch.Tensor]()
+    for step in range(case.num_steps):
+        losses.append(trainer.forward_backward(step))
+        gradients = gradients or _gradients(trainer)
+        steps.step()
+    note()
+    steps.close()
+    return Outcome(losses, gradients, trainer.snapshot(), norms)
+
+
+def _gradients(trainer: Trainer) -> Tensors:
+    return {name: parameter.main_grad.detach().clone() for name, parameter in trainer.parameters()}
