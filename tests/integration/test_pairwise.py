@@ -85,7 +85,8 @@ class PairCase(Case):
 
     def tolerance(self) -> float:
         """Largest difference, relative to a tensor's largest entry: none where sums are taken in the same order."""
-        if self.dropout or not (self.tied or self.clip_grad or self.different_data):
+        loses = self.dtype is torch.float16 and not self.reduce_in_fp32  # bits of tiny gradients, by the number of copies
+        if self.dropout or not (self.tied or self.clip_grad or self.different_data or loses):
             return 0.0
         return 1e-5 if self.dtype is torch.float32 else 2.0**-6
 

@@ -212,7 +212,7 @@ def test_batch_and_data_parallelism() -> None:
         ("--data-path x", 4, "--mock-data and --data-path are both given"),
         ("--lr much", 4, "argument --lr: invalid float value: 'much'"),
         ("--optimizer adagrad", 4, "argument --optimizer: invalid choice: 'adagrad'"),
-        ("--context-parallel-size 2", 4, "--context-parallel-size 2 is not supported: megatron-core's local attention takes whole"),
+        ("--context-parallel-size 2", 4, "--context-parallel-size 2 is not supported: megatron-core's local"),
         ("--zero-bubble-wgrad-gather some", 4, "--zero-bubble-wgrad-gather"),
         ("--zero-bubble-wgrad-gather keep --enable-zero-bubble", 4, "it needs --sequence-parallel"),
         ("--zero-bubble-v", 4, "unrecognized arguments: --zero-bubble-v"),
