@@ -26,7 +26,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 0.0), (FP16, 2.0**-10)])
 def test_main_gradients_in_the_weights_precision(four_ranks: RankPool, base: Case, dtype: torch.dtype, tolerance: float) -> None:
-    """Every addition is rounded to 16 bits on both sides, microbatch by microbatch in the same order. In fp16 the smallest numbers
+    """Every addition is rounded to 16 bits on both sides, microbatch by microbatch in one order. In fp16 the smallest numbers
     have fewer bits, and dividing by the number of copies (2, and 4 in the reference) loses some: a last bit, 2^-10."""
     case = replace(base, dtype=dtype, reduce_in_fp32=False, adam_eps=1.0)
     for difference in four_ranks.run(compare, case):
