@@ -294,8 +294,8 @@ class WeightGradStore:
             waiting.append((self._open_key, self._open))
         for key, entries in waiting:
             for index, entry in enumerate(entries):
-                # All hold for every product of a weight or for none, so no older one of this weight is passed over. A weight that is
-                # given an accumulator for the time of its W has none now.
+                # All hold for every product of a weight or for none, so no older one of this weight is passed over. A weight that
+                # is given an accumulator for the time of its W has none now.
                 if entry.is_whole and entry.split.weight.numel() <= most and not entry.split.before:
                     del entries[index]
                     self.kernel.accumulate(entry.split.accumulator(), entry.grad_output, entry.input)
