@@ -76,5 +76,5 @@ def _copy_states(part: Any, model_parameter: torch.Tensor, tensors: dict[str, to
     group, place = part.model_param_group_index_map[model_parameter]
     master = part.optimizer.param_groups[group]["params"][place]
     for name, target in {"param": master, **part.optimizer.state[master]}.items():
-        if name != "step":
+        if name != "step" and name in tensors:  # a checkpoint of fp32 weights may have no copy of them
             target.detach().copy_(tensors[name])

@@ -24,6 +24,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.integration.optimizer_kinds import OptimizerKind, ask_for, kind_of, stored_kind, translate
 from megatron.zerobubble.integration.torch_optimizer import load_state, prepare_to_load
 from megatron.zerobubble.training.checkpoint_files import inspect_checkpoint
 from megatron.zerobubble.training.checkpoint_folder import existing_directory, tracked_iteration
@@ -124,13 +125,14 @@ def _load_from(trainee: Trainee, directory: Path) -> Restored:
         if loads_optimizer:
             prepare_to_load(optimizer)
             wanted["optimizer"] = optimizer.sharded_state_dict(dict(wanted), is_loading=True, metadata=dict(_SHARDING))
+            ask_for(wanted["optimizer"], stored=stored_kind(common["optimizer"]), own=kind_of(optimizer))
         if loads_rng:
             wanted["rng"] = _rng_state()
         state = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
         for name, stage in _named_stages(trainee):
             stage.load_state_dict(state[name])
         if loads_optimizer:
-            _load_optimizer(trainee, state)
+            _load_optimizer(trainee, state, stored=stored_kind(common["optimizer"]))
         else:
             optimizer.reload_model_params()
     if loads_rng:
@@ -200,10 +202,12 @@ def _check_optimizer(common: dict[str, Any], trainee: Trainee, directory: Path) 
             )
 
 
-def _load_optimizer(trainee: Trainee, state: dict[str, Any]) -> None:
+def _load_optimizer(trainee: Trainee, state: dict[str, Any], *, stored: OptimizerKind) -> None:
     """Optimizer and scheduler. The optimizer's groups carry learning rates of their own, which follow the same decision."""
     groups = [(group["max_lr"], group["min_lr"]) for group in trainee.optimizer.param_groups]
-    load_state(trainee.optimizer, state["optimizer"])
+    load_state(trainee.optimizer, translate(state["optimizer"], stored=stored, own=kind_of(trainee.optimizer)))
+    if stored is OptimizerKind.PLAIN:
+        trainee.optimizer.reload_model_params()  # which are its master weights
     if trainee.settings.optim.override_opt_param_scheduler:
         for group, (max_lr, min_lr) in zip(trainee.optimizer.param_groups, groups, strict=True):
             group["max_lr"], group["min_lr"] = max_lr, min_lr

@@ -1,0 +1,43 @@
+"""Checkpoints between kinds of optimizers, on one rank: training goes on bit for bit. Between layouts: tests/training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training import checkpointing
+from megatron.zerobubble.training.saving import Saver
+from tests.support.trainees import train, trainee_of
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+DISTRIBUTED = ["--use-distributed-optimizer"]
+
+
+def saved(flags: list[str], folder: Path) -> None:
+    with trainee_of(0, [*flags, "--save", str(folder)]) as (trainee, store):
+        train(trainee, first=1, last=2)
+        Saver(trainee, store).save(iteration=2, consumed_samples=16)
+
+
+def continued(flags: list[str], folder: Path) -> list[float]:
+    with trainee_of(0, [*flags, "--load", str(folder)]) as (trainee, _):
+        assert checkpointing.load(trainee) == checkpointing.Restored(2, 16)
+        return train(trainee, first=3, last=4)
+
+
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("writes_distributed", [True, False], ids=["distributed to plain", "plain to distributed"])
+def test_the_other_kind_goes_on_bit_for_bit(precision: list[str], writes_distributed: bool, tmp_path: Path) -> None:
+    writes, reads = (DISTRIBUTED, []) if writes_distributed else ([], DISTRIBUTED)
+    saved([*precision, *writes], tmp_path)
+    assert continued([*precision, *reads], tmp_path) == continued([*precision, *writes], tmp_path)
+
+
+def test_master_weights_are_not_given_up_silently(tmp_path: Path) -> None:
+    saved(["--bf16"], tmp_path)
+    with pytest.raises(CheckpointError, match=r"written by the plain optimizer with master weights .* --no-load-optim"):
+        continued([], tmp_path)
+    continued(["--no-load-optim", "--no-load-rng"], tmp_path)

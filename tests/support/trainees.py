@@ -1,0 +1,104 @@
+"""What a training job puts together, on the ranks of a `RankPool`: from flags to a `Trainee` that trains, saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator, unset_num_microbatches_calculator
+
+import pretrain_gpt
+from megatron.zerobubble.integration.host import HostDevice, quiet_third_parties
+from megatron.zerobubble.integration.layout import embedding_ranks
+from megatron.zerobubble.training.arguments import settings_from_argv
+from megatron.zerobubble.training.assembly import assemble, schedule_choice
+from megatron.zerobubble.training.initialize import Job, Launch, set_up_model_parallel
+from megatron.zerobubble.training.settings import Settings
+from megatron.zerobubble.training.step import Trainee, Training
+from tests.support.gpt import _forget_groups
+
+VOCABULARY = 64
+SEQUENCE = 16
+MODEL = f"--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length {SEQUENCE} --no-bias-gelu-fusion"
+RUN = "--mock-data --micro-batch-size 1 --global-batch-size 8 --lr 1e-2 --train-iters 10 --eval-iters 0 --attention-dropout 0"
+RUN += " --hidden-dropout 0 --use-cpu-initialization"
+
+
+@contextmanager
+def trainee_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Trainee, Any]]:
+    """This rank's part of a job with `flags` beside `MODEL` and `RUN`, and the job's store. All ranks must call this."""
+    with quiet_third_parties(), _trainee_of(rank, flags) as job:
+        yield job
+
+
+@contextmanager
+def _trainee_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Trainee, Any]]:
+    world_size = dist.get_world_size()
+    settings = settings_from_argv([*MODEL.split(), *RUN.split(), *flags], world_size=world_size)
+    store = dist.PrefixStore(f"job {_turn()}", dist.distributed_c10d._get_default_store())
+    host = HostDevice()
+    host.install()  # where the rank has not
+    launch = Launch(rank=rank, local_rank=rank, ranks_on_host=world_size, world_size=world_size, has_threads_set=True)
+    job = Job(launch=launch, host=host, store=store)  # type: ignore[arg-type]
+    if parallel_state.model_parallel_is_initialized():  # by a test that ended early
+        _forget_groups()
+    unset_num_microbatches_calculator()
+    choice = schedule_choice(settings)
+    set_up_model_parallel(settings, **({} if choice.is_stock else embedding_ranks(choice.placement)))
+    batch = settings.batch
+    init_num_microbatches_calculator(rank, None, settings.global_batch_size, batch.micro_batch_size, settings.data_parallel_size)
+    trainee = assemble(
+        settings,
+        job,
+        choice,
+        vocab_size=VOCABULARY,
+        model_provider=pretrain_gpt.model_provider,
+        forward_step_provider=pretrain_gpt.forward_step_provider,
+    )
+    yield trainee, store
+    if trainee.steps is not None:
+        trainee.steps.close()
+    for chunk in trainee.chunks:  # cycles that Python cannot see, as in tests.support.gpt
+        chunk.grad_accs.clear()
+    for part in getattr(trainee.optimizer, "chained_optimizers", [trainee.optimizer]):
+        vars(part).clear()
+    vars(trainee.schedule).clear()
+    _forget_groups()
+    unset_num_microbatches_calculator()
+    host.uninstall()
+
+
+def train(trainee: Trainee, *, first: int, last: int) -> list[float]:
+    """Iterations `first` to `last` on data that depends on their number only; the sum of losses of each, over all ranks."""
+    training, losses = Training(trainee), []
+    for iteration in range(first, last + 1):
+        iterators = [_batches(trainee.settings, iteration) for _ in trainee.chunks]
+        results = training.iterate(iterators if len(iterators) > 1 else iterators[0])
+        (result,) = results or training.flush()
+        loss = result.loss.clone()
+        dist.all_reduce(loss)
+        losses.append(float(loss[0] / loss[1]))
+    return losses
+
+
+def _batches(settings: Settings, iteration: int) -> Iterator[dict[str, torch.Tensor]]:
+    """This data-parallel rank's share of the global batch, a microbatch at a time."""
+    rank, size = parallel_state.get_data_parallel_rank(), settings.data_parallel_size
+    for number in range(settings.num_microbatches):
+        generator = torch.Generator().manual_seed(1000 * iteration + number * size + rank)
+        text = torch.randint(0, VOCABULARY, (1, SEQUENCE + 1), generator=generator)
+        yield {
+            "tokens": text[:, :-1].contiguous(),
+            "labels": text[:, 1:].contiguous(),
+            "loss_mask": torch.ones(1, SEQUENCE),
+            "position_ids": torch.arange(SEQUENCE).unsqueeze(0),
+        }
+
+
+def _turn() -> int:
+    """How many jobs these ranks have had: a store keeps what an earlier one wrote."""
+    return int(dist.distributed_c10d._get_default_store().add(f"turn of rank {dist.get_rank()}", 1))
