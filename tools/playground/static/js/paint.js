@@ -83,43 +83,51 @@ function collect(rank, top, view, kinds, boxes, numbers) {
   }
 }
 
-/** Paint what each rank holds as staircases; `emphasis` is the rank that a person looks at, or -1. */
+/**
+ * Paint what each rank holds as staircases; `emphasis` is the rank that a person looks at, or -1.
+ * Into a buffer of pixels, as thousands of steps a rank are too many to stroke in a frame, and steps need no smoothing.
+ */
 export function paintMemory(context, drawing, view, ink, y, emphasis) {
+  const ratio = context.getTransform().a;
+  const width = Math.round(view.width * ratio);
+  const { height } = context.canvas;
+  const image = new ImageData(width, height);
+  const pixels = { data: new Uint32Array(image.data.buffer), width, height };
+  const column = (time) => Math.round((view.x(time) - view.left) * ratio);
+  const row = (held) => Math.round(y(held) * ratio);
   const order = drawing.ranks.map((_, index) => index).sort((one, other) => (one === emphasis) - (other === emphasis));
   for (const index of order) {
-    const isSeen = emphasis < 0 || index === emphasis;
-    context.strokeStyle = ink.ranks(drawing.ranks.length < 2 ? 0 : index / (drawing.ranks.length - 1));
-    context.globalAlpha = isSeen ? 1 : 0.18;
-    context.lineWidth = index === emphasis ? 2 : 1.1;
-    stair(context, drawing.ranks[index], view, y);
+    const color = d3.rgb(ink.ranks(drawing.ranks.length < 2 ? 0 : index / (drawing.ranks.length - 1)));
+    const alpha = emphasis < 0 || index === emphasis ? 255 : 50;
+    const thick = Math.max(1, Math.round(ratio * (index === emphasis ? 2 : 1)));
+    const packed = ((alpha << 24) | (color.b << 16) | (color.g << 8) | color.r) >>> 0;
+    stair(pixels, drawing.ranks[index], view, column, row, packed, thick);
   }
-  context.globalAlpha = 1;
+  const layer = new OffscreenCanvas(width, height);
+  layer.getContext("2d").putImageData(image, 0, 0);
+  context.drawImage(layer, view.left, 0, width / ratio, height / ratio);
 }
 
-function stair(context, { steps, held }, view, y) {
-  const right = view.left + view.width;
+function stair(pixels, { steps, held }, view, column, row, color, thick) {
   const begin = firstAbove(steps, view.from);
-  let value = begin > 0 ? held[begin - 1] : 0;
-  let column = NaN;
-  let most = 0;
-  context.beginPath();
-  context.moveTo(view.left, y(value));
+  let at = 0;
+  let level = row(begin > 0 ? held[begin - 1] : 0);
   for (let i = begin; i < steps.length && steps[i] <= view.to; i++) {
-    const x = view.x(steps[i]);
-    if (Math.round(x) === column) {
-      most = Math.max(most, held[i]);
-    } else {
-      if (!Number.isNaN(column)) context.lineTo(column, y(most));
-      context.lineTo(x, y(value));
-      column = Math.round(x);
-      most = held[i];
-      context.lineTo(x, y(most));
-    }
-    value = held[i];
+    const x = column(steps[i]);
+    const next = row(held[i]);
+    block(pixels, at, x + thick, level, level + thick, color);
+    block(pixels, x, x + thick, Math.min(level, next), Math.max(level, next) + thick, color);
+    at = x;
+    level = next;
   }
-  if (!Number.isNaN(column)) context.lineTo(column, y(most));
-  context.lineTo(Math.max(view.left, Math.min(right, view.x(view.end))), y(value));
-  context.stroke();
+  block(pixels, at, column(view.end), level, level + thick, color);
+}
+
+function block({ data, width, height }, left, right, top, bottom, color) {
+  const from = Math.max(0, left);
+  const to = Math.min(width, right);
+  if (to <= from) return;
+  for (let y = Math.max(0, top); y < Math.min(height, bottom); y++) data.fill(color, y * width + from, y * width + to);
 }
 
 /** Vertical lines and times under them. */
