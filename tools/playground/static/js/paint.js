@@ -77,7 +77,7 @@ function collect(rank, top, view, kinds, boxes, numbers) {
     if (!list) boxes.set(color, (list = []));
     list.push(from, top, width);
     const text = String(microbatches[i]);
-    if (view.rowHeight >= 11 && to - from >= view.digit * text.length + 3) {
+    if (view.rowHeight >= 11 && to - from >= view.digit * text.length + 2) {
       numbers.push({ text, x: (from + to) / 2, y: top + view.rowHeight / 2 + 0.5, dark: isLater });
     }
   }

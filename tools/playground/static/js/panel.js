@@ -98,7 +98,7 @@ export class Panel {
       gap: this.gap,
       font: `${Math.min(11, this.rowHeight - 3)}px ${FONT}`,
       axisFont: `11px ${FONT}`,
-      digit: Math.min(11, this.rowHeight - 3) * 0.6,
+      digit: Math.min(11, this.rowHeight - 3) * 0.58,
     };
     this.view = view;
     const passes = prepare(this.passes, left + width, rows + AXIS);
