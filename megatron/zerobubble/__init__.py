@@ -9,12 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.zerobubble.integration.install import uninstall as uninstall
     from megatron.zerobubble.integration.model import build_chunks as build_chunks
     from megatron.zerobubble.integration.staged_optimizer import post_validation as post_validation
     from megatron.zerobubble.integration.zb_schedules import PipelineSchedule as PipelineSchedule
     from megatron.zerobubble.integration.zb_schedules import ScheduleChoice as ScheduleChoice
     from megatron.zerobubble.optimizer.post_validation import PostValidation as PostValidation
     from megatron.zerobubble.optimizer.post_validation import Verdict as Verdict
+    from megatron.zerobubble.training.overlay import add_zero_bubble_args as add_zero_bubble_args
+    from megatron.zerobubble.training.overlay import install as install
 
 __version__ = "0.1.0"
 
@@ -23,8 +26,11 @@ _HOMES = {
     "PostValidation": "optimizer.post_validation",
     "ScheduleChoice": "integration.zb_schedules",
     "Verdict": "optimizer.post_validation",
+    "add_zero_bubble_args": "training.overlay",
     "build_chunks": "integration.model",
+    "install": "training.overlay",
     "post_validation": "integration.staged_optimizer",
+    "uninstall": "integration.install",
 }
 
 __all__ = ["__version__", *_HOMES]

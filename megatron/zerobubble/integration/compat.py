@@ -7,6 +7,7 @@ one is refused with the name, instead of failing in the middle of a run.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any
@@ -25,8 +26,17 @@ def check_megatron_core() -> None:
     Raises:
         CompatibilityError: naming the installed version, the supported range, and every seam that differs.
     """
+    _check(_differences())
+
+
+def check_stock_loop() -> None:
+    """The same, with what `integration.install` relies on besides. Raises CompatibilityError."""
+    _check(itertools.chain(_differences(), _stock_loop_differences()))
+
+
+def _check(found: Iterable[str]) -> None:
     installed = version("megatron-core")
-    differences = list(_differences())
+    differences = list(found)
     if not differences and installed in SUPPORTED:
         return
     what = "; ".join(differences) if differences else "every seam we look for is there, but this release was never tried"
@@ -64,6 +74,48 @@ def _differences() -> Iterable[str]:
     yield from _missing(DistributedDataParallel, DistributedDataParallel.__name__, ("disable_bucketing", "pg_collection"))
     if "delay_wgrad_compute" not in inspect.signature(DistributedDataParallelConfig).parameters:
         yield "DistributedDataParallelConfig has no delay_wgrad_compute"
+
+
+def _stock_loop_differences() -> Iterable[str]:
+    """Names that a stock loop's calls go through, and that each is still looked up when it is called."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
+
+    functions = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
+    for name in functions:
+        yield from _missing(
+            getattr(schedules, name, None),
+            f"schedules.{name}",
+            ("forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length", "micro_batch_size"),
+            ("decoder_seq_length", "forward_only", "collect_non_loss_data", "first_val_step", "force_all_reduce"),
+        )
+    yield from _not_looked_up(
+        getattr(schedules, "get_forward_backward_func", None), "schedules.get_forward_backward_func", functions
+    )
+    yield from _missing(DistributedDataParallel.__init__, "DistributedDataParallel.__init__", ("config", "ddp_config", "module"))
+    yield from _missing(vars(TransformerConfig).get("__post_init__"), "TransformerConfig.__post_init__")
+    yield from _missing(GPTModel.__init__, "GPTModel.__init__", ("config", "pre_process", "post_process", "vp_stage"))
+    yield from _missing(vars(Float16Module).get("forward"), "Float16Module.forward", ("fp32_output",))
+    yield from _missing(
+        getattr(parallel_state, "is_pipeline_last_stage", None),
+        "parallel_state.is_pipeline_last_stage",
+        ("ignore_virtual", "vp_stage"),
+    )
+    for name in ("default_embedding_ranks", "get_pipeline_model_parallel_last_rank", "get_pipeline_model_parallel_first_rank"):
+        yield from _missing(getattr(parallel_state, name, None), f"parallel_state.{name}")
+    yield from _not_looked_up(
+        parallel_state.initialize_model_parallel, "parallel_state.initialize_model_parallel", ("default_embedding_ranks",)
+    )
+
+
+def _not_looked_up(function: Callable[..., Any] | None, name: str, globals_: Iterable[str]) -> Iterable[str]:
+    """A function that no longer asks its module for these names would not see a replacement."""
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    yield from (f"{name} does not use {each}" for each in globals_ if each not in names)
 
 
 def _missing(function: Callable[..., Any] | None, name: str, *parameters: tuple[str, ...]) -> Iterable[str]:

@@ -43,8 +43,13 @@ def tie_chunks(chunks: Sequence[nn.Module]) -> bool:
     return True
 
 
-def make_finalize(placement: Placement) -> Finalize:
-    """`finalize_model_grads` for a placement, to be given to `config.finalize_model_grads_func`."""
+def make_finalize(placement: Placement, finalize: Finalize = stock_finalize_model_grads) -> Finalize:
+    """`finalize_model_grads` for a placement, to be given to `config.finalize_model_grads_func`.
+
+    Args:
+        placement: stage -> rank.
+        finalize: what does the rest; megatron-core's, or a training loop's own around it.
+    """
     last_stage_rank = placement.stage_to_rank[-1]
 
     def finalize_model_grads(
@@ -54,7 +59,7 @@ def make_finalize(placement: Placement) -> Finalize:
         if num_tokens is not None and last_stage_rank != placement.num_ranks - 1:
             # megatron-core takes the count from the last rank; under V the last stage, which counted, is elsewhere.
             dist.broadcast(num_tokens, src=dist.get_global_rank(pipeline, last_stage_rank), group=pipeline)
-        stock_finalize_model_grads(model, num_tokens, pg_collection=pg_collection, **kwargs)
+        finalize(model, num_tokens, pg_collection=pg_collection, **kwargs)
         _sum_tied_gradients(model)
 
     return finalize_model_grads

@@ -66,7 +66,7 @@ def build_chunks(
         ConfigError: something that the schedule cannot honour, or gradients that are to be sharded and cannot be.
     """
     check_megatron_core()
-    _check_config(config, choice)
+    check_config(config, choice)
     models = [_build(model_provider, choice, chunk) for chunk in range(choice.num_chunks)]
     device = torch.cuda.current_device()
     models = [model.to(device) for model in models]
@@ -75,7 +75,7 @@ def build_chunks(
     tie_chunks(models)
     store = None
     if not choice.is_stock:
-        store = _make_store(config, ddp_config, torch.device(device), wgrad)
+        store = make_store(config, ddp_config, torch.device(device), wgrad)
         for model in models:
             split_weight_gradients(model, store)
         ddp_config = dataclasses.replace(ddp_config, delay_wgrad_compute=True)
@@ -103,9 +103,10 @@ def _build(model_provider: ModelProvider, choice: ScheduleChoice, chunk: int) ->
     return model
 
 
-def _make_store(
-    config: Any, ddp_config: DistributedDataParallelConfig, device: torch.device, policy: WgradPolicy | None
+def make_store(
+    config: Any, ddp_config: DistributedDataParallelConfig, device: torch.device, policy: WgradPolicy | None = None
 ) -> WeightGradStore:
+    """A store for chunks of `config` that DDP wraps with `ddp_config`; `policy` as `WeightGradStore` takes it."""
     accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
     kernel = choose_kernel(
         device,
@@ -116,8 +117,8 @@ def _make_store(
     return WeightGradStore(kernel, rank=parallel_state.get_pipeline_model_parallel_rank(), policy=policy)
 
 
-def _check_config(config: Any, choice: ScheduleChoice) -> None:
-    """Refuse by name what the split or the executor cannot honour."""
+def check_config(config: Any, choice: ScheduleChoice) -> None:
+    """Refuse by name what the split or the executor cannot honour. Raises ConfigError."""
     if choice.is_stock:
         return
     refused = {
