@@ -1,0 +1,190 @@
+"""One line in a loop written for megatron.core: the losses stay, what cannot be is refused, `uninstall` leaves nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+import megatron.zerobubble
+from megatron.zerobubble.errors import CompatibilityError, ConfigError
+from megatron.zerobubble.integration import install as installing
+from tests.support.gpt import _forget_groups
+from tests.support.ranks import RankPool
+from tests.support.stock import EXAMPLE, example, train
+from tests.training.launch import ROOT, launch
+
+TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
+CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
+
+
+def _losses(histories: list[Any]) -> list[Any]:
+    """Of the ranks that logged any, in the order of data-parallel copies."""
+    return [[entry["losses"] for entry in history] for history in histories if history]
+
+
+@pytest.mark.parametrize(
+    ("stock", "more", "options"),
+    [
+        (f"{TWO} --overlap-grad-reduce --use-distributed-optimizer", "--enable-zero-bubble", {}),
+        (f"{FOUR} --bf16 --clip-grad 0.5", "", {"max_pending_backward": "2p"}),
+        (
+            f"{FOUR} --num-microbatches 6",
+            "--zero-bubble-max-pending-backward 5 --zero-bubble-pipeline-timers-start-iter 1 "
+            "--zero-bubble-pipeline-timers-end-iter 2 --zero-bubble-planning-seconds 0.1",
+            {},
+        ),
+        (CHUNKS, "", {"schedule": "zb-interleaved"}),
+        (f"{CHUNKS} --tie-embeddings-and-output-weights", "--zero-bubble-v-schedule", {}),
+        (f"{CHUNKS} --bf16 --calculate-per-token-loss", "", {"schedule": "v-half"}),
+    ],
+    ids=["zb-h1-overlapped", "zb-h2-bf16", "zb-replanned", "interleaved", "zbv-tied", "v-half-bf16-per-token"],
+)
+def test_the_same_losses_as_without(four_ranks: RankPool, stock: str, more: str, options: dict[str, Any]) -> None:
+    """Bit for bit: the weights start alike, and each one's gradient is summed over the microbatches in the same order."""
+    stock += " --num-layers 4 --hidden-size 32 --train-iters 4"
+    expected, actual = (four_ranks.run(train, stock), four_ranks.run(_train, f"{stock} {more}", options))
+    assert _losses(actual) == _losses(expected)
+    if "--zero-bubble-v-schedule" in more or options.get("schedule") == "v-half":
+        assert [bool(history) for history in actual] == [True, True, False, False], "the last stage is on the first rank"
+
+
+def _train(rank: int, flags: str, options: dict[str, Any]) -> Any:
+    return train(rank, flags, **options)
+
+
+def _touched() -> dict[str, Any]:
+    """Everything that is replaced."""
+    owners = (schedules, parallel_state, DistributedDataParallel, TransformerConfig, GPTModel, Float16Module)
+    return {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items() if callable(value)}
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    yield
+    megatron.zerobubble.uninstall()
+
+
+@pytest.mark.usefixtures("clean")
+def test_installing_twice_is_once_and_uninstalling_leaves_nothing() -> None:
+    before = _touched()
+    megatron.zerobubble.install(schedule="zbv")
+    megatron.zerobubble.install(schedule="zbv")
+    replaced = {name for name, value in _touched().items() if value is not before[name]}
+    with pytest.raises(ConfigError, match=r"schedule zbv is installed already.*uninstall first"):
+        megatron.zerobubble.install(schedule="zb-h1")
+    megatron.zerobubble.uninstall()
+    megatron.zerobubble.uninstall()
+    assert _touched() == before
+    assert len(replaced) == 9, "what the docstring of integration/install.py lists"
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_loop_that_has_imported_the_function_before_gets_the_schedule() -> None:
+    megatron.zerobubble.install(schedule="zb-h1")
+    assert isinstance(get_forward_backward_func(pp_size=2, vp_size=None), installing._Door)
+    assert isinstance(get_forward_backward_func(pp_size=2, vp_size=2), installing._Door)
+    assert get_forward_backward_func(pp_size=1, vp_size=None) is schedules.forward_backward_no_pipelining
+
+
+def test_flags_that_choose_no_schedule_install_nothing() -> None:
+    before = _touched()
+    megatron.zerobubble.install(example().parse([]))
+    assert _touched() == before
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: megatron.zerobubble.install(), "told nothing"),
+        (lambda: megatron.zerobubble.install(argparse.Namespace(lr=1.0)), "add_zero_bubble_args"),
+        (lambda: megatron.zerobubble.install(example().parse([]), schedule="zbv"), "give one of them"),
+        (lambda: megatron.zerobubble.install(schedule="zbw"), "zbw.*zbv"),
+        (lambda: megatron.zerobubble.install(schedule="auto"), "auto builds the model once to measure it"),
+        (lambda: megatron.zerobubble.install(schedule="zbv", optimizer_post_validation=True), "zeroes its gradients"),
+        (
+            lambda: megatron.zerobubble.install(example().parse(["--enable-zero-bubble", "--zero-bubble-memory-limit", "8GiB"])),
+            "8GiB: in a loop that is not ours give a number",
+        ),
+        (
+            lambda: megatron.zerobubble.install(argparse.Namespace(enable_zero_bubble=True, zero_bubble_trace="x")),
+            "--zero-bubble-trace cannot be honoured",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(call: Callable[[], None], message: str) -> None:
+    before = _touched()
+    with pytest.raises(ConfigError, match=message):
+        call()
+    assert _touched() == before
+
+
+def test_a_name_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(parallel_state, "default_embedding_ranks")
+    monkeypatch.setattr(schedules, "get_forward_backward_func", lambda: None)
+    with pytest.raises(CompatibilityError) as caught:
+        megatron.zerobubble.install(schedule="zbv")
+    assert "parallel_state.default_embedding_ranks does not exist" in str(caught.value)
+    assert "get_forward_backward_func does not use forward_backward_pipelining_without_interleaving" in str(caught.value)
+
+
+def _refusals(rank: int) -> dict[str, str]:
+    """What a loop that does not keep its part of the contract is told."""
+    told = {}
+
+    def refused(name: str, flags: str, **options: Any) -> None:
+        with pytest.raises(ConfigError) as caught:
+            train(rank, f"--num-layers 4 --hidden-size 32 --train-iters 1 {flags}", **options)
+        told[name] = str(caught.value)
+
+    refused("no pipeline", "--tensor-model-parallel-size 4", schedule="zb-h1")
+    refused("one chunk", TWO, schedule="zbv")
+    refused("two chunks", CHUNKS, schedule="zb-h1")
+    loop, original = example(), example().get_megatron_optimizer
+
+    def install_here(*given: Any) -> Any:
+        megatron.zerobubble.install(schedule="zb-h1")
+        return original(*given)
+
+    loop.get_megatron_optimizer = install_here
+    refused("after the model", TWO)
+    loop.get_megatron_optimizer = original
+    _forget_groups()
+    parallel_state.initialize_model_parallel(1, 4, 2)
+    with pytest.raises(ConfigError) as caught:
+        megatron.zerobubble.install(schedule="zbv")
+    told["too late"] = str(caught.value)
+    _forget_groups()
+    return told
+
+
+def test_a_loop_that_does_not_keep_the_contract_is_told_how(four_ranks: RankPool) -> None:
+    for told in four_ranks.run(_refusals):
+        assert "pipeline_model_parallel_size of at least 2, got 1" in told["no pipeline"]
+        assert "2 model chunk(s) a rank, the loop was started with virtual_pipeline_model_parallel_size None" in told["one chunk"]
+        assert "1 model chunk(s) a rank, the loop was started with virtual_pipeline_model_parallel_size 2" in told["two chunks"]
+        assert "DistributedDataParallel did not wrap" in told["after the model"]
+        assert "call install before it" in told["too late"]
+
+
+@pytest.mark.slow
+def test_the_example_through_torchrun() -> None:
+    """As its docstring says, on two ranks without a GPU."""
+    script = ROOT / "tools" / "on_cpu.py"
+    runs = {}
+    for more in ("", "--zero-bubble-v-schedule", "--zero-bubble-schedule 1f1b-v"):
+        done = launch([EXAMPLE, *f"{CHUNKS} {more}".split()], num_ranks=2, script=script)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        runs[more] = [json.loads(line)["losses"] for line in done.stdout.splitlines()]
+    assert runs[""] == runs["--zero-bubble-v-schedule"] == runs["--zero-bubble-schedule 1f1b-v"]
+    assert sum(runs[""][-1]) < sum(runs[""][0])
