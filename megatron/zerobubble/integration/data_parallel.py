@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron.zerobubble.integration.layers import split_weights
-from megatron.zerobubble.integration.sharded_gradients import ShardedGradientsDDP
+from megatron.zerobubble.integration.sharded_gradients import Reductions, ShardedGradientsDDP
 
 
 def wrap_chunks(
@@ -36,8 +36,9 @@ def wrap_chunks(
         is_stock: megatron-core schedules; buckets are where it wants them.
         shards_gradients: gradients stay sharded while they are accumulated.
     """
+    reductions = Reductions() if shards_gradients else None
     chunks = [
-        _wrapped(model, config, ddp_config, disable_bucketing=is_stock and chunk > 0, is_stock=is_stock, shards=shards_gradients)
+        _wrapped(model, config, ddp_config, disable_bucketing=is_stock and chunk > 0, is_stock=is_stock, reductions=reductions)
         for chunk, model in enumerate(models)
     ]
     for chunk in chunks:
@@ -53,12 +54,18 @@ def _wrapped(
     *,
     disable_bucketing: bool,
     is_stock: bool,
-    shards: bool,
+    reductions: Reductions | None,
 ) -> DistributedDataParallel:
     groups = None if is_stock else bucketed_groups()
-    if shards:
-        splits = split_weights(model)
-        return ShardedGradientsDDP(config=config, ddp_config=ddp_config, module=model, splits=splits, pg_collection=groups)
+    if reductions is not None:
+        return ShardedGradientsDDP(
+            config=config,
+            ddp_config=ddp_config,
+            module=model,
+            splits=split_weights(model),
+            reductions=reductions,
+            pg_collection=groups,
+        )
     return DistributedDataParallel(
         config=config, ddp_config=ddp_config, module=model, disable_bucketing=disable_bucketing, pg_collection=groups
     )

@@ -44,7 +44,7 @@ Watch = Callable[[int, int], Callable[[Any], Any] | None]
 class _Bucket:
     """One bucket of DDP's, of which this rank keeps its shard."""
 
-    def __init__(self, bucket: Any, index: int, group: dist.ProcessGroup, splits: dict[int, SplitWeight], turns_of: Any) -> None:
+    def __init__(self, bucket: Any, index: int, group: dist.ProcessGroup, splits: dict[int, SplitWeight], index_map: Any) -> None:
         self.index = index
         self.group = group
         self.scale = bucket.gradient_scaling_factor
@@ -57,7 +57,7 @@ class _Bucket:
         """Parameters whose gradients B computes: each has a ``main_grad`` of its own."""
         self.num_split = 0
         for parameter in bucket.params_list:
-            start, end, _ = turns_of[parameter]
+            start, end, _ = index_map[parameter]
             self.places[id(parameter)] = start - bucket.offset, end - bucket.offset
             if id(parameter) in splits:
                 self.num_split += 1
@@ -108,6 +108,45 @@ class _Reduction:
         self.bucket.shard.add_(self.part)
 
 
+class Reductions:
+    """What is on its way from all chunks of a rank: together they have `_TRAVELLING` buckets there, and not each as many."""
+
+    def __init__(self) -> None:
+        self._travelling: list[_Reduction] = []
+        self._open: dict[int, int] = {}
+        self.reduced_bytes = 0
+        """Bytes of whole buckets that went into reductions so far."""
+        self.peak_bytes = 0
+        """Most that whole buckets, added to or on their way, ever took on this rank."""
+
+    def opened(self, bucket: _Bucket) -> None:
+        """The bucket has been given its whole gradient."""
+        assert bucket.full is not None
+        self._open[id(bucket)] = bucket.full.nbytes
+        self._look()
+
+    def sent(self, reduction: _Reduction) -> None:
+        """The bucket's whole gradient is on its way."""
+        self._open.pop(id(reduction.bucket), None)
+        self._travelling.append(reduction)
+        self.reduced_bytes += reduction.full.nbytes
+        self._look()
+
+    def settle(self, leave: int) -> None:
+        """Wait, the oldest first, until only `leave` are left."""
+        while len(self._travelling) > leave:
+            self._travelling.pop(0).settle()
+
+    def forget(self) -> None:
+        """Let go of what an iteration that was given up left."""
+        self._travelling.clear()
+        self._open.clear()
+
+    def _look(self) -> None:
+        now = sum(self._open.values()) + sum(reduction.num_bytes for reduction in self._travelling)
+        self.peak_bytes = max(self.peak_bytes, now)
+
+
 class ShardedGradientsDDP(DistributedDataParallel):
     """megatron-core's DDP without its gradient buffer. Weights, their gathering and the layout of shards are as they were.
 
@@ -119,6 +158,7 @@ class ShardedGradientsDDP(DistributedDataParallel):
         ddp_config: must use the distributed optimizer.
         module: one chunk, split into B and W.
         splits: its split weights.
+        reductions: the rank's, shared by its chunks.
         pg_collection: process groups, with which DDP makes buckets.
 
     Raises:
@@ -132,6 +172,7 @@ class ShardedGradientsDDP(DistributedDataParallel):
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
         splits: Sequence[SplitWeight],
+        reductions: Reductions,
         pg_collection: Any,
     ) -> None:
         _refuse(config, ddp_config, module)
@@ -140,7 +181,7 @@ class ShardedGradientsDDP(DistributedDataParallel):
         for group in self.bucket_groups:
             group.is_last_microbatch = False  # for good: DDP itself reduces nothing
         self._is_final = True
-        self._travelling: list[_Reduction] = []
+        self.reductions = reductions
         self._buckets = self._shard({id(split.weight): split for split in splits})
         self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket.places}
         for split in splits:
@@ -149,16 +190,11 @@ class ShardedGradientsDDP(DistributedDataParallel):
             split.hooks[:] = [partial(self._added, split.weight)]
         self.watch: Watch | None = None
         """Sees every reduction, if given."""
-        self.peak_gradient_bytes = self.gradient_bytes
-        """Most that gradients ever took on this rank, in bytes."""
-        self.reduced_bytes = 0
-        """Bytes of whole buckets that went into reductions so far."""
 
     @property
-    def gradient_bytes(self) -> int:
-        """What gradients take on this rank now: shards, those of B, whole buckets being added to or on their way."""
-        kept = sum(bucket.kept_bytes + (0 if bucket.full is None else bucket.full.nbytes) for bucket in self._buckets)
-        return kept + sum(reduction.num_bytes for reduction in self._travelling)
+    def kept_bytes(self) -> int:
+        """What gradients take all iteration: shards, and those that B computes."""
+        return sum(bucket.kept_bytes for bucket in self._buckets)
 
     @property
     def shards(self) -> list[Tensor]:
@@ -182,7 +218,7 @@ class ShardedGradientsDDP(DistributedDataParallel):
         """Zero the shards, and the gradients of B; at the beginning of each iteration."""
         for parameter in self.params_with_grad:
             parameter.grad_added_to_main_grad = False
-        self._travelling.clear()
+        self.reductions.forget()
         for bucket in self._buckets:
             bucket.reset()
 
@@ -200,7 +236,7 @@ class ShardedGradientsDDP(DistributedDataParallel):
             if bucket.full is None:
                 self._make(bucket)
             self._reduce(bucket)
-        self._settle(0)
+        self.reductions.settle(0)
         for group in self.bucket_groups:
             group.param_gather_dispatched = False  # the step that follows changes the weights
 
@@ -232,9 +268,9 @@ class ShardedGradientsDDP(DistributedDataParallel):
             self._reduce(bucket)
 
     def _make(self, bucket: _Bucket) -> None:
-        self._settle(_TRAVELLING)
+        self.reductions.settle(_TRAVELLING)
         bucket.full = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        self.peak_gradient_bytes = max(self.peak_gradient_bytes, self.gradient_bytes)
+        self.reductions.opened(bucket)
 
     def _reduce(self, bucket: _Bucket) -> None:
         full, bucket.full, bucket.num_added = bucket.full, None, 0
@@ -250,13 +286,7 @@ class ShardedGradientsDDP(DistributedDataParallel):
         operation = dist.ReduceOp.AVG if self.ddp_config.average_in_collective else dist.ReduceOp.SUM
         ended = None if self.watch is None else self.watch(bucket.index, full.nbytes)
         handle = _reduce_scatter(part, full, op=operation, group=bucket.group, async_op=True)
-        self._travelling.append(_Reduction(bucket, full, part, handle if ended is None else ended(handle)))
-        self.reduced_bytes += full.nbytes
-        self.peak_gradient_bytes = max(self.peak_gradient_bytes, self.gradient_bytes)
-
-    def _settle(self, leave: int) -> None:
-        while len(self._travelling) > leave:
-            self._travelling.pop(0).settle()
+        self.reductions.sent(_Reduction(bucket, full, part, handle if ended is None else ended(handle)))
 
 
 def _refuse(config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> None:
