@@ -25,6 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.zerobubble.integration.host import HostDevice
 from megatron.zerobubble.integration.layout import pipeline_layout
 from megatron.zerobubble.integration.model import build_chunks
+from megatron.zerobubble.integration.sharded_gradients import step_on_shards
 from megatron.zerobubble.integration.zb_schedules import STOCK, PipelineSchedule, ScheduleChoice
 from megatron.zerobubble.plan.registry import schedule_info
 from megatron.zerobubble.plan.simulate import TimedOp
@@ -71,7 +72,7 @@ class GPTContender:
     def __init__(self, entrant: Entrant, sizes: Sizes, num_ranks: int, host: HostDevice) -> None:
         self._sizes = sizes
         self._host = host
-        self._choice = _choice(entrant, num_ranks)
+        self._choice = self._make_choice(entrant, num_ranks)
         self._losses: list[Any] = []
         self._take_over()
         torch.manual_seed(SEED)
@@ -81,11 +82,12 @@ class GPTContender:
             built = build_chunks(
                 self._provide,
                 config=self._config,
-                ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+                ddp_config=self._ddp_config(),
                 choice=self._choice,
             )
-            self._chunks = built.chunks
-            self._optimizer = get_megatron_optimizer(_optimizer_config(), self._chunks)
+            self._chunks, self._store = built.chunks, built.store
+            self._optimizer = get_megatron_optimizer(self._optimizer_config(), self._chunks)
+            step_on_shards(self._optimizer, self._chunks)
         self._schedule = PipelineSchedule(self._choice, self._chunks, store=built.store, config=self._config)
         self._schedule.recordings.every = 1
 
@@ -120,6 +122,24 @@ class GPTContender:
         """Give back the process groups. Every rank must call it."""
         self._schedule.close()
 
+    def _make_choice(self, entrant: Entrant, num_ranks: int) -> ScheduleChoice:
+        name = STOCK if entrant.runtime is Runtime.STOCK else entrant.schedule
+        return ScheduleChoice(name=name, num_ranks=num_ranks, num_chunks=schedule_info(entrant.schedule).default_num_chunks)
+
+    def _ddp_config(self) -> DistributedDataParallelConfig:
+        return DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+
+    def _optimizer_config(self) -> OptimizerConfig:
+        """AdamW without clipping, which would only add the same global norm to every contender."""
+        return OptimizerConfig(
+            optimizer="adam",
+            lr=LEARNING_RATE,
+            min_lr=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            clip_grad=0.0,
+            params_dtype=torch.float32,
+        )
+
     def _take_over(self) -> None:
         """megatron-core's stock schedules ask the global state how many chunks a rank has."""
         chunks = self._choice.num_chunks
@@ -152,11 +172,6 @@ def _mean(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor
     return loss, {"loss": loss.detach().clone()}  # megatron-core divides the loss in place
 
 
-def _choice(entrant: Entrant, num_ranks: int) -> ScheduleChoice:
-    name = STOCK if entrant.runtime is Runtime.STOCK else entrant.schedule
-    return ScheduleChoice(name=name, num_ranks=num_ranks, num_chunks=schedule_info(entrant.schedule).default_num_chunks)
-
-
 def _transformer_config(sizes: Sizes, choice: ScheduleChoice) -> TransformerConfig:
     layout = pipeline_layout(StageLayers.spread(sizes.num_layers, choice.placement), choice.placement)
     interleaves = choice.is_stock and choice.num_chunks > 1
@@ -182,16 +197,4 @@ def _transformer_config(sizes: Sizes, choice: ScheduleChoice) -> TransformerConf
         overlap_p2p_comm=interleaves,
         batch_p2p_comm=not interleaves,
         deallocate_pipeline_outputs=not interleaves,
-    )
-
-
-def _optimizer_config() -> OptimizerConfig:
-    """AdamW without clipping, which would only add the same global norm to every contender."""
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=LEARNING_RATE,
-        min_lr=LEARNING_RATE,
-        weight_decay=WEIGHT_DECAY,
-        clip_grad=0.0,
-        params_dtype=torch.float32,
     )
