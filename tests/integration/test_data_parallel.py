@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Timeline
+from megatron.zerobubble.training.checkpointing import _SHARDING
 from tests.support.gpt import Case, Trainer, compare
 from tests.support.ranks import RankPool
 
@@ -31,6 +34,38 @@ def test_gathering_while_forwards_run_changes_nothing(four_ranks: RankPool, case
     for rank, difference in enumerate(four_ranks.run(compare, case)):
         assert difference.losses < 1e-5, (rank, difference)
         assert difference.weights < 1e-6, (rank, difference)
+
+
+def _badly_saved(rank: int, case: Case) -> tuple[int, list[str]]:
+    """How many tensors of optimizer state this rank saves, and which of them are not what the parameter had."""
+    trainer = Trainer(case)
+    trainer.train()
+    marks = {id(parameter): float(mark) for mark, (_, parameter) in enumerate(trainer.parameters(), start=1)}
+    for part in trainer.optimizer.chained_optimizers:
+        for parameter in part.model_param_group_index_map:
+            part._get_main_param_and_optimizer_states(parameter)["exp_avg"].fill_(marks[id(parameter)])
+    with trainer.host.on_host(), torch.no_grad():
+        models = [chunk.module for chunk in trainer.built.chunks]
+        model = {f"model{index}": each.sharded_state_dict(metadata={}) for index, each in enumerate(models)}
+        kept = {
+            (tensor.key, tensor.global_offset): marks[id(tensor.data)]
+            for state in model.values()
+            for tensor in state.values()
+            if id(getattr(tensor, "data", None)) in marks
+        }
+        saved = trainer.optimizer.sharded_state_dict(dict(model), metadata=dict(_SHARDING))
+    tensors = [tensor for tensor in nested_values(saved) if getattr(tensor, "key", "").startswith("optimizer.state.exp_avg.")]
+    before = [kept[each.key.removeprefix("optimizer.state.exp_avg."), each.global_offset] for each in tensors]
+    wrong = [each.key for each, mark in zip(tensors, before, strict=True) if not (each.data == mark).all()]
+    trainer.close()
+    return len(tensors), wrong
+
+
+def test_every_parameter_is_saved_with_its_own_state(four_ranks: RankPool) -> None:
+    """Norms of 32 numbers leave padding between buckets."""
+    results = four_ranks.run(_badly_saved, replace(OVERLAPPED, num_steps=1))
+    assert max(count for count, _ in results) > 20
+    assert all(wrong == [] for _, wrong in results)
 
 
 def _record(rank: int, case: Case) -> Timeline:
