@@ -24,6 +24,7 @@ from megatron.zerobubble.errors import CheckpointError
 __all__ = ["inspect_checkpoint"]
 
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+_ZIP = b"PK\x03\x04"
 _METADATA_NAMES = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -58,6 +59,8 @@ def inspect_checkpoint(directory: Path) -> None:
             raise CheckpointError(f"{directory} is damaged: {place.relative_path} is missing or too short")
         if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
             _check_object(file, place.offset, place.length, index.fqn)
+        else:
+            _check_tensor(file, place.offset, index.fqn)
     _check_loads(directory / "common.pt", (directory / "common.pt").read_bytes())
 
 
@@ -88,6 +91,14 @@ def _check_object(file: Path, offset: int, length: int, name: str) -> None:
     with file.open("rb") as stream:
         stream.seek(offset)
         _check_loads(Path(f"{file} ({name})"), stream.read(length))
+
+
+def _check_tensor(file: Path, offset: int, name: str) -> None:
+    """Only that it begins as a stored tensor does: its bytes are not read twice. torch reads it as data and nothing else."""
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        if stream.read(len(_ZIP)) != _ZIP:
+            raise CheckpointError(f"{file} is damaged: there is no tensor where {name} should be")
 
 
 def _check_loads(what: Path, data: bytes) -> None:
