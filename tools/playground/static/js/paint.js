@@ -1,7 +1,5 @@
-// Painting passes and memory on a canvas. What is out of sight is skipped, and what is narrower than a pixel is painted once a
-// pixel: the work follows the width of the picture, not the number of passes.
-
-const GUTTER = 0.6;
+// Painting passes and memory on a canvas, by way of a buffer of pixels: filling thousands of boxes and steps one by one takes a
+// canvas longer than a frame. What is out of sight is skipped, so the work follows what is shown.
 
 /** Index of the first value of an ascending list that is above `limit`. */
 export function firstAbove(values, limit) {
@@ -20,66 +18,62 @@ export function firstAbove(values, limit) {
  * `view`: {x: time -> px, from, to: times in sight, left, width, rowHeight, gap}; `ink`: colours of the theme.
  */
 export function paintPasses(context, drawing, view, ink, kinds, spanColors) {
-  const boxes = new Map();
+  const ratio = context.getTransform().a;
+  const step = view.rowHeight + view.gap;
+  const pixels = buffer(Math.round(view.width * ratio), Math.round(drawing.num_ranks * step * ratio));
+  const column = (time) => Math.round((view.x(time) - view.left) * ratio);
+  const colors = {
+    idle: packed(ink.idle),
+    kinds: kinds.map((kind) => kind.colors.map((color) => packed(color))),
+    spans: Object.fromEntries(Object.entries(spanColors).map(([activity, color]) => [activity, packed(color)])),
+  };
   const numbers = [];
+  const line = new Uint32Array(pixels.width);
   drawing.ranks.forEach((rank, index) => {
-    const top = index * (view.rowHeight + view.gap);
-    paintIdle(context, rank, top, view, ink);
-    paintSpans(context, drawing.spans?.[index] ?? [], top, view, spanColors);
-    collect(rank, top, view, kinds, boxes, numbers);
+    line.fill(0);
+    if (rank.starts.length) span(line, column(rank.starts[0]), column(rank.ends[rank.ends.length - 1]), colors.idle);
+    paintSpans(line, drawing.spans?.[index] ?? [], column, colors.spans);
+    paintBoxes(line, rank, view, column, colors.kinds);
+    const top = Math.round(index * step * ratio);
+    for (let y = top; y < top + Math.round(view.rowHeight * ratio); y++) pixels.data.set(line, y * pixels.width);
+    if (view.rowHeight >= 11) collect(rank, index * step + view.rowHeight / 2 + 0.5, view, numbers);
   });
-  for (const [color, list] of boxes) {
-    context.fillStyle = color;
-    for (let i = 0; i < list.length; i += 3) context.fillRect(list[i], list[i + 1], list[i + 2], view.rowHeight);
-  }
+  flush(context, pixels, view.left, ratio);
   context.textAlign = "center";
   context.textBaseline = "middle";
   context.font = view.font;
-  for (const { text, x, y, dark } of numbers) {
-    context.fillStyle = dark ? "#ffffff" : "#15202b";
+  for (const { text, x, y, isLater } of numbers) {
+    context.fillStyle = isLater ? "#ffffff" : "#15202b";
     context.fillText(text, x, y);
   }
 }
 
-function paintIdle(context, rank, top, view, ink) {
-  if (!rank.starts.length) return;
-  const from = Math.max(view.left, view.x(rank.starts[0]));
-  const to = Math.min(view.left + view.width, view.x(rank.ends[rank.ends.length - 1]));
-  context.fillStyle = ink.idle;
-  if (to > from) context.fillRect(from, top, to - from, view.rowHeight);
-}
-
-function paintSpans(context, spans, top, view, colors) {
+function paintSpans(line, spans, column, colors) {
   // Longer ones first: what happened within another one stays visible.
   const longest = [...spans].sort((one, other) => other[2] - other[1] - (one[2] - one[1]));
   for (const [activity, start, end] of longest) {
-    if (end < view.from || start > view.to) continue;
-    const from = Math.max(view.left, view.x(start));
-    const to = Math.min(view.left + view.width, view.x(end));
-    context.fillStyle = colors[activity];
-    context.fillRect(from, top, Math.max(to - from, 0.5), view.rowHeight);
+    const from = column(start);
+    span(line, from, Math.max(column(end), from + 1), colors[activity]);
   }
 }
 
-function collect(rank, top, view, kinds, boxes, numbers) {
-  const { starts, ends, kinds: codes, chunks, microbatches } = rank;
-  const right = view.left + view.width;
-  let painted = -Infinity;
+function paintBoxes(line, { starts, ends, kinds, chunks }, view, column, colors) {
+  for (let i = firstAbove(ends, view.from); i < starts.length && starts[i] <= view.to; i++) {
+    const from = column(starts[i]);
+    const to = column(ends[i]);
+    // A pixel between boxes keeps them apart, where there is room for it.
+    span(line, from, to - from > 3 ? to - 1 : Math.max(to, from + 1), colors[kinds[i]][chunks[i] > 0 ? 1 : 0]);
+  }
+}
+
+/** The microbatch numbers that fit their boxes. */
+function collect({ starts, ends, chunks, microbatches }, y, view, numbers) {
   for (let i = firstAbove(ends, view.from); i < starts.length && starts[i] <= view.to; i++) {
     const from = Math.max(view.left, view.x(starts[i]));
-    const to = Math.min(right, view.x(ends[i]));
-    if (to <= painted) continue;
-    const isLater = chunks[i] > 0;
-    const color = kinds[codes[i]].colors[isLater ? 1 : 0];
-    const width = to - from > 3 ? to - from - GUTTER : Math.max(to - from, 1);
-    if (to - from < 1) painted = from + 1;
-    let list = boxes.get(color);
-    if (!list) boxes.set(color, (list = []));
-    list.push(from, top, width);
+    const to = Math.min(view.left + view.width, view.x(ends[i]));
+    if (to - from < view.digit + 2) continue;
     const text = String(microbatches[i]);
-    if (view.rowHeight >= 11 && to - from >= view.digit * text.length + 2) {
-      numbers.push({ text, x: (from + to) / 2, y: top + view.rowHeight / 2 + 0.5, dark: isLater });
-    }
+    if (to - from >= view.digit * text.length + 2) numbers.push({ text, x: (from + to) / 2, y, isLater: chunks[i] > 0 });
   }
 }
 
@@ -89,23 +83,17 @@ function collect(rank, top, view, kinds, boxes, numbers) {
  */
 export function paintMemory(context, drawing, view, ink, y, emphasis) {
   const ratio = context.getTransform().a;
-  const width = Math.round(view.width * ratio);
-  const { height } = context.canvas;
-  const image = new ImageData(width, height);
-  const pixels = { data: new Uint32Array(image.data.buffer), width, height };
+  const pixels = buffer(Math.round(view.width * ratio), context.canvas.height);
   const column = (time) => Math.round((view.x(time) - view.left) * ratio);
   const row = (held) => Math.round(y(held) * ratio);
   const order = drawing.ranks.map((_, index) => index).sort((one, other) => (one === emphasis) - (other === emphasis));
   for (const index of order) {
-    const color = d3.rgb(ink.ranks(drawing.ranks.length < 2 ? 0 : index / (drawing.ranks.length - 1)));
-    const alpha = emphasis < 0 || index === emphasis ? 255 : 50;
+    const share = drawing.ranks.length < 2 ? 0 : index / (drawing.ranks.length - 1);
+    const color = packed(ink.ranks(share), emphasis < 0 || index === emphasis ? 255 : 50);
     const thick = Math.max(1, Math.round(ratio * (index === emphasis ? 2 : 1)));
-    const packed = ((alpha << 24) | (color.b << 16) | (color.g << 8) | color.r) >>> 0;
-    stair(pixels, drawing.ranks[index], view, column, row, packed, thick);
+    stair(pixels, drawing.ranks[index], view, column, row, color, thick);
   }
-  const layer = new OffscreenCanvas(width, height);
-  layer.getContext("2d").putImageData(image, 0, 0);
-  context.drawImage(layer, view.left, 0, width / ratio, height / ratio);
+  flush(context, pixels, view.left, ratio);
 }
 
 function stair(pixels, { steps, held }, view, column, row, color, thick) {
@@ -128,6 +116,30 @@ function block({ data, width, height }, left, right, top, bottom, color) {
   const to = Math.min(width, right);
   if (to <= from) return;
   for (let y = Math.max(0, top); y < Math.min(height, bottom); y++) data.fill(color, y * width + from, y * width + to);
+}
+
+function span(line, left, right, color) {
+  const to = Math.min(line.length, right);
+  for (let x = Math.max(0, left); x < to; x++) line[x] = color;
+}
+
+/** Transparent pixels; `data` has one number each. */
+function buffer(width, height) {
+  const image = new ImageData(Math.max(1, width), Math.max(1, height));
+  return { image, data: new Uint32Array(image.data.buffer), width: image.width, height: image.height };
+}
+
+/** A colour as the number of a pixel: red comes first in memory, and all machines with a browser are little-endian. */
+function packed(color, alpha = 255) {
+  const { r, g, b } = d3.rgb(color);
+  return ((alpha << 24) | (b << 16) | (g << 8) | r) >>> 0;
+}
+
+/** Lay the pixels over what is there. */
+function flush(context, { image, width, height }, left, ratio) {
+  const layer = new OffscreenCanvas(width, height);
+  layer.getContext("2d").putImageData(image, 0, 0);
+  context.drawImage(layer, left, 0, width / ratio, height / ratio);
 }
 
 /** Vertical lines and times under them. */
