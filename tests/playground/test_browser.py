@@ -77,14 +77,13 @@ def save(page: Page, button: str, to: Path) -> Path:
 
 
 def test_the_form_plans_and_the_link_restores_it_in_another_page(opened: Open) -> None:
-    with opened("") as page:
+    with opened("effort=drawn") as page:
         assert page.locator(".slot").count() == 2
         page.fill("[name=p]", "3")
         page.fill("[name=m]", "5")
         page.fill("[name=b]", "1.5")
         page.fill("[name=c]", "0.1")
         page.select_option("[name=objective]", "makespan")
-        page.select_option("[name=effort]", "drawn")
         page.click("#add")
         page.locator(".slot select").nth(2).select_option("zb")
         page.locator(".slot").nth(2).get_by_placeholder("1p").fill("2p")

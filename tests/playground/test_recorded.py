@@ -12,6 +12,7 @@ import pytest
 
 from megatron.zerobubble.errors import PlanError, UserError
 from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render_trace import render_chrome_trace, render_trace
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
@@ -69,7 +70,7 @@ def _ops(body: dict[str, Any]) -> list[dict[str, Any]]:
         (lambda body: body["traceEvents"].append(_ops(body)[5]), "computed twice"),
         (lambda body: _ops(body)[0].update(name="rm -rf"), "is not an op"),
         (lambda body: _ops(body)[0].update(ts="now"), "must be numbers"),
-        (lambda body: _ops(body)[0].update(ts=float("inf")), "must be numbers"),
+        (lambda body: _ops(body)[0].update(ts=1e300), "must be numbers"),
         (lambda body: _ops(body)[0].update(dur=-1), "negative"),
         (lambda body: _ops(body)[0].update(pid=64), "rank 64"),
         (lambda body: _ops(body)[0].update(pid=3), "missing|more than one|ran on ranks"),
@@ -85,6 +86,7 @@ def test_a_damaged_trace_is_refused_with_the_reason(change: Change, message: str
         read_trace(body)
 
 
+COSTS = CostModel.uniform(Placement.v(4)).to_json()
 PLAN = json.loads(build_plan("zbv", num_ranks=4, num_microbatches=6).to_json())
 
 
@@ -100,6 +102,8 @@ PLAN = json.loads(build_plan("zbv", num_ranks=4, num_microbatches=6).to_json())
         (PLAN | {"costs": {"forward_ms": [1]}}, "'backward_ms' must be a list"),
         (PLAN | {"ops": [row[1:] + row[:1] for row in PLAN["ops"]]}, "zbv"),
         ({"forward_ms": 3}, "must be a list"),
+        (PLAN | {"schedule": "x" * 81}, "a name of 81 letters"),
+        (PLAN | {"costs": COSTS | {"forward_ms": [1e300] * 8}}, "forward_ms of stage 0 is 1e"),
     ],
 )
 def test_a_file_that_is_nothing_we_know_is_refused(body: dict[str, Any], message: str) -> None:

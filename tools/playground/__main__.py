@@ -8,10 +8,12 @@ import ipaddress
 import socket
 import sys
 import webbrowser
+from types import FrameType
 
 import uvicorn
 
 from tools.playground.app import create_app
+from tools.playground.pool import Pool
 
 DEFAULT_PORT = 8321
 
@@ -51,11 +53,24 @@ def main(argv: list[str] | None = None) -> int:
         webbrowser.open(address)
     app = create_app(search_seconds=args.search_seconds, allowed_hosts=[*args.allow_host, args.host])
     config = uvicorn.Config(
-        app, log_level="warning", limit_concurrency=100, timeout_keep_alive=5, timeout_graceful_shutdown=1, server_header=False
+        app, log_level="warning", limit_concurrency=100, timeout_keep_alive=5, timeout_graceful_shutdown=5, server_header=False
     )
     with contextlib.suppress(KeyboardInterrupt):  # the way to end it
-        uvicorn.Server(config).run(sockets=[listener])
+        _Server(config, app.state.pool).run(sockets=[listener])
     return 0
+
+
+class _Server(uvicorn.Server):
+    """Ends its searches, too: they would be waited for."""
+
+    def __init__(self, config: uvicorn.Config, pool: Pool) -> None:
+        super().__init__(config)
+        self._pool = pool
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called on Ctrl-C and SIGTERM."""
+        self._pool.stop()
+        super().handle_exit(sig, frame)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -37,24 +37,27 @@ _STARTING = b'{"event":"tick","state":"running"'
 
 
 def create_app(*, search_seconds: float = 600.0, allowed_hosts: Sequence[str] = ()) -> Starlette:
-    """The application.
+    """The application; its `state.pool` is the `Pool` of its workers.
 
     Args:
         search_seconds: after which a search is stopped and what it has is kept.
         allowed_hosts: names besides `localhost` under which it may be reached.
     """
 
+    pool = Pool(search_seconds=search_seconds)
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        app.state.pool = Pool(search_seconds=search_seconds)
-        await app.state.pool.prepare()
+        await pool.prepare()
         yield
-        await app.state.pool.close()
+        await pool.close()
 
     routes = [Route("/api/choices", _choices, methods=["GET"])]
     routes += [Route(f"/api/{task}", partial(_task, task), methods=["POST"]) for task in TASKS]
     routes += [Route(address, _serve(file), methods=["GET"]) for address, file in _files()]
-    return Starlette(routes=routes, lifespan=lifespan, middleware=[Middleware(Guard, allowed_hosts=allowed_hosts)])
+    app = Starlette(routes=routes, lifespan=lifespan, middleware=[Middleware(Guard, allowed_hosts=allowed_hosts)])
+    app.state.pool = pool
+    return app
 
 
 def _files() -> list[tuple[str, Path]]:

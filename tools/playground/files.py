@@ -16,10 +16,14 @@ from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.profiling.report import FORMAT as REPORT_FORMAT
 from tools.playground.drawing import draw_plan, draw_recorded
 from tools.playground.limits import MAX_OPS
-from tools.playground.problem import check_size, read_object
+from tools.playground.problem import check_size, read_object, read_stages
 from tools.playground.recorded import read_trace
 
 Opened = dict[str, Any]
+
+_LONGEST_NAME = 80
+_MOST_ITERATIONS = 3
+"""Of a trace, the last ones: a page shows three timelines."""
 
 
 def open_file(body: bytes) -> Opened:
@@ -37,7 +41,7 @@ def open_file(body: bytes) -> Opened:
         timelines = read_trace(given)
         return {"kind": "trace", "drawings": [draw_recorded(timeline) for timeline in timelines[-_MOST_ITERATIONS:]]}
     if "forward_ms" in given or isinstance(given.get("costs"), dict):
-        costs = CostModel.from_json(given.get("costs", given))
+        costs = read_stages(given.get("costs", given))
         return {"kind": "costs", "costs": costs.to_json(), "from": "a file with costs"}
     raise PlanError(
         f"the file has format {str(given.get('format'))[:40]!r} and keys {', '.join(map(repr, list(given)[:6]))[:160]}; "
@@ -46,19 +50,17 @@ def open_file(body: bytes) -> Opened:
     )
 
 
-_MOST_ITERATIONS = 3
-"""Of a trace, the last ones: a page shows three timelines."""
-
-
 def plan_result(text: str | bytes, body: Mapping[str, Any]) -> Result:
     """A plan from a file under the costs in it, or uniform ones, with the bound at its own peak."""
     plan = Plan.from_json(text)
     check_size(plan.num_ranks, plan.num_microbatches)
+    if len(plan.schedule) > _LONGEST_NAME:
+        raise PlanError(f"the plan's schedule is a name of {len(plan.schedule)} letters; give at most {_LONGEST_NAME}")
     if sum(map(len, plan.ops)) > MAX_OPS:
         raise PlanError(f"the plan has {sum(map(len, plan.ops))} ops; the playground takes at most {MAX_OPS}")
     validate(plan)
     given = body.get("costs")
-    costs = CostModel.uniform(plan.placement) if given is None else CostModel.from_json(given)
+    costs = CostModel.uniform(plan.placement) if given is None else read_stages(given)
     simulation = simulate(plan, costs)
     bound = lower_bound(plan.placement, plan.num_microbatches, costs, max(simulation.peak_memory))
     return Result(simulation, bound, plan.placement.num_chunks)
@@ -69,7 +71,7 @@ def _open_report(given: Mapping[str, Any]) -> Opened:
     last = iterations[-1] if isinstance(iterations, list) and iterations else None
     if not isinstance(last, dict):
         raise PlanError("the report has no iterations: 'iterations' must be a list of objects")
-    costs = CostModel.from_json(last.get("costs", {}))
+    costs = read_stages(last.get("costs", {}))
     sizes: dict[str, int] = {}
     for name in ("num_ranks", "num_microbatches", "iteration"):
         value = last.get(name)

@@ -44,11 +44,18 @@ class Pool:
         self._others = asyncio.Semaphore(_SOON_OVER)
         self._waiting = 0
         self._spare: Process | None = None
+        self._preparing = asyncio.Lock()
+        self._is_stopping = False
 
     async def prepare(self) -> None:
         """Start the spare process, where there is none."""
-        if self._spare is None or self._spare.returncode is not None:
-            self._spare = await _start()
+        async with self._preparing:
+            if self._spare is None or self._spare.returncode is not None:
+                self._spare = await _start()
+
+    def stop(self) -> None:
+        """Let every task end within a tick, as the server is about to; may be called by a signal handler."""
+        self._is_stopping = True
 
     async def close(self) -> None:
         """End the spare process; those that work end with their requests."""
@@ -95,6 +102,9 @@ class Pool:
                     yield line
                     if is_error(line):
                         return
+                elif self._is_stopping:
+                    yield encode({"event": "stopped", "message": "the server has ended", "elapsed_s": elapsed})
+                    return
                 elif elapsed > seconds:
                     yield encode({"event": "stopped", "message": f"stopped at the limit of {seconds:g} s", "elapsed_s": elapsed})
                     return
@@ -115,8 +125,10 @@ def is_error(line: bytes) -> bool:
 
 
 async def _start() -> Process:
+    # A session of its own: Ctrl-C in the terminal is for the server, which ends its workers itself.
+    command = (sys.executable, "-m", "tools.playground.worker")
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tools.playground.worker", cwd=_ROOT, stdin=PIPE, stdout=PIPE, limit=2 * MAX_BODY_BYTES
+        *command, cwd=_ROOT, stdin=PIPE, stdout=PIPE, limit=2 * MAX_BODY_BYTES, start_new_session=True
     )
 
 

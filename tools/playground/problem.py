@@ -102,7 +102,7 @@ def read_problem(body: bytes) -> Problem:
         effort=None if given.get("effort", "drawn") == "drawn" else _choice(Effort, given["effort"], "effort"),
         seed=_whole(given, "seed", 0, 2**31) if "seed" in given else 0,
         times=_times(given.get("times", {})),
-        stages=None if given.get("stages") is None else _stages(given["stages"]),
+        stages=None if given.get("stages") is None else read_stages(given["stages"]),
     )
 
 
@@ -180,14 +180,20 @@ def _times(given: object) -> Mapping[str, float]:
     }
 
 
-def _stages(given: object) -> CostModel:
+def read_stages(given: object) -> CostModel:
+    """Costs by stage, of a request or of a file.
+
+    Raises:
+        ConfigError: a value that is no number or out of bounds.
+        PlanError: a list that is missing.
+    """
     if not isinstance(given, dict):
-        raise PlanError(f"stages must be an object with a list a kind, got {given!r:.80}")
+        raise PlanError(f"costs must be an object with a list a kind, got {given!r:.80}")
     most = MAX_RANKS * MAX_STAGES_A_RANK
     for name, values in given.items():
         if isinstance(values, list):
             if len(values) > most:
-                raise ConfigError(f"stages: {name[:40]!r} has {len(values)} values; the playground takes at most {most}")
+                raise ConfigError(f"costs: {name[:40]!r} has {len(values)} values; the playground takes at most {most}")
             for stage, value in enumerate(values):
                 _number(f"{name[:40]} of stage {stage}", value, MAX_TIME_MS)
     costs = CostModel.from_json(given)

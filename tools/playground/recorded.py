@@ -6,7 +6,6 @@ Only complete events with the category of an op or an activity count; everything
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +22,8 @@ from tools.playground.problem import check_size
 _KINDS = frozenset(kind.value for kind in OpKind)
 _ACTIVITIES = frozenset(activity.value for activity in Activity)
 _MOST_EVENTS = 40 * MAX_OPS
+_LATEST_US = 1e16
+"""Three centuries; beyond it a float cannot tell microseconds apart."""
 
 
 def read_trace(body: Mapping[str, Any]) -> list[Timeline]:
@@ -145,8 +146,8 @@ def _times(event: Mapping[str, Any]) -> tuple[float, float]:
     """Start and end in milliseconds."""
     start, duration = event.get("ts"), event.get("dur")
     for value in (start, duration):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise PlanError(f"event {json.dumps(event)[:120]}: 'ts' and 'dur' must be numbers")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LATEST_US < value < _LATEST_US:
+            raise PlanError(f"event {json.dumps(event)[:120]}: 'ts' and 'dur' must be numbers, in microseconds")
     assert isinstance(start, (int, float))
     assert isinstance(duration, (int, float))
     if duration < 0:

@@ -8,7 +8,7 @@ export class Departures {
   constructor(parts, jump) {
     Object.assign(this, parts);
     this.jump = jump;
-    this.shown = "";
+    this.shown = null;
     this.plans.addEventListener("change", () => this.compare());
     this.traces.addEventListener("change", () => this.compare());
   }
@@ -30,8 +30,8 @@ export class Departures {
     const find = (select) => this.slots.find(({ key }) => key === select.value);
     const [plan, trace] = [find(this.plans), find(this.traces)];
     if (!plan || !trace) return;
-    const asked = `${plan.key} ${plan.drawing.plan.length} ${plan.drawing.measures} ${trace.key} ${trace.drawing.iteration}`;
-    if (asked === this.shown) return;
+    if (this.shown?.plan === plan.drawing && this.shown.trace === trace.drawing) return;
+    const asked = { plan: plan.drawing, trace: trace.drawing };
     this.shown = asked;
     try {
       // The planner's JSON is put together as text: a trace may be long, and is only passed on.
