@@ -22,8 +22,8 @@ from tools.playground.recorded import read_trace
 Opened = dict[str, Any]
 
 _LONGEST_NAME = 80
-_MOST_ITERATIONS = 3
-"""Of a trace, the last ones: a page shows three timelines."""
+_MOST_ITERATIONS = 8
+"""Of a trace, the last ones."""
 
 
 def open_file(body: bytes) -> Opened:
@@ -34,7 +34,7 @@ def open_file(body: bytes) -> Opened:
     """
     given = read_object(body)
     if given.get("format") == PLAN_FORMAT:
-        return {"kind": "plan", "drawing": draw_plan(plan_result(body, given))}
+        return {"kind": "plan", "drawings": [draw_plan(plan_result(body, given))]}
     if given.get("format") == REPORT_FORMAT:
         return _open_report(given)
     if "traceEvents" in given:

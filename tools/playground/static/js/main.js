@@ -164,18 +164,21 @@ class Playground {
   show() {
     const shown = this.slots
       .filter(({ drawing }) => drawing)
-      .map((slot) => ({ ...slot, letter: slot.letter.textContent, name: slot.name ?? slot.drawing.schedule, limit: slot.limit }));
-    const panels = shown.map(({ key, letter, drawing, flags, config, isOpened }) => ({
+      .map(({ key, letter, name, drawing, flags, trace, config, isOpened }) => {
+        const limit = isOpened ? null : config.limit;
+        return { key, letter: letter.textContent, name: isOpened ? name : drawing.schedule, drawing, flags, trace, limit };
+      });
+    const panels = shown.map(({ key, letter, drawing, flags, limit }) => ({
       key,
       letter,
       drawing,
-      limit: isOpened ? null : config.limit,
+      limit,
       actions: actions({ drawing, flags }, (message) => this.tell(message)),
     }));
     this.sayBusy();
     this.timelines.show(panels);
     byId("metrics").replaceChildren(shown.length ? metricsTable(shown) : "");
-    this.departures.offer(shown.map(({ key, letter, name, drawing, trace }) => ({ key, letter, name, drawing, trace })));
+    this.departures.offer(shown);
   }
 
   /** Rows of a fresh table: those of the first schedule whose number of stages is known. */
@@ -187,27 +190,19 @@ class Playground {
   /** A file that the planner has read. */
   opened(answer, name, text) {
     if (answer.kind === "costs") return this.adoptCosts(answer, name);
-    if (answer.kind === "plan") {
-      this.place(name).open(answer.drawing, null, `from ${name}`);
-    } else {
-      for (const drawing of answer.drawings) {
-        const slot = this.place(name);
-        slot.trace = text;
-        slot.open(drawing, null, `iteration ${drawing.iteration} of ${name}`);
-      }
-    }
-    const { num_ranks: p, num_microbatches: m, costs } = answer.drawing ?? answer.drawings[0];
+    const isTrace = answer.kind === "trace";
+    this.place().open({ name, drawings: answer.drawings, trace: isTrace ? text : null });
+    const { num_ranks: p, num_microbatches: m, costs } = answer.drawings[answer.drawings.length - 1];
     this.tell(`${name}: opened.`, "good", ["Plan for its costs", () => this.adoptCosts({ costs, num_ranks: p, num_microbatches: m }, name)]);
-    this.show();
     this.keepLink();
     return undefined;
   }
 
-  /** A slot for a file: a free one, or the last one. */
-  place(name) {
-    const slot = this.slots.length < MOST_SLOTS ? this.addSlot(slotConfig("zbv")) : this.slots[MOST_SLOTS - 1];
-    slot.name = name;
-    slot.trace = null;
+  /** A slot for a file: a new one, or the last one that shows no file, or the last one. */
+  place() {
+    if (this.slots.length < MOST_SLOTS) return this.addSlot(slotConfig("zbv"));
+    const slot = this.slots.findLast((each) => !each.isOpened) ?? this.slots[MOST_SLOTS - 1];
+    this.waiting.delete(slot);
     return slot;
   }
 
@@ -228,7 +223,8 @@ class Playground {
 
   /** A point of the curve: its plan is there already; the slot's choices are those that lead to it. */
   async choosePoint(point) {
-    const slot = this.slots.find((each) => !each.isOpened) ?? this.addSlot(slotConfig(point.schedule));
+    const slot = this.slots.find((each) => !each.isOpened) ?? this.place();
+    slot.file = null;
     Object.assign(slot.config, slotConfig(point.schedule, point.memory_limit, null, ""));
     if (slot.info.num_chunks === null) slot.config.chunks = point.num_chunks;
     if (!slot.info.is_searched) slot.config.limit = null;

@@ -16,7 +16,7 @@ export class Slot {
     this.error = "";
     this.verdict = "";
     this.controller = null;
-    this.isOpened = false;
+    this.file = null;
     const names = choices.schedules.map(({ name, description }) => make("option", { value: name, title: description }, name));
     this.select = make("select", { "aria-label": "schedule", change: () => this.take() }, ...names);
     this.limited = make("input", { type: "checkbox", change: () => this.take() });
@@ -26,6 +26,9 @@ export class Slot {
     this.output = make("output", {});
     this.chunks = make("input", { type: "number", min: 1, max: choices.limits.chunks, step: 1, placeholder: "2", change: () => this.take() });
     this.pending = make("input", { type: "text", size: 4, placeholder: "1p", pattern: "[0-9]+p?", change: () => this.take() });
+    this.fileOption = make("option", { value: "" });
+    this.iteration = make("select", { change: () => this.pick(Number(this.iteration.value)) });
+    this.limitRow = make("label", { class: "row limit" }, this.limited, "memory ≤", this.range, this.output);
     this.letter = make("span", { class: "letter" });
     this.status = make("p", { class: "status", role: "status" });
     this.bar = make("progress", { max: 1, hidden: true, "aria-label": "search" });
@@ -43,12 +46,26 @@ export class Slot {
         make("button", { type: "button", class: "remove", "aria-label": "remove this schedule", click: removed }, "×"),
       ),
       this.description,
-      make("label", { class: "row limit" }, this.limited, "memory ≤", this.range, this.output),
+      this.limitRow,
       this.options,
       make("div", { class: "row" }, this.bar, this.stopper),
       this.status,
     );
     this.render();
+  }
+
+  /** Whether it shows a file instead of a search. */
+  get isOpened() {
+    return this.file !== null;
+  }
+
+  get name() {
+    return this.file?.name ?? this.config.schedule;
+  }
+
+  /** The text of the trace that it shows, or null. */
+  get trace() {
+    return this.file?.trace ?? null;
   }
 
   get info() {
@@ -58,12 +75,13 @@ export class Slot {
   /** From the form into the state. */
   take() {
     const { schedule } = this.config;
+    if (!this.select.value) return; // still the file
     this.config.schedule = this.select.value;
+    this.file = null;
     this.config.limit = this.limited.checked ? Number(this.range.value) : null;
     this.config.chunks = this.chunks.value && this.info.num_chunks === null ? Number(this.chunks.value) : null;
     this.config.pending = this.info.takes_max_pending_backward ? this.pending.value.trim() : "";
     if (schedule !== this.config.schedule && !this.info.is_searched) this.config.limit = null;
-    this.isOpened = false;
     this.render();
     this.changed();
   }
@@ -71,6 +89,17 @@ export class Slot {
   /** From the state into the form. */
   render() {
     const { schedule, limit, chunks, pending } = this.config;
+    this.limitRow.hidden = this.isOpened;
+    if (this.isOpened) {
+      this.fileOption.textContent = this.file.name;
+      this.select.prepend(this.fileOption);
+      this.select.value = "";
+      this.description.textContent = "from a file; choose a schedule to plan again";
+      const several = this.file.drawings.length > 1;
+      this.options.replaceChildren(...(several ? [make("label", {}, "iteration ", this.iteration)] : []));
+      return;
+    }
+    this.fileOption.remove();
     this.select.value = schedule;
     this.limited.checked = limit !== null;
     this.range.disabled = limit === null;
@@ -95,12 +124,21 @@ export class Slot {
     this.element.setAttribute("role", "group");
   }
 
-  /** Show a drawing from a file instead of a search. */
-  open(drawing, flags, note) {
+  /** Show a file instead of a search: {name, drawings, trace}; of several iterations the last one, until another is picked. */
+  open(file) {
     this.giveUp();
-    this.isOpened = true;
-    this.adopt({ drawing, flags });
-    this.say(note);
+    this.file = file;
+    const last = file.drawings.length - 1;
+    const options = file.drawings.map(({ iteration }, index) => make("option", { value: index }, String(iteration)));
+    this.iteration.replaceChildren(...options);
+    this.iteration.value = String(last);
+    this.render();
+    this.pick(last);
+  }
+
+  pick(index) {
+    this.say("");
+    this.adopt({ drawing: this.file.drawings[index] });
   }
 
   adopt({ drawing, flags }) {
