@@ -58,6 +58,14 @@ def choose_kernel(
     return kernel
 
 
+def working_kernels(device: torch.device, *, input_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> list[WgradKernel]:
+    """Every way that works for these dtypes on `device`, best first: what `choose_kernel` picks from. For benchmarks."""
+    apex = _apex_accumulate(accumulator_dtype) if device.type == "cuda" else None
+    candidates = [] if apex is None else [WgradKernel(KernelKind.APEX, apex)]
+    candidates += [WgradKernel(KernelKind.ADDMM, addmm_accumulate), WgradKernel(KernelKind.PLAIN, plain_accumulate)]
+    return [kernel for kernel in candidates if _try_out(kernel, device, input_dtype, accumulator_dtype) is None]
+
+
 def plain_accumulate(accumulator: Tensor, grad_output: Tensor, input_: Tensor) -> None:
     """`PLAIN`: the same operations, and so the same bits, as the stock backward without fusion."""
     accumulator.add_(grad_output.t().matmul(input_))
@@ -111,7 +119,8 @@ def _try_out(kernel: WgradKernel, device: torch.device, input_dtype: torch.dtype
     input_ = torch.full((8, 16), 2.0, device=device, dtype=input_dtype)
     try:
         kernel.accumulate(accumulator, grad_output, input_)
-        torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # a kernel that faults does so late
     except (RuntimeError, TypeError, AttributeError) as error:  # AttributeError: a torch older than addmm's out_dtype
         return str(error).partition("\n")[0] or type(error).__name__
     return None if bool((accumulator == 17.0).all()) else "wrong result"

@@ -1,0 +1,156 @@
+"""Layers whose split is measured, and what arithmetic says about them: FLOPs, and the bytes that W needs.
+
+s sequence, b microbatch, h hidden, a heads. Counts are those of arXiv 2401.10241, Table 1, from the shapes of the linears instead
+of from 24sbh, so that they also hold for grouped queries and gated MLPs; for the paper's own models the two agree. Causal
+attention counts in full, as it does there. The paper's models are those of its Table 3, without embedding and head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron.zerobubble.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """One weight, [out, in]."""
+
+    name: str
+    out: int
+    in_: int
+
+    def flops(self, tokens: int) -> int:
+        """Of one of its three products (F, B or W), for so many tokens."""
+        return 2 * tokens * self.out * self.in_
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """A transformer layer and its microbatch."""
+
+    name: str
+    hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    micro_batch_size: int
+    layers_per_rank: int
+    """Layers of a pipeline rank in the paper, where embedding and head take the place of one layer each."""
+    num_ranks: int
+    """Pipeline ranks in the paper."""
+    is_llama: bool = False
+    """GQA, SwiGLU, RMSNorm, rotary positions, no biases."""
+    ffn_hidden_size: int
+    num_query_groups: int
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch."""
+        return self.seq_length * self.micro_batch_size
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """In the order of the forward pass. megatron-core has one linear for Q, K and V and one for both halves of SwiGLU."""
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        keys = hidden // self.num_attention_heads * self.num_query_groups
+        return (
+            Linear(name="qkv", out=hidden + 2 * keys, in_=hidden),
+            Linear(name="proj", out=hidden, in_=hidden),
+            Linear(name="fc1", out=ffn * (2 if self.is_llama else 1), in_=hidden),
+            Linear(name="fc2", out=hidden, in_=ffn),
+        )
+
+    @property
+    def linear_flops(self) -> int:
+        """Of one of the three products of all linears: W, and the linears' share of F and of B."""
+        return sum(linear.flops(self.tokens) for linear in self.linears)
+
+    @property
+    def attention_flops(self) -> int:
+        """Of QK^T and of the product with V, forward; backward takes twice as many."""
+        return 4 * self.tokens * self.seq_length * self.hidden_size
+
+    @property
+    def model_flops(self) -> int:
+        """Of F, B and W of one microbatch."""
+        return 3 * (self.linear_flops + self.attention_flops)
+
+    def held_bytes(self, bytes_per_element: int) -> int:
+        """What must be held from B to W: each linear's input and output gradient, once. ``32 sbh`` for the paper's layers."""
+        return bytes_per_element * self.tokens * sum(linear.in_ + linear.out for linear in self.linears)
+
+    def paper_held_bytes(self) -> int:
+        """``32 sbh``."""
+        return 32 * self.tokens * self.hidden_size
+
+    def paper_activation_bytes(self) -> int:
+        """``sbh (34 + 5 a s / h)``: what F leaves for B in 16 bits, with dropout masks and without flash attention."""
+        return 34 * self.tokens * self.hidden_size + 5 * self.num_attention_heads * self.seq_length * self.tokens
+
+    def scaled(self, scale: float) -> LayerShape:
+        """The same kind of layer, smaller: heads and tokens times `scale`, at least one head a query group and 8 tokens.
+
+        Raises:
+            ConfigError: a scale outside of (0, 1].
+        """
+        if not 0 < scale <= 1:
+            raise ConfigError(f"--scale is {scale}; it must be more than 0 and at most 1, where 1 is the shape of the paper")
+        if scale == 1:
+            return self
+        width = self.hidden_size // self.num_attention_heads
+        group = self.num_attention_heads // self.num_query_groups
+        groups = max(1, round(self.num_query_groups * scale))
+        heads = groups * group
+        return replace(
+            self,
+            name=f"{self.name} x {scale:g}",
+            hidden_size=heads * width,
+            num_attention_heads=heads,
+            num_query_groups=groups,
+            ffn_hidden_size=self.ffn_hidden_size * heads // self.num_attention_heads,
+            seq_length=max(8, round(self.seq_length * scale)),
+            micro_batch_size=1,
+        )
+
+
+def _paper(name: str, heads: int, hidden: int, ranks: int, layers: int, batch: int) -> LayerShape:
+    return LayerShape(
+        name=name,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        seq_length=1024,
+        micro_batch_size=batch,
+        layers_per_rank=(layers + 2) // ranks,
+        num_ranks=ranks,
+        ffn_hidden_size=4 * hidden,
+        num_query_groups=heads,
+    )
+
+
+SHAPES = (
+    _paper("1.5B", 24, 2304, 8, 22, 6),
+    _paper("6.2B", 32, 4096, 8, 30, 3),
+    _paper("14.6B", 40, 5120, 16, 46, 1),
+    _paper("28.3B", 48, 6144, 32, 62, 1),
+    # The sequence is half of the model's 8192: attention is megatron-core's own here and keeps its scores.
+    LayerShape(
+        name="Llama-3-8B",
+        hidden_size=4096,
+        num_attention_heads=32,
+        seq_length=4096,
+        micro_batch_size=1,
+        layers_per_rank=4,
+        num_ranks=8,
+        is_llama=True,
+        ffn_hidden_size=14336,
+        num_query_groups=8,
+    ),
+)
+
+
+def shape_named(name: str) -> LayerShape:
+    """One of `SHAPES`. Raises ConfigError."""
+    for shape in SHAPES:
+        if shape.name.lower() == name.lower():
+            return shape
+    raise ConfigError(f"--shape {name!r} is unknown; the shapes are {', '.join(shape.name for shape in SHAPES)}")
