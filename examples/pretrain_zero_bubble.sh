@@ -75,6 +75,7 @@ else
     # A short run: measure and plan early, and not for long.
     [[ $name == zb* ]] && device+=(--zero-bubble-pipeline-timers-start-iter 20 --zero-bubble-planning-seconds 2)
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    export CUDA_VISIBLE_DEVICES= # sizes for the CPU; with gloo, too, ranks take a GPU that they see
 fi
 data="${DATA_PATH:-${DATASET:-$here/data/python-stdlib}}"
 run="${RUN_DIR:-$here/runs/$name}"

@@ -41,12 +41,14 @@ def test_a_format_that_a_device_lacks_is_found_out() -> None:
 
 
 def test_fp16_on_a_device_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(initialize, "computes", lambda dtype, device: dtype is not torch.float16)
     with pytest.raises(ConfigError, match="--fp16 is given, but the device cpu cannot multiply fp16 matrices"):
         choose_device(settings_from_argv((FLAGS + "--fp16 --distributed-backend gloo").split(), world_size=2), LAUNCH)
 
 
-def test_the_cpu_is_chosen_with_gloo() -> None:
+def test_the_cpu_is_chosen_with_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     host = choose_device(settings_from_argv((FLAGS + "--distributed-backend gloo").split(), world_size=2), LAUNCH)
     try:
         assert host.enabled
@@ -59,3 +61,39 @@ def test_the_cpu_is_chosen_with_gloo() -> None:
 def test_nccl_without_a_gpu_for_the_rank_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs a GPU for each rank; rank 1 is number 1 on a machine with"):
         choose_device(settings_from_argv((FLAGS + "--distributed-backend nccl").split(), world_size=2), LAUNCH)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """This machine has a single GPU; which one was chosen."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1])
+    monkeypatch.setattr(initialize, "computes", lambda dtype, device: device == torch.device("cuda", 0))
+    return chosen
+
+
+def test_with_gloo_ranks_share_a_gpu(one_gpu: list[int]) -> None:
+    flags = "--distributed-backend gloo --pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1"
+    assert not choose_device(settings_from_argv((FLAGS + flags).split(), world_size=2), LAUNCH).enabled
+    assert one_gpu == [0], "rank 1 of 2 takes the only one"
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--pipeline-model-parallel-size 2", "name one of ours .*which gloo cannot do there; use NCCL, or hide the GPUs"),
+        ("--use-distributed-optimizer", "--use-distributed-optimizer gathers and scatters shards"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "--sequence-parallel gathers and scatters"),
+        (
+            "--pipeline-model-parallel-size 2 --enable-zero-bubble --zero-bubble-memory-limit auto",
+            "here ranks share one; give each rank's share in bytes",
+        ),
+    ],
+)
+def test_what_gloo_cannot_do_with_gpus_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_device(settings_from_argv(f"{FLAGS} {flags} --distributed-backend gloo".split(), world_size=2), LAUNCH)

@@ -9,7 +9,8 @@ NCCL reads and writes on a stream of its own: it waits for the current stream at
 wait for it. A buffer allocated and freed on the current stream is therefore never reused too early, and no record_stream is
 needed, provided a send's tensor is only let go after `wait`. That is what the handles are for.
 
-On the CPU a thread makes the backend's calls (`issuer`), so that they cost the ops no time.
+On the CPU a thread makes the backend's calls (`issuer`), so that they cost the ops no time. gloo between ranks with CUDA tensors
+goes through host memory (`staging`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from megatron.zerobubble.errors import TransferError
 from megatron.zerobubble.plan.communication import Message, colour_links, links_of
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.runtime.issuer import Issued, Issuer
+from megatron.zerobubble.runtime.staging import Receiving, Sending, Staging, staging_for
 
 
 class Handle(Protocol):
@@ -50,7 +52,7 @@ class Links(Protocol):
 class _Transfer:
     __slots__ = ("message", "tensor", "verb", "work")
 
-    def __init__(self, verb: str, message: Message, tensor: Tensor, work: dist.Work | Issued) -> None:
+    def __init__(self, verb: str, message: Message, tensor: Tensor, work: dist.Work | Issued | Sending | Receiving) -> None:
         self.verb, self.message, self.tensor, self.work = verb, message, tensor, work
 
     def wait(self) -> None:
@@ -73,6 +75,7 @@ class ProcessGroupLinks:
         rank: this process's pipeline rank.
         device: where tensors live; used to open every link once.
         timeout: how long a transfer may take; None for the backend's default.
+        staging: how tensors pass through host memory; None for what device and backend need.
     """
 
     def __init__(
@@ -83,12 +86,14 @@ class ProcessGroupLinks:
         rank: int,
         device: torch.device,
         timeout: timedelta | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self._pipeline = tuple(pipeline)
         self._rank = rank
         self._device = device
         self._groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
-        self._issuer = Issuer() if device.type == "cpu" else None
+        self._staging = staging or staging_for(device)
+        self._issuer = Issuer() if device.type == "cpu" and self._staging is None else None
         colours = colour_links(links_of(placement))
         for links in colours:
             # One group over the whole world serves this colour of every pipeline: NCCL opens a communicator per pair that
@@ -128,6 +133,9 @@ class ProcessGroupLinks:
         if self._issuer is not None:
             self._issuer.close()
             self._issuer = None
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
         for group in {id(group): group for group in self._groups.values()}.values():
             dist.destroy_process_group(group)
         self._groups.clear()
@@ -135,7 +143,7 @@ class ProcessGroupLinks:
     def _start(self, verb: str, message: Message, tensor: Tensor, peer: int) -> _Transfer:
         group = self._groups[message.source, message.target]
 
-        def begin() -> dist.Work:
+        def call(tensor: Tensor) -> dist.Work:
             try:
                 work = dist.isend(tensor, peer, group=group) if verb == "send" else dist.irecv(tensor, peer, group=group)
             except RuntimeError as error:
@@ -144,7 +152,10 @@ class ProcessGroupLinks:
                 raise TransferError(f"cannot {verb} {message_text(message)}: this process is not a member of the link's group")
             return work
 
-        return _Transfer(verb, message, tensor, begin() if self._issuer is None else self._issuer(begin))
+        if self._staging is not None:
+            start = self._staging.send if verb == "send" else self._staging.receive
+            return _Transfer(verb, message, tensor, start(tensor, call))
+        return _Transfer(verb, message, tensor, call(tensor) if self._issuer is None else self._issuer(lambda: call(tensor)))
 
     def _open(self, links: Sequence[tuple[int, int]]) -> None:
         """Use each link once: NCCL opens a communicator at its first use, and both ends must come to it in the same order."""
@@ -156,7 +167,10 @@ class ProcessGroupLinks:
         source, target = link
         is_source = self._rank == source
         peer = self._pipeline[target if is_source else source]
-        (dist.send if is_source else dist.recv)(tensor, peer, group=self._groups[link])
+        wire = tensor.cpu() if self._staging is not None else tensor  # nothing else is under way: copies may block here
+        (dist.send if is_source else dist.recv)(wire, peer, group=self._groups[link])
+        if wire is not tensor and not is_source:
+            tensor.copy_(wire)
 
     def _round_trip(self, tensor: Tensor, link: tuple[int, int]) -> float:
         """Milliseconds until `tensor` was received at the end of `link` and one number came back; at its source."""

@@ -53,7 +53,8 @@ class ParallelConfig:
     """Copies of the distributed optimizer's shards. Only 1: several are summed on a stream of their own, which was never tried
     with our schedules."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
-    """Process group backend: nccl on GPUs, gloo on CPUs. Default: nccl where CUDA is available, else gloo."""
+    """Process group backend: nccl on GPUs; gloo on CPUs, or where ranks share a GPU, with transfers through host memory. Default:
+    nccl where CUDA is available, else gloo."""
     distributed_timeout_minutes: int = 10
     """How long a rank waits for the others before it gives up."""
 

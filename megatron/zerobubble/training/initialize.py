@@ -90,27 +90,31 @@ def set_up_logging(launch: Launch) -> None:
 
 
 def choose_device(settings: Settings, launch: Launch) -> HostDevice:
-    """The device of this rank: a GPU with NCCL, the CPU with gloo. Checks that it can compute what is asked for.
+    """The device of this rank: a GPU where torch sees one, else the CPU with gloo. Checks that it can compute what is asked for.
 
-    Called before any process group exists. Installs the host-device layer on the CPU.
+    With NCCL each rank of a machine has a GPU of its own; with gloo ranks share GPUs where there are too few, and their transfers
+    go through host memory (`runtime.staging`). Called before any process group exists. Installs the host-device layer on the CPU.
 
     Raises:
-        ConfigError: NCCL without a GPU for this rank, or a number format that the device cannot compute.
+        ConfigError: NCCL without a GPU for this rank, something that gloo cannot do with CUDA tensors, or a number format that
+            the device cannot compute.
     """
     import torch
 
     from megatron.zerobubble.integration.host import HostDevice
 
-    backend = settings.parallel.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    host = HostDevice(enabled=backend == "gloo")
+    backend = _backend(settings)
+    host = HostDevice(enabled=not torch.cuda.is_available() and backend == "gloo")
     if not host.enabled:
-        if launch.local_rank >= torch.cuda.device_count():
+        if backend == "gloo":
+            _check_gloo_on_gpus(settings, is_shared=launch.ranks_on_host > torch.cuda.device_count())
+        elif launch.local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"--distributed-backend nccl needs a GPU for each rank; rank {launch.rank} is number "
-                f"{launch.local_rank} on a machine with {torch.cuda.device_count()}; use gloo to run on the CPU"
+                f"{launch.local_rank} on a machine with {torch.cuda.device_count()}; with gloo ranks share a GPU or use the CPU"
             )
-        torch.cuda.set_device(launch.local_rank)
-    if host.enabled and settings.parallel.ddp_average_in_collective:
+        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+    if backend == "gloo" and settings.parallel.ddp_average_in_collective:
         raise ConfigError("--ddp-average-in-collective: gloo sums and cannot average; leave it out, gradients are scaled instead")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.precision.name]
     if not computes(dtype, host.device):
@@ -122,6 +126,31 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
     if host.enabled and not launch.has_threads_set:
         torch.set_num_threads(1)  # as torchrun does: the ranks of a machine share its cores
     return host
+
+
+def _backend(settings: Settings) -> str:
+    import torch
+
+    return settings.parallel.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def _check_gloo_on_gpus(settings: Settings, *, is_shared: bool) -> None:
+    """Raise ConfigError for what megatron-core does with collectives and transfers that gloo has for host memory only."""
+    parallel, remedy = settings.parallel, "use NCCL, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+    refused = {
+        "--sequence-parallel gathers and scatters activations": parallel.sequence_parallel,
+        "--use-distributed-optimizer gathers and scatters shards": parallel.use_distributed_optimizer,
+        "megatron-core's own schedules send CUDA tensors; name one of ours (--zero-bubble-schedule 1f1b)": (
+            settings.pipeline_size > 1 and settings.zero_bubble.schedule == "stock"
+        ),
+    }
+    for what, is_given in refused.items():
+        if is_given:
+            raise ConfigError(f"--distributed-backend gloo on a GPU: {what}, which gloo cannot do there; {remedy}")
+    if is_shared and settings.zero_bubble.zero_bubble_memory_limit == "auto":
+        raise ConfigError(
+            "--zero-bubble-memory-limit auto takes a GPU for each rank, and here ranks share one; give each rank's share in bytes"
+        )
 
 
 def computes(dtype: torch.dtype, device: torch.device) -> bool:
@@ -142,18 +171,19 @@ def join_job(settings: Settings, launch: Launch, host: HostDevice) -> Job:
     from torch.distributed.rendezvous import rendezvous
 
     timeout = timedelta(minutes=settings.parallel.distributed_timeout_minutes)
+    backend = _backend(settings)
     store: Any
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         store = dist.HashStore()  # type: ignore[attr-defined]
     else:
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     c10d.init_process_group(
-        "gloo" if host.enabled else "nccl",
+        backend,
         store=c10d.PrefixStore("process_group", store),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,
-        device_id=None if host.enabled else host.device,
+        device_id=host.device if backend == "nccl" else None,
     )
     shared: Any = c10d.PrefixStore("job", store)  # torch's stubs do not know that it has `clone`
     return Job(launch=launch, host=host, store=shared)

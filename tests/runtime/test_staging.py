@@ -1,0 +1,197 @@
+"""Transfers through host memory: the order of copies and calls, who is alive when, and the links and the executor on top.
+
+The device here is made of lists: a stream is a list of things to do, and does one when it is told to, so that nothing happens
+early by luck. What CUDA itself does with streams and events is `test_staging_gpu`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.zerobubble.plan.communication import place_communication
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.runtime.executor import Executor
+from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
+from megatron.zerobubble.runtime.staging import Staging
+from tests.runtime.support import LabelWork
+from tests.support.ranks import RankPool
+
+CPU = torch.device("cpu")
+PATIENCE_S = 20.0
+
+
+class SlowCopies:
+    """A device whose copies are done when the test says so, and which notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.may_leave = threading.Event()
+
+    def mark(self) -> str:
+        self.log.append("mark")
+        return "here"
+
+    def leave(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        host = torch.full_like(tensor, float("nan"))
+
+        def settle() -> None:
+            assert self.may_leave.wait(PATIENCE_S)
+            host.copy_(tensor)
+            self.log.append("left")
+
+        self.log.append("leaving")
+        return host, settle
+
+    def space(self, buffer: Tensor) -> Tensor:
+        return torch.full_like(buffer, float("nan"))
+
+    def arrive(self, host: Tensor, buffer: Tensor, mark: Any) -> None:
+        assert mark == "here"
+        buffer.copy_(host)
+        self.log.append("arrived")
+
+
+class Taken:
+    """The backend: takes host memory, and is done when the test says so."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.called, self.may_end = threading.Event(), threading.Event()
+        self.given: list[float] = []
+        self.host: Tensor | None = None
+
+    def __call__(self, host: Tensor) -> Any:
+        self.log.append("call")
+        self.given.append(host[0].item())
+        self.host = host
+        self.called.set()
+        return mock.Mock(wait=self._wait)
+
+    def _wait(self) -> None:
+        assert self.may_end.wait(PATIENCE_S)
+
+
+def test_a_send_waits_for_its_copy_on_a_thread_and_never_blocks_the_rank() -> None:
+    copies = SlowCopies()
+    staging, backend = Staging(copies), Taken(copies.log)
+    transfer = staging.send(torch.tensor([7.0]), backend)
+    assert copies.log == ["leaving"], "send came back before the copy was done, and the backend has nothing"
+    assert not backend.called.wait(0.05)
+    copies.may_leave.set()
+    assert backend.called.wait(PATIENCE_S)
+    assert copies.log == ["leaving", "left", "call"]
+    assert backend.given == [7.0], "what the backend was given is the copy, whole"
+    backend.may_end.set()
+    transfer.wait()
+    staging.close()
+
+
+def test_a_receive_is_posted_although_a_send_waits_for_its_copy() -> None:
+    """Else two ranks that send to each other could each wait for a receive that the other posts too late."""
+    copies = SlowCopies()
+    staging, sent, received = Staging(copies), Taken(copies.log), Taken(copies.log)
+    send = staging.send(torch.tensor([7.0]), sent)
+    receive = staging.receive(torch.zeros(1), received)
+    assert received.called.wait(PATIENCE_S)
+    assert not sent.called.is_set()
+    copies.may_leave.set()
+    for taken, transfer in ((sent, send), (received, receive)):
+        taken.may_end.set()
+        transfer.wait()
+    staging.close()
+
+
+def test_a_receive_copies_after_the_message_and_after_its_buffer_was_free() -> None:
+    copies = SlowCopies()
+    staging, backend = Staging(copies), Taken(copies.log)
+    buffer = torch.zeros(1)
+    transfer = staging.receive(buffer, backend)
+    assert backend.called.wait(PATIENCE_S)
+    assert sorted(copies.log) == ["call", "mark"], "the point from which the buffer may be written is that of the receive"
+    assert backend.host is not None
+    backend.host.fill_(5.0)
+    assert buffer.item() == 0.0
+    backend.may_end.set()
+    transfer.wait()
+    assert copies.log[-1] == "arrived"
+    assert buffer.item() == 5.0
+    staging.close()
+
+
+def test_a_send_keeps_its_tensor_until_it_is_let_go() -> None:
+    copies = SlowCopies()
+    copies.may_leave.set()
+    staging, backend = Staging(copies), Taken(copies.log)
+    tensor = torch.ones(1)
+    storage = StorageWeakRef(tensor.untyped_storage())
+    transfer = staging.send(tensor, backend)
+    del tensor
+    assert backend.called.wait(PATIENCE_S)
+    assert not storage.expired()
+    backend.may_end.set()
+    transfer.wait()
+    staging.close()
+    del transfer
+    assert storage.expired()
+
+
+def test_what_a_call_raises_is_raised_by_wait() -> None:
+    copies = SlowCopies()
+    copies.may_leave.set()
+    staging = Staging(copies)
+    broken = mock.Mock(side_effect=RuntimeError("gone"))
+    for transfer in (staging.send(torch.ones(1), broken), staging.receive(torch.ones(1), broken)):
+        with pytest.raises(RuntimeError, match="gone"):
+            transfer.wait()
+    assert "arrived" not in copies.log
+    staging.close()
+
+
+def test_cuda_tensors_on_gloo_are_staged_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.zerobubble.runtime import staging
+
+    monkeypatch.setattr(staging, "CudaCopies", lambda device: SlowCopies())
+    chosen = {}
+    for backend in ("gloo", "nccl"):
+        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
+        for device in ("cpu", "cuda"):
+            found = staging.staging_for(torch.device(device))
+            chosen[backend, device] = found is not None
+            if found is not None:
+                found.close()
+    assert [key for key, is_staged in chosen.items() if is_staged] == [("gloo", "cuda")]
+
+
+# -- over real process groups -------------------------------------------------------------------------------------------
+
+
+def run_staged(rank: int, name: str) -> int:
+    """A whole iteration and a measurement of the links, each transfer through a copy; `LabelWork` checks every value."""
+    copies = SlowCopies()
+    copies.may_leave.set()
+    program = place_communication(build_plan(name, num_ranks=4, num_microbatches=8))
+    links = ProcessGroupLinks(Placement.v(4), pipeline=range(4), rank=rank, device=CPU, staging=Staging(copies))
+    work = LabelWork(program, max_sleep_s=1e-3, seed=rank)
+    Executor(program, rank, links, work).run()
+    assert work.ops == list(program.plan.ops[rank])
+    assert work.buffers_alive == 0
+    times = links.times((2, 3), torch.float32, repeats=1)
+    assert all(link[0] == rank and elapsed >= 0 for link, elapsed in times.items())
+    links.close()
+    assert copies.log.count("left") == copies.log.count("leaving")
+    return copies.log.count("arrived") - copies.log.count("left")
+
+
+def test_the_executor_over_staged_links(four_ranks: RankPool) -> None:
+    balance = four_ranks.run(run_staged, "zbv")
+    assert sum(balance) == 0, "whatever left one rank arrived at another"
