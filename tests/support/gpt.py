@@ -113,6 +113,10 @@ class Case:
             shard_gradients=self.shard_gradients,
         )
 
+    def trainer(self, initial: Tensors | None = None) -> Trainer:
+        """What trains this case."""
+        return Trainer(self, initial)
+
     @property
     def unpipelined(self) -> Case:
         """The same training without a pipeline."""
@@ -148,6 +152,7 @@ class Trainer:
             virtual,
             context_parallel_size=case.context_parallel,
             **embedding_ranks(choice.placement),
+            **self._further_sizes(),
         )
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
@@ -174,6 +179,10 @@ class Trainer:
         vars(self).clear()
         self.case = case
         _forget_groups()
+
+    def _further_sizes(self) -> dict[str, Any]:
+        """More keywords for megatron-core's parallel state."""
+        return {}
 
     # -- construction -----------------------------------------------------------------------------------------------------
 
@@ -384,7 +393,7 @@ def _forget_groups() -> None:
 @functools.lru_cache(maxsize=4)
 def unpipelined(case: Case) -> tuple[Tensors, Outcome]:
     """Initial weights and outcome of `case`, which has no pipeline. Kept: many schedules are compared with one reference."""
-    reference = Trainer(case)
+    reference = case.trainer()
     initial = reference.snapshot()
     outcome = reference.train()
     reference.close()
@@ -412,7 +421,7 @@ class Difference:
 def compare(rank: int, case: Case, reference: Case | None = None) -> Difference:
     """Train unpipelined, or as `reference` says, and through the schedule on this rank."""
     initial, expected = unpipelined(case.unpipelined if reference is None else reference)
-    trainer = Trainer(case, initial)
+    trainer = case.trainer(initial)
     actual = trainer.train()
     trainer.close()
     return difference(actual, expected)

@@ -20,6 +20,7 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor, nn
 
+from megatron.zerobubble.integration.experts import set_auxiliary_scales
 from megatron.zerobubble.integration.random_streams import ChunkStreams
 from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
@@ -136,6 +137,12 @@ class ChunkWork:
             self._sync = [_GradSync(each) for each in self._chunks]
         if last:
             self._sync[chunk].allow()
+        set_auxiliary_scales(
+            self._config,
+            num_microbatches=self._iteration.num_microbatches,
+            context_parallel_size=self._iteration.context_parallel_size,
+            device=self._device,
+        )
         self._store.begin(chunk, op.microbatch, fused=op.kind is OpKind.BW)
         grad = schedules.backward_step(activation, output, gradient, ModelType.encoder_or_decoder, self._config)
         self._store.end()

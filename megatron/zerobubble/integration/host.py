@@ -14,7 +14,8 @@ CPU:
    (one ``torch.zeros([], device="cuda")`` an iteration) and the causal mask of local attention
    (``torch.ones(s, s, device="cuda")``). The stand-in is the torch module seen through `__getattr__`, with `zeros` and
    `ones` redirected. So the stock schedules, our baseline, run at their own speed: what is added is one attribute
-   look-up, a fraction of a microsecond per microbatch.
+   look-up, a fraction of a microsecond per microbatch. The modules of experts get one whose streams are inert, too
+   (`host_streams`).
 
 Invariants: importing this file changes nothing; `install` is idempotent, checks that every name it replaces exists, and
 `uninstall` puts back exactly what was there; with ``enabled=False`` (NCCL on GPUs) every method does nothing.
@@ -35,6 +36,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron.zerobubble.errors import CompatibilityError
+from megatron.zerobubble.integration.host_streams import InertStream, cuda_without_streams, split_sizes_on_host
 
 __all__ = ["HostDevice", "quiet_third_parties"]
 
@@ -140,6 +142,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         mcore_random = importlib.import_module("megatron.core.tensor_parallel.random")
         schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
         transformer_utils = importlib.import_module("megatron.core.transformer.utils")
+        dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+        moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     answers: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch.cuda, "current_device", _current_device),
         (torch.cuda, "set_device", _nothing),
@@ -153,11 +157,15 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (mcore_random, "_get_cuda_rng_state", _get_rng_state),
         (mcore_random, "_set_cuda_rng_state", _set_rng_state),
     ]
-    stand_in = _TorchOnHost()
+    stand_in, without_streams = _TorchOnHost(), _TorchOnHost(cuda_without_streams())
     return [
         *((owner, name, _Answer(answer)) for owner, name, answer in answers),
         (schedules, "torch", stand_in),
         (transformer_utils, "torch", stand_in),
+        (moe_utils, "torch", stand_in),
+        (dispatcher, "torch", without_streams),
+        (dispatcher, "maybe_move_tensor_to_cpu", split_sizes_on_host),
+        (dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", InertStream()),
     ]
 
 
@@ -230,10 +238,16 @@ def _is_cuda(device: object) -> bool:
 
 
 class _TorchOnHost(types.ModuleType):
-    """The torch module as megatron-core's schedules and causal mask see it: `zeros` and `ones` land on the CPU."""
+    """The torch module as megatron-core's schedules and causal mask see it: `zeros` and `ones` land on the CPU.
 
-    def __init__(self) -> None:
+    Args:
+        cuda: what stands in for `torch.cuda`, if anything does.
+    """
+
+    def __init__(self, cuda: types.ModuleType | None = None) -> None:
         super().__init__("torch", "The torch module with device='cuda' served by the CPU in zeros and ones.")
+        if cuda is not None:
+            self.cuda = cuda
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -5,8 +5,8 @@
 later: the parameter carries `skip_backward_post_hook`, and DDP hands its grad-ready hook to the module's
 `register_wgrad_accumulation_and_reduce_hooks` (with `DistributedDataParallelConfig.delay_wgrad_compute`).
 
-Embeddings, routers, norms and biases stay in B: they are cheap. Every other weight must be ours or be declared: a weight that
-nobody knows could be computed in B without a word, and the plan's W would be a lie.
+Embeddings, routers, gates of shared experts, norms and biases stay in B: they are cheap. Every other weight must be ours or be
+declared: a weight that nobody knows could be computed in B without a word, and the plan's W would be a lie.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import SplitError
@@ -25,7 +26,8 @@ from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
 from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
 
 _SPLIT = (ColumnParallelLinear, RowParallelLinear)
-_STAYS_IN_B = (VocabParallelEmbedding, nn.Embedding, LanguageModelEmbedding, Router)
+_STAYS_IN_B = (VocabParallelEmbedding, nn.Embedding, LanguageModelEmbedding, Router, SharedExpertMLP)
+"""What these own themselves; of shared experts that is the gate, one row. Their linears are modules of their own."""
 
 KEEP_IN_B = "wgrad_in_backward"
 """Set this attribute to True on a module (or its class) to keep its weight gradients in B on purpose."""

@@ -17,6 +17,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.integration.compat import check_megatron_core
 from megatron.zerobubble.integration.data_parallel import wrap_chunks
 from megatron.zerobubble.integration.embeddings import make_finalize, tie_chunks
+from megatron.zerobubble.integration.experts import name_missing_gemm
 from megatron.zerobubble.integration.float16 import StageFloat16Module
 from megatron.zerobubble.integration.layers import split_weight_gradients
 from megatron.zerobubble.integration.zb_schedules import ScheduleChoice
@@ -67,6 +68,8 @@ def build_chunks(
     """
     check_megatron_core()
     check_config(config, choice)
+    if config.num_moe_experts is not None:
+        name_missing_gemm()
     models = [_build(model_provider, choice, chunk) for chunk in range(choice.num_chunks)]
     device = torch.cuda.current_device()
     models = [model.to(device) for model in models]
@@ -124,6 +127,8 @@ def check_config(config: Any, choice: ScheduleChoice) -> None:
     refused = {
         "defer_embedding_wgrad_compute": "W already defers the head's weight gradient",
         "overlap_moe_expert_parallel_comm": "it brings a schedule of its own",
+        "moe_shared_expert_overlap": "its backward runs on a stream of its own, and what it leaves for W is not kept from being "
+        "overwritten there",
         "fine_grained_activation_offloading": "it follows megatron-core's own schedules",
         "cpu_offloading": "it hooks into the backward pass that is split here",
         "num_microbatches_with_partial_activation_checkpoints": "it counts 1F1B's warmup microbatches",

@@ -268,7 +268,7 @@ class WeightGradStore:
                 "Run backward through the schedule, or remove the split before calling backward yourself."
             )
         if self._fused:
-            self.kernel.accumulate(split.accumulator(), grad_output, input_)
+            self._accumulate(split, grad_output, input_)
             grad_output = input_ = grad_output.new_empty(0)
         self._open.append(_Entry(split, grad_output, input_, gather_grad_over, gather_input_over))
 
@@ -298,7 +298,7 @@ class WeightGradStore:
                 # is given an accumulator for the time of its W has none now.
                 if entry.is_whole and entry.split.weight.numel() <= most and not entry.split.before:
                     del entries[index]
-                    self.kernel.accumulate(entry.split.accumulator(), entry.grad_output, entry.input)
+                    self._accumulate(entry.split, entry.grad_output, entry.input)
                     self._ahead.setdefault(key, []).append(entry.split)
                     return True
         return False
@@ -334,7 +334,7 @@ class WeightGradStore:
             if is_first:
                 split.prepare()
             if operands is not None:
-                self.kernel.accumulate(split.accumulator(), *operands)
+                self._accumulate(split, *operands)
             del operands
             if is_last:
                 split.notify()
@@ -366,6 +366,11 @@ class WeightGradStore:
         self._groups.clear()
         self._ahead.clear()
         self._open = self._open_key = None
+
+    def _accumulate(self, split: SplitWeight, grad_output: Tensor, input_: Tensor) -> None:
+        accumulator = split.accumulator()
+        if grad_output.shape[0]:  # an expert without tokens adds nothing, and not every kernel takes a sum over no rows
+            self.kernel.accumulate(accumulator, grad_output, input_)
 
     def _where(self, key: tuple[int, int]) -> str:
         return f"rank {self.rank}, chunk {key[0]}, microbatch {key[1]}"

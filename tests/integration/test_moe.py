@@ -1,0 +1,92 @@
+"""Experts under our schedules against the unpipelined model: the same losses, gradients and weights after three steps.
+
+Bit for bit where one rank holds all experts: a token's way, and the order of every sum, are those of the unpipelined model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.ir import Op, OpKind
+from tests.support.gpt import Difference, compare
+from tests.support.moe import ZB_H2, ZBV, MoeCase, MoeTrainer
+from tests.support.ranks import RankPool
+
+FEATURES: list[dict[str, Any]] = [
+    {"dispatcher": "allgather", "shared": True},
+    {"shared": True, "z_loss_coeff": 0.01, "per_token_loss": True},
+    {"balancing": ("seq_aux_loss", "global_aux_loss"), "aux_loss_coeff": (0.1, 0.05), "expert_bias": True},
+    {"layer_freq": (1, 0, 0, 1), "dtype": torch.float16},
+    {"recompute": "full", "llama": True, "expert_bias": True},
+    # 24 tokens for 32 experts: in every microbatch some get none, and others drop what is over their capacity.
+    {"num_experts": 32, "topk": 1, "pre_softmax": True, "capacity_factor": 1.0},
+]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(features))
+@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
+def test_same_bits_as_the_unpipelined_model(four_ranks: RankPool, base: MoeCase, features: dict[str, Any]) -> None:
+    _assert_equal(four_ranks.run(compare, replace(base, **features)))
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
+def test_expert_parallel(four_ranks: RankPool, base: MoeCase, dispatcher: str) -> None:
+    """Two copies with data of their own, and half of the experts each. The reference has four, so that the mean over the copies
+    is summed in another order: 1e-6. Adam gets a large epsilon, as in `test_data_parallel_2`."""
+    case = replace(base, expert_parallel=2, dispatcher=dispatcher, different_data=True, adam_eps=1.0, shared=True)
+    for rank, difference in enumerate(four_ranks.run(compare, case)):
+        assert difference.losses < 1e-5, (rank, difference)
+        assert difference.gradients < 1e-6, (rank, difference)
+        assert difference.weights < 1e-6, (rank, difference)
+
+
+def _gradients_by_op(rank: int, case: MoeCase) -> list[tuple[OpKind, bool, bool]]:
+    """After every op: its kind, and whether the gradients of routers and of experts have grown in it."""
+    trainer = MoeTrainer(case)
+    parameters = dict(trainer.parameters())
+    seen = []
+    before = {"router": 0.0, "experts": 0.0}
+
+    def total(kind: str) -> float:
+        return sum(float(p.main_grad.abs().sum()) for name, p in parameters.items() if f".mlp.{kind}." in name)
+
+    def observe(_: Any, op: Op) -> None:
+        now = {kind: total(kind) for kind in before}
+        seen.append((op.kind, now["router"] != before["router"], now["experts"] != before["experts"]))
+        before.update(now)
+
+    trainer.schedule.observe = observe
+    for chunk in trainer.built.chunks:
+        chunk.zero_grad_buffer()
+    trainer.forward_backward(0)
+    trainer.close()
+    return seen
+
+
+def test_experts_wait_for_w_and_routers_do_not(four_ranks: RankPool) -> None:
+    for seen in four_ranks.run(_gradients_by_op, replace(ZBV, expert_parallel=2, shared=True)):
+        assert set(seen) == {(OpKind.F, False, False), (OpKind.B, True, False), (OpKind.W, False, True)}
+
+
+def _refusal(rank: int, case: MoeCase) -> str:
+    with pytest.raises(ConfigError) as caught:
+        MoeTrainer(case)
+    return str(caught.value)
+
+
+def test_shared_experts_on_a_stream_of_their_own_are_refused(four_ranks: RankPool) -> None:
+    for message in four_ranks.run(_refusal, replace(ZBV, shared=True, shared_overlap=True)):
+        assert message.startswith("moe_shared_expert_overlap does not go with schedule 'zbv'")
+
+
+def _assert_equal(differences: list[Difference]) -> None:
+    for rank, difference in enumerate(differences):
+        assert difference.losses == 0.0, (rank, difference)
+        assert difference.gradients == 0.0, (rank, difference)
+        assert difference.weights == 0.0, (rank, difference)

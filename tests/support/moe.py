@@ -1,0 +1,112 @@
+"""The small GPT of `gpt`, with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
+
+
+@dataclass(frozen=True)
+class MoeCase(Case):
+    """One comparison of a model with experts."""
+
+    num_experts: int = 4
+    topk: int = 2
+    expert_parallel: int = 1
+    dispatcher: str = "alltoall"
+    balancing: str | tuple[str, ...] = "aux_loss"
+    aux_loss_coeff: float | tuple[float, ...] = 0.1
+    z_loss_coeff: float | None = None
+    expert_bias: bool = False
+    shared: bool = False
+    shared_overlap: bool = False
+    layer_freq: int | tuple[int, ...] = 1
+    capacity_factor: float | None = None
+    pre_softmax: bool = False
+
+    def __str__(self) -> str:
+        words = [super().__str__(), f"ep{self.expert_parallel}", self.dispatcher, f"{self.num_experts}experts"]
+        return "-".join(words + ["shared"] * self.shared)
+
+    @property
+    def unpipelined(self) -> MoeCase:
+        """The same training without a pipeline, on num_ranks times as many copies. megatron-core's loss over the tokens of all
+        copies is a mean over them twice, so that it needs so much more weight there (a power of two: the same bits)."""
+        coeff = self.aux_loss_coeff
+        if isinstance(coeff, tuple):
+            weights = [self.num_ranks if kind == "global_aux_loss" else 1 for kind in self.balancing]
+            coeff = tuple(weight * each for weight, each in zip(weights, coeff, strict=True))
+        return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None, aux_loss_coeff=coeff)
+
+    def trainer(self, initial: Tensors | None = None) -> Trainer:
+        return MoeTrainer(self, initial)
+
+
+class MoeTrainer(Trainer):
+    """Trains a `MoeCase`. A rank's `parameters` are those of its own experts."""
+
+    case: MoeCase
+
+    def _further_sizes(self) -> dict[str, Any]:
+        return {"expert_model_parallel_size": self.case.expert_parallel}
+
+    def _config(self) -> Any:
+        case = self.case
+        config = super()._config()
+        fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+        balancing, coeff = case.balancing, case.aux_loss_coeff
+        changes: dict[str, Any] = {
+            "num_moe_experts": case.num_experts,
+            "moe_ffn_hidden_size": 40,
+            "moe_router_topk": case.topk,
+            "moe_token_dispatcher_type": case.dispatcher,
+            "moe_router_load_balancing_type": list(balancing) if isinstance(balancing, tuple) else balancing,
+            "moe_aux_loss_coeff": list(coeff) if isinstance(coeff, tuple) else coeff,
+            "moe_z_loss_coeff": case.z_loss_coeff,
+            "moe_router_enable_expert_bias": case.expert_bias,
+            "moe_router_score_function": "sigmoid" if case.expert_bias else "softmax",
+            "moe_shared_expert_intermediate_size": 24 if case.shared else None,
+            "moe_shared_expert_gate": case.shared,
+            "moe_shared_expert_overlap": case.shared_overlap,
+            "moe_layer_freq": list(case.layer_freq) if isinstance(case.layer_freq, tuple) else case.layer_freq,
+            "moe_expert_capacity_factor": case.capacity_factor,
+            "moe_router_pre_softmax": case.pre_softmax,
+            "expert_model_parallel_size": case.expert_parallel,
+            "add_bias_linear": False,
+        }
+        return type(config)(**(fields | changes))
+
+    def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+        return GPTModel(
+            config=self.config,
+            transformer_layer_spec=get_gpt_decoder_block_spec(
+                self.config, use_transformer_engine=False, normalization=self.config.normalization, vp_stage=vp_stage
+            ),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=self.case.tied,
+            position_embedding_type="rope",
+            vp_stage=vp_stage,
+        )
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        first = parallel_state.get_expert_model_parallel_rank() * (self.case.num_experts // self.case.expert_parallel)
+        for name, parameter in super().parameters():
+            words = name.split(".")
+            if "local_experts" in words:
+                words[words.index("local_experts") + 1] = str(first + int(words[words.index("local_experts") + 1]))
+            yield ".".join(words), parameter
+
+
+ZBV = MoeCase("zbv", 2, 4, num_chunks=2, num_layers=4)
+ZB_H2 = MoeCase("zb-h2", 2, 4, num_layers=4)
