@@ -137,9 +137,12 @@ def test_files_are_opened_and_a_trace_is_held_against_its_plan(opened: Open) -> 
         text = run.plan.to_json(costs=plan.costs.to_json())
         page.set_input_files("#files", {"name": "plan-9.json", "mimeType": "application/json", "buffer": text.encode()})
         page.wait_for_selector("#departures-plan option:has-text('plan-9.json')", state="attached")
-        page.select_option("#departures-plan", label="C: plan-9.json")
+        page.select_option(".slot label:has-text('iteration') select", label="9")
         page.wait_for_selector("#departures table")
+        assert page.locator("#departures-plan option:checked").inner_text() == "C: plan-9.json"
         assert "as planned" in page.locator("#departures").inner_text()
+        page.set_viewport_size({"width": 390, "height": 844})
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
         drop(page, "report.json", reports_to_json([report(run)]))
         page.wait_for_selector("#stages-table tbody tr:nth-child(8)")
         assert page.locator("#stages-table input").nth(0).input_value() == "0.5"

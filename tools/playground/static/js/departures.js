@@ -9,8 +9,12 @@ export class Departures {
     Object.assign(this, parts);
     this.jump = jump;
     this.shown = null;
-    this.plans.addEventListener("change", () => this.compare());
-    this.traces.addEventListener("change", () => this.compare());
+    for (const select of [this.plans, this.traces]) {
+      select.addEventListener("change", () => {
+        select.dataset.chosen = select.value;
+        this.compare();
+      });
+    }
   }
 
   /** All slots that show something: {key, letter, name, drawing, trace}. There is nothing to see without a plan and a trace. */
@@ -19,8 +23,10 @@ export class Departures {
     const plans = slots.filter(({ trace }) => !trace);
     this.slots = slots;
     this.root.hidden = !traces.length;
-    options(this.traces, traces);
-    options(this.plans, plans);
+    options(this.traces, traces, traces.at(-1));
+    // The plan that most likely is the trace's: the last one of its size.
+    const { num_ranks: p, num_microbatches: m } = traces.at(-1)?.drawing ?? {};
+    options(this.plans, plans, plans.findLast(({ drawing }) => drawing.num_ranks === p && drawing.num_microbatches === m));
     if (this.root.hidden) return;
     if (plans.length) this.compare();
     else this.tell("Open the plan of this run (plan-N.json beside trace.json), or plan it above, to compare.");
@@ -79,8 +85,10 @@ export class Departures {
   }
 }
 
-function options(select, slots) {
-  const before = select.value;
+/** Offer the slots; what a person has chosen stays, and where nobody has, `usual` is. */
+function options(select, slots, usual) {
+  const before = select.dataset.chosen;
   select.replaceChildren(...slots.map(({ key, letter, name }) => make("option", { value: key }, `${letter}: ${name}`)));
-  if (slots.some(({ key }) => key === before)) select.value = before;
+  const chosen = slots.find(({ key }) => key === before) ?? usual;
+  if (chosen) select.value = chosen.key;
 }
