@@ -9,7 +9,7 @@ PLAYGROUND ?=
 SOURCES := megatron tools tests pretrain_gpt.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train lint format type test test-slow bench playground clean
+.PHONY: help setup data train lint format type test test-slow test-gpu bench playground clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -46,6 +46,11 @@ test: setup  ## all tests that need no GPU
 
 test-slow: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow"
+
+test-gpu: setup  ## the tests that need a GPU, or several
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
+	f"make test-gpu: torch {torch.__version__}, built for CUDA {torch.version.cuda}, sees no GPU here; make test needs none")'
+	$(BIN)/python -m pytest -m "gpu or multi_gpu"
 
 bench: setup  ## the executor's own overhead per op
 	$(BIN)/python tools/benchmark_executor.py

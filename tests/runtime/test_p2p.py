@@ -27,7 +27,7 @@ NUM_MESSAGES = 5
 
 def links_over_the_world(rank: int, placement: Placement, **options: Any) -> ProcessGroupLinks:
     """The links of one pipeline that is the whole world."""
-    return ProcessGroupLinks(placement, pipeline=range(4), rank=rank, device=CPU, **options)
+    return ProcessGroupLinks(placement, pipeline=range(dist.get_world_size()), rank=rank, **{"device": CPU} | options)
 
 
 def message(source: int, target: int, number: int) -> Message:
@@ -229,14 +229,19 @@ def test_a_transfer_that_cannot_start_says_which_it_was(four_ranks: RankPool) ->
 
 
 def run_under_delays(rank: int, name: str, num_microbatches: int, seeds: tuple[int, ...]) -> tuple[float, int]:
-    """Every op sleeps 0 to 2 ms. `LabelWork` checks each tensor. Returns seconds and the most receive buffers alive."""
-    program = place_communication(build_plan(name, num_ranks=4, num_microbatches=num_microbatches))
-    links = links_over_the_world(rank, program.plan.placement)
+    """Every op sleeps 0 to 2 ms. `LabelWork` checks each tensor. Returns seconds and the most receive buffers alive.
+
+    On the device and over the backend of the pool.
+    """
+    program = place_communication(build_plan(name, num_ranks=dist.get_world_size(), num_microbatches=num_microbatches))
+    device = torch.device(torch.cuda.current_device())
+    links = links_over_the_world(rank, program.plan.placement, device=device)
     start, most = time.monotonic(), 0
     for seed in seeds:
-        work = LabelWork(program, max_sleep_s=2e-3, seed=10 * seed + rank)
+        work = LabelWork(program, max_sleep_s=2e-3, seed=10 * seed + rank, device=device)
         executor = Executor(program, rank, links, work)
         executor.run()
+        work.settle()
         assert work.ops == list(program.plan.ops[rank])
         assert work.buffers_alive == 0
         assert not executor._receiving

@@ -1,4 +1,4 @@
-"""A small real GPT and its training steps, unpipelined and through a schedule, for comparisons on gloo ranks.
+"""A small real GPT and its training steps, unpipelined and through a schedule, for comparisons on a pool's ranks.
 
 Everything here runs inside the ranks of a `RankPool`. Both sides use megatron-core's GPTModel, DDP, optimizer and gradient
 finalisation; the only difference is the schedule.
@@ -141,7 +141,8 @@ class Trainer:
 
     def __init__(self, case: Case, initial: Tensors | None = None, *, seed: int = 1234) -> None:
         self.case = case
-        self.host = HostDevice()
+        self.device = torch.device(torch.cuda.current_device())
+        self.host = HostDevice(enabled=self.device.type == "cpu")
         choice = case.choice
         virtual = case.num_chunks if case.num_chunks > 1 else None
         if parallel_state.model_parallel_is_initialized():  # by a test that ended early
@@ -357,7 +358,7 @@ class Trainer:
         copy = parallel_state.get_data_parallel_rank() % 2 if self.case.different_data else 0
         for microbatch in range(self.case.num_microbatches):
             generator = torch.Generator().manual_seed(100_000 * copy + 1000 * step + microbatch)
-            text = torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE + 1), generator=generator)
+            text = torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE + 1), generator=generator).to(self.device)
             yield self._part(text[:, :-1]), self._part(text[:, 1:])
 
     def _part(self, sequences: torch.Tensor) -> torch.Tensor:
@@ -367,14 +368,14 @@ class Trainer:
     def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         """megatron-core's contract: the output and a loss function."""
         tokens, labels = next(iterator)
-        positions = self._part(torch.arange(SEQUENCE).expand(MICRO_BATCH, SEQUENCE))
+        positions = self._part(torch.arange(SEQUENCE, device=self.device).expand(MICRO_BATCH, SEQUENCE))
         output = model(tokens, positions, None, labels=labels)
 
         def loss_func(per_token: torch.Tensor) -> tuple[Any, ...]:
             total = per_token.float().sum()
             mean = total.detach() / per_token.numel()
             if self.case.per_token_loss:
-                return total, torch.tensor(per_token.numel(), dtype=torch.int), {"lm loss": mean}
+                return total, torch.tensor(per_token.numel(), dtype=torch.int, device=per_token.device), {"lm loss": mean}
             return total / per_token.numel() / self.case.context_parallel, {"lm loss": mean}
 
         return output, loss_func

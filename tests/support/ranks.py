@@ -1,4 +1,4 @@
-"""A pool of gloo ranks that tests reuse: importing torch and megatron-core four times costs more than most tests.
+"""A pool of ranks that tests reuse: importing torch and megatron-core four times costs more than most tests.
 
 `RankPool.run(function, *args)` calls `function(rank, *args)` on every rank and returns the results in rank order. The function
 must be importable. If any rank raises, the pool is torn down (the others may be waiting for it) and the first rank's traceback
@@ -23,10 +23,18 @@ RUN_TIMEOUT_S = 180
 
 
 class RankPool:
-    """`size` processes with a gloo world, started at the first `run`."""
+    """`size` processes with a world of their own, started at the first `run`.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: of the world.
+        backend: of its process groups.
+        on_gpu: rank r takes GPU r, or with fewer GPUs than ranks shares them; otherwise all are on the CPU.
+    """
+
+    def __init__(self, size: int, *, backend: str = "gloo", on_gpu: bool = False) -> None:
         self.size = size
+        self._backend = backend
+        self._on_gpu = on_gpu
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: Any = None
@@ -72,7 +80,7 @@ class RankPool:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, self.size, self._store.port), daemon=True)
+            process = context.Process(target=_serve, args=self._arguments(there, rank), daemon=True)
             process.start()
             there.close()
             self._processes.append(process)
@@ -83,8 +91,11 @@ class RankPool:
                 raise TimeoutError("the ranks did not start")
             pipe.recv()
 
+    def _arguments(self, pipe: Connection, rank: int) -> tuple[Any, ...]:
+        return pipe, rank, self.size, self._store.port, self._backend, self._on_gpu
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+
+def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_gpu: bool) -> None:
     os.environ.update(
         OMP_NUM_THREADS="1",
         TORCHDYNAMO_DISABLE="1",
@@ -102,8 +113,10 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     gc.collect()
     gc.freeze()  # tests collect garbage to get rid of process groups; looking through all of torch each time took most of a test
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    HostDevice().install()
+    if on_gpu:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    HostDevice(enabled=not on_gpu).install()
     pipe.send("ready")
     while True:
         try:

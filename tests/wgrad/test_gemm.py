@@ -183,7 +183,6 @@ def test_addmm_with_equal_dtypes() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_addmm_on_a_gpu_accumulates_in_fp32_without_a_temporary(dtype: torch.dtype) -> None:
     accumulator, grad_output, input_ = problem(CUDA, dtype, torch.float32)
@@ -200,7 +199,6 @@ def test_addmm_on_a_gpu_accumulates_in_fp32_without_a_temporary(dtype: torch.dty
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_choice_on_a_gpu_is_not_plain(dtype: torch.dtype) -> None:
     kernel = choose_kernel(CUDA, input_dtype=dtype, accumulator_dtype=torch.float32)

@@ -40,21 +40,29 @@ def make_store() -> WeightGradStore:
 class Layer:
     """A linear's parameters, twice: once for the split, once for torch's own."""
 
-    def __init__(self, store: WeightGradStore, *, bias: bool, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+    def __init__(
+        self,
+        store: WeightGradStore,
+        *,
+        bias: bool,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.weight = torch.nn.Parameter(torch.randn(OUT, IN, generator=generator).to(dtype))
-        self.bias = torch.nn.Parameter(torch.randn(OUT, generator=generator).to(dtype)) if bias else None
+        self.weight = torch.nn.Parameter(torch.randn(OUT, IN, generator=generator).to(device, dtype))
+        self.bias = torch.nn.Parameter(torch.randn(OUT, generator=generator).to(device, dtype)) if bias else None
         self.how = LinearSplit(SplitWeight("weight", self.weight), store)
 
     def __call__(self, x_sbi: Tensor) -> Tensor:
         return split_linear(x_sbi, self.weight, self.bias, self.how)
 
 
-def batch(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def batch(seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """(x_sbi, gradient of y_sbo) of one microbatch."""
     generator = torch.Generator().manual_seed(100 + seed)
-    x_sbi = torch.randn(SEQUENCE, BATCH, IN, generator=generator).to(dtype)
-    return x_sbi.requires_grad_(), torch.randn(SEQUENCE, BATCH, OUT, generator=generator).to(dtype)
+    x_sbi = torch.randn(SEQUENCE, BATCH, IN, generator=generator).to(device, dtype)
+    return x_sbi.requires_grad_(), torch.randn(SEQUENCE, BATCH, OUT, generator=generator).to(device, dtype)
 
 
 def run_b(store: WeightGradStore, microbatch: int, output: Tensor, grad_output: Tensor, *, fused: bool = False) -> None:

@@ -1,0 +1,114 @@
+"""Whole training steps on a GPU: the schedules against the unpipelined model in every format, and the allocator's behaviour.
+
+On one card the ranks share it and talk over gloo through host memory; `multi_gpu` is NCCL with a card for each rank. The bits
+are not those of the unpipelined model: W adds to its accumulator inside of the product, and the embedding's gradient is summed by
+atomic additions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from tests.support.gpt import Case, Difference, Trainer, compare
+from tests.support.ranks import RankPool
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Relative to a tensor's largest entry. The reference rounds each weight gradient to the format before adding it, W does not."""
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+# Adam with its usual epsilon would blow a last-bit difference of a tiny gradient up to a whole step.
+ZBV = Case("zbv", 2, 4, num_chunks=2, adam_eps=1.0)
+ZB_H2 = Case("zb-h2", 2, 4, adam_eps=1.0)
+BASES = pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
+
+
+def _assert_close(differences: list[Difference], case: Case) -> None:
+    tolerance = TOLERANCE[case.dtype]
+    for rank, difference in enumerate(differences):
+        assert difference.losses < 10 * tolerance, (rank, difference)
+        assert difference.gradients < tolerance, (rank, difference)
+        assert difference.weights < tolerance, (rank, difference)
+    reporting = [difference.num_losses for difference in differences if difference.num_losses]
+    assert set(reporting) == {case.num_microbatches}
+
+
+@pytest.mark.gpu
+@BASES
+@DTYPES
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_equivalence_with_ranks_on_one_card(four_ranks_on_gpus: RankPool, base: Case, dtype: torch.dtype, num_ranks: int) -> None:
+    case = replace(base, dtype=dtype, num_ranks=num_ranks, num_microbatches=2 * num_ranks)
+    _assert_close(four_ranks_on_gpus.run(compare, case), case)
+
+
+@pytest.mark.gpu
+def test_a_llama_with_ranks_on_one_card(four_ranks_on_gpus: RankPool) -> None:
+    case = replace(ZBV, llama=True, dtype=torch.bfloat16)
+    _assert_close(four_ranks_on_gpus.run(compare, case), case)
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize("nccl_ranks", [1], indirect=True)
+def test_one_rank_with_nccl(nccl_ranks: RankPool, dtype: torch.dtype) -> None:
+    """No link, but NCCL's world, groups and collectives, and the whole split."""
+    case = Case("zb-h1", 1, 4, dtype=dtype, adam_eps=1.0)
+    _assert_close(nccl_ranks.run(compare, case), case)
+
+
+@BASES
+@DTYPES
+@pytest.mark.parametrize(
+    "nccl_ranks",
+    [pytest.param(2, marks=pytest.mark.multi_gpu(2)), pytest.param(4, marks=pytest.mark.multi_gpu(4))],
+    indirect=True,
+)
+def test_equivalence_on_nccl(nccl_ranks: RankPool, base: Case, dtype: torch.dtype) -> None:
+    case = replace(base, dtype=dtype, num_ranks=nccl_ranks.size, num_microbatches=2 * nccl_ranks.size)
+    _assert_close(nccl_ranks.run(compare, case), case)
+
+
+# -- memory -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the allocator holds after each iteration, in bytes."""
+
+    allocated: list[int]
+    reserved: list[int]
+    peak: list[int]
+
+
+def memory_over(rank: int, case: Case, num_iterations: int) -> Memory:
+    """Train and watch the allocator."""
+    trainer = Trainer(case)
+    seen = Memory([], [], [])
+    for step in range(num_iterations):
+        torch.cuda.reset_peak_memory_stats()
+        for chunk in trainer.built.chunks:
+            chunk.zero_grad_buffer()
+        trainer.optimizer.zero_grad()
+        trainer.forward_backward(step)
+        trainer.optimizer.step()
+        torch.cuda.synchronize()
+        seen.allocated.append(torch.cuda.memory_allocated())
+        seen.reserved.append(torch.cuda.memory_reserved())
+        seen.peak.append(torch.cuda.max_memory_allocated())
+    trainer.close()
+    return seen
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@BASES
+def test_memory_does_not_grow_over_200_iterations(four_ranks_on_gpus: RankPool, base: Case) -> None:
+    """Nothing is held that an iteration leaves behind, and the allocator's pool is not cut to pieces: what it has reserved after
+    20 iterations is enough for all that follow."""
+    case = replace(base, num_ranks=4, num_microbatches=8, dtype=torch.bfloat16)
+    for rank, seen in enumerate(four_ranks_on_gpus.run(memory_over, case, 200)):
+        assert seen.allocated[-1] == seen.allocated[20], (rank, seen.allocated)
+        assert seen.reserved[-1] == seen.reserved[20], (rank, seen.reserved)
+        assert max(seen.peak[20:]) == seen.peak[20], (rank, seen.peak)

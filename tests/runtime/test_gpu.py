@@ -1,0 +1,132 @@
+"""Links and executor with CUDA tensors: gloo through host memory on one card, NCCL on several, and a host that runs ahead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.zerobubble.plan.communication import Message, place_communication
+from megatron.zerobubble.plan.ir import Op
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.runtime.executor import Executor
+from megatron.zerobubble.runtime.staging import CudaCopies, Staging
+from tests.runtime.support import NoLinks
+from tests.runtime.test_p2p import run_under_delays
+from tests.runtime.test_staging import Taken
+from tests.support.ranks import RankPool
+
+SCHEDULES = pytest.mark.parametrize("name", ["zbv", "zb-h2", "1f1b"])
+LATE = 100_000_000
+"""Cycles of a stream: tens of milliseconds, in which the host does everything that it does not wait for."""
+
+
+# -- host memory --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_send_takes_the_tensor_as_the_stream_leaves_it() -> None:
+    """The host is back before the kernel that writes the tensor has begun; what gloo gets is what that kernel wrote."""
+    staging, backend = Staging(CudaCopies(torch.device("cuda"))), Taken([])
+    tensor = torch.zeros(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LATE)
+    tensor.fill_(7.0)
+    transfer = staging.send(tensor, backend)
+    assert not torch.cuda.current_stream().query(), "send did not wait for the stream"
+    assert not backend.called.is_set()
+    assert backend.called.wait(20.0)
+    assert backend.host is not None
+    assert backend.host.is_pinned()
+    assert bool((backend.host == 7.0).all())
+    backend.may_end.set()
+    transfer.wait()
+    staging.close()
+
+
+@pytest.mark.gpu
+def test_a_received_buffer_may_lie_where_a_kernel_still_reads() -> None:
+    """The caching allocator hands memory out again that the current stream still works on; the copy must not overtake it."""
+    staging, backend = Staging(CudaCopies(torch.device("cuda"))), Taken([])
+    backend.may_end.set()
+    old = torch.full((1 << 20,), 3.0, device="cuda")
+    address, seen = old.data_ptr(), torch.empty(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LATE)
+    seen.copy_(old)
+    del old
+    buffer = torch.empty(1 << 20, device="cuda")
+    assert buffer.data_ptr() == address, "this allocator does not reuse memory; the test says nothing"
+    transfer = staging.receive(buffer, backend)
+    assert backend.called.wait(20.0)
+    assert backend.host is not None
+    backend.host.fill_(5.0)
+    transfer.wait()
+    result = buffer + 1.0
+    assert bool((seen == 3.0).all())
+    assert bool((result == 6.0).all())
+    staging.close()
+
+
+@pytest.mark.gpu
+@SCHEDULES
+def test_random_delays_through_host_memory(name: str, four_ranks_on_gpus: RankPool) -> None:
+    four_ranks_on_gpus.run(run_under_delays, name, 12, (1, 2, 3, 4))
+
+
+# -- NCCL ---------------------------------------------------------------------------------------------------------------
+
+
+@SCHEDULES
+@pytest.mark.parametrize(
+    "nccl_ranks",
+    [pytest.param(2, marks=pytest.mark.multi_gpu(2)), pytest.param(4, marks=pytest.mark.multi_gpu(4))],
+    indirect=True,
+)
+def test_random_delays_on_nccl(name: str, nccl_ranks: RankPool) -> None:
+    """Both ends of a link issue its transfers in one order, whatever the ranks' hosts and streams are late with."""
+    nccl_ranks.run(run_under_delays, name, 12, (1, 2, 3, 4))
+
+
+# -- overhead -----------------------------------------------------------------------------------------------------------
+
+
+class BusyWork:
+    """Ops that keep the stream busy and not the host."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(1, device="cuda")
+
+    def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor:
+        torch.cuda._sleep(2_000_000)
+        return self.tensor
+
+    def backward(self, op: Op, gradient: Tensor | None, last: bool) -> Tensor:
+        return self.forward(op, gradient, last)
+
+    def weight_gradient(self, op: Op, last: bool) -> None:
+        torch.cuda._sleep(2_000_000)
+
+    def buffer(self, message: Message) -> Tensor:
+        return self.tensor
+
+
+@pytest.mark.gpu
+def test_the_gpu_never_waits_for_the_executor() -> None:
+    """Passes of about a millisecond: when the host has given out all of them, the stream is still busy with the first ones."""
+    program = place_communication(build_plan("zbv", num_ranks=4, num_microbatches=16))
+    work = BusyWork()
+    middle: list[torch.cuda.Event] = []
+
+    class Noting(BusyWork):
+        def weight_gradient(self, op: Op, last: bool) -> None:
+            super().weight_gradient(op, last)
+            if op.microbatch == 8 and not middle:
+                middle.append(torch.cuda.Event())
+                middle[0].record()
+
+    for each in (work, Noting()):  # the first run loads the kernels
+        torch.cuda.synchronize()
+        Executor(program, 1, NoLinks(), each).run()
+    assert not middle[0].query(), "the host was no faster than the stream"
+    torch.cuda.synchronize()
