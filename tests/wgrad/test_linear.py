@@ -267,6 +267,19 @@ def test_the_operands_live_from_b_to_w_and_no_longer() -> None:
     assert all(ref.expired() for ref in refs)
 
 
+def test_what_came_before_the_linear_is_free_after_b() -> None:
+    """The stage's input and its gradient: the input of the linear was computed from them, and W needs only the former."""
+    store = make_store()
+    layer = Layer(store, bias=False)
+    stage_input, grad_output = batch(0)
+    run_b(store, 0, layer(F.layer_norm(stage_input, (IN,))), grad_output)
+    assert stage_input.grad is not None
+    before = [StorageWeakRef(tensor.untyped_storage()) for tensor in (stage_input, stage_input.grad)]
+    del stage_input
+    assert all(storage.expired() for storage in before)
+    store.run(0, 0)
+
+
 def test_linears_with_one_input_share_it() -> None:
     """Query, key and value read the same tensor: it is held once."""
     store = make_store()

@@ -105,10 +105,11 @@ class _SplitLinear(torch.autograd.Function):
             grad_input, reducing = reduce_scatter(grad_input, ctx.group)
         if gathering is not None:
             input_ = gathering.wait()
-        # A view when it can be: the store then holds the very tensors that autograd saved, and no copy.
+        # A view when it can be: the store then holds the very memory that autograd saved, and no copy. Detached first, for a view
+        # holds its base, the base the graph that made it, and the graph the stage's input and its gradient: all that until W.
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         grad_bias = grad_output.sum(dim=0) if ctx.has_bias else None
-        input_ = input_.reshape(-1, input_.shape[-1])
+        input_ = input_.detach().reshape(-1, input_.shape[-1])
         if w_gathers_input:
             how.store.put(how.split, grad_output, input_, gather_input_over=ctx.group)
         elif how.scattered_over is not None and how.store.w_gathers(WgradGather.BOTH):
