@@ -9,6 +9,7 @@ rotate, so that caches are cold. Bytes held between B and W are held against wha
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import sys
@@ -76,7 +77,9 @@ def benchmark(shape: LayerShape, args: argparse.Namespace, device: torch.device)
         kernel = choose_kernel(device, input_dtype=dtype, accumulator_dtype=torch.float32)
         split, stock = (Stack(shape, args.num_layers, dtype, device, host, each) for each in (kernel, None))
         passes = measure_passes(shape, split, stock, count=args.num_layers, **rounds)
-    del split, stock  # their memory is the products'
+        for stack in (split, stock):
+            stack.close()
+    gc.collect()  # before the next shape needs the memory
     kernels: list[WgradKernel] = working_kernels(device, input_dtype=dtype, accumulator_dtype=torch.float32)
     products = tuple(measure_product(linear, shape.tokens, kernels, **rounds) for linear in shape.linears)
     return ShapeResult(

@@ -27,7 +27,7 @@ BASES = pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
 def _assert_close(differences: list[Difference], case: Case) -> None:
     tolerance = TOLERANCE[case.dtype]
     for rank, difference in enumerate(differences):
-        assert difference.losses < 10 * tolerance, (rank, difference)
+        assert difference.losses < tolerance, (rank, difference)
         assert difference.gradients < tolerance, (rank, difference)
         assert difference.weights < tolerance, (rank, difference)
     reporting = [difference.num_losses for difference in differences if difference.num_losses]
@@ -109,6 +109,6 @@ def test_memory_does_not_grow_over_200_iterations(four_ranks_on_gpus: RankPool, 
     20 iterations is enough for all that follow."""
     case = replace(base, num_ranks=4, num_microbatches=8, dtype=torch.bfloat16)
     for rank, seen in enumerate(four_ranks_on_gpus.run(memory_over, case, 200)):
-        assert seen.allocated[-1] == seen.allocated[20], (rank, seen.allocated)
-        assert seen.reserved[-1] == seen.reserved[20], (rank, seen.reserved)
-        assert max(seen.peak[20:]) == seen.peak[20], (rank, seen.peak)
+        assert seen.allocated[-1] <= seen.allocated[20], (rank, seen.allocated)
+        assert seen.reserved[-1] <= seen.reserved[20], (rank, seen.reserved)
+        assert max(seen.peak[20:]) <= 1.01 * seen.peak[20], (rank, seen.peak)

@@ -45,7 +45,7 @@ def _assert_close(actual: torch.Tensor, exact: torch.Tensor, tolerance: float) -
 @DTYPES
 def test_every_kernel_that_is_offered_accumulates(dtype: torch.dtype) -> None:
     kernels = working_kernels(CUDA, input_dtype=dtype, accumulator_dtype=torch.float32)
-    assert KernelKind.ADDMM in [kernel.kind for kernel in kernels], "torch >= 2.10 has addmm with out_dtype"
+    assert KernelKind.ADDMM in [kernel.kind for kernel in kernels], "this torch has no addmm that adds in another dtype"
     generator = torch.Generator().manual_seed(0)
     grad_output, input_ = (torch.randn(256, size, generator=generator).to(CUDA, dtype) for size in (64, 96))
     for kernel in kernels:
@@ -75,7 +75,7 @@ def test_w_on_another_stream_than_b_sees_what_b_wrote() -> None:
 
 @DTYPES
 def test_the_allocator_gets_back_in_w_what_b_left(dtype: torch.dtype) -> None:
-    """Inputs and output gradients, and no copy of them. The sizes are multiples of the allocator's blocks."""
+    """Inputs and output gradients: no copy, and nothing they came from. The sizes are multiples of the allocator's blocks."""
     from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
     from megatron.zerobubble.wgrad.store import SplitWeight
 

@@ -124,6 +124,11 @@ class Stack:
         assert self.store is not None
         self.store.run(0, 0)
 
+    def close(self) -> None:
+        """Give the memory back. DDP's hooks on autograd nodes refer back to the chunk: a cycle that Python cannot see."""
+        self.chunk.grad_accs.clear()
+        del self.chunk
+
 
 def _config(shape: LayerShape, count: int, dtype: torch.dtype, *, on_gpu: bool) -> TransformerConfig:
     kind: dict[str, Any] = {}
