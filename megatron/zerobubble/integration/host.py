@@ -18,7 +18,7 @@ CPU:
    (`host_streams`).
 
 Invariants: importing this file changes nothing; `install` is idempotent, checks that every name it replaces exists, and
-`uninstall` puts back exactly what was there; with ``enabled=False`` (NCCL on GPUs) every method does nothing.
+`uninstall` puts back exactly what was there; with ``enabled=False`` (on GPUs) every method does nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class HostDevice:
     """Lets the CPU stand in for the CUDA device. One instance a process.
 
     Args:
-        enabled: False makes every method a no-op, so that callers need no `if` (NCCL on GPUs).
+        enabled: False makes every method a no-op, so that callers need no `if` (on GPUs).
 
     Use it as a context manager or call `install` and `uninstall`.
     """
