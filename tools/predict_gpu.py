@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # for `tools`, which no install provides
 from megatron.zerobubble.errors import ConfigError, UserError  # noqa: E402
 from megatron.zerobubble.plan.costs import CostModel  # noqa: E402
-from megatron.zerobubble.plan.planner import make_plan, placement_of  # noqa: E402
+from megatron.zerobubble.plan.ir import Placement  # noqa: E402
+from megatron.zerobubble.plan.planner import make_plan  # noqa: E402
 from megatron.zerobubble.plan.search import Effort, Goal  # noqa: E402
 from tools.plan import Parser  # noqa: E402
 from tools.split.shapes import LayerShape  # noqa: E402
@@ -54,15 +56,15 @@ class Passes:
     held_bytes: float
     plain_matmul_tflops: float
 
-    def costs(self, schedule: str, num_ranks: int, layers: int, comm_ms: float) -> CostModel:
-        """Of a rank with so many layers, for the simulator."""
+    def costs(self, schedule: str, layers: int, comm_ms: float, placement: Placement) -> CostModel:
+        """Of ranks with so many layers, for the simulator."""
         backward, wgrad = self.backward_ms, self.wgrad_ms
         if schedule in CLASSIC:
             # Only the sum counts where the backward is not split. What is split off may be slower than the whole was.
             wgrad = min(wgrad, self.classic_ms)
             backward = self.classic_ms - wgrad
         return CostModel.uniform(
-            placement_of(schedule, num_ranks),
+            placement,
             forward_ms=self.forward_ms * layers,
             backward_ms=backward * layers,
             wgrad_ms=wgrad * layers,
@@ -133,7 +135,7 @@ def predict(passes: Passes, num_ranks: int, args: argparse.Namespace, peak_tflop
             schedule,
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
-            costs_of=lambda _, schedule=schedule: passes.costs(schedule, num_ranks, layers, comm_ms),  # type: ignore[misc]
+            costs_of=partial(passes.costs, schedule, layers, comm_ms),
             goal=Goal(budget=Effort(args.effort).budget) if args.effort else Goal(budget=0.0),
         )
         run = result.simulation

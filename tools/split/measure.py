@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class Clock:
     def get_ahead(self) -> None:
         """Let the host queue work before the device begins with it."""
         if self._marks.on_cuda:
-            torch.cuda._sleep(PAUSE_CYCLES)
+            torch.cuda._sleep(PAUSE_CYCLES)  # type: ignore[no-untyped-call]
 
     def read(self, *, skip: int) -> dict[str, list[float]]:
         """Milliseconds by name, without the first `skip` of each; waits for the device and forgets them."""
@@ -205,7 +206,7 @@ def measure_product(
             name, call = turns[(index + turn) % len(turns)]
             operands = pairs[position % rotations]
             position += 1
-            clock.time(name, lambda call=call, operands=operands: call(*operands))  # type: ignore[misc]
+            clock.time(name, partial(call, *operands))
     medians = {name: statistics.median(taken) for name, taken in clock.read(skip=warmup).items()}
     return ProductTimes(
         linear=linear.name,

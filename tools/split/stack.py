@@ -55,7 +55,7 @@ class LayerStack(nn.Module):
         spec.submodules.input_layernorm = LocalNorm
         spec.submodules.pre_mlp_layernorm = LocalNorm
         self.layers = nn.ModuleList(build_module(spec, config=config, layer_number=n + 1) for n in range(config.num_layers))
-        self.rotary = None
+        self.rotary: Tensor | None = None
         if shape.is_llama:
             rotary = RotaryEmbedding(config.kv_channels, rotary_percent=1.0, use_cpu_initialization=True)
             self.rotary = rotary(shape.seq_length)
@@ -108,15 +108,16 @@ class Stack:
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         """F."""
-        return self.chunk(x_sbh)
+        output: Tensor = self.chunk(x_sbh)
+        return output
 
     def backward(self, output: Tensor, grad_output: Tensor, *, fused: bool) -> None:
         """B, or with `fused` the classic backward: ours through the store, megatron-core's own where there is none."""
         if self.store is None:
-            output.backward(grad_output)
+            output.backward(grad_output)  # type: ignore[no-untyped-call]
             return
         self.store.begin(0, 0, fused=fused)
-        output.backward(grad_output)
+        output.backward(grad_output)  # type: ignore[no-untyped-call]
         self.store.end()
 
     def weight_gradient(self) -> None:

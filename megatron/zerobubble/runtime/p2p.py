@@ -153,8 +153,10 @@ class ProcessGroupLinks:
             return work
 
         if self._staging is not None:
-            start = self._staging.send if verb == "send" else self._staging.receive
-            return _Transfer(verb, message, tensor, start(tensor, call))
+            staged: Sending | Receiving = (
+                self._staging.send(tensor, call) if verb == "send" else self._staging.receive(tensor, call)
+            )
+            return _Transfer(verb, message, tensor, staged)
         return _Transfer(verb, message, tensor, call(tensor) if self._issuer is None else self._issuer(lambda: call(tensor)))
 
     def _open(self, links: Sequence[tuple[int, int]]) -> None:
