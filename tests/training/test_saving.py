@@ -1,0 +1,144 @@
+"""Saving and loading where something goes wrong: writes that fail, processes that die, files that others made."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training import checkpointing
+from megatron.zerobubble.training.checkpoint_folder import tracked_iteration
+from megatron.zerobubble.training.saving import Saver
+from tests.support.ranks import RankPool
+from tests.support.trainees import train, trainee_of
+from tests.training.launch import TINY_BATCH, TINY_MODEL, launch
+
+V4 = ["--pipeline-model-parallel-size", "4", "--zero-bubble-v-schedule"]
+
+
+def polled_save(rank: int, folder: str) -> list[int]:
+    """The iterations at whose end a save in the background was still under way, on this rank."""
+    with trainee_of(rank, [*V4, "--save", folder, "--async-save"]) as (trainee, store):
+        train(trainee, first=1, last=1)
+        saver, seen = Saver(trainee, store), []
+        saver.save(iteration=1, consumed_samples=8)
+        for iteration in range(2, 200):
+            train(trainee, first=2, last=2)
+            saver.poll(iteration)
+            if not saver.is_under_way:
+                break
+            seen.append(iteration)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def saved(four_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]], Path]:
+    """What the ranks saw, and the folder with the checkpoint of iteration 1."""
+    folder = tmp_path_factory.mktemp("saved")
+    return four_ranks.run(polled_save, str(folder)), folder
+
+
+def test_a_save_in_the_background_is_over_at_the_same_iteration_on_all_ranks(saved: tuple[list[list[int]], Path]) -> None:
+    seen, folder = saved
+    assert seen[0], "it is agreed on one iteration before"
+    assert seen[0] == list(range(2, 2 + len(seen[0])))
+    assert all(each == seen[0] for each in seen)
+    assert tracked_iteration(folder) == 1
+
+
+class Attack:
+    """What a pickle from elsewhere may be: unpickling it runs code."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def load_tampered(rank: int, folder: str) -> str:
+    with trainee_of(rank, [*V4, "--load", folder]) as (trainee, _), pytest.raises(CheckpointError) as caught:
+        checkpointing.load(trainee)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["noise", "code"])
+def test_a_tensor_that_is_none_is_refused_and_not_run(
+    kind: str, saved: tuple[list[list[int]], Path], four_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Code that is stored as a tensor is: the inspection does not read tensors, and torch's reader takes nothing but data."""
+    shutil.copytree(saved[1], tmp_path, dirs_exist_ok=True)
+    directory = tmp_path / "iter_0000001"
+    metadata = dcp.FileSystemReader(directory).read_metadata()
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn == "decoder.layers.mlp.linear_fc1.weight")
+    stream = io.BytesIO()
+    torch.save(Attack(tmp_path / "ran"), stream)
+    written = stream.getvalue() if kind == "code" else bytes(place.length)
+    assert len(written) <= place.length
+    place.length = len(written)
+    data = bytearray((directory / place.relative_path).read_bytes())
+    data[place.offset : place.offset + len(written)] = written
+    (directory / place.relative_path).write_bytes(data)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    for said in four_ranks.run(load_tampered, str(tmp_path)):
+        assert str(directory) in said
+        assert ("Weights only load failed" if kind == "code" else f"{place.relative_path} is damaged") in said, said
+    assert not (tmp_path / "ran").exists()
+
+
+ORPHAN_SCRIPT = """
+import os, pathlib, signal, time
+import pretrain_gpt
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.zerobubble.training import saving
+
+def slowly(*arguments, **options):
+    pathlib.Path(__file__).with_suffix(".pids").open("a").write(f"{os.getpid()}\\n")
+    time.sleep(10_000)
+
+class Killed(saving.Saver):
+    def poll(self, iteration):
+        super().poll(iteration)
+        pids = pathlib.Path(__file__).with_suffix(".pids")
+        if self.is_under_way and pids.exists() and len(set(pids.read_text().split())) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    from megatron.zerobubble.training import loop
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(slowly)
+    loop.Saver = Killed
+    pretrain_gpt.main()
+"""
+
+
+def test_a_process_that_writes_ends_with_its_rank(tmp_path: Path) -> None:
+    """It has the job's output open: this would wait for its end."""
+    script = tmp_path / "orphan.py"
+    script.write_text(ORPHAN_SCRIPT)
+    flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--pipeline-model-parallel-size", "2", "--train-iters", "100000"]
+    flags += ["--eval-iters", "0", "--lr-decay-iters", "10", "--log-interval", "100000"]
+    done = launch([*flags, "--save", str(tmp_path), "--save-interval", "2", "--async-save"], num_ranks=2, script=script)
+    assert done.returncode != 0
+    assert "in the background" in done.stdout
+    assert tracked_iteration(tmp_path) is None
+    pids = set(script.with_suffix(".pids").read_text().split())
+    assert len(pids) == 2, "one on each rank"
+    until = time.monotonic() + 10.0
+    while any(_runs(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(_runs(pid) for pid in pids)
+
+
+def _runs(pid: str) -> bool:
+    done = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True, check=False)
+    return bool(done.stdout.strip()) and not done.stdout.startswith("Z")
