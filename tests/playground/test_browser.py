@@ -29,7 +29,7 @@ from tools.playground.recorded import read_trace
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-WAIT_MS = 30_000
+WAIT_MS = 60_000
 SMALL = "p=4&m=6&effort=drawn"
 
 Open = Callable[..., Any]

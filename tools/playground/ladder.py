@@ -71,7 +71,7 @@ def budgets_of(problem: Problem) -> tuple[float, ...]:
 def pareto(problem: Problem) -> Iterator[tuple[float, Result | None]]:
     """For every limit the best plan of all schedules, None where nothing fits. What fits less memory fits more: never worse.
 
-    A point with effort above `fast` takes as long as such a search.
+    A point takes as long as a search with the problem's effort; without one the first policies of each schedule are tried.
     """
     best: Result | None = None
     for limit in problem.memory_limits:
@@ -81,7 +81,6 @@ def pareto(problem: Problem) -> Iterator[tuple[float, Result | None]]:
             num_chunks=None,
             max_pending_backward=None,
             memory_limit=limit,
-            effort=problem.effort or Effort.FAST,
         )
         try:
             found = _searched(asked, budgets_of(asked)[-1])

@@ -34,8 +34,7 @@ export class Pareto {
     this.nothing = [];
     this.root.classList.remove("old");
     this.button.textContent = "Stop";
-    const effort = this.state.effort === "drawn" ? "fast" : this.state.effort;
-    const body = { ...problem({ ...this.state, effort }, slot("auto")), memory_limits: LIMITS };
+    const body = { ...problem(this.state, slot("auto")), memory_limits: LIMITS };
     try {
       for await (const event of listen("pareto", body, controller.signal)) {
         if (event.event === "point") this.add(event);
