@@ -42,7 +42,7 @@ def wrap_chunks(
         for chunk, model in enumerate(models)
     ]
     for chunk in chunks:
-        _take_turns_by_bucket(chunk)
+        take_turns_by_bucket(chunk)
         _count_padding(chunk)
     return chunks
 
@@ -85,7 +85,7 @@ class _FirstOfItsPipeline:
         return 0
 
 
-def _take_turns_by_bucket(chunk: Any) -> None:
+def take_turns_by_bucket(chunk: Any) -> None:
     """Within a W, weights take their turns as their buckets do: a bucket is complete before the next one is begun."""
     turns = {id(parameter): turn for turn, group in enumerate(chunk.bucket_groups) for parameter in group.params}
     for split in split_weights(chunk):

@@ -5,7 +5,7 @@ Replaced by name, because a stock loop gives no extension point there, and undon
 ====================================================  =============================================================
 `schedules.forward_backward_pipelining_*`              the two functions that `get_forward_backward_func` chooses from
 `DistributedDataParallel.__init__`                     the B/W split before DDP looks at the parameters
-`TransformerConfig.__post_init__`                      where V puts the layers
+`TransformerConfig.__post_init__`                      where V puts the layers; Transformer Engine defers
 under V: `GPTModel.__init__`                           which chunk holds the embedding and which the head
 under V: `Float16Module.forward`                       which chunk's output is in fp32
 under V: `parallel_state.default_embedding_ranks`      both are on rank 0
@@ -144,12 +144,13 @@ def _wrapping(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
 
 
 def _configuring(loop: StockLoop, original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """What a TransformerConfig does when it is made, with our part before it."""
+    """What a TransformerConfig does when it is made, with our parts before and after it."""
 
     @functools.wraps(original)
     def finish(self: Any) -> None:
         loop.configure(self)
         original(self)
+        loop.configured(self)
 
     return finish
 

@@ -5,6 +5,10 @@
 later: the parameter carries `skip_backward_post_hook`, and DDP hands its grad-ready hook to the module's
 `register_wgrad_accumulation_and_reduce_hooks` (with `DistributedDataParallelConfig.delay_wgrad_compute`).
 
+A module that keeps back weight gradients itself (Transformer Engine's with `delay_wgrad_compute`, and megatron-core's wrappers of
+them) is left as it is and driven: when its backward runs, the store notes it, and W calls its `backward_dw` (`wgrad.deferring`).
+It is known by the contract, not by its class, and Transformer Engine need not be there.
+
 Embeddings, routers, gates of shared experts, norms and biases stay in B: they are cheap. Every other weight must be ours or be
 declared: a weight that nobody knows could be computed in B without a word, and the plan's W would be a lie.
 """
@@ -12,6 +16,7 @@ declared: a weight that nobody knows could be computed in B without a word, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +27,16 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import SplitError
+from megatron.zerobubble.wgrad.deferring import DeferringModule
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
 from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
 
 _SPLIT = (ColumnParallelLinear, RowParallelLinear)
 _STAYS_IN_B = (VocabParallelEmbedding, nn.Embedding, LanguageModelEmbedding, Router, SharedExpertMLP)
 """What these own themselves; of shared experts that is the gate, one row. Their linears are modules of their own."""
+
+_WATCH = "_zero_bubble_watch"
+"""Attribute of a driven module: the handle of our forward hook."""
 
 KEEP_IN_B = "wgrad_in_backward"
 """Set this attribute to True on a module (or its class) to keep its weight gradients in B on purpose."""
@@ -41,7 +50,7 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
         store: the rank's store.
 
     Returns:
-        Names of the weights that were split.
+        Names of the weights whose gradients come in W.
 
     Raises:
         SplitError: naming each weight that cannot be split: used by two modules of the chunk, owned by a module that computes
@@ -57,6 +66,11 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
         linear._forward_impl = _SplitForward(LinearSplit(split, store, _scattered_over(linear)))
         linear.register_wgrad_accumulation_and_reduce_hooks = split.hooks.append
         names.append(split.name)
+    for name, module in deferring_modules(chunk):
+        late = {f"{name}.{key}": weight for key, weight in _own_parameters(module) if _comes_late(weight)}
+        driven = DeferringModule(name, module.backward_dw, tuple(late.values()))
+        setattr(module, _WATCH, module.register_forward_hook(partial(_watch, store, driven)))
+        names += late
     return names
 
 
@@ -67,12 +81,19 @@ def split_weights(chunk: nn.Module) -> list[SplitWeight]:
 
 
 def remove_split(chunk: nn.Module) -> None:
-    """Give every linear of `chunk` its own forward back. DDP must be built anew: it knows which gradients came late."""
+    """Give every linear of `chunk` its own forward back. DDP must be built anew: it knows which gradients came late.
+
+    Modules that defer by themselves go on doing so, and somebody has to call their `backward_dw`.
+    """
     for _, linear in _splittable(chunk):
         if isinstance(linear.__dict__.get("_forward_impl"), _SplitForward):
             del linear._forward_impl
             del linear.register_wgrad_accumulation_and_reduce_hooks
             del linear.weight.skip_backward_post_hook
+    for _, module in deferring_modules(chunk):
+        if hasattr(module, _WATCH):
+            getattr(module, _WATCH).remove()
+            delattr(module, _WATCH)
 
 
 class _SplitForward:
@@ -120,6 +141,40 @@ def _scattered_over(linear: Any) -> torch.distributed.ProcessGroup | None:
     return group
 
 
+def deferring_modules(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Modules that keep back weight gradients by themselves, and will compute them when asked."""
+    for name, module in chunk.named_modules():
+        if isinstance(module, _SPLIT) or not _speaks_contract(module):
+            continue
+        if any(_comes_late(weight) for _, weight in _own_parameters(module)):
+            yield name, module
+
+
+def _speaks_contract(module: nn.Module) -> bool:
+    return hasattr(module, "backward_dw") and hasattr(module, "register_wgrad_accumulation_and_reduce_hooks")
+
+
+def _comes_late(weight: nn.Parameter) -> bool:
+    return bool(getattr(weight, "skip_backward_post_hook", False))
+
+
+def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Those it holds itself and trains."""
+    return [(key, weight) for key, weight in module._parameters.items() if weight is not None and weight.requires_grad]
+
+
+def _watch(store: WeightGradStore, driven: DeferringModule, _module: nn.Module, _args: Any, output: Any) -> None:
+    """After a module's forward: let the store know when its backward runs.
+
+    A forward without gradients, as activation recomputation runs the first one, has no backward; the recomputed one, in B, has.
+    What comes without a history (a bias that is returned as it is) is not the module's product.
+    """
+    outputs = output if isinstance(output, tuple | list) else (output,)
+    first = next((each for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None), None)
+    if first is not None:
+        first.register_hook(lambda _grad: store.defer(driven))
+
+
 def _is_stock(module: nn.Module) -> bool:
     """Whether the linear's product is the one we replace, and not a subclass's own."""
     kind = type(module)
@@ -141,6 +196,7 @@ def _shared_weights(chunk: nn.Module) -> Iterator[str]:
                 "--untie-embeddings-and-output-weights"
             )
     split = {id(module.weight) for _, module in _splittable(chunk)}
+    split |= {id(weight) for _, module in deferring_modules(chunk) for _, weight in _own_parameters(module)}
     for key, names in owners.items():
         if len(names) > 1 and key in split:
             yield f"{' and '.join(names)} are one weight used twice in a chunk: its gradient would be counted wrongly. Untie them"
@@ -150,10 +206,17 @@ def _unknown_weights(chunk: nn.Module) -> Iterator[str]:
     for name, module in chunk.named_modules():
         if isinstance(module, _STAYS_IN_B) or getattr(module, KEEP_IN_B, False):
             continue
-        own = [
-            key for key, weight in module._parameters.items() if weight is not None and weight.requires_grad and weight.dim() > 1
-        ]
+        own = [key for key, weight in _own_parameters(module) if weight.dim() > 1]
         if not own or (isinstance(module, _SPLIT) and _is_stock(module)):
+            continue
+        if _speaks_contract(module) and not isinstance(module, _SPLIT):
+            early = [key for key, weight in _own_parameters(module) if weight.dim() > 1 and not _comes_late(weight)]
+            if early:
+                yield (
+                    f"{name}.{early[0]} ({type(module).__module__}.{type(module).__name__}) could be deferred by its module, "
+                    "which was built without delay_wgrad_compute: set config.delay_wgrad_compute = True after the "
+                    "TransformerConfig is made and before the model is built (it needs Transformer Engine 2.3 or later)"
+                )
             continue
         yield (
             f"{name}.{own[0]} ({type(module).__module__}.{type(module).__name__}) computes its own weight gradient, which "

@@ -70,6 +70,8 @@ def build_chunks(
     check_config(config, choice)
     if config.num_moe_experts is not None:
         name_missing_gemm()
+    if not choice.is_stock:
+        config.delay_wgrad_compute = True  # for Transformer Engine; the config's own checks want MoE overlap with it
     models = [_build(model_provider, choice, chunk) for chunk in range(choice.num_chunks)]
     device = torch.cuda.current_device()
     models = [model.to(device) for model in models]

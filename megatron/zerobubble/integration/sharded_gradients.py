@@ -29,6 +29,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.integration.layers import deferring_modules
 from megatron.zerobubble.wgrad.store import SplitWeight
 
 # torch 2.13 renamed the collective and warns at every call of the old name, which older releases alone have.
@@ -303,6 +304,8 @@ def _refuse(config: Any, ddp_config: DistributedDataParallelConfig, module: nn.M
         why = "experts have buckets of their own, which are not sharded"
     elif config.tensor_model_parallel_size > 1 and (config.sequence_parallel or config.qk_layernorm):
         why = "norms' gradients are summed over tensor-parallel ranks after the reduction (--sequence-parallel, --qk-layernorm)"
+    elif any(deferring_modules(module)):
+        why = "modules that keep back weight gradients themselves (--transformer-impl transformer_engine) add them to whole ones"
     if why is not None:
         raise ConfigError(f"gradients cannot be sharded while they are accumulated (--zero-bubble-shard-gradients): {why}")
 

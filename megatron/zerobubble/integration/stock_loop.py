@@ -26,6 +26,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.integration.data_parallel import take_turns_by_bucket
 from megatron.zerobubble.integration.embeddings import Finalize, make_finalize, tie_chunks
 from megatron.zerobubble.integration.layers import remove_split, split_weight_gradients
 from megatron.zerobubble.integration.layout import StageLayout
@@ -129,6 +130,7 @@ class StockLoop:
         self.options = options
         self.undo: list[tuple[Any, str, Any]] = []
         """(owner, name, what was there) of everything `install` replaced, in that order."""
+        self._configs: list[Any] = []
         self._adopted: list[_Adopted] = []
         self._running: list[_Running] = []
         self._stores: dict[tuple[torch.dtype, torch.dtype], WeightGradStore] = {}
@@ -139,6 +141,8 @@ class StockLoop:
     def configure(self, config: Any) -> None:
         """Say where V puts the layers, before megatron-core checks a new `config`. Raises ConfigError."""
         num_ranks = config.pipeline_model_parallel_size
+        if num_ranks > 1:
+            config.delay_wgrad_compute = False  # our own, where a config is made from another one
         if not self.options.is_v or num_ranks < 2:
             return
         layout = config.pipeline_model_parallel_layout
@@ -151,6 +155,12 @@ class StockLoop:
                 f"pipeline_model_parallel_layout is a {type(layout).__name__}, whose stages sit in a loop, and schedule "
                 f"{self.options.schedule} places them in a V: give it as text, in the order data flows, or leave it out"
             )
+
+    def configured(self, config: Any) -> None:
+        """After megatron-core's checks, which want MoE overlap with this: Transformer Engine leaves weight gradients for W."""
+        if config.pipeline_model_parallel_size > 1:
+            config.delay_wgrad_compute = True
+            self._configs.append(config)
 
     # -- 2. a chunk is built ----------------------------------------------------------------------------------------------
 
@@ -196,7 +206,8 @@ class StockLoop:
         return dataclasses.replace(ddp_config, delay_wgrad_compute=True)
 
     def wrapped(self, ddp: nn.Module) -> None:
-        """DDP has wrapped the chunk that was adopted last."""
+        """DDP has wrapped the chunk that was adopted last. Its buckets are as the loop wants them."""
+        take_turns_by_bucket(ddp)
         self._adopted[-1].wrapped = ddp
 
     def _check_ends(self, module: nn.Module) -> None:
@@ -287,6 +298,9 @@ class StockLoop:
         for config, given, ours in self._finalizers:
             if config.finalize_model_grads_func is ours:
                 config.finalize_model_grads_func = given
+        for config in self._configs:
+            config.delay_wgrad_compute = False
+        self._configs.clear()
         self._running.clear()
         self._adopted.clear()
         self._finalizers.clear()

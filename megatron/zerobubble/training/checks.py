@@ -5,9 +5,12 @@ Each failure is one line that says what was given, what is allowed and what to d
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
+
+from packaging.version import Version
 
 from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError, PlanError
 from megatron.zerobubble.plan.ir import Plan
@@ -20,6 +23,9 @@ from megatron.zerobubble.training.corpus import read_corpus_info
 from megatron.zerobubble.training.settings import Settings
 
 __all__ = ["check_settings"]
+
+_DEFERRING_TRANSFORMER_ENGINE = Version("2.3.0")
+"""The first one whose layers take `delay_wgrad_compute`."""
 
 
 def check_settings(settings: Settings) -> None:
@@ -231,7 +237,10 @@ def _check_tensor_parallel(settings: Settings) -> None:
 def _check_installed(settings: Settings) -> None:
     wanted = {}
     if settings.model.transformer_impl == "transformer_engine":
-        wanted["transformer_engine"] = ("--transformer-impl transformer_engine", "leave it out for megatron-core's layers")
+        remedy = (
+            "pip install 'transformer-engine[pytorch]>=2.3' on a machine with CUDA, or leave it out for megatron-core's layers"
+        )
+        wanted["transformer_engine"] = ("--transformer-impl transformer_engine", remedy)
     if settings.logging.tensorboard_dir is not None:
         wanted["tensorboard"] = ("--tensorboard-dir", "pip install tensorboard")
     if settings.checkpoint.save is not None:
@@ -243,6 +252,23 @@ def _check_installed(settings: Settings) -> None:
     for package, (flag, remedy) in wanted.items():
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"{flag} needs the package {package}, which is not installed: {remedy}")
+    if settings.model.transformer_impl == "transformer_engine":
+        _check_transformer_engine(settings)
+
+
+def _check_transformer_engine(settings: Settings) -> None:
+    """It is installed; whether it can do what is asked for."""
+    if settings.parallel.distributed_backend == "gloo":
+        raise ConfigError(
+            "--transformer-impl transformer_engine computes on CUDA only, and --distributed-backend is gloo: leave one out"
+        )
+    installed = Version(importlib.metadata.version("transformer_engine"))
+    if settings.zero_bubble.schedule != "stock" and installed < _DEFERRING_TRANSFORMER_ENGINE:
+        raise ConfigError(
+            f"--transformer-impl transformer_engine: version {installed} is installed, which cannot defer weight gradients; "
+            f"schedule {settings.zero_bubble.schedule} needs {_DEFERRING_TRANSFORMER_ENGINE} or later "
+            f"(pip install 'transformer-engine[pytorch]>={_DEFERRING_TRANSFORMER_ENGINE}'), or leave it out"
+        )
 
 
 def _check_optimizer(settings: Settings) -> None:

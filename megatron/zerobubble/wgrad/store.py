@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.zerobubble.errors import WeightGradStoreError
+from megatron.zerobubble.wgrad.deferring import DeferringModule
 from megatron.zerobubble.wgrad.gemm import WgradKernel
 from megatron.zerobubble.wgrad.sharing import Gathered, WgradGather, WgradPolicy
 
@@ -196,6 +197,9 @@ class WeightGradStore:
         """By chunk, the group of which some parts have run."""
         self._open: list[_Entry] | None = None
         self._open_key: tuple[int, int] | None = None
+        self._open_modules: list[DeferringModule] = []
+        self._modules: dict[tuple[int, int], list[DeferringModule]] = {}
+        """Modules that keep back weight gradients themselves, by W."""
         self._fused = False
         self._ahead: dict[tuple[int, int], list[SplitWeight]] = {}
         """Weights whose product has run before its W, by W."""
@@ -208,7 +212,8 @@ class WeightGradStore:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of the tensors held for W; a storage that several entries share counts once."""
+        """Bytes of the tensors held for W; a storage that several entries share counts once. What deferring modules hold in
+        queues of their own is not known here."""
         storages = {}
         for entries in (*self._entries.values(), *(uses.entries for group in self._groups.values() for uses in group.left)):
             for entry in entries:
@@ -227,16 +232,22 @@ class WeightGradStore:
         self._open, self._open_key, self._fused = [], key, fused
 
     def end(self) -> None:
-        """Close the books of the B that `begin` opened. In fused mode the weights' hooks run now."""
+        """Close the books of the B that `begin` opened. In fused mode modules compute and weights' hooks run now."""
         if self._open is None or self._open_key is None:
             raise WeightGradStoreError(f"rank {self.rank}: a B ends that never began")
         entries, key = self._open, self._open_key
         self._open = self._open_key = None
+        modules, self._open_modules = self._open_modules, []
+        for module in modules:
+            module.after_backward(key)
         if self._fused:
+            for module in modules:
+                module.compute(key)
             for split in {id(entry.split): entry.split for entry in entries}.values():
                 split.notify()
         else:
             self._entries[key] = entries
+            self._modules[key] = modules
 
     def w_gathers(self, what: WgradGather) -> bool:
         """Whether the B that is open leaves the gathering of `what` (INPUT or BOTH) to W. A fused B has no W to leave it to."""
@@ -262,15 +273,19 @@ class WeightGradStore:
             gather_grad_over: `grad_output` is this rank's slice of the tokens, which W gathers over this group.
             gather_input_over: the same for `input_`.
         """
-        if self._open is None:
-            raise WeightGradStoreError(
-                f"rank {self.rank}: a backward pass reached the split weight {split.name} outside of any B. "
-                "Run backward through the schedule, or remove the split before calling backward yourself."
-            )
+        self._check_open(split.name)
+        assert self._open is not None
         if self._fused:
             self._accumulate(split, grad_output, input_)
             grad_output = input_ = grad_output.new_empty(0)
         self._open.append(_Entry(split, grad_output, input_, gather_grad_over, gather_input_over))
+
+    def defer(self, module: DeferringModule) -> None:
+        """Leave for W what a module keeps back itself. Called when its backward runs."""
+        self._check_open(module.name)
+        assert self._open_key is not None
+        module.note(self._open_key)
+        self._open_modules.append(module)
 
     @torch.no_grad()
     def run_ahead(self, most: int) -> bool:
@@ -340,6 +355,9 @@ class WeightGradStore:
                 split.notify()
         if part == group.num_parts - 1:
             del self._groups[chunk]
+            for microbatch in microbatches:
+                for module in self._modules.pop((chunk, microbatch), ()):
+                    module.compute((chunk, microbatch))
 
     def _take(self, key: tuple[int, int]) -> list[_Entry]:
         entries = self._entries.pop(key, None)
@@ -361,11 +379,23 @@ class WeightGradStore:
             )
 
     def clear(self) -> None:
-        """Forget everything, for example after an error."""
+        """Forget everything, for example after an error.
+
+        What deferring modules have in their queues cannot be taken out of them: they complain at their next W.
+        """
         self._entries.clear()
         self._groups.clear()
         self._ahead.clear()
+        self._modules.clear()
+        self._open_modules.clear()
         self._open = self._open_key = None
+
+    def _check_open(self, name: str) -> None:
+        if self._open is None:
+            raise WeightGradStoreError(
+                f"rank {self.rank}: a backward pass reached the split weight {name} outside of any B. "
+                "Run backward through the schedule, or remove the split before calling backward yourself."
+            )
 
     def _accumulate(self, split: SplitWeight, grad_output: Tensor, input_: Tensor) -> None:
         accumulator = split.accumulator()

@@ -1,0 +1,153 @@
+"""Modules that keep back weight gradients themselves, here doubles of Transformer Engine's, under the W of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.zerobubble.errors import WeightGradStoreError
+from megatron.zerobubble.integration.layers import split_weight_gradients
+from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
+from megatron.zerobubble.wgrad.store import WeightGradStore
+from tests.support.te_double import TransformerEngineContractDouble as Double
+
+MICROBATCHES = 4
+SPLITS = (3, 0, 5)
+
+
+class Experts(nn.Module):
+    """Two grouped linears, as a grouped MLP has, and one that returns its bias."""
+
+    def __init__(self, *, delay: bool, fuse: bool) -> None:
+        super().__init__()
+        how = {"delay_wgrad_compute": delay, "fuse_wgrad_accumulation": fuse}
+        self.fc1 = Double(8, 12, num_gemms=len(SPLITS), bias=True, **how)
+        self.fc2 = Double(12, 8, num_gemms=len(SPLITS), **how)
+        self.out = Double(8, 8, bias=True, return_bias=True, **how)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, bias = self.out(self.fc2(torch.relu(self.fc1(x, SPLITS)), SPLITS))
+        return output + bias
+
+
+def _like_ddp(model: nn.Module, ready: list[str]) -> None:
+    """`main_grad` and grad-ready hooks as megatron-core's DistributedDataParallel makes them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def hook(parameter: nn.Parameter) -> Callable[..., None]:
+        def on_ready(*_: object) -> None:
+            assert parameter.grad is not None, "DDP asserts this where it overlaps the reduction"
+            if not parameter.grad_added_to_main_grad:
+                parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+            ready.append(names[id(parameter)])
+
+        return on_ready
+
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            assert parameter is not None
+            parameter.main_grad = torch.zeros_like(parameter)
+            parameter.grad_added_to_main_grad = False
+            if getattr(parameter, "skip_backward_post_hook", False):
+                module.register_wgrad_accumulation_and_reduce_hooks(hook(parameter))
+            else:
+                parameter.register_post_accumulate_grad_hook(hook(parameter))
+
+
+def _batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(sum(SPLITS), 8, generator=generator) for _ in range(MICROBATCHES)]
+
+
+def _expected(fuse: bool) -> dict[str, Tensor]:
+    """Weights' gradients when each is computed in its backward."""
+    torch.manual_seed(1)
+    model = Experts(delay=False, fuse=fuse)
+    _like_ddp(model, [])
+    for x in _batches():
+        model(x).square().sum().backward()
+    return {name: parameter.main_grad for name, parameter in model.named_parameters()}
+
+
+def _deferred(fuse: bool) -> tuple[Experts, WeightGradStore, list[str]]:
+    torch.manual_seed(1)
+    model, store = Experts(delay=True, fuse=fuse), WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate))
+    names = split_weight_gradients(model, store)
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    ready: list[str] = []
+    _like_ddp(model, ready)
+    return model, store, ready
+
+
+def _b(model: nn.Module, store: WeightGradStore, x: Tensor, microbatch: int, *, fused: bool = False) -> None:
+    loss = model(x).square().sum()
+    store.begin(0, microbatch, fused=fused)
+    loss.backward()
+    store.end()
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("behind", [0, 1, MICROBATCHES - 1])
+def test_same_bits_as_the_fused_backward(fuse: bool, behind: int) -> None:
+    """W runs `behind` microbatches after B; every hook runs once a W, the last one in the last."""
+    model, store, ready = _deferred(fuse)
+    for microbatch, x in enumerate(_batches()):
+        _b(model, store, x, microbatch)
+        assert len(store.pending) <= behind + 1
+        assert all(parameter.grad is None for parameter in model.parameters())
+        if microbatch >= behind:
+            store.run(0, microbatch - behind)
+    for microbatch in range(MICROBATCHES - behind, MICROBATCHES):
+        assert len(ready) == microbatch * len(list(model.parameters()))
+        store.run(0, microbatch)
+    store.check_empty()
+    assert len(ready) == MICROBATCHES * len(list(model.parameters()))
+    assert not model.fc1.queue
+    for name, gradient in _expected(fuse).items():
+        assert torch.equal(model.get_parameter(name).main_grad, gradient), name
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+def test_the_classic_backward_computes_at_once(fuse: bool) -> None:
+    model, store, ready = _deferred(fuse)
+    for microbatch, x in enumerate(_batches()):
+        _b(model, store, x, microbatch, fused=True)
+        assert len(ready) == (microbatch + 1) * len(list(model.parameters()))
+    store.check_empty()
+    for name, gradient in _expected(fuse).items():
+        assert torch.equal(model.get_parameter(name).main_grad, gradient), name
+
+
+def test_a_recomputed_forward_counts_once() -> None:
+    model, store, _ = _deferred(False)
+    for microbatch, x in enumerate(_batches()):
+        loss = torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=True).square().sum()
+        store.begin(0, microbatch, fused=False)
+        loss.backward()
+        store.end()
+    for microbatch in range(MICROBATCHES):
+        store.run(0, microbatch)
+    assert model.fc1.num_computed == MICROBATCHES
+    for name, gradient in _expected(False).items():
+        assert torch.equal(model.get_parameter(name).main_grad, gradient), name
+
+
+def test_what_would_be_wrong_is_an_error() -> None:
+    model, store, _ = _deferred(False)
+    first, second, *_ = _batches()
+    with pytest.raises(WeightGradStoreError, match=r"reached the split weight \w+ outside of any B"):
+        model(first).sum().backward()
+    model.out.queue.clear()
+    _b(model, store, first, 0)
+    _b(model, store, second, 1)
+    with pytest.raises(WeightGradStoreError, match=r"chunk 0, microbatch 1: \w+ computes .* first in.*oldest is .*microbatch 0"):
+        store.run(0, 1)
+    model, store, _ = _deferred(False)
+    del model.out.weight.main_grad
+    _b(model, store, first, 0)
+    with pytest.raises(WeightGradStoreError, match="out has a weight without main_grad"):
+        store.run(0, 0)
