@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.zerobubble.errors import ConfigError, PlanError, UserError
+from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Placement
 from megatron.zerobubble.plan.registry import build_plan
@@ -63,12 +63,11 @@ def test_malformed_json_is_refused(body: Any) -> None:
         CostModel.from_json(body)
 
 
-def test_w_cannot_hold_more_than_f_stored() -> None:
-    with pytest.raises(ConfigError, match="share"):
-        CostModel.uniform(Placement.linear(2), activation_after_backward=1.5)
+def test_a_recomputing_stage_holds_more_after_b_and_reserves_it() -> None:
     costs = CostModel.uniform(Placement.linear(2))
-    with pytest.raises(UserError, match="stage 1"):
-        dataclasses.replace(costs, activation_after_backward=(1.0, 1.25))
+    assert costs.reserved is costs
+    recomputing = dataclasses.replace(costs, activation=(0.25, 1.0), activation_after_backward=(0.5, 0.75))
+    assert recomputing.reserved == dataclasses.replace(recomputing, activation=(0.5, 1.0))
 
 
 def test_costs_of_another_model_are_refused() -> None:

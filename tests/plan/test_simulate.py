@@ -116,7 +116,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, CostModel]:
     plan = build_plan(name, num_ranks=draw(st.integers(1, 4)), num_microbatches=draw(st.integers(1, 7)))
     times = st.floats(0.01, 10, allow_nan=False)
     lists = [tuple(draw(times) for _ in range(plan.num_stages)) for _ in range(4)]
-    shares = tuple(draw(st.floats(0, 1)) for _ in range(plan.num_stages))
+    shares = tuple(draw(st.floats(0, 3)) for _ in range(plan.num_stages))
     costs = CostModel(
         forward_ms=lists[0],
         backward_ms=lists[1],

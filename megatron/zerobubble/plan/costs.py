@@ -3,14 +3,14 @@
 Times are in milliseconds per microbatch. Memory is in units of one microbatch's activations on one rank of a uniform
 model, so a stage of a V schedule, half a rank, has 0.5. `activation_after_backward` is in the same unit and is what
 stays from the end of a stage's B until its W (the layer inputs and output gradients that W multiplies; arXiv
-2401.10241, section 2.3).
+2401.10241, section 2.3). With recomputed activations that is more than what F left, which is only what B recomputes from.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, PlanError
@@ -34,7 +34,7 @@ class CostModel:
     activation: tuple[float, ...]
     """Held from a stage's F until its B ends, per stage."""
     activation_after_backward: tuple[float, ...]
-    """Still held from the end of a stage's B until its W ends, per stage; at most `activation`."""
+    """Still held from the end of a stage's B until its W ends, per stage."""
 
     def __post_init__(self) -> None:
         for name in _PER_STAGE:
@@ -49,12 +49,6 @@ class CostModel:
         _check_number("comm_ms", self.comm_ms)
         if not self.forward_ms:
             raise ConfigError("costs: at least one stage is needed")
-        for stage, (whole, rest) in enumerate(zip(self.activation, self.activation_after_backward, strict=True)):
-            if rest > whole:
-                raise ConfigError(
-                    f"costs: activation_after_backward of stage {stage} is {rest}, more than its activation {whole}; "
-                    "B cannot leave more behind than F stored"
-                )
 
     @property
     def num_stages(self) -> int:
@@ -79,8 +73,8 @@ class CostModel:
             backward_ms: B likewise.
             wgrad_ms: W likewise.
             comm_ms: per dependency that crosses ranks; not divided.
-            activation_after_backward: share of a microbatch's activations that stays until W, 0..1. The default, all
-                of it, is the safe assumption where nothing was measured.
+            activation_after_backward: what stays until W, as a share of a microbatch's activations. The default, all
+                of it, is the safe assumption where nothing was measured; with recomputation it is above 1.
         """
         parts = [len(placement.rank_to_stages[rank]) for rank in placement.stage_to_rank]
 
@@ -88,9 +82,6 @@ class CostModel:
             _check_number(name, value)
             return tuple(value / part for part in parts)
 
-        _check_number("activation_after_backward", activation_after_backward)
-        if activation_after_backward > 1:
-            raise ConfigError(f"costs: activation_after_backward is {activation_after_backward}; it is a share, 0..1")
         return CostModel(
             forward_ms=shared("forward_ms", forward_ms),
             backward_ms=shared("backward_ms", backward_ms),
@@ -107,6 +98,15 @@ class CostModel:
             f"{kind} {_brief(times)}" for kind, times in (("F", self.forward_ms), ("B", self.backward_ms), ("W", self.wgrad_ms))
         )
         return f"{passes} ms by stage, links {self.comm_ms:.2f} ms"
+
+    @property
+    def reserved(self) -> CostModel:
+        """Costs under which an F takes at once what its microbatch will hold at most, after F or after B.
+
+        A plan that keeps a limit under these keeps it under the true ones. The same object where no B leaves more than its F.
+        """
+        most = tuple(map(max, self.activation, self.activation_after_backward))
+        return self if most == self.activation else replace(self, activation=most)
 
     def duration_ms(self, stage: int, kind: OpKind) -> float:
         """Time of one op."""

@@ -37,6 +37,4 @@ class PartCosts:
         """Of stages that hold `layers`, on the same number of ranks."""
         nothing = (0.0,) * layers.num_stages
         stages = {kind: tuple(self.by_kind[kind].stages_ms(layers)) if kind in self.by_kind else nothing for kind in _KINDS}
-        left = zip(stages["activation_after_backward"], stages["activation"], strict=True)
-        stages["activation_after_backward"] = tuple(map(min, left))
         return CostModel(**stages, comm_ms=self.comm_ms)

@@ -54,7 +54,7 @@ class Request:
         goal = self.goal or Goal(budget=0.0)
         if goal.memory_limit is not None:
             return goal
-        costs = self.costs_of(placement)
+        costs = self.costs_of(placement).reserved
         costs.check_fits(placement)
         fullest = max(math.fsum(costs.activation[stage] for stage in stages) for stages in placement.rank_to_stages)
         least = smallest_memory(placement, self.num_microbatches, costs)

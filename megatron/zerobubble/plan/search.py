@@ -113,8 +113,10 @@ class Goal:
 
 
 def smallest_memory(placement: Placement, num_microbatches: int, costs: CostModel) -> float:
-    """The smallest limit under which any plan exists: one microbatch at a time, all chunks of the fullest rank."""
+    """The smallest limit under which a plan is found: one microbatch at a time, all chunks of the fullest rank, each chunk at the
+    most it holds (see `CostModel.reserved`)."""
     costs.check_fits(placement)
+    costs = costs.reserved
     unit = min(placement.num_ranks, num_microbatches)
     return max(math.fsum(costs.activation[stage] for stage in stages) for stages in placement.rank_to_stages) / unit
 
@@ -172,7 +174,8 @@ def search(
         ConfigError: no plan keeps the limit; says the smallest that works.
     """
     check_memory_limit(placement, num_microbatches, costs, goal.memory_limit)
-    finder = _Finder(placement, num_microbatches, costs, goal, fused, core or best_core())
+    # The list schedule admits an F by the memory it takes; B may not find less room than it needs.
+    finder = _Finder(placement, num_microbatches, costs.reserved, goal, fused, core or best_core())
     order = finder.find(drawings)
     return _plan_of(order, schedule, placement, num_microbatches, fused=fused)
 

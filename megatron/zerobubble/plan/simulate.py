@@ -104,23 +104,24 @@ def peak_memory(plan: Plan, costs: CostModel) -> tuple[float, ...]:
 
 
 def _peak_of_row(row: tuple[Op, ...], costs: CostModel) -> float:
-    """Counts held passes per stage, not a running float sum, so that a plan at a limit compares equal to it."""
+    """Counts held passes per stage, not a running float sum, so that a plan at a limit compares equal to it. Only an F adds, and
+    the B of a stage that recomputes."""
     keeps = any(op.kind is not OpKind.F for op in row)
     stages = sorted({op.stage for op in row})
     before = dict.fromkeys(stages, 0)
     after = dict.fromkeys(stages, 0)
     peak = 0.0
+    grows = [costs.activation_after_backward[s] > costs.activation[s] for s in range(costs.num_stages)]
     for stage, kind, _ in row:
         if kind is OpKind.F:
             before[stage] += 1
-            held = math.fsum(before[s] * costs.activation[s] + after[s] * costs.activation_after_backward[s] for s in stages)
-            peak = max(peak, held)
-            before[stage] -= not keeps
-        elif kind is OpKind.B:
-            before[stage] -= 1
-            after[stage] += 1
         elif kind is OpKind.W:
             after[stage] -= 1
         else:
             before[stage] -= 1
+            after[stage] += kind is OpKind.B
+        if kind is OpKind.F or grows[stage]:
+            held = math.fsum(before[s] * costs.activation[s] + after[s] * costs.activation_after_backward[s] for s in stages)
+            peak = max(peak, held)
+        before[stage] -= kind is OpKind.F and not keeps
     return peak

@@ -5,7 +5,8 @@ count. There a dispatch mode sees every op and counts the storages that ops make
 (weights, gradients, optimizer state) does not count. That costs Python time on every op: it is for single iterations.
 
 Between two ops of a plan, what is held less what is in flight (receive buffers, sends not yet retired) changes by exactly what
-the pass keeps or gives back. So the typical change of a stage's F is its activations, and of F and B together what stays until W.
+the pass keeps or gives back. So the typical change of a stage's F is its activations, and of F and B together what stays until W;
+where activations are recomputed, B adds instead of giving back.
 """
 
 from __future__ import annotations
@@ -94,9 +95,8 @@ def _stage_memory(stage: int, changes: Mapping[tuple[int, OpKind], float]) -> St
     activation = max(0.0, changes.get((stage, OpKind.F), 0.0))
     left = 0.0
     if (stage, OpKind.W) in changes:
-        left = max(0.0, activation + changes.get((stage, OpKind.B), 0.0))
-    # Under sequence parallelism B can leave more than F did: it gathers. A plan's B gives back, so there it counts from F on.
-    return StageMemory(activation=max(activation, left), after_backward=left)
+        left = activation + changes.get((stage, OpKind.B), 0.0)
+    return StageMemory(activation=activation, after_backward=max(0.0, left))
 
 
 class _LiveStorages(TorchDispatchMode):

@@ -1,0 +1,50 @@
+"""Plans for stages that recompute: a B leaves more behind than its F, and the limit holds all the same."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.registry import build_plan, schedule_info
+from megatron.zerobubble.plan.search import Goal, smallest_memory
+from megatron.zerobubble.plan.simulate import peak_memory, simulate
+from megatron.zerobubble.plan.validate import validate
+
+NAMES = ["zb", "zbv", "v-half", "v-min", "zb-interleaved"]
+
+
+def _costs(name: str) -> CostModel:
+    """Four ranks; B is as dear as F and B together, and leaves three times what F does."""
+    kind, chunks = schedule_info(name).placement, schedule_info(name).default_num_chunks
+    placement = Placement.v(4) if kind == "V" else Placement.loop(4, chunks)
+    return CostModel.uniform(placement, backward_ms=2.0, wgrad_ms=0.75, comm_ms=0.1, activation_after_backward=3.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("times", [1.0, 1.5, 4.0])
+def test_the_limit_holds_after_every_b(name: str, times: float) -> None:
+    costs = _costs(name)
+    plan = build_plan(name, num_ranks=4, num_microbatches=8, costs=costs)
+    limit = times * smallest_memory(plan.placement, 8, costs)
+    plan = build_plan(name, num_ranks=4, num_microbatches=8, costs=costs, goal=Goal(memory_limit=limit, budget=2e4))
+    validate(plan, memory_limit=limit, costs=costs)
+    assert max(peak_memory(plan, costs)) <= limit + 1e-9
+    goal = Goal(memory_limit=0.99 * smallest_memory(plan.placement, 8, costs))
+    with pytest.raises(ConfigError, match="smallest"):
+        build_plan(name, num_ranks=4, num_microbatches=8, costs=costs, goal=goal)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_own_limit_of_a_schedule_leaves_room_for_w_to_wait(name: str) -> None:
+    """Without a limit a family has as many microbatches as ever, each at the most it holds; so it is not slower."""
+    costs = _costs(name)
+    light = replace(costs, activation_after_backward=costs.activation)
+    plans = [build_plan(name, num_ranks=4, num_microbatches=8, costs=each, goal=Goal(budget=2e4)) for each in (costs, light)]
+    heavy_ms, light_ms = (simulate(plan, costs).span_ms for plan in plans)
+    assert heavy_ms <= 1.05 * light_ms, "a search of few steps"
+    assert all(map(math.isfinite, peak_memory(plans[0], costs)))
