@@ -33,7 +33,7 @@ def model_provider(setup: ModelSetup, pre_process: bool, post_process: bool, vp_
     """
     from megatron.core.models.gpt import GPTModel
 
-    from megatron.zerobubble.training.layers import stage_layers
+    from megatron.zerobubble.training.layers import further_token_heads, stage_layers
 
     model = setup.settings.model
     return GPTModel(
@@ -49,6 +49,7 @@ def model_provider(setup: ModelSetup, pre_process: bool, post_process: bool, vp_
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=further_token_heads(setup.config, vp_stage=vp_stage),
         vp_stage=vp_stage,
     )
 
@@ -64,11 +65,11 @@ def forward_step_provider(setup: ModelSetup) -> ForwardStep:
         batch = next_batch(
             data_iterator,
             device=setup.device,
-            is_first_stage=stage.pre_process,
+            embeds=stage.pre_process or stage.mtp_process,
             is_last_stage=stage.post_process,
             needs_mask=setup.settings.data.reset_attention_mask,
         )
-        output = chunk(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+        output = chunk(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, loss_mask=batch.loss_mask)
         return output, partial(loss_function, batch.loss_mask)
 
     return forward_step

@@ -13,6 +13,7 @@ from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.zerobubble.integration.staged_optimizer import post_validation
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
 from tests.support.gpt import Case, Trainer
+from tests.support.moe import MoeCase, MoeTrainer
 
 ITERATIONS = 12
 BASE = Case(schedule="zb-h2", num_ranks=2, num_microbatches=4, num_layers=4, dropout=0.1, clip_grad=1e3)
@@ -117,9 +118,18 @@ class _Trainer(Trainer):
             parameters[0].main_grad.view(-1)[0] += value
 
 
+class _MoeTrainer(_Trainer, MoeTrainer):
+    def spike(self) -> None:
+        """Into an expert that only the first of the expert-parallel ranks holds."""
+        value = self.scenario.spikes.get((self.iteration, parallel_state.get_pipeline_model_parallel_rank()))
+        if value is not None and parallel_state.get_expert_model_parallel_rank() == 0:
+            experts = [parameter for name, parameter in self.parameters() if ".local_experts." in name]
+            experts[0].main_grad.view(-1)[0] += value
+
+
 def train(rank: int, scenario: Scenario, is_eager: bool) -> History:
     """Train."""
-    trainer = _Trainer(scenario)
+    trainer = (_MoeTrainer if isinstance(scenario.case, MoeCase) else _Trainer)(scenario)
     post = post_validation(
         trainer.optimizer,
         is_eager=is_eager,

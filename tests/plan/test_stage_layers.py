@@ -38,7 +38,7 @@ def test_round_trip(text: str, per_stage: tuple[int, ...], written: str) -> None
         ("Ett", "must have one L .loss., at the very end"),
         ("EtL|t", "must have one L"),
         ("Et||tL", "stage 1 of 3 would hold 0 layers; it needs at least 1, because it has neither"),
-        ("Et|mL", r"has an m \(multi-token prediction\), which is not supported"),
+        ("Et|mL", r"has an m \(multi-token prediction\); leave it out"),
         ("Et x|tL", "cannot be read from ' x.tL' on; write E"),
         ("Et*0|tL", r"cannot be read from '\*0.tL' on"),
         ("Et*2*3|tL", r"cannot be read from '\*3.tL' on"),

@@ -61,6 +61,7 @@ class Case:
     dropout: float = 0.0
     per_token_loss: bool = False
     recompute: str | None = None
+    """`full`, `block`, `selective`, or the modules of the last."""
     different_data: bool = False
     dtype: torch.dtype = torch.float32
     num_steps: int = 3
@@ -201,8 +202,11 @@ class Trainer:
             }
         if case.recompute == "full":
             shape |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        elif case.recompute == "selective":
-            shape |= {"recompute_granularity": "selective"}
+        elif case.recompute == "block":
+            shape |= {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+        elif case.recompute is not None:
+            modules = None if case.recompute == "selective" else case.recompute.split()
+            shape |= {"recompute_granularity": "selective", "recompute_modules": modules}
         placement = case.choice.placement
         layers = StageLayers.parse(case.layout) if case.layout else StageLayers.spread(case.num_layers, placement)
         return TransformerConfig(

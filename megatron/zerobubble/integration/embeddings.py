@@ -1,8 +1,9 @@
-"""Gradients that are final only after a step beyond DDP: tied embeddings under V, and the token count of the per-token loss.
+"""Gradients that are final only after a step beyond DDP: embeddings in two chunks under V, the token count of the per-token loss.
 
 Under V the embedding (stage 0) and the head (stage 2p-1) both sit on rank 0, in two chunks. Tied, they are two tensors with the
 same values on one rank; megatron-core would sum their gradients over the first and the last pipeline rank, which here are not
-where the two are. So rank 0 copies the values once and adds the two gradients every iteration.
+where the two are. So rank 0 copies the values once and adds the two gradients every iteration. The same holds for the embedding
+that further-token heads (multi-token prediction) have beside the head.
 
 Works with the distributed optimizer too: megatron-core puts a weight marked `shared_embedding` into a bucket of its own, so both
 copies are sharded alike and a sum of the buffers is a sum of each rank's shard.
@@ -27,7 +28,7 @@ Finalize = Callable[..., None]
 
 
 def tie_chunks(chunks: Sequence[nn.Module]) -> bool:
-    """Where embedding and head are tied but live in two chunks of this rank, start them from the same values.
+    """Where embedding and head are tied, or further-token heads embed too, in another chunk of this rank: equal values.
 
     Call it before DDP wraps the chunks. Returns whether there is such a pair here.
     """
@@ -76,10 +77,15 @@ def _sum_tied_gradients(chunks: Sequence[nn.Module]) -> None:
 
 
 def _tied_pair(chunks: Sequence[nn.Module]) -> tuple[nn.Parameter, nn.Parameter] | None:
-    """(embedding weight, head weight) where they are tied and in two chunks of this rank."""
+    """(embedding weight, head weight) where they are tied and in two chunks of this rank.
+
+    Further-token heads (multi-token prediction) have an embedding of their own on the last stage, with the first one's values.
+    """
     models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
     first = next((model for model in models if model.pre_process), None)
     last = next((model for model in models if model.post_process), None)
-    if first is None or last is None or first is last or not last.share_embeddings_and_output_weights:
+    if first is None or last is None or first is last:
+        return None
+    if not last.share_embeddings_and_output_weights and not getattr(last, "mtp_process", False):
         return None
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()

@@ -115,6 +115,10 @@ class _SplitForward:
         tp_group: torch.distributed.ProcessGroup | None = None,
         **_: Any,
     ) -> Tensor:
+        if weight is not self._how.split.weight:
+            raise SplitError(
+                f"{self._how.split.name} was called with the weight of another module; its gradient would go to the wrong one"
+            )
         return split_linear(
             input,
             weight,
@@ -194,6 +198,11 @@ def _shared_weights(chunk: nn.Module) -> Iterator[str]:
                 f"{name} ({type(module).__name__}) borrows its weight from another module of the same chunk (tied embedding "
                 "and head on one stage): its gradient would come half from B and half from W. Use more stages, or "
                 "--untie-embeddings-and-output-weights"
+            )
+        if getattr(module, "mtp_process", False) and getattr(module, "share_embeddings_and_output_weights", False):
+            yield (
+                f"{name or type(module).__name__} predicts further tokens (mtp_num_layers) with embedding and head tied on one "
+                "stage: the weight's gradient would come half from B and half from W. Use --untie-embeddings-and-output-weights"
             )
     split = {id(module.weight) for _, module in _splittable(chunk)}
     split |= {id(weight) for _, module in deferring_modules(chunk) for _, weight in _own_parameters(module)}

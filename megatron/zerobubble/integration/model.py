@@ -134,7 +134,7 @@ def check_config(config: Any, choice: ScheduleChoice) -> None:
         "fine_grained_activation_offloading": "it follows megatron-core's own schedules",
         "cpu_offloading": "it hooks into the backward pass that is split here",
         "num_microbatches_with_partial_activation_checkpoints": "it counts 1F1B's warmup microbatches",
-        "mtp_num_layers": "multi-token prediction calls the head several times and expects it on the last rank",
+        "mtp_num_layers": "its gradients have not been compared with the unpipelined model's yet",
         "variable_seq_lengths": "receive buffers have a fixed shape; pad to the sequence length",
     }
     for name, why in refused.items():

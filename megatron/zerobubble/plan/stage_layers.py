@@ -163,7 +163,9 @@ def _unrolled(text: str, whole: str) -> str:
 
 def _unreadable(letter: str, rest: str, whole: str) -> ConfigError:
     if letter == "m":
-        return ConfigError(f"layout {whole!r} has an m (multi-token prediction), which is not supported; leave it out")
+        return ConfigError(
+            f"layout {whole!r} has an m (multi-token prediction); leave it out: all such heads are on the last stage"
+        )
     return ConfigError(
         f"layout {whole!r} cannot be read from {rest!r} on; write E (embedding), t (layer), L (loss), | between two stages, and "
         "(tt|)*3 or t*3 for a repetition, 1 to 9999 times and not inside another one's parentheses"

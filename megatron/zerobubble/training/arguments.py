@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.training.checks import check_settings
 from megatron.zerobubble.training.config_model import ModelConfig, PrecisionConfig
+from megatron.zerobubble.training.config_moe import MoeConfig
 from megatron.zerobubble.training.config_parallel import ParallelConfig
 from megatron.zerobubble.training.config_run import (
     BatchConfig,
@@ -31,6 +32,7 @@ __all__ = ["build_parser", "parse_arguments", "refuse", "settings_from_argv"]
 
 _GROUPS = {
     "model": ModelConfig,
+    "moe": MoeConfig,
     "batch": BatchConfig,
     "parallel": ParallelConfig,
     "zero_bubble": ZeroBubbleConfig,

@@ -79,7 +79,8 @@ def assemble(
     """Build this rank's part of the model, and what trains it."""
     timers = Timers(settings.logging.timing_log_level, settings.logging.timing_log_option)
     with job.host.on_host():
-        layout = pipeline_layout(settings.stage_layers(choice.placement), choice.placement)
+        layers, num_heads = settings.stage_layers(choice.placement), settings.model.mtp_num_layers or 0
+        layout = pipeline_layout(layers, choice.placement, num_heads=num_heads)
         config = translate.transformer_config(settings, on_gpu=not job.host.enabled, layout=layout)
         config.timers = timers
         setup = ModelSetup(

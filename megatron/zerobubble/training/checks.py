@@ -42,6 +42,8 @@ def check_settings(settings: Settings) -> None:
     _check_batch(settings)
     _check_plan(settings)
     _check_tensor_parallel(settings)
+    _check_experts(settings)
+    _check_further_tokens(settings)
     _check_installed(settings)
     _check_optimizer(settings)
     _check_gradients(settings)
@@ -232,6 +234,44 @@ def _check_tensor_parallel(settings: Settings) -> None:
     for flag, value in needs.items():
         if value % size:
             raise ConfigError(f"{flag} {value} is not divisible by --tensor-model-parallel-size {size}")
+
+
+def _check_experts(settings: Settings) -> None:
+    moe, size = settings.moe, settings.parallel.tensor_model_parallel_size
+    if moe.num_experts is None:
+        return
+    pattern = settings.layers_with_experts
+    ranks, shared = settings.world_size // settings.pipeline_size, settings.expert_tensor_parallel_size
+    if ranks % (shared * moe.expert_model_parallel_size):
+        raise ConfigError(
+            f"--expert-model-parallel-size {moe.expert_model_parallel_size} x --expert-tensor-parallel-size {shared} does not "
+            f"divide the {ranks} rank(s) that hold the same layers; change one of them, or the number of ranks"
+        )
+    if size > 1 and not settings.parallel.sequence_parallel:
+        raise ConfigError(f"--num-experts with --tensor-model-parallel-size {size} needs --sequence-parallel")
+    if settings.model.add_bias_linear and (moe.moe_shared_expert_intermediate_size is not None or shared > 1):
+        raise ConfigError(
+            "--moe-shared-expert-intermediate-size, and experts that tensor-parallel ranks share, have no bias: add "
+            "--disable-bias-linear"
+        )
+    if moe.moe_grouped_gemm and settings.model.transformer_impl == "local":
+        raise ConfigError(
+            "--moe-grouped-gemm with --transformer-impl local is one weight for all experts, whose gradient cannot be split: "
+            "leave it out, and the experts run one by one, or use Transformer Engine's"
+        )
+    if settings.zero_bubble.schedule == AUTO and len(set(pattern)) > 1:
+        raise ConfigError(
+            "--zero-bubble-schedule auto measures layers that are alike, and --moe-layer-freq makes two kinds; name a schedule"
+        )
+
+
+def _check_further_tokens(settings: Settings) -> None:
+    if settings.model.mtp_num_layers is None or settings.zero_bubble.schedule == "stock":
+        return
+    raise ConfigError(
+        f"--mtp-num-layers does not go with schedule {settings.zero_bubble.schedule} yet: its gradients have not been compared "
+        "with the unpipelined model's; leave it out, or use the stock schedule"
+    )
 
 
 def _check_installed(settings: Settings) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.require import positive, within
+from megatron.zerobubble.training.require import one_of, positive, within
 
 __all__ = ["ModelConfig", "PrecisionConfig"]
 
@@ -85,6 +85,13 @@ class ModelConfig:
     """With --recompute-granularity full: which layers."""
     recompute_num_layers: int | None = None
     """With --recompute-granularity full: how many layers."""
+    recompute_modules: tuple[str, ...] = ()
+    """With --recompute-granularity selective: of core_attn, mlp, moe, shared_experts and layernorm those to recompute. Default:
+    core_attn."""
+    mtp_num_layers: int | None = None
+    """Heads that predict a further token each, on the stage of the loss (multi-token prediction). Default: none."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of their mean loss."""
     gradient_accumulation_fusion: bool = True
     """Do not use Apex's fused weight gradient kernel where it is installed."""
     masked_softmax_fusion: bool = True
@@ -99,6 +106,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         positive(self, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "num_query_groups")
         positive(self, "ffn_hidden_size", "kv_channels", "make_vocab_size_divisible_by", "recompute_num_layers")
+        positive(self, "mtp_num_layers", "mtp_loss_scaling_factor")
         positive(self, "norm_epsilon", "init_method_std", "rotary_base", "rotary_seq_len_interpolation_factor")
         within(self, 0.0, 1.0, "hidden_dropout", "attention_dropout")
         if not 0.0 < self.rotary_percent <= 1.0:
@@ -119,7 +127,15 @@ class ModelConfig:
             )
         if self.swiglu and self.squared_relu:
             raise ConfigError("--swiglu and --squared-relu are both given; the MLP has one activation")
+        self._check_further_tokens()
         self._check_recompute()
+
+    def _check_further_tokens(self) -> None:
+        if self.mtp_num_layers is not None and self.position_embedding_type == "learned_absolute":
+            raise ConfigError(
+                "--mtp-num-layers would give learned positions a second copy that nothing keeps equal: choose "
+                "--position-embedding-type rope or none"
+            )
 
     def _check_recompute(self) -> None:
         if self.recompute_granularity == "full":
@@ -129,6 +145,15 @@ class ModelConfig:
                 )
         elif self.recompute_method is not None or self.recompute_num_layers is not None:
             raise ConfigError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
+        if self.recompute_modules and self.recompute_granularity != "selective":
+            raise ConfigError("--recompute-modules needs --recompute-granularity selective")
+        for name in self.recompute_modules:
+            one_of(name, ("core_attn", "mlp", "moe", "shared_experts", "layernorm"), "--recompute-modules")
+        is_one_by_one = (self.recompute_method, self.recompute_num_layers) == ("uniform", 1)
+        if self.mtp_num_layers is not None and self.recompute_granularity == "full" and not is_one_by_one:
+            raise ConfigError(
+                "--mtp-num-layers with --recompute-granularity full needs --recompute-method uniform and --recompute-num-layers 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,9 +45,9 @@ class Batch:
     """One microbatch on the device of the rank. What a stage does not need is None."""
 
     tokens: torch.Tensor | None = None
-    """[b, s], int64: input of the first stage."""
+    """[b, s], int64: input of a stage that embeds."""
     position_ids: torch.Tensor | None = None
-    """[b, s], int64: input of the first stage."""
+    """[b, s], int64: input of a stage that embeds."""
     labels: torch.Tensor | None = None
     """[b, s], int64: what the last stage should have predicted."""
     loss_mask: torch.Tensor | None = None
@@ -166,14 +166,14 @@ def chunk_iterators(
 
 
 def next_batch(
-    iterator: DataIterator | None, *, device: torch.device, is_first_stage: bool, is_last_stage: bool, needs_mask: bool
+    iterator: DataIterator | None, *, device: torch.device, embeds: bool, is_last_stage: bool, needs_mask: bool
 ) -> Batch:
     """The next microbatch, as much of it as a stage needs.
 
     Args:
         iterator: samples of this model chunk; None where it needs none.
         device: where the tensors are to be.
-        is_first_stage: whether the stage embeds tokens.
+        embeds: whether the stage embeds tokens: the first one, and the last one if it predicts further tokens.
         is_last_stage: whether the stage computes the loss.
         needs_mask: whether attention is not simply causal (--reset-attention-mask).
     """
@@ -181,7 +181,7 @@ def next_batch(
         return Batch()
     sample = next(iterator)
     wanted: list[str] = []
-    if is_first_stage:
+    if embeds:
         wanted += ["tokens", "position_ids"]
     if is_last_stage:
         wanted += ["labels", "loss_mask"]

@@ -206,6 +206,8 @@ def set_up_model_parallel(settings: Settings, **embedding_ranks: Any) -> None:
         tensor_model_parallel_size=settings.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pipeline_size,
         virtual_pipeline_model_parallel_size=settings.virtual_pipeline_size,
+        expert_model_parallel_size=settings.moe.expert_model_parallel_size,
+        expert_tensor_parallel_size=settings.moe.expert_tensor_parallel_size,
         distributed_timeout_minutes=settings.parallel.distributed_timeout_minutes,
         create_gloo_process_groups=False,
         **embedding_ranks,

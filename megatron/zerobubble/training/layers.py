@@ -10,14 +10,21 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec,
+    get_mtp_num_layers_to_build,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-__all__ = ["LocalNorm", "stage_layers"]
+__all__ = ["LocalNorm", "further_token_heads", "stage_layers"]
 
 
 class LocalNorm:
@@ -37,16 +44,54 @@ def stage_layers(config: TransformerConfig, *, vp_stage: int | None) -> ModuleSp
     """The layers of one stage.
 
     Args:
-        config: the model; its pipeline layout says how many layers the stage has.
+        config: the model; its pipeline layout says which layers the stage has, and `moe_layer_freq`, a list where there are
+            experts, which of them have any.
         vp_stage: which of the rank's chunks; None if it has one.
     """
     if config.transformer_impl == "transformer_engine":
+        if config.num_moe_experts is not None:
+            return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    first = get_transformer_layer_offset(config, vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    has_experts = [config.num_moe_experts is not None and bool(config.moe_layer_freq[number]) for number in numbers]
+    layers = {kind: _local_layer(config, has_experts=kind) for kind in set(has_experts)}
+    return TransformerBlockSubmodules(layer_specs=[layers[kind] for kind in has_experts], layer_norm=LocalNorm)
+
+
+def further_token_heads(config: TransformerConfig, *, vp_stage: int | None) -> MultiTokenPredictionBlockSubmodules | None:
+    """The layers that predict further tokens; None on a stage without the loss, and without --mtp-num-layers.
+
+    Each is made of a layer like the model's last one. Arguments as of `stage_layers`.
+    """
+    count = get_mtp_num_layers_to_build(config, vp_stage=vp_stage) if config.mtp_num_layers else 0
+    if count == 0:
+        return None
+    has_experts = config.num_moe_experts is not None and bool(config.moe_layer_freq[-1])
+    if config.transformer_impl == "transformer_engine":
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts if has_experts else None,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+        head = get_mtp_layer_spec(layer, use_transformer_engine=True)
+    else:
+        head = get_mtp_layer_spec(_local_layer(config, has_experts=has_experts), use_transformer_engine=False)
+        head.submodules.enorm = head.submodules.hnorm = head.submodules.layer_norm = LocalNorm
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[head] * count)
+
+
+def _local_layer(config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
     layer.submodules.input_layernorm = LocalNorm
     layer.submodules.pre_mlp_layernorm = LocalNorm
+    if has_experts:  # the map names an MLP's weights as Transformer Engine does; experts have no such norm in front
+        layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if config.qk_layernorm:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = LocalNorm
-    num_layers = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=LocalNorm)
+    return layer

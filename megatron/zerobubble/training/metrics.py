@@ -20,6 +20,7 @@ import torch
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.training.curves import Curves
+from megatron.zerobubble.training.extra_losses import ExtraLosses
 from megatron.zerobubble.training.settings import Settings
 from megatron.zerobubble.training.step import StepResult, mean_losses
 
@@ -83,6 +84,7 @@ class Metrics:
         self._pending: list[IterationRecord] = []
         self._num_skipped = self._num_amended = 0
         self._speeds: list[tuple[int, float]] = []
+        self._extra_losses = ExtraLosses(settings)
         self._resources = ExitStack()
         self._jsonl: IO[str] | None = None
         self._curves: Curves | None = None
@@ -144,7 +146,10 @@ class Metrics:
             losses = mean_losses(torch.stack([record.result.loss for record in records]))
             for record, loss in zip(records, losses, strict=True):
                 record.loss = loss
-            self._tell_progress(records)
+            settings = self._settings
+            samples = sum(record.samples for record in records)
+            extras = self._extra_losses.take(samples // (settings.batch.micro_batch_size * settings.data_parallel_size))
+            self._tell_progress(records, extras)
         objects = [record.to_json(self._settings) for record in records]
         if validation_loss is not None:
             if not objects:
@@ -170,7 +175,7 @@ class Metrics:
         samples, seconds = map(sum, zip(*self._speeds[1:], strict=True))
         return self._settings.model.seq_length * samples / seconds
 
-    def _tell_progress(self, records: list[IterationRecord]) -> None:
+    def _tell_progress(self, records: list[IterationRecord], extras: Mapping[str, float]) -> None:
         last, settings = records[-1], self._settings
         told = [record.loss for record in records if record.result.is_stepped] or [last.loss]
         seconds = sum(record.seconds for record in records) / len(records)
@@ -179,6 +184,7 @@ class Metrics:
             f"iteration {last.iteration:6d}/{settings.run.train_iters}",
             f"consumed samples {last.consumed_samples}",
             f"loss {sum(told) / len(told):.4f}",
+            *(f"{name} {value:.4f}" for name, value in extras.items()),
             f"lr {last.result.lr:.3e}",
             "grad norm " + ("-" if last.result.grad_norm is None else f"{last.result.grad_norm:.3f}"),
             f"{tokens / seconds:.0f} tokens/s",

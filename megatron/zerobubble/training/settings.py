@@ -10,6 +10,7 @@ from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import schedule_info
 from megatron.zerobubble.plan.stage_layers import StageLayers
 from megatron.zerobubble.training.config_model import ModelConfig, PrecisionConfig
+from megatron.zerobubble.training.config_moe import MoeConfig, layer_pattern
 from megatron.zerobubble.training.config_parallel import ParallelConfig
 from megatron.zerobubble.training.config_run import (
     BatchConfig,
@@ -33,6 +34,8 @@ class Settings:
 
     model: ModelConfig
     """What is trained."""
+    moe: MoeConfig
+    """Its experts."""
     precision: PrecisionConfig
     """In which number format."""
     parallel: ParallelConfig
@@ -68,6 +71,18 @@ class Settings:
     def data_parallel_size(self) -> int:
         """Copies of the model."""
         return self.world_size // self.model_parallel_size
+
+    @property
+    def expert_tensor_parallel_size(self) -> int:
+        """Ranks that share an expert."""
+        return self.moe.expert_tensor_parallel_size or self.parallel.tensor_model_parallel_size
+
+    @property
+    def layers_with_experts(self) -> tuple[int, ...]:
+        """For each layer 1 or 0. Raises ConfigError where --moe-layer-freq is no pattern of them."""
+        if self.moe.num_experts is None:
+            return (0,) * self.model.num_layers
+        return layer_pattern(self.moe.moe_layer_freq, self.model.num_layers)
 
     @property
     def global_batch_size(self) -> int:

@@ -55,6 +55,7 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
     return TransformerConfig(
         **_shape(model),
         **_activation(model),
+        **_experts(settings),
         **_kernels(model, on_gpu=on_gpu),
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pipeline_size,
@@ -77,14 +78,41 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
         *("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "rotary_interleaved", "normalization"),
         *("qk_layernorm", "add_bias_linear", "add_qkv_bias", "hidden_dropout", "attention_dropout", "init_method_std"),
         *("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "transformer_impl", "use_cpu_initialization"),
-        *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+        *("recompute_granularity", "recompute_method", "recompute_num_layers", "mtp_num_layers", "mtp_loss_scaling_factor"),
     )
     return {
         **{name: getattr(model, name) for name in names},
         "layernorm_epsilon": model.norm_epsilon,
+        "recompute_modules": list(model.recompute_modules) or None,
         "num_query_groups": model.num_query_groups if model.group_query_attention else None,
         "persist_layer_norm": False,
         "cuda_graph_scope": [],
+    }
+
+
+def _experts(settings: Settings) -> dict[str, Any]:
+    moe = settings.moe
+    if moe.num_experts is None:
+        return {}
+    kinds, weights = list(moe.moe_router_load_balancing_type), list(moe.moe_aux_loss_coeff)
+    names = (
+        *("expert_model_parallel_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk"),
+        *("moe_z_loss_coeff", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+        *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
+        *("moe_router_dtype", "moe_input_jitter_eps", "moe_token_dispatcher_type", "moe_expert_capacity_factor"),
+        *("moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_grouped_gemm"),
+    )
+    return {
+        **{name: getattr(moe, name) for name in names},
+        "num_moe_experts": moe.num_experts,
+        "expert_tensor_parallel_size": settings.expert_tensor_parallel_size,
+        "moe_layer_freq": list(settings.layers_with_experts),
+        "moe_ffn_hidden_size": moe.moe_ffn_hidden_size
+        or _activation(settings.model)["ffn_hidden_size"]
+        or 4 * settings.model.hidden_size,
+        # megatron-core tells one kind from several by the type.
+        "moe_router_load_balancing_type": kinds[0] if len(kinds) == 1 else kinds,
+        "moe_aux_loss_coeff": weights[0] if len(weights) == 1 else weights,
     }
 
 
