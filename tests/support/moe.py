@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
 
@@ -54,6 +55,16 @@ class MoeTrainer(Trainer):
     """Trains a `MoeCase`. A rank's `parameters` are those of its own experts."""
 
     case: MoeCase
+
+    def close(self) -> None:
+        """Also what megatron-core keeps of experts beside the model: with it every process group of this trainer stayed alive."""
+        for chunk in self.built.chunks:
+            for module in chunk.modules():
+                dispatcher = getattr(module, "token_dispatcher", None)
+                if dispatcher is not None:
+                    vars(dispatcher).clear()  # tensors of the last microbatch, with their graph
+        get_moe_layer_wise_logging_tracker().clear()
+        super().close()
 
     def _further_sizes(self) -> dict[str, Any]:
         return {"expert_model_parallel_size": self.case.expert_parallel}

@@ -115,9 +115,9 @@ class _SplitForward:
         tp_group: torch.distributed.ProcessGroup | None = None,
         **_: Any,
     ) -> Tensor:
-        if weight is not self._how.split.weight:
+        if weight is not self.how.split.weight:
             raise SplitError(
-                f"{self._how.split.name} was called with the weight of another module; its gradient would go to the wrong one"
+                f"{self.how.split.name} was called with the weight of another module; its gradient would go to the wrong one"
             )
         return split_linear(
             input,
