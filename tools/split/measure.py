@@ -123,7 +123,11 @@ def measure_passes(
         clock.time("wgrad", split.weight_gradient)
         held.after_wgrad()
 
-    turns: list[Callable[[int], None]] = [ours, lambda turn: classic(split, "fused", turn), lambda turn: classic(stock, "stock", turn)]
+    turns: list[Callable[[int], None]] = [
+        ours,
+        lambda turn: classic(split, "fused", turn),
+        lambda turn: classic(stock, "stock", turn),
+    ]
     for turn in range(warmup + repeats):
         clock.get_ahead()
         for index in range(len(turns)):
