@@ -1,13 +1,49 @@
-"""Fixtures shared by all tests."""
+"""Fixtures shared by all tests, and which of many like cases run this time.
+
+A test with the mark `sampled(share)` runs a random share of its parameters, at least one, and the rest with `-m slow`. The seed is
+in the header; ZB_TEST_SEED=N repeats it.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.ranks import RankPool
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One seed for everything that is sampled."""
+    os.environ.setdefault("ZB_TEST_SEED", str(random.SystemRandom().randrange(1_000_000)))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """How to repeat what was sampled."""
+    return f"ZB_TEST_SEED={os.environ['ZB_TEST_SEED']}"
+
+
+@pytest.hookimpl(tryfirst=True)  # before the marks are looked at
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is not drawn is slow. What was asked for by its own id runs."""
+    if any("::" in argument for argument in config.args):
+        return
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in tests.items():
+        mark = cases[0].get_closest_marker("sampled")
+        assert mark is not None
+        generator = random.Random(f"{os.environ['ZB_TEST_SEED']} {name}")
+        drawn = generator.sample(range(len(cases)), math.ceil(mark.args[0] * len(cases)))
+        for place, case in enumerate(cases):
+            if place not in drawn:
+                case.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

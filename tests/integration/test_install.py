@@ -51,6 +51,7 @@ def _losses(histories: list[Any]) -> list[Any]:
     ],
     ids=["zb-h1-overlapped", "zb-h2-bf16", "zb-replanned", "interleaved", "zbv-tied", "v-half-bf16-per-token"],
 )
+@pytest.mark.sampled(0.34)
 def test_the_same_losses_as_without(four_ranks: RankPool, stock: str, more: str, options: dict[str, Any]) -> None:
     """Bit for bit: the weights start alike, and each one's gradient is summed over the microbatches in the same order."""
     stock += " --num-layers 4 --hidden-size 32 --train-iters 4"

@@ -30,12 +30,14 @@ FEATURES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(features))
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
+@pytest.mark.sampled(0.25)
 def test_same_bits_as_the_unpipelined_model(four_ranks: RankPool, base: MoeCase, features: dict[str, Any]) -> None:
     _assert_equal(four_ranks.run(compare, replace(base, **features)))
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
+@pytest.mark.sampled(0.5)
 def test_expert_parallel(four_ranks: RankPool, base: MoeCase, dispatcher: str) -> None:
     """Two copies with data of their own, and half of the experts each. The reference has four, so that the mean over the copies
     is summed in another order: 1e-6. Adam gets a large epsilon, as in `test_data_parallel_2`."""

@@ -3,13 +3,11 @@
 To add a feature, add its values to `FEATURES` under the name of a field of `Case` (or a name that `case_of` translates), what it
 excludes to `CONSTRAINTS`, and what it does to the order of sums to `PairCase.tolerance`.
 
-A handful runs every time, another one each time; its seed is printed, and ZB_PAIRWISE_SEED=N repeats it. All run with `-m slow`.
+A handful runs every time, another one each time (`tests/conftest.py` says how to repeat it), and the others with `-m slow`.
 """
 
 from __future__ import annotations
 
-import os
-import random
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,14 +112,7 @@ def case_of(row: Row) -> PairCase:
 ALL = [case_of(row) for row in covering_array(FEATURES, CONSTRAINTS, seed=0)]
 
 
-def test_a_handful_of_features_together(four_ranks: RankPool, request: pytest.FixtureRequest) -> None:
-    seed = int(os.environ.get("ZB_PAIRWISE_SEED") or random.SystemRandom().randrange(1_000_000))
-    request.config.get_terminal_writer().write(f" ZB_PAIRWISE_SEED={seed} ")
-    for case in random.Random(seed).sample(ALL, HANDFUL):
-        _check(four_ranks.run(compare_pair, case), case)
-
-
-@pytest.mark.slow
+@pytest.mark.sampled(HANDFUL / len(ALL))
 @pytest.mark.parametrize("case", ALL, ids=[f"{index:02}-{case}" for index, case in enumerate(ALL)])
 def test_every_pair_of_features(four_ranks: RankPool, case: PairCase) -> None:
     _check(four_ranks.run(compare_pair, case), case)

@@ -34,6 +34,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.sampled(0.34)
 def test_sequence_parallel_has_the_bits_of_the_unpipelined_model(four_ranks: RankPool, case: Case) -> None:
     _assert_same_bits(four_ranks.run(compare, case))
 
@@ -171,6 +172,7 @@ CONTEXT = [replace(base, tensor_parallel=1, **ATTENTION_FREE) for base in (ZBV, 
 
 
 @pytest.mark.parametrize("case", CONTEXT, ids=str)
+@pytest.mark.sampled(0.5)
 def test_context_parallel_does_not_break(four_ranks: RankPool, case: Case) -> None:
     """The schedule's part of it (shapes, scale of the loss, reduction of gradients), with layers that need no attention, against
     whole sequences: sums over a sequence are taken in two halves, 1e-5."""
