@@ -1,7 +1,7 @@
 """Fixtures shared by all tests, and which of many like cases run this time.
 
-A test with the mark `sampled(share)` runs a random share of its parameters, at least one, and the rest with `-m slow`. The seed is
-in the header; ZB_TEST_SEED=N repeats it.
+A test with the mark `sampled(share)` runs a random share of its parameters, at least one; the rest run with `-m slow`. The seed
+is in the header; ZB_TEST_SEED=N repeats it.
 """
 
 from __future__ import annotations
