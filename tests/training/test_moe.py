@@ -75,6 +75,10 @@ def test_what_is_no_pattern_of_four_layers(text: str) -> None:
             P2 + "--mtp-num-layers 1 --recompute-granularity full --recompute-method block --recompute-num-layers 1 " + ROPE,
             "needs --recompute-method uniform and --recompute-num-layers 1",
         ),
+        (
+            P2 + "--recompute-granularity selective --recompute-modules mlp layernorm",
+            "--recompute-modules layernorm needs --transformer-impl transformer_engine",
+        ),
         (P2 + "--recompute-modules mlp", "--recompute-modules needs --recompute-granularity selective"),
         (P2 + "--recompute-granularity selective --recompute-modules mpl", "'mpl' is unknown; choose from core_attn, mlp"),
     ],

@@ -149,6 +149,11 @@ class ModelConfig:
             raise ConfigError("--recompute-modules needs --recompute-granularity selective")
         for name in self.recompute_modules:
             one_of(name, ("core_attn", "mlp", "moe", "shared_experts", "layernorm"), "--recompute-modules")
+        if "layernorm" in self.recompute_modules and self.transformer_impl == "local":
+            raise ConfigError(
+                "--recompute-modules layernorm needs --transformer-impl transformer_engine: megatron-core recomputes norms with "
+                "its parts; leave layernorm out"
+            )
         is_one_by_one = (self.recompute_method, self.recompute_num_layers) == ("uniform", 1)
         if self.mtp_num_layers is not None and self.recompute_granularity == "full" and not is_one_by_one:
             raise ConfigError(
