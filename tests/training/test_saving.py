@@ -5,15 +5,21 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import resource
 import shutil
+import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training import checkpointing
@@ -24,6 +30,70 @@ from tests.support.trainees import train, trainee_of
 from tests.training.launch import TINY_BATCH, TINY_MODEL, launch
 
 V4 = ["--pipeline-model-parallel-size", "4", "--zero-bubble-v-schedule"]
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process, and of those it forks, may be longer than a page: writing more fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def failing_saves(rank: int, folder: str) -> list[str]:
+    """What is said about a save for which rank 2 has no room, at once and in the background, and when its writer is killed."""
+    said = []
+    for mode in ([], ["--async-save"]):
+        with trainee_of(rank, [*V4, "--save", folder, *mode]) as (trainee, store):
+            train(trainee, first=1, last=1)
+            saver = Saver(trainee, store)
+            _save(saver, 1)
+            said.append(_failure(saver, 2, full_disk if rank == 2 else _nothing))
+            if mode:
+                said.append(_failure(saver, 3, _killed_writer if rank == 2 else _nothing))
+            _save(saver, 4 + len(mode))  # and the next one is not disturbed
+    return said
+
+
+def _failure(saver: Saver, iteration: int, around: Any) -> str:
+    with pytest.raises(CheckpointError) as caught, around():
+        _save(saver, iteration)
+    return str(caught.value)
+
+
+def _save(saver: Saver, iteration: int) -> None:
+    saver.save(iteration=iteration, consumed_samples=8 * iteration)
+    saver.finish()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _killed_writer() -> Iterator[None]:
+    """A process that begins to write in here is killed."""
+
+    def die(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", staticmethod(die)):
+        yield
+
+
+def test_a_write_that_fails_is_raised_on_every_rank_with_its_reason(four_ranks: RankPool, tmp_path: Path) -> None:
+    for said in four_ranks.run(failing_saves, str(tmp_path)):
+        for iteration, reason in ((2, "File too large"), (2, "File too large"), (3, "ended before it was done")):
+            text = said.pop(0)
+            assert f"iter_{iteration:07d} cannot be written: rank 2: " in text
+            assert reason in text
+    assert tracked_iteration(tmp_path) == 5
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"latest_checkpointed_iteration.txt", "iter_0000001", "iter_0000004", "iter_0000005"}
 
 
 def polled_save(rank: int, folder: str) -> list[int]:
