@@ -30,6 +30,7 @@ def continued(flags: list[str], folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("precision", [pytest.param([], id="fp32", marks=pytest.mark.slow), pytest.param(["--bf16"], id="bf16")])
 @pytest.mark.parametrize("writes_distributed", [True, False], ids=["distributed to plain", "plain to distributed"])
+@pytest.mark.sampled(0.25)
 def test_the_other_kind_goes_on_bit_for_bit(precision: list[str], writes_distributed: bool, tmp_path: Path) -> None:
     """fp32 is also in the chain of layouts."""
     writes, reads = (DISTRIBUTED, []) if writes_distributed else ([], DISTRIBUTED)

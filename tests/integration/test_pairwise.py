@@ -56,7 +56,7 @@ CONSTRAINTS = [
     Constraint(("distributed_optimizer", "optimizer"), lambda shards, optimizer: not shards or optimizer == "adam"),
 ]
 
-HANDFUL = 6
+HANDFUL = 4
 
 _FUSED = {1: "1f1b", 2: "interleaved-1f1b"}
 """By chunks a rank; under V it is 1f1b-v."""

@@ -133,6 +133,7 @@ def _memory(rank: int, case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), ALL)
 @pytest.mark.parametrize("num_microbatches", [2, 12])
+@pytest.mark.sampled(0.5)
 def test_memory_is_what_the_plan_says(four_ranks: RankPool, schedule: str, num_chunks: int, num_microbatches: int) -> None:
     case = Case(schedule, 4, num_microbatches, num_chunks=num_chunks)
     for rank, result in enumerate(four_ranks.run(_memory, case)):
@@ -155,6 +156,7 @@ def _evaluate(rank: int, case: Case) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), ALL)
+@pytest.mark.sampled(0.5)
 def test_evaluation_under_every_placement(four_ranks: RankPool, schedule: str, num_chunks: int) -> None:
     case = Case(schedule, 4, 6, num_chunks=num_chunks)
     results = four_ranks.run(_evaluate, case)

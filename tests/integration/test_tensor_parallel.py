@@ -40,6 +40,7 @@ def test_sequence_parallel_has_the_bits_of_the_unpipelined_model(four_ranks: Ran
 
 
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
+@pytest.mark.sampled(0.5)
 def test_sequence_parallel_is_tensor_parallel(four_ranks: RankPool, base: Case) -> None:
     """Against a model without it, whose norms see the whole sequence: a norm's or a bias' gradient is summed in two parts over
     the ranks, and everything after a reduce-scatter in another order: 1e-5 of float32 sums. A norm that was not marked would
@@ -60,6 +61,7 @@ def _assert_same_bits(differences: list[Difference]) -> None:
 
 
 @pytest.mark.parametrize("case", [ZBV, ZB_H2, sequence_parallel(ZBV)], ids=str)
+@pytest.mark.sampled(0.34)
 def test_products_of_other_microbatches_run_while_sums_are_in_flight(four_ranks: RankPool, case: Case) -> None:
     """In every B that finds a W waiting, and never where passes are being measured."""
     for running, measured, off in four_ranks.run(products_in_flight, case):
@@ -137,6 +139,7 @@ class _Landing:
 
 
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
+@pytest.mark.sampled(0.5)
 def test_the_measurement_knows_what_w_holds(four_ranks: RankPool, base: Case) -> None:
     """With `input` a slice of its input less for each column-parallel linear (two a layer, and the head), with `both` also a
     slice of the output gradient less for each row-parallel one. All are hidden size wide; half of each is gone with t = 2."""
