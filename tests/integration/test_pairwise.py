@@ -83,8 +83,12 @@ class PairCase(Case):
 
     def tolerance(self) -> float:
         """Largest difference, relative to a tensor's largest entry: none where sums are taken in the same order."""
-        loses = self.dtype is torch.float16 and not self.reduce_in_fp32  # bits of tiny gradients, by the number of copies
-        if self.dropout or not (self.tied or self.clip_grad or self.different_data or loses):
+        if self.dropout:  # the same ranks on both sides; an early step adds up the norm in the order of the relay
+            is_exact = not (self.post_validation and self.clip_grad)
+        else:  # in fp16 tiny gradients lose bits when they are divided by the number of copies
+            is_exact = self.reduce_in_fp32 or self.dtype is not torch.float16
+            is_exact = is_exact and not (self.tied or self.clip_grad or self.different_data)
+        if is_exact:
             return 0.0
         return 1e-5 if self.dtype is torch.float32 else 2.0**-6
 
@@ -105,7 +109,10 @@ def case_of(row: Row) -> PairCase:
         max_pending_backward=num_ranks + 1 if schedule == "zb" else None,
         wgrad=wgrad,
         num_steps=2,
-        adam_eps=1.0,  # the usual one would blow a last-bit difference of a tiny gradient up to a whole step
+        initial_loss_scale=32.0,  # fp16 sums over tokens and copies overflow with more
+        # The usual one would blow a last-bit difference of a tiny gradient up to a whole step; with one as large as for fp32,
+        # weights that start at 0 would stay among the smallest numbers of fp16.
+        adam_eps=1.0 if values["dtype"] is torch.float32 else 1e-2,
     )
 
 
