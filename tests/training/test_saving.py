@@ -85,6 +85,7 @@ def _killed_writer() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_is_raised_on_every_rank_with_its_reason(four_ranks: RankPool, tmp_path: Path) -> None:
     for said in four_ranks.run(failing_saves, str(tmp_path)):
         for iteration, reason in ((2, "File too large"), (2, "File too large"), (3, "ended before it was done")):
