@@ -34,7 +34,7 @@ from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.communication import Message, Program, place_communication
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.profiling.profile import Profiler
+from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import Links, ProcessGroupLinks
 

@@ -17,7 +17,8 @@ from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search import Effort, Goal, Objective, objective_ms
 from megatron.zerobubble.plan.simulate import peak_memory
-from megatron.zerobubble.profiling.profile import Profiler, RankProfile
+from megatron.zerobubble.profiling.profile import RankProfile
+from megatron.zerobubble.profiling.profiler import Profiler
 from tests.support.gpt import Case, Trainer
 from tests.support.ranks import RankPool
 
@@ -48,6 +49,10 @@ def test_a_plan_that_could_deadlock_is_not_taken(monkeypatch: pytest.MonkeyPatch
     assert replanner._search(4) is safe
 
 
+LINK_MS = 1.0
+"""Long enough that the drawn schedules are not the best there is; what a machine's own links take decides nothing here."""
+
+
 def _typical(rank: int, stages: tuple[int, ...]) -> dict[tuple[int, OpKind], float]:
     """Uneven stages, and clocks that never agree."""
     base = {OpKind.F: 2.0, OpKind.B: 5.0, OpKind.W: 1.0}
@@ -65,7 +70,12 @@ def _train(rank: int, case: Case, window: Window | None) -> dict[str, Any]:
     )
     stages = case.choice.placement.rank_to_stages[rank]
     losses = []
-    with mock.patch.object(Profiler, "profile", return_value=RankProfile(times_ms=_typical(rank, stages), memory={})):
+    measured = RankProfile(times_ms=_typical(rank, stages), memory={})
+    link_times = schedule.link_times
+    with (
+        mock.patch.object(Profiler, "profile", return_value=measured),
+        mock.patch.object(schedule, "link_times", lambda: dict.fromkeys(link_times(), LINK_MS)),
+    ):
         for iteration in range(1, case.num_steps + 1):
             if replanner is not None:
                 replanner.before(iteration, case.num_microbatches)

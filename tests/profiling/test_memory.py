@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.profiling.memory import MemoryMeter
-from megatron.zerobubble.profiling.profile import Profiler, combine, unit_bytes
+from megatron.zerobubble.profiling.profile import combine, unit_bytes
+from megatron.zerobubble.profiling.profiler import Profiler
 from tests.support.gpt import Case, Trainer
 from tests.support.ranks import RankPool
 

@@ -10,8 +10,8 @@ import torch
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
 from megatron.zerobubble.profiling import marks
-from megatron.zerobubble.profiling.memory import StageMemory
-from megatron.zerobubble.profiling.profile import Profiler, RankProfile, combine, unit_bytes
+from megatron.zerobubble.profiling.profile import RankProfile, StageMemory, combine, unit_bytes
+from megatron.zerobubble.profiling.profiler import Profiler
 
 
 def test_the_typical_time_is_the_median_of_a_stage_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:

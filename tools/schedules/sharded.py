@@ -15,7 +15,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.zerobubble.integration.host import HostDevice
 from megatron.zerobubble.integration.sharded_gradients import Reductions, ShardedGradientsDDP
 from megatron.zerobubble.integration.zb_schedules import ScheduleChoice
-from megatron.zerobubble.profiling.profile import Profiler
+from megatron.zerobubble.profiling.profiler import Profiler
 from tools.schedules.entrants import Entrant, Sizes
 from tools.schedules.gpt import GPTContender
 

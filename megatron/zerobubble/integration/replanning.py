@@ -26,7 +26,8 @@ from megatron.zerobubble.plan.search import Goal, Objective, best_core, objectiv
 from megatron.zerobubble.plan.search_core import PythonCore
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE, validate
-from megatron.zerobubble.profiling.profile import Profiler, RankProfile, combine, costs_within, unit_bytes
+from megatron.zerobubble.profiling.profile import RankProfile, combine, costs_within, unit_bytes
+from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.profiling.report import RankMemory
 
 __all__ = ["Measured", "Replanner", "Window", "budget_of", "measured_costs", "refined"]

@@ -35,7 +35,7 @@ from megatron.zerobubble.plan.search import Goal
 from megatron.zerobubble.plan.single_queue import finishes
 from megatron.zerobubble.plan.timeline import Activity, Timeline
 from megatron.zerobubble.plan.validate import validate
-from megatron.zerobubble.profiling.profile import Profiler
+from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.profiling.recordings import Recordings
 from megatron.zerobubble.runtime.clock import clock_offset_ms

@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -24,17 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.zerobubble.plan.ir import Op, OpKind
+from megatron.zerobubble.profiling.profile import StageMemory
 from megatron.zerobubble.runtime.recording import Recorder
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageMemory:
-    """What one microbatch of a stage holds on one rank, in bytes."""
-
-    activation: float
-    """After F."""
-    after_backward: float
-    """After B, until W."""
 
 
 class MemoryMeter(Recorder):

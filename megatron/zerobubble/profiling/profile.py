@@ -1,30 +1,29 @@
-"""Pass times and memory of a window of iterations, and the costs that follow from them.
-
-Every rank times its own passes (`Profiler`): two marks an op, read once when the window is over, so that timing does not
-serialise what it measures. A mark is a clock reading on the CPU and an event on the current stream on CUDA; there the first mark
-of an op comes after the stream's wait for its input, so the time in between is the pass alone.
+"""The costs that follow from what the ranks of a pipeline measured.
 
 From the typical time of each stage's F, B and W on every rank follows one `CostModel` (`combine`). A stage that several ranks
-hold (tensor, data parallelism) takes as long as its slowest member.
+hold (tensor, data parallelism) takes as long as its slowest member. Nothing here needs torch: a recording can be read without it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
-from typing import Any
-
-import torch
+from statistics import fmean
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.costs import CostModel
-from megatron.zerobubble.plan.ir import Op, OpKind, Placement
-from megatron.zerobubble.profiling.marks import Marks
-from megatron.zerobubble.profiling.memory import MemoryMeter, StageMemory
-from megatron.zerobubble.runtime.recording import Recorder
+from megatron.zerobubble.plan.ir import OpKind, Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """What one microbatch of a stage holds on one rank, in bytes."""
+
+    activation: float
+    """After F."""
+    after_backward: float
+    """After B, until W."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,66 +38,6 @@ class RankProfile:
     """Most activation memory that was held after any op of the iteration whose memory was measured."""
     workspace_bytes: int = 0
     """What there was on top of that while ops ran."""
-
-
-class Profiler(Recorder):
-    """Times the passes of one rank, and measures the memory of its first iteration. To be entered around every iteration.
-
-    Args:
-        device: decides how time and bytes are taken.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._marks = Marks(device)
-        self._passes: list[tuple[Op, Any, Any]] = []
-        self._started: Any = None
-        self._meter = MemoryMeter(device)
-        self._iterations = self._begin = 0
-        self._entered = ExitStack()
-
-    def __enter__(self) -> Profiler:
-        self._iterations += 1
-        if self._iterations == 2 and not self._marks.on_cuda:
-            self._passes.clear()  # counting bytes took longer than the passes
-        self._begin = len(self._passes)
-        if self._iterations == 1:
-            self._entered.enter_context(self._meter)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._entered.close()
-
-    def rewind(self) -> None:
-        """Forget this iteration, which begins again."""
-        del self._passes[self._begin :]
-        if self._iterations == 1:
-            self._meter.clear()
-
-    def settled(self, op: Op, in_transit: Callable[[], int]) -> None:
-        """The op's result has been handed on."""
-        if self._iterations == 1:
-            self._meter.settled(op, in_transit)
-
-    def start(self, op: Op) -> None:
-        """The op's input is here and it is about to run."""
-        self._started = self._marks.now()
-
-    def end(self, op: Op) -> None:
-        """The op's work has been issued (CUDA) or done (CPU)."""
-        self._passes.append((op, self._started, self._marks.now()))
-
-    def profile(self) -> RankProfile:
-        """The typical time of each stage's ops of each kind, and what it holds. Synchronises a CUDA device."""
-        self._marks.settle()
-        times: dict[tuple[int, OpKind], list[float]] = {}
-        for op, start, end in self._passes:
-            times.setdefault((op.stage, op.kind), []).append(self._marks.elapsed_ms(start, end))
-        return RankProfile(
-            times_ms={key: median(values) for key, values in times.items()},
-            memory=self._meter.typical(),
-            peak_bytes=self._meter.peak_bytes,
-            workspace_bytes=self._meter.workspace_bytes,
-        )
 
 
 def combine(ranks: Sequence[RankProfile], placement: Placement, *, link_ms: Sequence[float] = ()) -> CostModel:

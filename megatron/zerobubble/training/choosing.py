@@ -23,7 +23,8 @@ from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.parts import PartCosts
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, make_plan
 from megatron.zerobubble.plan.search import Goal, Objective
-from megatron.zerobubble.profiling.profile import Profiler, RankProfile
+from megatron.zerobubble.profiling.profile import RankProfile
+from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.training.assembly import ForwardStepProvider, ModelProvider, assemble, schedule_choice
 from megatron.zerobubble.training.data import build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.initialize import Job, set_up_model_parallel

@@ -1,0 +1,81 @@
+"""Pass times and memory of a window of iterations, as one rank measures them.
+
+Two marks an op, read once when the window is over, so that timing does not serialise what it measures. A mark is a clock reading
+on the CPU and an event on the current stream on CUDA; there the first mark of an op comes after the stream's wait for its input,
+so the time in between is the pass alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from statistics import median
+from typing import Any
+
+import torch
+
+from megatron.zerobubble.plan.ir import Op, OpKind
+from megatron.zerobubble.profiling.marks import Marks
+from megatron.zerobubble.profiling.memory import MemoryMeter
+from megatron.zerobubble.profiling.profile import RankProfile
+from megatron.zerobubble.runtime.recording import Recorder
+
+
+class Profiler(Recorder):
+    """Times the passes of one rank, and measures the memory of its first iteration. To be entered around every iteration.
+
+    Args:
+        device: decides how time and bytes are taken.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._marks = Marks(device)
+        self._passes: list[tuple[Op, Any, Any]] = []
+        self._started: Any = None
+        self._meter = MemoryMeter(device)
+        self._iterations = self._begin = 0
+        self._entered = ExitStack()
+
+    def __enter__(self) -> Profiler:
+        self._iterations += 1
+        if self._iterations == 2 and not self._marks.on_cuda:
+            self._passes.clear()  # counting bytes took longer than the passes
+        self._begin = len(self._passes)
+        if self._iterations == 1:
+            self._entered.enter_context(self._meter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
+
+    def rewind(self) -> None:
+        """Forget this iteration, which begins again."""
+        del self._passes[self._begin :]
+        if self._iterations == 1:
+            self._meter.clear()
+
+    def settled(self, op: Op, in_transit: Callable[[], int]) -> None:
+        """The op's result has been handed on."""
+        if self._iterations == 1:
+            self._meter.settled(op, in_transit)
+
+    def start(self, op: Op) -> None:
+        """The op's input is here and it is about to run."""
+        self._started = self._marks.now()
+
+    def end(self, op: Op) -> None:
+        """The op's work has been issued (CUDA) or done (CPU)."""
+        self._passes.append((op, self._started, self._marks.now()))
+
+    def profile(self) -> RankProfile:
+        """The typical time of each stage's ops of each kind, and what it holds. Synchronises a CUDA device."""
+        self._marks.settle()
+        times: dict[tuple[int, OpKind], list[float]] = {}
+        for op, start, end in self._passes:
+            times.setdefault((op.stage, op.kind), []).append(self._marks.elapsed_ms(start, end))
+        return RankProfile(
+            times_ms={key: median(values) for key, values in times.items()},
+            memory=self._meter.typical(),
+            peak_bytes=self._meter.peak_bytes,
+            workspace_bytes=self._meter.workspace_bytes,
+        )
