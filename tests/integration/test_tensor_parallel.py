@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from megatron.zerobubble.profiling.profile import Profiler
+from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.wgrad import sharing
 from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
 from tests.support.gpt import MICRO_BATCH, SEQUENCE, Case, Difference, Trainer, compare
@@ -142,10 +142,12 @@ class _Landing:
 @pytest.mark.sampled(0.5)
 def test_the_measurement_knows_what_w_holds(four_ranks: RankPool, base: Case) -> None:
     """With `input` a slice of its input less for each column-parallel linear (two a layer, and the head), with `both` also a
-    slice of the output gradient less for each row-parallel one. All are hidden size wide; half of each is gone with t = 2."""
+    slice of the output gradient less for each row-parallel one. All are hidden size wide; half of each is gone with t = 2.
+    Twelve microbatches: gloo's threads let go of a tensor a moment after its transfer is done, so now and then an op is seen to
+    hold one more, and what is typical needs more than the median of three."""
     half = SEQUENCE * MICRO_BATCH * 32 * 4 // 2
     heads = set()
-    for rank in four_ranks.run(held_after_backward, base):
+    for rank in four_ranks.run(held_after_backward, replace(base, num_microbatches=12)):
         assert rank["keep"] - rank["input"] == rank["column"] * half
         assert rank["input"] - rank["both"] == rank["row"] * half
         heads.add((rank["column"], rank["row"]))
