@@ -74,7 +74,7 @@ def _train(rank: int, case: Case, window: Window | None) -> dict[str, Any]:
     link_times = schedule.link_times
     with (
         mock.patch.object(Profiler, "profile", return_value=measured),
-        mock.patch.object(schedule, "link_times", lambda: dict.fromkeys(link_times(), LINK_MS)),
+        mock.patch.object(schedule, "link_times", side_effect=lambda: dict.fromkeys(link_times(), LINK_MS)),
     ):
         for iteration in range(1, case.num_steps + 1):
             if replanner is not None:
