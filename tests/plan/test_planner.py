@@ -1,0 +1,86 @@
+"""`auto`: which families are searched, under what limit and with how much of the budget."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.zerobubble.plan import planner
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.planner import AUTO, CostsOf, Result, make_plan
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.search import Goal, Objective
+
+BUDGET = 20_000.0
+Searched = list[tuple[str, float, float]]
+
+
+def long_last(placement: Placement) -> CostModel:
+    """Nothing reaches its bound: a long last stage, slow links."""
+    costs = CostModel.uniform(placement, backward_ms=1.1, wgrad_ms=0.6, comm_ms=0.1)
+    return replace(costs, forward_ms=(*costs.forward_ms[:-1], 1.5 * costs.forward_ms[-1]))
+
+
+def full_first(placement: Placement) -> CostModel:
+    """Rank 0's stages hold twice the unit."""
+    costs = long_last(placement)
+    held = tuple(2 * each if placement.stage_to_rank[stage] == 0 else each for stage, each in enumerate(costs.activation))
+    return replace(costs, activation=held, activation_after_backward=held)
+
+
+def auto(monkeypatch: pytest.MonkeyPatch, costs_of: CostsOf, limit: float | None) -> tuple[Result, Searched]:
+    """What `auto` finds, and (schedule, limit, share of the budget) of what was searched, in order."""
+    searched: Searched = []
+
+    def build(name: str, *, goal: Goal, **others: Any) -> Any:
+        if name in planner._SEARCHED:
+            assert goal.memory_limit is not None
+            searched.append((name, goal.memory_limit, goal.budget / BUDGET))
+        return build_plan(name, goal=goal, **others)
+
+    monkeypatch.setattr(planner, "build_plan", build)
+    goal = Goal(memory_limit=limit, budget=BUDGET)
+    return make_plan(AUTO, num_ranks=4, num_microbatches=8, costs_of=costs_of, goal=goal), searched
+
+
+@pytest.mark.parametrize(("costs_of", "enough"), [(long_last, 1.5), (full_first, 3.0)])
+def test_a_v_is_searched_with_enough_memory_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, costs_of: CostsOf, enough: float
+) -> None:
+    for limit in (1.25, 2.5, 6.0, None):
+        asked = math.inf if limit is None else limit
+        limits = {(name, given) for name, given, _ in auto(monkeypatch, costs_of, limit)[1]}
+        assert ("zbv", min(asked, enough)) in limits
+        assert limits <= {("zbv", min(asked, enough)), ("zb", asked), ("zb-interleaved", asked)}
+
+
+def test_the_best_is_searched_longer_and_the_second_where_they_are_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    for close, places in ((0.0, 1), (10.0, 2)):
+        monkeypatch.setattr(planner, "_CLOSE", close)
+        result, searched = auto(monkeypatch, long_last, 2.5)
+        first = [name for name, _, share in searched if share == pytest.approx(0.1)]
+        longer = [(name, share) for name, _, share in searched if share > 0.2]
+        assert len(longer) == places
+        assert all(share == pytest.approx(1 - 0.1 * len(first)) for _, share in longer)
+        assert result.runner_up is not None
+        assert result.objective_ms(Objective.SPAN) <= result.runner_up.objective_ms(Objective.SPAN)
+
+
+def test_nobody_is_searched_who_cannot_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With passes alike and free links the first one has no bubble."""
+    result, searched = auto(monkeypatch, CostModel.uniform, 2.0)
+    assert result.simulation.bubble_rate == pytest.approx(0, abs=1e-12)
+    assert {name for name, _, _ in searched} == {"zb"}
+
+
+def test_the_bound_is_one_of_all_placements(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in (0.75, 1.0, 2.5):
+        result, _ = auto(monkeypatch, long_last, limit)
+        bound, found = result.bound, result.simulation
+        assert bound.span_ms <= found.span_ms
+        assert bound.makespan_ms <= found.makespan_ms
+        assert bound.bubble_rate <= found.bubble_rate
