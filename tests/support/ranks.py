@@ -7,13 +7,17 @@ is raised here; the next call starts fresh ranks.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import multiprocessing
 import os
+import signal
+import sys
+import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -49,8 +53,10 @@ class RankPool:
         while len(results) < self.size:
             ready = wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in results], RUN_TIMEOUT_S)
             if not ready:
+                silent = sorted(set(range(self.size)) - set(results))
+                self._show_where(silent)
                 self.stop()
-                raise TimeoutError(f"ranks {sorted(set(range(self.size)) - set(results))} did not answer in {RUN_TIMEOUT_S} s")
+                raise TimeoutError(f"ranks {silent} did not answer in {RUN_TIMEOUT_S} s; where they were is on stderr")
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:
@@ -62,6 +68,14 @@ class RankPool:
                     raise AssertionError(f"rank {rank} failed:\n{value}")
                 results[rank] = value
         return [results[rank] for rank in range(self.size)]
+
+    def _show_where(self, ranks: Sequence[int]) -> None:
+        """Have ranks write the stacks of their threads to stderr."""
+        for rank in ranks:
+            sys.stderr.write(f"rank {rank} was here:\n")
+            sys.stderr.flush()
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            time.sleep(1)
 
     def stop(self) -> None:
         """End the processes."""
@@ -102,6 +116,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_g
         RANK=str(rank),
         WORLD_SIZE=str(size),
     )
+    faulthandler.register(signal.SIGUSR1)
     import torch
     import torch.distributed as dist
 
