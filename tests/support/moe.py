@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
+from megatron.zerobubble.training.layers import stage_layers
 from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
 
 
@@ -22,6 +23,8 @@ class MoeCase(Case):
     num_experts: int = 4
     topk: int = 2
     expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
+    """Ranks that share an expert; None: as many as share the rest of a layer."""
     dispatcher: str = "alltoall"
     balancing: str | tuple[str, ...] = "aux_loss"
     aux_loss_coeff: float | tuple[float, ...] = 0.1
@@ -30,6 +33,7 @@ class MoeCase(Case):
     shared: bool = False
     shared_overlap: bool = False
     layer_freq: int | tuple[int, ...] = 1
+    """A tuple where sequences are shared."""
     capacity_factor: float | None = None
     pre_softmax: bool = False
 
@@ -67,7 +71,10 @@ class MoeTrainer(Trainer):
         super().close()
 
     def _further_sizes(self) -> dict[str, Any]:
-        return {"expert_model_parallel_size": self.case.expert_parallel}
+        return {
+            "expert_model_parallel_size": self.case.expert_parallel,
+            "expert_tensor_parallel_size": self.case.expert_tensor_parallel,
+        }
 
     def _config(self) -> Any:
         case = self.case
@@ -91,16 +98,22 @@ class MoeTrainer(Trainer):
             "moe_expert_capacity_factor": case.capacity_factor,
             "moe_router_pre_softmax": case.pre_softmax,
             "expert_model_parallel_size": case.expert_parallel,
+            "expert_tensor_parallel_size": case.expert_tensor_parallel or case.tensor_parallel,
             "add_bias_linear": False,
         }
         return type(config)(**(fields | changes))
 
+    def _layers(self, vp_stage: int | None) -> Any:
+        if self.case.sequence_parallel:
+            return stage_layers(self.config, vp_stage=vp_stage)
+        return get_gpt_decoder_block_spec(
+            self.config, use_transformer_engine=False, normalization=self.config.normalization, vp_stage=vp_stage
+        )
+
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         return GPTModel(
             config=self.config,
-            transformer_layer_spec=get_gpt_decoder_block_spec(
-                self.config, use_transformer_engine=False, normalization=self.config.normalization, vp_stage=vp_stage
-            ),
+            transformer_layer_spec=self._layers(vp_stage),
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
             pre_process=pre_process,
