@@ -246,6 +246,26 @@ def test_data_of_another_vocabulary_is_refused(corpus: str) -> None:
         settings("--tokenizer-type NullTokenizer --vocab-size 256", base=base)
 
 
+def test_a_split_that_is_read_has_documents(corpus: str) -> None:
+    """An empty one would be searched for samples without end. Test samples are never read."""
+    base = BASE.replace("--mock-data", f"--data-path {corpus}")
+    assert settings("--split 95,5,0.1", base=base).data.split_weights == (95.0, 5.0, 0.1)
+    assert settings("--split 1000,1 --eval-iters 0", base=base).data.split_weights == (1000.0, 1.0, 0.0)
+    with pytest.raises(DataError, match=r"'1000,1' leaves none of the \d+ document\(s\) .* for validation; .* or --eval-iters 0"):
+        settings("--split 1000,1", base=base)
+    with pytest.raises(DataError, match=r"--split '0,100' leaves none of the \d+ document\(s\) .* for training"):
+        settings("--split 0,100", base=base)
+    with pytest.raises(ConfigError, match="--split '0,0' must be up to three proportions"):
+        settings("--split 0,0", base=base)
+
+
+def test_what_is_no_dataset_is_named(tmp_path: Path) -> None:
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"text{suffix}").write_bytes(b"text")
+    with pytest.raises(DataError, match=r"text\.idx is not the index of a dataset"):
+        settings(base=BASE.replace("--mock-data", f"--data-path {tmp_path}/text"))
+
+
 def test_weighted_data(corpus: str) -> None:
     base = BASE.replace("--mock-data", f"--data-path 0.3 {corpus} 0.7 {corpus}")
     assert settings(base=base).data.blend == ([corpus, corpus], [0.3, 0.7])

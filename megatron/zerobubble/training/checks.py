@@ -19,7 +19,7 @@ from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.search import Goal
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.training.config_zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.training.corpus import read_corpus_info
+from megatron.zerobubble.training.corpus import documents_of_splits, read_corpus_info
 from megatron.zerobubble.training.settings import Settings
 
 __all__ = ["check_settings"]
@@ -33,7 +33,7 @@ def check_settings(settings: Settings) -> None:
 
     Raises:
         ConfigError: flags that do not go together, or not with the number of ranks.
-        DataError: a dataset that is missing, or was made with another tokenizer or vocabulary.
+        DataError: a dataset that is missing, has a split without documents, or was made with another tokenizer or vocabulary.
         CheckpointError: a checkpoint to load that is not there.
     """
     _check_world(settings)
@@ -367,6 +367,21 @@ def _check_data(settings: Settings) -> None:
         info = read_corpus_info(prefix)
         if info is not None:
             info.check_matches(data.tokenizer_type, data.vocab_size)
+        _check_splits(settings, prefix)
+
+
+def _check_splits(settings: Settings, prefix: str) -> None:
+    """That no split which is read is empty: megatron-core would look for its samples for ever."""
+    data, run = settings.data, settings.run
+    counts = documents_of_splits(prefix, data.split_weights)
+    remedies = {"training": None, "validation": "--eval-iters 0"}
+    is_read = {"training": not run.skip_train or data.split_weights[0] > 0.0, "validation": run.eval_iters > 0}
+    for (name, remedy), count in zip(remedies.items(), counts, strict=False):
+        if is_read[name] and count == 0:
+            raise DataError(
+                f"--split {data.split!r} leaves none of the {sum(counts)} document(s) of {prefix} for {name}; give a larger "
+                f"share, such as --split 90,10,0{'' if remedy is None else f', or {remedy}'}, or more documents"
+            )
 
 
 def _check_checkpoint(settings: Settings) -> None:

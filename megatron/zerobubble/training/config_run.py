@@ -162,7 +162,8 @@ class DataConfig:
         not_negative(self, "num_workers")
         positive(self, "vocab_size")
         weights = re.split(r"[,/]\s*", self.split.strip())
-        if len(weights) > 3 or not all(re.fullmatch(r"\d*\.?\d+", weight.strip()) for weight in weights):
+        are_numbers = len(weights) <= 3 and all(re.fullmatch(r"\d*\.?\d+", weight.strip()) for weight in weights)
+        if not are_numbers or not any(self.split_weights):
             raise ConfigError(f"--split {self.split!r} must be up to three proportions, for example 969,30,1")
         if self.mock_data and self.data_path:
             raise ConfigError("--mock-data and --data-path are both given; choose one")
@@ -175,6 +176,12 @@ class DataConfig:
         needs_model = self.tokenizer_type in ("HuggingFaceTokenizer", "SentencePieceTokenizer")
         if needs_model and self.tokenizer_model is None:
             raise ConfigError(f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model")
+
+    @property
+    def split_weights(self) -> tuple[float, float, float]:
+        """Shares of training, validation and test documents, in any unit."""
+        train, valid, test, *_ = (*map(float, re.split(r"[,/]", self.split)), 0.0, 0.0, 0.0)
+        return train, valid, test
 
     @property
     def blend(self) -> tuple[list[str], list[float] | None]:

@@ -1,18 +1,24 @@
 """What a dataset was made with: the small JSON file that tools/preprocess_data.py writes beside .bin and .idx.
 
-With it the trainer refuses a tokenizer or vocabulary that does not fit, instead of training on wrong ids. Standard library
-only: it is read before torch is loaded.
+With it the trainer refuses a tokenizer or vocabulary that does not fit, instead of training on wrong ids. The head of the index
+(.idx) says how many documents there are, and so whether a split would have none. Standard library only: both are read before
+torch is loaded.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.zerobubble.errors import DataError
 
-__all__ = ["BYTE_VOCAB_SIZE", "CorpusInfo", "corpus_info_path", "default_vocab_size", "read_corpus_info"]
+__all__ = ["BYTE_VOCAB_SIZE", "CorpusInfo", "corpus_info_path", "default_vocab_size", "documents_of_splits", "read_corpus_info"]
+
+_INDEX_HEAD = struct.Struct("<9sQBQ")
+"""Magic, version, the code of the token's type, and the number of documents (sequences, in megatron-core's words)."""
 
 BYTE_VOCAB_SIZE = 256
 """One token a byte. Byte 0 ends a document and byte 1 pads; neither occurs in text."""
@@ -73,3 +79,27 @@ def read_corpus_info(prefix: str) -> CorpusInfo | None:
         return None
     except (ValueError, TypeError) as error:
         raise DataError(f"{path} is damaged ({error}); preprocess the text again") from None
+
+
+def documents_of_splits(prefix: str, weights: tuple[float, ...]) -> tuple[int, ...]:
+    """How many documents of a dataset fall to each split.
+
+    megatron-core cuts at rounded shares, so that a small share of few documents is nothing. It then never ends: it repeats the
+    split until there are enough tokens.
+
+    Args:
+        prefix: of the dataset.
+        weights: shares of the splits, in any unit; not all of them 0.
+
+    Raises:
+        DataError: the index cannot be understood.
+    """
+    path = Path(f"{prefix}.idx")
+    with path.open("rb") as file:
+        head = file.read(_INDEX_HEAD.size)
+    if len(head) < _INDEX_HEAD.size or not head.startswith(b"MMIDIDX\x00\x00"):
+        raise DataError(f"{path} is not the index of a dataset; preprocess the text again")
+    num_documents = float(_INDEX_HEAD.unpack(head)[-1])
+    shares = itertools.accumulate((weight / sum(weights) for weight in weights), initial=0.0)
+    cuts = [round(share * num_documents) for share in shares]
+    return tuple(end - begin for begin, end in itertools.pairwise(cuts))

@@ -20,7 +20,6 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import DataLoader, Sampler
 
-from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.training.settings import Settings
 
 __all__ = ["Batch", "ConsumedSamples", "Datasets", "build_datasets", "chunk_iterators", "chunk_reads", "next_batch"]
@@ -82,9 +81,6 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
         settings: where the data lies and how much of it is needed.
         tokenizer: for the ids of end of document and padding.
         reads: whether this rank needs samples.
-
-    Raises:
-        DataError: a split that is needed has no documents.
     """
     data, run = settings.data, settings.run
     config = GPTDatasetConfig(
@@ -100,16 +96,15 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=data.reset_attention_mask,
     )
+    if config.split_matrix is not None:  # what nobody reads is not built: the test samples, and those of no evaluation
+        train, valid, _ = config.split_matrix
+        config.split_matrix = [train, valid if run.eval_iters > 0 else None, None]
     sizes = [max(1, iterations * settings.global_batch_size) for iterations in (run.train_iters, run.eval_iters, 0)]
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
     if data.data_cache_path is None:  # they warn that indices of synthetic and of blended data are then not cached
         for name in ("gpt_dataset", "blended_dataset"):
             logging.getLogger(f"megatron.core.datasets.{name}").setLevel(logging.ERROR)
     train, valid, _ = BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: reads, config).build()
-    if reads and train is None and not run.skip_train:
-        raise DataError(f"--split {data.split!r} leaves no documents for training")
-    if reads and valid is None and run.eval_iters > 0:
-        raise DataError(f"--split {data.split!r} leaves no documents for validation; change it or give --eval-iters 0")
     return Datasets(train, valid)
 
 
