@@ -142,7 +142,7 @@ def _refused_config(rank: int, name: str, value: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("name", "value"), [("defer_embedding_wgrad_compute", True), ("mtp_num_layers", 1)])
+@pytest.mark.parametrize(("name", "value"), [("defer_embedding_wgrad_compute", True), ("variable_seq_lengths", True)])
 def test_a_feature_that_cannot_be_honoured_is_refused_by_name(four_ranks: RankPool, name: str, value: object) -> None:
     for message in four_ranks.run(_refused_config, name, value):
         assert message.startswith(f"{name} does not go with schedule 'zbv'")

@@ -14,6 +14,7 @@ from megatron.zerobubble.integration.staged_optimizer import post_validation
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
 from tests.support.gpt import Case, Trainer
 from tests.support.moe import MoeCase, MoeTrainer
+from tests.support.multi_token import FurtherTokensCase, FurtherTokensTrainer
 
 ITERATIONS = 12
 BASE = Case(schedule="zb-h2", num_ranks=2, num_microbatches=4, num_layers=4, dropout=0.1, clip_grad=1e3)
@@ -127,9 +128,18 @@ class _MoeTrainer(_Trainer, MoeTrainer):
             experts[0].main_grad.view(-1)[0] += value
 
 
+class _FurtherTokensTrainer(_Trainer, FurtherTokensTrainer):
+    """Its history has the heads' losses, too."""
+
+
+def _trainer(scenario: Scenario) -> _Trainer:
+    kinds: dict[type[Case], type[_Trainer]] = {MoeCase: _MoeTrainer, FurtherTokensCase: _FurtherTokensTrainer}
+    return kinds.get(type(scenario.case), _Trainer)(scenario)
+
+
 def train(rank: int, scenario: Scenario, is_eager: bool) -> History:
     """Train."""
-    trainer = (_MoeTrainer if isinstance(scenario.case, MoeCase) else _Trainer)(scenario)
+    trainer = _trainer(scenario)
     post = post_validation(
         trainer.optimizer,
         is_eager=is_eager,

@@ -69,7 +69,11 @@ def test_what_is_no_pattern_of_four_layers(text: str) -> None:
         ),
         (EXPERTS + "--moe-layer-freq 2 --zero-bubble-schedule auto", "measures layers that are alike"),
         (P2 + "--mtp-num-layers 1", "--mtp-num-layers would give learned positions a second copy"),
-        (P2 + "--mtp-num-layers 1 " + ROPE + "--enable-zero-bubble", "--mtp-num-layers does not go with schedule zb-h1 yet"),
+        (
+            P2 + "--mtp-num-layers 1 --enable-zero-bubble --zero-bubble-shard-gradients 2 --use-distributed-optimizer "
+            "--untie-embeddings-and-output-weights " + ROPE,
+            "--zero-bubble-shard-gradients 2 does not go with --mtp-num-layers, whose embedding sums whole gradients",
+        ),
         (P2 + "--mtp-num-layers 0 " + ROPE, "--mtp-num-layers 0 must be greater than 0"),
         (
             P2 + "--mtp-num-layers 1 --recompute-granularity full --recompute-method block --recompute-num-layers 1 " + ROPE,

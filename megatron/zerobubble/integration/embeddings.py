@@ -44,6 +44,18 @@ def tie_chunks(chunks: Sequence[nn.Module]) -> bool:
     return True
 
 
+def release_unused_head(model: nn.Module) -> None:
+    """Where further-token heads embed beside a tied output layer: take away the weight that the output layer has and never uses.
+
+    The tied weight is that of the embedding there. megatron-core 0.16.1 allocates another one all the same; it would count in the
+    norm and be decayed, no gradient would ever be reported for it to DDP, and saving a checkpoint asserts that it does not exist.
+    Call it before DDP wraps the model; nothing is done elsewhere.
+    """
+    model = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    if getattr(model, "mtp_process", False) and model.share_embeddings_and_output_weights and model.post_process:
+        model.output_layer.weight = None
+
+
 def make_finalize(placement: Placement, finalize: Finalize = stock_finalize_model_grads) -> Finalize:
     """`finalize_model_grads` for a placement, to be given to `config.finalize_model_grads_func`.
 

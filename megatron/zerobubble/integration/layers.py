@@ -11,13 +11,16 @@ It is known by the contract, not by its class, and Transformer Engine need not b
 
 Embeddings, routers, gates of shared experts, norms and biases stay in B: they are cheap. Every other weight must be ours or be
 declared: a weight that nobody knows could be computed in B without a word, and the plan's W would be a lie.
+
+One weight has both: where further-token heads (multi-token prediction) embed beside a tied output layer. B adds the embedding's
+share of its gradient, W the output layer's, and DDP hears of it in W, when both are in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -37,6 +40,9 @@ _STAYS_IN_B = (VocabParallelEmbedding, nn.Embedding, LanguageModelEmbedding, Rou
 
 _WATCH = "_zero_bubble_watch"
 """Attribute of a driven module: the handle of our forward hook."""
+
+_SHARE_OF_B = "_zero_bubble_share_of_b"
+"""Attribute of a linear with a borrowed weight: the handle of our hook on that weight."""
 
 KEEP_IN_B = "wgrad_in_backward"
 """Set this attribute to True on a module (or its class) to keep its weight gradients in B on purpose."""
@@ -60,11 +66,13 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
     if problems:
         raise SplitError("the backward pass of this model cannot be split into B and W:\n  " + "\n  ".join(problems))
     names = []
-    for name, linear in _splittable(chunk):
-        split = SplitWeight(f"{name}.weight", linear.weight)
-        linear.weight.skip_backward_post_hook = True
+    for name, linear, owner in _splittable(chunk):
+        split = SplitWeight(name, owner.weight)
+        owner.weight.skip_backward_post_hook = True
+        owner.register_wgrad_accumulation_and_reduce_hooks = split.hooks.append
         linear._forward_impl = _SplitForward(LinearSplit(split, store, _scattered_over(linear)))
-        linear.register_wgrad_accumulation_and_reduce_hooks = split.hooks.append
+        if owner is not linear:
+            setattr(linear, _SHARE_OF_B, owner.weight.register_post_accumulate_grad_hook(_add_share_of_b))
         names.append(split.name)
     for name, module in deferring_modules(chunk):
         late = {f"{name}.{key}": weight for key, weight in _own_parameters(module) if _comes_late(weight)}
@@ -76,7 +84,7 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
 
 def split_weights(chunk: nn.Module) -> list[SplitWeight]:
     """The weights of `chunk` whose gradients are deferred, in the order of the model."""
-    forwards = (linear.__dict__.get("_forward_impl") for _, linear in _splittable(chunk))
+    forwards = (each.linear.__dict__.get("_forward_impl") for each in _splittable(chunk))
     return [forward.how.split for forward in forwards if isinstance(forward, _SplitForward)]
 
 
@@ -85,11 +93,14 @@ def remove_split(chunk: nn.Module) -> None:
 
     Modules that defer by themselves go on doing so, and somebody has to call their `backward_dw`.
     """
-    for _, linear in _splittable(chunk):
+    for _, linear, owner in _splittable(chunk):
         if isinstance(linear.__dict__.get("_forward_impl"), _SplitForward):
             del linear._forward_impl
-            del linear.register_wgrad_accumulation_and_reduce_hooks
-            del linear.weight.skip_backward_post_hook
+            del owner.register_wgrad_accumulation_and_reduce_hooks
+            del owner.weight.skip_backward_post_hook
+        if hasattr(linear, _SHARE_OF_B):
+            getattr(linear, _SHARE_OF_B).remove()
+            delattr(linear, _SHARE_OF_B)
     for _, module in deferring_modules(chunk):
         if hasattr(module, _WATCH):
             getattr(module, _WATCH).remove()
@@ -130,12 +141,43 @@ class _SplitForward:
         )
 
 
-def _splittable(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
+class _Splittable(NamedTuple):
+    name: str
+    """Of its weight."""
+    linear: Any
+    owner: Any
+    """The module that holds the weight: the linear itself, or an embedding that lends it."""
+
+
+def _splittable(chunk: nn.Module) -> Iterator[_Splittable]:
+    lenders = _lenders(chunk)
     for name, module in chunk.named_modules():
         if not isinstance(module, _SPLIT) or getattr(module, KEEP_IN_B, False) or not _is_stock(module):
             continue
-        if module.weight is not None and module.weight.requires_grad:
-            yield name, module
+        name, owner = (name, module) if module.weight is not None else lenders.get(id(module), (name, None))
+        if owner is not None and owner.weight.requires_grad:
+            yield _Splittable(f"{name}.weight", module, owner)
+
+
+def _lenders(chunk: nn.Module) -> dict[int, tuple[str, Any]]:
+    """id of an output layer without a weight -> name and module of the embedding that further-token heads have beside it."""
+    lenders: dict[int, tuple[str, Any]] = {}
+    for name, model in chunk.named_modules():
+        is_tied = getattr(model, "mtp_process", False) and getattr(model, "share_embeddings_and_output_weights", False)
+        # In a model of one stage the weight embeds the first tokens, too; DDP is told there to mistrust who adds by himself.
+        if is_tied and model.post_process and not model.pre_process:
+            lender = f"{name}.embedding.word_embeddings".lstrip(".")
+            lenders[id(model.output_layer)] = lender, model.embedding.word_embeddings
+    return lenders
+
+
+@torch.no_grad()
+def _add_share_of_b(weight: Tensor) -> None:
+    """After autograd has computed a gradient of a weight that W adds to as well: what DDP does where it hooks autograd itself."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None and weight.grad is not None:
+        main_grad.add_(weight.grad)
+        weight.grad = None
 
 
 def _scattered_over(linear: Any) -> torch.distributed.ProcessGroup | None:
@@ -189,22 +231,18 @@ def _is_stock(module: nn.Module) -> bool:
 
 def _shared_weights(chunk: nn.Module) -> Iterator[str]:
     owners: dict[int, list[str]] = {}
+    lenders = _lenders(chunk)
     for name, module in chunk.named_modules():
         for key, weight in module._parameters.items():
             if weight is not None and weight.requires_grad:
                 owners.setdefault(id(weight), []).append(f"{name}.{key}".lstrip("."))
-        if isinstance(module, _SPLIT) and module.weight is None:
+        if isinstance(module, _SPLIT) and module.weight is None and id(module) not in lenders:
             yield (
                 f"{name} ({type(module).__name__}) borrows its weight from another module of the same chunk (tied embedding "
                 "and head on one stage): its gradient would come half from B and half from W. Use more stages, or "
                 "--untie-embeddings-and-output-weights"
             )
-        if getattr(module, "mtp_process", False) and getattr(module, "share_embeddings_and_output_weights", False):
-            yield (
-                f"{name or type(module).__name__} predicts further tokens (mtp_num_layers) with embedding and head tied on one "
-                "stage: the weight's gradient would come half from B and half from W. Use --untie-embeddings-and-output-weights"
-            )
-    split = {id(module.weight) for _, module in _splittable(chunk)}
+    split = {id(each.owner.weight) for each in _splittable(chunk)}
     split |= {id(weight) for _, module in deferring_modules(chunk) for _, weight in _own_parameters(module)}
     for key, names in owners.items():
         if len(names) > 1 and key in split:

@@ -16,7 +16,7 @@ from torch import nn
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.integration.compat import check_megatron_core
 from megatron.zerobubble.integration.data_parallel import wrap_chunks
-from megatron.zerobubble.integration.embeddings import make_finalize, tie_chunks
+from megatron.zerobubble.integration.embeddings import make_finalize, release_unused_head, tie_chunks
 from megatron.zerobubble.integration.experts import name_missing_gemm
 from megatron.zerobubble.integration.float16 import StageFloat16Module
 from megatron.zerobubble.integration.layers import split_weight_gradients
@@ -103,6 +103,7 @@ def _build(model_provider: ModelProvider, choice: ScheduleChoice, chunk: int) ->
     stage = placement.rank_to_stages[parallel_state.get_pipeline_model_parallel_rank()][chunk]
     vp_stage = chunk if choice.num_chunks > 1 else None
     model = model_provider(stage == 0, stage == placement.num_stages - 1, vp_stage)
+    release_unused_head(model)
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model
@@ -134,7 +135,6 @@ def check_config(config: Any, choice: ScheduleChoice) -> None:
         "fine_grained_activation_offloading": "it follows megatron-core's own schedules",
         "cpu_offloading": "it hooks into the backward pass that is split here",
         "num_microbatches_with_partial_activation_checkpoints": "it counts 1F1B's warmup microbatches",
-        "mtp_num_layers": "its gradients have not been compared with the unpipelined model's yet",
         "variable_seq_lengths": "receive buffers have a fixed shape; pad to the sequence length",
     }
     for name, why in refused.items():

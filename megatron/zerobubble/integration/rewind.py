@@ -1,7 +1,7 @@
 """Running forwards again: the same microbatches, the same random numbers, and nothing counted twice.
 
 What a forward leaves behind besides activations is in the buffers of its modules (how many tokens a router gave each expert) and
-in what megatron-core collects for logging (the routers' auxiliary losses). Both are put back.
+in what megatron-core collects for logging (the losses of routers and of further-token heads). Both are put back.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import random as mcore_random
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor, nn
 
 __all__ = ["Replayed", "Rewind"]
@@ -77,5 +78,7 @@ class Rewind:
 
 
 def _logged() -> list[Tensor]:
-    """Sums over microbatches that megatron-core keeps for the routers' losses."""
-    return [entry["values"] for entry in get_moe_layer_wise_logging_tracker().values()]
+    """Sums over microbatches that megatron-core keeps of the losses of routers and of further-token heads."""
+    routers = [entry["values"] for entry in get_moe_layer_wise_logging_tracker().values()]
+    heads = MTPLossLoggingHelper.tracker.get("values")
+    return routers if heads is None else [*routers, heads]

@@ -27,7 +27,7 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.integration.data_parallel import take_turns_by_bucket
-from megatron.zerobubble.integration.embeddings import Finalize, make_finalize, tie_chunks
+from megatron.zerobubble.integration.embeddings import Finalize, make_finalize, release_unused_head, tie_chunks
 from megatron.zerobubble.integration.layers import remove_split, split_weight_gradients
 from megatron.zerobubble.integration.layout import StageLayout
 from megatron.zerobubble.integration.model import check_config, make_store
@@ -149,7 +149,7 @@ class StockLoop:
         if layout is None or isinstance(layout, str):
             choice = self.options.choice(num_ranks=num_ranks, num_chunks=config.virtual_pipeline_model_parallel_size)
             layers = StageLayers.spread(config.num_layers, choice.placement) if layout is None else StageLayers.parse(layout)
-            config.pipeline_model_parallel_layout = StageLayout(layers, choice.placement)
+            config.pipeline_model_parallel_layout = StageLayout(layers, choice.placement, num_heads=config.mtp_num_layers or 0)
         elif not isinstance(layout, StageLayout):
             raise ConfigError(
                 f"pipeline_model_parallel_layout is a {type(layout).__name__}, whose stages sit in a loop, and schedule "
@@ -194,6 +194,7 @@ class StockLoop:
             num_chunks=config.virtual_pipeline_model_parallel_size,
         )
         check_config(config, choice)
+        release_unused_head(module)
         accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
         key = config.params_dtype, accumulator
         if key not in self._stores:

@@ -43,7 +43,6 @@ def check_settings(settings: Settings) -> None:
     _check_plan(settings)
     _check_tensor_parallel(settings)
     _check_experts(settings)
-    _check_further_tokens(settings)
     _check_installed(settings)
     _check_optimizer(settings)
     _check_gradients(settings)
@@ -265,15 +264,6 @@ def _check_experts(settings: Settings) -> None:
         )
 
 
-def _check_further_tokens(settings: Settings) -> None:
-    if settings.model.mtp_num_layers is None or settings.zero_bubble.schedule == "stock":
-        return
-    raise ConfigError(
-        f"--mtp-num-layers does not go with schedule {settings.zero_bubble.schedule} yet: its gradients have not been compared "
-        "with the unpipelined model's; leave it out, or use the stock schedule"
-    )
-
-
 def _check_installed(settings: Settings) -> None:
     wanted = {}
     if settings.model.transformer_impl == "transformer_engine":
@@ -342,6 +332,7 @@ def _check_gradients(settings: Settings) -> None:
         "needs --untie-embeddings-and-output-weights: tied ones sum their whole gradients over two stages": (
             not model.untie_embeddings_and_output_weights
         ),
+        "does not go with --mtp-num-layers, whose embedding sums whole gradients over two stages": bool(model.mtp_num_layers),
         "does not go with --sequence-parallel, which sums norms' gradients after the reduction": parallel.sequence_parallel,
         "does not go with --qk-layernorm under tensor parallelism, which sums norms' gradients after the reduction": (
             model.qk_layernorm and parallel.tensor_model_parallel_size > 1

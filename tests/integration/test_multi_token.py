@@ -1,0 +1,46 @@
+"""Further-token heads (multi-token prediction) under our schedules against the unpipelined model.
+
+The embedding beside the heads is a second copy of the first one, and the output layer is used once more for every head: the
+gradients of these are sums in another order than the reference's, so the tolerance is 1e-6. Adam's epsilon is large, as for
+tied embeddings. All other gradients are the same bits. In float16 the reference rounds its sums to 11 bits, and biases, which
+begin at zero, are so small after three steps that the last bit of a weight is 1/300 of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.gpt import compare
+from tests.support.multi_token import ZB_H2, ZBV, FurtherTokensCase
+from tests.support.ranks import RankPool
+
+SUMS = ("", "embedding.word_embeddings.weight", "output_layer.weight")
+FEATURES: list[dict[str, Any]] = [
+    {},
+    {"tied": True},
+    {"tied": True, "overlap_grad_reduce": True, "distributed_optimizer": True, "different_data": True},
+    {"per_token_loss": True, "num_heads": 1, "llama": True},
+    {"dtype": torch.float16, "recompute": "full", "tied": True},
+]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(features) or "untied")
+@pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
+@pytest.mark.sampled(0.3)
+def test_same_as_the_unpipelined_model(four_ranks: RankPool, base: FurtherTokensCase, features: dict[str, Any]) -> None:
+    case = replace(base, **features)
+    tolerance, of_weights = (1e-6, 1e-6) if case.dtype is torch.float32 else (1e-3, 5e-3)
+    differences = four_ranks.run(compare, case)
+    for rank, difference in enumerate(differences):
+        assert difference.losses < max(1e-5, tolerance), (rank, difference)
+        assert difference.weights < of_weights, (rank, difference)
+        if not case.distributed_optimizer:  # a rank has only its share of the sums then
+            assert difference.gradients < tolerance, (rank, difference)
+            assert difference.gradient_name in SUMS, (rank, difference)
+    heads = [any(name.startswith("mtp.layers.") for name in difference.names) for difference in differences]
+    last = case.choice.placement.stage_to_rank[-1]
+    assert heads == [rank // (4 // case.num_ranks) == last for rank in range(4)], "they sit with the loss"

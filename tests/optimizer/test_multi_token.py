@@ -1,0 +1,39 @@
+"""Steps taken early with further-token heads: their losses follow the loss scale, and forwards that run again count once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.optimizer.support import Scenario, compare
+from tests.support.multi_token import ZB_H2, ZBV
+from tests.support.ranks import RankPool
+
+SCENARIOS = (
+    # The loss scale falls between the first forwards of an iteration and their backwards.
+    Scenario(
+        "overflow before the heads",
+        replace(ZB_H2, tied=True, dtype=torch.float16, dropout=0.1, clip_grad=1e3, num_heads=1),
+        spikes={(2, 1): math.inf, (3, 0): math.inf},
+        amended=(2, 3),
+    ),
+    Scenario(
+        "clipping",
+        replace(ZBV, tied=True, dropout=0.1, clip_grad=1e3, num_heads=1),
+        spikes={(3, 1): 1e4, (4, 0): 1e4},
+        amended=(3, 4),
+    ),
+)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+@pytest.mark.sampled(0.5)
+def test_early_steps_are_the_synchronous_ones(four_ranks: RankPool, scenario: Scenario) -> None:
+    results = four_ranks.run(compare, scenario)
+    for rank, (differences, amended, _, _steps) in enumerate(results):
+        assert differences == [], rank
+        assert tuple(amended) == scenario.amended, rank
+    assert all(steps == results[0][3] for *_, steps in results), "ranks tell different stories"

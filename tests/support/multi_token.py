@@ -1,0 +1,69 @@
+"""The small GPT of `gpt`, which also predicts further tokens (multi-token prediction)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from megatron.zerobubble.integration.layout import pipeline_layout
+from megatron.zerobubble.plan.stage_layers import StageLayers
+from megatron.zerobubble.training.layers import further_token_heads, stage_layers
+from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
+
+
+@dataclass(frozen=True)
+class FurtherTokensCase(Case):
+    """One comparison of a model with further-token heads."""
+
+    num_heads: int = 2
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-heads{self.num_heads}"
+
+    def trainer(self, initial: Tensors | None = None) -> Trainer:
+        return FurtherTokensTrainer(self, initial)
+
+
+class FurtherTokensTrainer(Trainer):
+    """Trains a `FurtherTokensCase`. Its losses are those of the microbatches, then the sum over them of each head's."""
+
+    case: FurtherTokensCase
+
+    def close(self) -> None:
+        """Also what megatron-core keeps of the heads' losses beside the model, with a process group."""
+        MTPLossLoggingHelper.tracker.clear()
+        super().close()
+
+    def forward_backward(self, step: int, *, forward_only: bool = False) -> list[float]:
+        losses = super().forward_backward(step, forward_only=forward_only)
+        heads = MTPLossLoggingHelper.tracker.pop("values", None)
+        return losses if heads is None else losses + heads.tolist()
+
+    def _config(self) -> Any:
+        case, config = self.case, super()._config()
+        placement = case.choice.placement
+        layers = StageLayers.parse(case.layout) if case.layout else StageLayers.spread(case.num_layers, placement)
+        fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+        layout = pipeline_layout(layers, placement, num_heads=case.num_heads)
+        return type(config)(**(fields | {"mtp_num_layers": case.num_heads, "pipeline_model_parallel_layout": layout}))
+
+    def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+        return GPTModel(
+            config=self.config,
+            transformer_layer_spec=stage_layers(self.config, vp_stage=vp_stage),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=self.case.tied,
+            position_embedding_type="rope",
+            mtp_block_spec=further_token_heads(self.config, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+        )
+
+
+ZBV = FurtherTokensCase("zbv", 2, 4, num_chunks=2, num_layers=4, adam_eps=1.0)
+ZB_H2 = FurtherTokensCase("zb-h2", 2, 4, num_layers=4, adam_eps=1.0)
