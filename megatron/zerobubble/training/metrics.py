@@ -142,6 +142,7 @@ class Metrics:
             ExecutionError: a loss is not finite although the optimizer stepped.
         """
         records, self._pending = self._pending, []
+        extras: dict[str, float] = {}
         if records:
             losses = mean_losses(torch.stack([record.result.loss for record in records]))
             for record, loss in zip(records, losses, strict=True):
@@ -151,6 +152,8 @@ class Metrics:
             extras = self._extra_losses.take(samples // (settings.batch.micro_batch_size * settings.data_parallel_size))
             self._tell_progress(records, extras)
         objects = [record.to_json(self._settings) for record in records]
+        if objects:
+            objects[-1] |= extras  # means since the last progress line
         if validation_loss is not None:
             if not objects:
                 objects = [{"iteration": iteration, "schedule": self._settings.zero_bubble.schedule}]
