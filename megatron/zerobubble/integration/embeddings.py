@@ -51,9 +51,9 @@ def release_unused_head(model: nn.Module) -> None:
     norm and be decayed, no gradient would ever be reported for it to DDP, and saving a checkpoint asserts that it does not exist.
     Call it before DDP wraps the model; nothing is done elsewhere.
     """
-    model = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
-    if getattr(model, "mtp_process", False) and model.share_embeddings_and_output_weights and model.post_process:
-        model.output_layer.weight = None
+    stage: Any = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    if getattr(stage, "mtp_process", False) and stage.share_embeddings_and_output_weights and stage.post_process:
+        stage.output_layer.weight = None
 
 
 def make_finalize(placement: Placement, finalize: Finalize = stock_finalize_model_grads) -> Finalize:
