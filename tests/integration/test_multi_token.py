@@ -25,6 +25,7 @@ FEATURES: list[dict[str, Any]] = [
     {"tied": True, "overlap_grad_reduce": True, "distributed_optimizer": True, "different_data": True},
     {"per_token_loss": True, "num_heads": 1, "llama": True},
     {"dtype": torch.float16, "recompute": "full", "tied": True},
+    {"tensor_parallel": 2, "sequence_parallel": True, "tied": True},
 ]
 
 
