@@ -267,12 +267,31 @@ def test_the_operands_live_from_b_to_w_and_no_longer() -> None:
     assert all(ref.expired() for ref in refs)
 
 
-def test_what_came_before_the_linear_is_free_after_b() -> None:
+class _ReturnsWhatItSaved(torch.autograd.Function):
+    """A loss whose gradient is the tensor that it was given, history included, as that of megatron-core's cross entropy is."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.square().sum() / 2
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        return logits
+
+
+@pytest.mark.parametrize("is_head", [False, True])
+def test_what_came_before_the_linear_is_free_after_b(is_head: bool) -> None:
     """The stage's input and its gradient: the input of the linear was computed from them, and W needs only the former."""
     store = make_store()
     layer = Layer(store, bias=False)
     stage_input, grad_output = batch(0)
-    run_b(store, 0, layer(F.layer_norm(stage_input, (IN,))), grad_output)
+    output = layer(F.layer_norm(stage_input, (IN,)))
+    if is_head:
+        output, grad_output = _ReturnsWhatItSaved.apply(output), torch.ones(())
+    run_b(store, 0, output, grad_output)
+    del output
     assert stage_input.grad is not None
     before = [StorageWeakRef(tensor.untyped_storage()) for tensor in (stage_input, stage_input.grad)]
     del stage_input

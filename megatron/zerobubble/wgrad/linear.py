@@ -105,9 +105,10 @@ class _SplitLinear(torch.autograd.Function):
             grad_input, reducing = reduce_scatter(grad_input, ctx.group)
         if gathering is not None:
             input_ = gathering.wait()
-        # A view when it can be: the store then holds the very memory that autograd saved, and no copy. Detached first, for a view
+        # Views when they can be: the store then holds the very memory that autograd saved, and no copy. Detached first: a view
         # holds its base, the base the graph that made it, and the graph the stage's input and its gradient: all that until W.
-        grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+        # A gradient has a graph, too, where a loss returns what it saved: megatron-core's cross entropy returns its logits.
+        grad_output = grad_output.detach().reshape(-1, grad_output.shape[-1])
         grad_bias = grad_output.sum(dim=0) if ctx.has_bias else None
         input_ = input_.detach().reshape(-1, input_.shape[-1])
         if w_gathers_input:
