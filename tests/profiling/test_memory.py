@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.profiling.memory import MemoryMeter
 from megatron.zerobubble.profiling.profile import combine, unit_bytes
@@ -40,6 +41,20 @@ def test_what_is_alive_counts_once_and_as_long() -> None:
         assert meter._live() == 0
 
 
+def test_what_passes_need_is_counted_above_what_is_held_around_them() -> None:
+    """Even where the highest point of the iteration is elsewhere: another plan may hold most around just that pass."""
+    with MemoryMeter(torch.device("cpu")) as meter:
+        held = torch.randn(1000)
+        meter.settled(Op.parse("0F0"), lambda: 0)
+        del held
+        meter.settled(Op.parse("0BW0"), lambda: 0)
+        kept, recomputed = torch.randn(10), torch.randn(100)
+        del recomputed
+        meter.settled(Op.parse("0F1"), lambda: 0)
+        assert kept.nbytes == 40
+    assert (meter.peak_bytes, meter.workspace_bytes) == (4000, 400)
+
+
 def _measure(rank: int, case: Case) -> dict[str, Any]:
     trainer = Trainer(case)
     trainer.forward_backward(0)  # tables and masks that stay
@@ -54,14 +69,26 @@ def _measure(rank: int, case: Case) -> dict[str, Any]:
     return {"plan": plan, "ranks": everybody}
 
 
-@pytest.mark.parametrize("measured", [LINEAR, V], ids=str)
+@pytest.mark.parametrize(
+    "measured",
+    [
+        LINEAR,
+        V,
+        replace(LINEAR, recompute="full"),
+        pytest.param(replace(V, recompute="full"), marks=pytest.mark.slow),
+        pytest.param(replace(V, recompute="block"), marks=pytest.mark.slow),
+    ],
+    ids=lambda case: f"{case}-{case.recompute}",
+)
 def test_the_peak_of_another_plan_is_predicted(four_ranks: RankPool, measured: Case) -> None:
-    """Within 5 %, for every rank of every schedule; an embedding is on the first rank, a head on the last (under V the first)."""
+    """Within 5 %, for every rank of every schedule; an embedding is on the first rank, a head on the last (under V the first).
+    Where layers are recomputed so little is held that a single tensor kept too long is seen."""
     ranks = four_ranks.run(_measure, measured)[0]["ranks"]
     placement = measured.choice.placement
     costs, unit = combine(ranks, placement), unit_bytes(ranks, placement)
-    assert max(costs.activation_after_backward) < 0.9 * max(costs.activation)
-    names = ["1f1b", "zb-h2"] if measured is LINEAR else ["v-half", "v-min", "1f1b-v"]
+    if measured.recompute is None:
+        assert max(costs.activation_after_backward) < 0.9 * max(costs.activation)
+    names = ["1f1b", "zb-h2"] if measured.num_chunks == 1 else ["v-half", "v-min", "1f1b-v"]
     for name in (measured.schedule, *names):
         seen = four_ranks.run(_measure, replace(measured, schedule=name))[0]
         predicted = peak_memory(seen["plan"], costs)

@@ -5,7 +5,8 @@ give tensors, and never communicate along the pipeline.
 
 Freeing, as early as stock 1F1B frees: a stage's output is only needed for its grad_fn once it has been handed on, so with
 `config.deallocate_pipeline_outputs` its data is dropped at once; the alias that travels keeps the storage alive until the send
-is retired. The input is dropped when its B has run, the weight gradient's operands when W has.
+is retired. The input is dropped when its B has run (the model, which keeps the one it was given last, is told to forget it), the
+weight gradient's operands when W has.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from megatron.zerobubble.integration.experts import set_auxiliary_scales
@@ -118,6 +120,8 @@ class ChunkWork:
             vp_stage=chunk if self._virtual else None,
             is_last_stage=op.stage == self._last_stage,
         )
+        # The model keeps the input it was given until its next F, and with the input, after B, the input's gradient.
+        get_attr_wrapped_model(self._chunks[chunk], "set_input_tensor")([None])
         if op.stage == self._last_stage:
             self.num_tokens += num_tokens
             handed_on = None

@@ -7,6 +7,10 @@ count. There a dispatch mode sees every op and counts the storages that ops make
 Between two ops of a plan, what is held less what is in flight (receive buffers, sends not yet retired) changes by exactly what
 the pass keeps or gives back. So the typical change of a stage's F is its activations, and of F and B together what stays until W;
 where activations are recomputed, B adds instead of giving back.
+
+While a pass runs there is more: what it makes and drops again (a recomputed layer is the most of it), and what is in flight. No
+plan knows of that, so it is measured above what is held around each op, and not above the highest point of the iteration: a
+plan that holds most around another op has it on top, too.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ class MemoryMeter(Recorder):
         self.peak_bytes = 0
         """Most that was held after any op, less what was held at the start of the iteration."""
         self.workspace_bytes = 0
-        """What there was on top of that while ops ran: temporary tensors, and tensors in flight."""
+        """Most that there was while an op ran on top of what was held before or after it: temporary tensors, and tensors in
+        flight."""
 
     def __enter__(self) -> MemoryMeter:
         if isinstance(self._live, _LiveStorages):
@@ -51,28 +56,35 @@ class MemoryMeter(Recorder):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.workspace_bytes = max(0, self._most() - self._begin - self.peak_bytes)
+        self.workspace_bytes = max(self.workspace_bytes, self._most() - self._begin - self.peak_bytes)  # after the last op
         self._entered.close()
 
     def clear(self) -> None:
         """Forget this iteration, which begins again."""
         self._changes.clear()
         self._begin = self._before = self._live()
-        self.peak_bytes = 0
+        self.peak_bytes = self.workspace_bytes = 0
+        self._forget_most()
+
+    def _forget_most(self) -> None:
+        """Count anew from what is alive. On CUDA that is the device's own peak, in the iterations that are measured."""
         if isinstance(self._live, _LiveStorages):
-            self._live.most = self._begin
+            self._live.most = self._live()
         else:
             torch.cuda.reset_peak_memory_stats()
 
     def _most(self) -> int:
+        """What was alive at most since it was forgotten."""
         return self._live.most if isinstance(self._live, _LiveStorages) else torch.cuda.max_memory_allocated()
 
     def settled(self, op: Op, in_transit: Callable[[], int]) -> None:
         """Note what the op added."""
         held = self._live() - in_transit()
+        self.workspace_bytes = max(self.workspace_bytes, self._most() - max(held, self._before))
         self._changes.setdefault((op.stage, op.kind), []).append(held - self._before)
         self._before = held
         self.peak_bytes = max(self.peak_bytes, held - self._begin)
+        self._forget_most()
 
     def typical(self) -> dict[int, StageMemory]:
         """For each stage of this rank what one microbatch holds: the median over microbatches. The first one is left out, if

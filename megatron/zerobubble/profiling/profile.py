@@ -37,7 +37,8 @@ class RankProfile:
     peak_bytes: int = 0
     """Most activation memory that was held after any op of the iteration whose memory was measured."""
     workspace_bytes: int = 0
-    """What there was on top of that while ops ran."""
+    """Most that there was while an op ran on top of what was held around it. Under any order of ops no more is held at once
+    than the highest of what is held after ops and this, as far as as much is in flight."""
 
 
 def combine(ranks: Sequence[RankProfile], placement: Placement, *, link_ms: Sequence[float] = ()) -> CostModel:

@@ -36,7 +36,7 @@ class RankMemory:
     measured_bytes: int
     """Most activations that were held after any op."""
     workspace_bytes: int
-    """On top of that while ops ran: temporary tensors, and tensors in flight."""
+    """Most that came on top of what was held while an op ran: temporary tensors, and tensors in flight."""
     state_bytes: int
     """Weights, gradients and optimizer state."""
 
