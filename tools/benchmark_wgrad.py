@@ -99,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the operands (default %(default)s)")
     parser.add_argument("--scale", type=float, default=1.0, help="heads and tokens times this, one sample (default %(default)s)")
     parser.add_argument("--num-layers", type=int, default=2, help="of B and of W beside it (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU; a rank has one (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=31, help="rounds that count (default %(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="rounds before them (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
@@ -242,13 +243,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
-    for name, least in {"num_layers": 1, "repeats": 1, "warmup": 0, "tokens": 1, "together": 2}.items():
+    for name, least in {"num_layers": 1, "repeats": 1, "warmup": 0, "threads": 1, "tokens": 1, "together": 2}.items():
         given = getattr(args, name)
         for value in given if isinstance(given, list) else [given]:
             if value is not None and value < least:
                 parser.error(f"--{name.replace('_', '-')} is {value}; it must be {least} or more")
     try:
         device = choose_device(args.device)
+        torch.set_num_threads(args.threads)
         results = [benchmark(shape, args, device) for shape in shapes_of(args)]
     except UserError as error:
         parser.error(str(error))

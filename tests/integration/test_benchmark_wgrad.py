@@ -34,6 +34,7 @@ CPU = torch.device("cpu")
 TINY = ["--device", "cpu", "--dtype", "fp32", "--scale", "0.02", "--repeats", "2", "--warmup", "0"]
 WAYS = [PLAIN, GRAPH, COPIED_IN, SIDE, GRAPH_ON_SIDE]
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+THREADS = ["--threads", str(torch.get_num_threads())]
 
 
 def kernel_of(device: torch.device, dtype: torch.dtype = torch.float32) -> WgradKernel:
@@ -154,7 +155,7 @@ def test_times_are_of_a_layer_and_ratios_of_a_round() -> None:
 def test_the_tool_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "wgrad.json"
     options = ["--shape", "6.2b", "--tokens", "4", "--tokens", "16", "--together", "3", "--json", str(path)]
-    assert benchmark_wgrad.main([*TINY, *options]) == 0
+    assert benchmark_wgrad.main([*TINY, *THREADS, *options]) == 0
     body = json.loads(path.read_text())
     assert body["format"] == "zerobubble-wgrad-benchmark/1"
     assert not body["is_gpu"]

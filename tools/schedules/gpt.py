@@ -114,6 +114,11 @@ class GPTContender:
         """What ran when in the last iteration, on the host's clock; nothing for megatron-core's own schedules."""
         return self._schedule.recorder.timed_ops()
 
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """What runs the iterations."""
+        return self._schedule
+
     def loss(self) -> float | None:
         """Of the last iteration, where the last stage is."""
         return sum(float(loss["loss"]) for loss in self._losses) / len(self._losses) if self._losses else None
@@ -158,12 +163,12 @@ class GPTContender:
         )
 
     def _batches(self, num_microbatches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        tokens, labels = text(self._sizes, num_microbatches)
+        tokens, labels = (each.to(self._host.device) for each in text(self._sizes, num_microbatches))
         return zip(tokens.chunk(num_microbatches), labels.chunk(num_microbatches), strict=True)
 
     def _forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         tokens, labels = next(iterator)
-        positions = torch.arange(self._sizes.seq_length).expand_as(tokens)
+        positions = torch.arange(self._sizes.seq_length, device=tokens.device).expand_as(tokens)
         return model(tokens, positions, None, labels=labels), _mean
 
 

@@ -35,6 +35,7 @@ from megatron.zerobubble.plan.search import Goal
 from megatron.zerobubble.plan.single_queue import finishes
 from megatron.zerobubble.plan.timeline import Activity, Timeline
 from megatron.zerobubble.plan.validate import validate
+from megatron.zerobubble.profiling.memory import MemoryMeter
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.profiling.recordings import Recordings
@@ -157,8 +158,8 @@ class PipelineSchedule:
         """Which training iterations are recorded."""
         if not choice.is_stock:
             record_buckets(self._chunks, choice.placement.rank_to_stages[self._rank], self.recorder)
-        self.profiler: Profiler | None = None
-        """Measures the passes of every training iteration, if given."""
+        self.profiler: Profiler | MemoryMeter | None = None
+        """Measures the passes of every training iteration, or their memory alone, if given."""
         self._tensor: tuple[tuple[int, ...], torch.dtype] | None = None
         self.observe: Callable[[ChunkWork, Any], None] | None = None
         """Called after every op with the work in progress and the op, if given. For tests and tools."""

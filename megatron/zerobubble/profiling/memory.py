@@ -59,6 +59,11 @@ class MemoryMeter(Recorder):
         self.workspace_bytes = max(self.workspace_bytes, self._most() - self._begin - self.peak_bytes)  # after the last op
         self._entered.close()
 
+    @property
+    def held_bytes(self) -> int:
+        """What is held now: by the device's allocator, or on the CPU of what ops made while this was entered."""
+        return self._live()
+
     def clear(self) -> None:
         """Forget this iteration, which begins again."""
         self._changes.clear()
@@ -72,6 +77,10 @@ class MemoryMeter(Recorder):
             self._live.most = self._live()
         else:
             torch.cuda.reset_peak_memory_stats()
+
+    def rewind(self) -> None:
+        """Forget this iteration, which begins again."""
+        self.clear()
 
     def _most(self) -> int:
         """What was alive at most since it was forgotten."""

@@ -1,0 +1,134 @@
+"""The ledger of many iterations: what it complains about, and real models on gloo ranks. Its long run: `integration/test_gpu`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.gpt import Case, Trainer
+from tests.support.ranks import RankPool
+from tools import benchmark_memory
+from tools.memory.ledger import Held, RankLedger, table, watch
+
+ZBV = Case("zbv", 4, 5, num_chunks=2, num_layers=8)
+
+
+def held(allocated: int = 10, reserved: int | None = 40, activations: int = 100) -> Held:
+    return Held(allocated=allocated, reserved=reserved, inactive_split=7, activations=activations, workspace=3)
+
+
+def ledger(*rows: Held, predicted: int = 100) -> RankLedger:
+    return RankLedger(predicted=predicted, warmup=2, held=rows)
+
+
+def test_what_may_grow_and_what_may_not() -> None:
+    steady = ledger(held(1, 20), held(), held(9, 40, 101), held())
+    assert steady.complaints() == []
+    assert (steady.measured, steady.fragmentation) == (101, 30)
+    assert steady.growth(lambda each: each.allocated) == 0
+    assert ledger(held(), held(), held(11), held()).complaints() == ["allocated memory grew by 1 bytes after iteration 2"]
+    assert ledger(held(), held(), held(), held(10, 42)).complaints() == ["reserved memory grew by 2 bytes after iteration 2"]
+    grown = ledger(held(), held(), held(), held(10, 40, 102)).complaints()
+    assert grown == ["the peak of activations grew by 2 bytes after iteration 2"]
+    assert ledger(held(), held(), predicted=106).complaints() == ["activations took 100 bytes, and the plan says 106: -5.7%"]
+    assert ledger(held(), held(), predicted=104).complaints() == []
+
+
+def test_what_a_cpu_does_not_know_is_left_out() -> None:
+    unknown = ledger(*[replace(held(), reserved=None, inactive_split=None)] * 3)
+    assert unknown.complaints() == []
+    assert unknown.fragmentation is None
+    assert table([unknown]).splitlines()[-1].endswith("| 0.00 | 0.00 | - | - | - | - |")
+
+
+def train_watched(rank: int, case: Case, num_iterations: int, warmup: int, leaks: bool = False) -> RankLedger:
+    """Whole steps of the case. With `leaks` each leaves the tensor behind that a pass has made."""
+    trainer = Trainer(case)
+    leaked: list[torch.Tensor] = []
+    step = 0
+
+    def iterate() -> None:
+        nonlocal step
+        for chunk in trainer.built.chunks:
+            chunk.zero_grad_buffer()
+        trainer.optimizer.zero_grad()
+        trainer.forward_backward(step)
+        with trainer.host.on_host():
+            trainer.optimizer.step()
+        step += 1
+
+    if leaks:
+
+        def leak(work: Any, op: Any) -> None:
+            if op.microbatch == 0:
+                leaked.append(torch.empty(100))
+
+        trainer.schedule.observe = leak
+    found = watch(trainer.schedule, iterate, num_microbatches=case.num_microbatches, num_iterations=num_iterations, warmup=warmup)
+    trainer.close()
+    return found
+
+
+def test_nothing_grows_and_the_plan_knows_the_peak(four_ranks: RankPool) -> None:
+    for rank, found in enumerate(four_ranks.run(train_watched, ZBV, 3, 1)):
+        assert found.complaints() == [], rank
+        assert found.predicted > 0
+        assert len({each.allocated for each in found.held}) == 1, "after every iteration the same is left"
+        assert found.fragmentation is None
+
+
+def test_a_leak_is_seen(four_ranks: RankPool) -> None:
+    """Three ops of microbatch 0 on each of two stages, 400 bytes each, in two iterations after the warm-up."""
+    for found in four_ranks.run(train_watched, ZBV, 3, 1, True):
+        assert "allocated memory grew by 4800 bytes after iteration 1" in found.complaints()
+
+
+# -- the tool -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_tool(four_ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs the tool on ranks that are there already."""
+
+    def on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+        return four_ranks.run(function, *args)
+
+    monkeypatch.setattr(benchmark_memory, "run_on_ranks", on_ranks)
+    sizes = ["--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8", "--micro-batch-size", "1"]
+    return lambda *arguments: benchmark_memory.main(["--device", "cpu", *sizes, *arguments])
+
+
+def test_the_tool_on_a_cpu(run_tool: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "memory.json"
+    assert run_tool("--num-iterations", "3", "--warmup", "1", "--strict", "--json", str(path)) == 0
+    body = json.loads(path.read_text())
+    assert body["format"] == "zerobubble-memory-benchmark/1"
+    assert [row["rank"] for row in body["ranks"]] == [0, 1, 2, 3]
+    for row in body["ranks"]:
+        assert row["complaints"] == []
+        assert row["measured"]["activations_bytes"] == pytest.approx(row["predicted"]["activations_bytes"], rel=0.05)
+        assert [each["reserved"] for each in row["measured"]["iterations"]] == [None] * 3
+    assert "Nothing grew" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schedule", "stock-1f1b"], "is not run by our executor"),
+        (["--num-iterations", "5", "--warmup", "5"], "leaves none after --warmup 5"),
+        (["--num-ranks", "1"], "--num-ranks is 1; it must be 2 or more"),
+    ],
+)
+def test_user_errors(
+    run_tool: Callable[..., int], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        run_tool(*arguments)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
