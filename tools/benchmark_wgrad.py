@@ -26,7 +26,7 @@ from megatron.zerobubble.errors import UserError  # noqa: E402
 from megatron.zerobubble.wgrad.gemm import choose_kernel, working_kernels  # noqa: E402
 from tools.benchmark_split import DTYPES, choose_device  # noqa: E402
 from tools.plan import Parser  # noqa: E402
-from tools.split.beside import CudaCard, LayerProducts, WayTimes, measure_ways  # noqa: E402
+from tools.split.beside import PLAIN, CudaCard, LayerProducts, WayTimes, measure_ways  # noqa: E402
 from tools.split.shapes import SHAPES, LayerShape, shape_named  # noqa: E402
 from tools.split.together import TogetherTimes, measure_together  # noqa: E402
 
@@ -188,9 +188,8 @@ def verdicts(results: Sequence[ShapeWays]) -> list[str]:
     sentences = []
     for result in results:
         shape = result.shape
-        layers = [each for each in result.layers() if each.kernel == result.kernel]
-        best = min(layers, key=lambda each: each.copied_ratio)
-        found = {f"{best.count} microbatches together": best.copied_ratio, **{way.way: way.ratio for way in result.beside[1:]}}
+        found = {f"{each.count} together": each.copied_ratio for each in result.layers() if each.kernel == result.kernel}
+        found |= {way.way: way.ratio for way in result.beside if way.way != PLAIN}
         said = ", ".join(f"{name} {'pays' if value <= PAYS else 'does not pay'} ({value:.3f})" for name, value in found.items())
         sentences.append(f"{shape.name}, {shape.tokens} tokens: {said}")
     sentences += dict.fromkeys(f"not measured: {result.not_measured}" for result in results if result.not_measured)

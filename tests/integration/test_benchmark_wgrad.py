@@ -197,7 +197,7 @@ def test_a_layer_is_its_linears_weighted_by_time() -> None:
     two, four = result.layers()
     assert (two.count, two.apart_ms, two.copied_ratio) == (2, 4.0, pytest.approx(1.1))
     assert four.copied_ratio == 0.9
-    assert benchmark_wgrad.verdicts([result]) == ["1.5B, 6144 tokens: 4 microbatches together pays (0.900)"]
+    assert benchmark_wgrad.verdicts([result]) == ["1.5B, 6144 tokens: 2 together does not pay (1.100), 4 together pays (0.900)"]
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.staging import CudaCopies, Staging
 from tests.runtime.support import NoLinks
+from tests.runtime.test_ordering import FAMILIES
 from tests.runtime.test_p2p import run_under_delays
 from tests.runtime.test_staging import Taken
 from tests.support.ranks import RankPool
 
-SCHEDULES = pytest.mark.parametrize("name", ["zbv", "zb-h2", "1f1b"])
+SCHEDULES = pytest.mark.parametrize("name", FAMILIES)
 LATE = 100_000_000
 """Cycles of a stream: tens of milliseconds, in which the host does everything that it does not wait for."""
 
