@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from unittest import mock
 
@@ -55,3 +56,15 @@ def test_a_call_that_was_made_keeps_nothing_alive() -> None:
     issued.wait()
     assert storage.expired()
     issuer.close()
+
+
+def test_its_thread_ends_with_it() -> None:
+    issuer, made = Issuer(), list[int]()
+    thread = issuer._thread
+    issued = issuer(lambda: mock.Mock(side_effect=made.append(1)))
+    del issuer
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+    issued.wait()
+    assert made == [1], "what was given before is called"

@@ -8,6 +8,7 @@ order in which they were given. On CUDA a call only launches, on the calling thr
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -47,12 +48,13 @@ class Issued:
 
 
 class Issuer:
-    """A thread that makes calls one after another. It lives until `close`, or as long as the process."""
+    """A thread that makes calls one after another. It lives until `close`, or until nobody has the issuer any more."""
 
     def __init__(self) -> None:
         self._given: SimpleQueue[Issued | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="transfers", daemon=True)
+        self._thread = threading.Thread(target=_serve, args=(self._given,), name="transfers", daemon=True)
         self._thread.start()
+        self._end = weakref.finalize(self, self._given.put, None)
 
     def __call__(self, begin: Callable[[], dist.Work]) -> Issued:
         """Have `begin` called after all that was given before; does not wait for it."""
@@ -62,10 +64,11 @@ class Issuer:
 
     def close(self) -> None:
         """Return when everything given has been called. To be called once."""
-        self._given.put(None)
+        self._end()
         self._thread.join()
 
-    def _serve(self) -> None:
-        while (issued := self._given.get()) is not None:
-            issued.make()
-            del issued  # it must not keep a tensor alive while the thread waits for the next
+
+def _serve(given: SimpleQueue[Issued | None]) -> None:
+    while (issued := given.get()) is not None:
+        issued.make()
+        del issued  # it must not keep a tensor alive while the thread waits for the next
