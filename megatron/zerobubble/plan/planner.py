@@ -38,7 +38,7 @@ _FAMILIES = (
 )
 _SEARCHED = frozenset({"zb", "zb-interleaved", "zbv"})
 _FIRST_SHARE = 0.1
-_CLOSE = 0.01
+_CLOSE = 0.02
 """A schedule that is slower by less than this after the first share may still win."""
 _ENOUGH_FOR_V = 1.5
 """Of what 1F1B holds at most. With so much a V comes within 0.01 of its bound on every row of docs/benchmarks/planner.md; under a
