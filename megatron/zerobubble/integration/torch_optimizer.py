@@ -1,6 +1,6 @@
 """torch's own Adam and SGD in megatron-core's checkpoints.
 
-Where neither Transformer Engine nor Apex is installed, megatron-core steps with torch's optimizers, and four things in 0.16.1
+Where neither Transformer Engine nor Apex is installed, megatron-core steps with torch's optimizers, and five things in 0.16.1
 stand between them and a checkpoint:
 
 1. torch's optimizers make their state at the first step, but the distributed optimizer reads the step count from it;
@@ -8,8 +8,9 @@ stand between them and a checkpoint:
 3. the distributed optimizer leaves the step count out of what it loads per parameter (it is kept once for all), and then asks
    for it per parameter;
 4. having loaded, it gives all parameters one and the same tensor as step count, which each of them then advances.
+5. the distributed optimizer wants to read a step count on a rank that has none of its parameters (experts, in stages without).
 
-`prepare_to_load` and `load_state` take care of them, on the instances, without patching a class.
+`prepare_to_save`, `prepare_to_load` and `load_state` take care of them, on the instances, without patching a class.
 """
 
 from __future__ import annotations
@@ -19,8 +20,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-__all__ = ["load_state", "prepare_to_load"]
+__all__ = ["load_state", "prepare_to_load", "prepare_to_save"]
+
+
+def prepare_to_save(optimizer: Any) -> None:
+    """Make a megatron-core optimizer over torch's Adam or SGD ready for `sharded_state_dict`. As `prepare_to_load`."""
+    for part, inner in _torch_optimizers(optimizer):
+        if isinstance(part, DistributedOptimizer) and not any(group["params"] for group in inner.param_groups):
+            part.state_dict = partial(_state_of_nothing, part)
 
 
 def prepare_to_load(optimizer: Any) -> None:
@@ -31,6 +40,7 @@ def prepare_to_load(optimizer: Any) -> None:
     Args:
         optimizer: what `get_megatron_optimizer` returned.
     """
+    prepare_to_save(optimizer)
     for part, inner in _torch_optimizers(optimizer):
         for group in inner.param_groups:
             for parameter in group["params"]:
@@ -65,6 +75,15 @@ def _first_state(inner: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[
         "exp_avg": torch.zeros_like(parameter),
         "exp_avg_sq": torch.zeros_like(parameter),
     }
+
+
+def _state_of_nothing(part: Any) -> dict[str, Any]:
+    """What `DistributedOptimizer.state_dict` returns, with a step that says nothing."""
+    own = [{name: value for name, value in group.items() if name != "params"} for group in part.optimizer.param_groups]
+    state: dict[str, Any] = {"optimizer": {"param_groups": [group | {"step": 0.0} for group in own]}}
+    if part.grad_scaler:
+        state["grad_scaler"] = part.grad_scaler.state_dict()
+    return state
 
 
 def _already_allocated(*_: object) -> None:

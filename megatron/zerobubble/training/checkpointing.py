@@ -24,8 +24,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.integration.optimizer_kinds import OptimizerKind, ask_for, kind_of, stored_kind, translate
-from megatron.zerobubble.integration.torch_optimizer import load_state, prepare_to_load
+from megatron.zerobubble.integration.optimizer_kinds import OptimizerKind, ask_for, stored_kind, translate
+from megatron.zerobubble.integration.torch_optimizer import load_state, prepare_to_load, prepare_to_save
 from megatron.zerobubble.training.checkpoint_files import inspect_checkpoint
 from megatron.zerobubble.training.checkpoint_folder import existing_directory, tracked_iteration
 from megatron.zerobubble.training.step import Trainee
@@ -37,6 +37,8 @@ _log = logging.getLogger(__name__)
 _FORMAT = "megatron-zerobubble/1"
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """How the distributed optimizer stores its state: by parameter, so that any layout can read it."""
+_PARTS = "optimizer of this rank"
+"""Where the optimizer's tensors are asked for: apart from what is stored in common, whose parts may be those of another rank."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ def state_to_save(trainee: Trainee, *, iteration: int, consumed_samples: int) ->
     flags = trainee.settings.checkpoint
     state = _model_state(trainee)
     if flags.save_optim:
+        prepare_to_save(trainee.optimizer)
         state["optimizer"] = trainee.optimizer.sharded_state_dict(dict(state), metadata=dict(_SHARDING))
         state["scheduler"] = trainee.scheduler.state_dict()
     if flags.save_rng:
@@ -124,15 +127,15 @@ def _load_from(trainee: Trainee, directory: Path) -> Restored:
         wanted = _model_state(trainee)
         if loads_optimizer:
             prepare_to_load(optimizer)
-            wanted["optimizer"] = optimizer.sharded_state_dict(dict(wanted), is_loading=True, metadata=dict(_SHARDING))
-            ask_for(wanted["optimizer"], stored=stored_kind(common["optimizer"]), own=kind_of(optimizer))
+            own = optimizer.sharded_state_dict(dict(wanted), is_loading=True, metadata=dict(_SHARDING))
+            wanted[_PARTS] = ask_for(own, common=common["optimizer"], optimizer=optimizer)
         if loads_rng:
             wanted["rng"] = _rng_state()
         state = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
         for name, stage in _named_stages(trainee):
             stage.load_state_dict(state[name])
         if loads_optimizer:
-            _load_optimizer(trainee, state, stored=stored_kind(common["optimizer"]))
+            _load_optimizer(trainee, state | {"optimizer": common["optimizer"]}, asked=wanted[_PARTS])
         else:
             optimizer.reload_model_params()
     if loads_rng:
@@ -202,14 +205,16 @@ def _check_optimizer(common: dict[str, Any], trainee: Trainee, directory: Path) 
             )
 
 
-def _load_optimizer(trainee: Trainee, state: dict[str, Any], *, stored: OptimizerKind) -> None:
-    """Optimizer and scheduler. The optimizer's groups carry learning rates of their own, which follow the same decision."""
-    groups = [(group["max_lr"], group["min_lr"]) for group in trainee.optimizer.param_groups]
-    load_state(trainee.optimizer, translate(state["optimizer"], stored=stored, own=kind_of(trainee.optimizer)))
-    if stored is OptimizerKind.PLAIN:
-        trainee.optimizer.reload_model_params()  # which are its master weights
+def _load_optimizer(trainee: Trainee, state: dict[str, Any], *, asked: dict[int, Any]) -> None:
+    """Optimizer and scheduler, from what was `asked` for and what is common to all ranks. The optimizer's groups carry learning
+    rates of their own, which follow the same decision."""
+    optimizer, common = trainee.optimizer, state["optimizer"]
+    groups = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
+    load_state(optimizer, translate(state[_PARTS], asked=asked, common=common, optimizer=optimizer))
+    if stored_kind(common) is OptimizerKind.PLAIN:
+        optimizer.reload_model_params()  # which are its master weights
     if trainee.settings.optim.override_opt_param_scheduler:
-        for group, (max_lr, min_lr) in zip(trainee.optimizer.param_groups, groups, strict=True):
+        for group, (max_lr, min_lr) in zip(optimizer.param_groups, groups, strict=True):
             group["max_lr"], group["min_lr"] = max_lr, min_lr
     trainee.scheduler.load_state_dict(state["scheduler"])
 
