@@ -187,21 +187,26 @@ def test_a_job_in_which_a_rank_sleeps_ends_with_the_reason(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_job_in_which_a_rank_is_stopped_ends_with_the_reason(tmp_path: Path) -> None:
-    """It cannot speak, and torchrun, which asks it to end, waits half a minute before it no longer asks."""
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_job_in_which_a_rank_is_stopped_ends_with_the_reason(num_ranks: int, tmp_path: Path) -> None:
+    """It cannot speak, all others do; and torchrun, which asks it to end, waits half a minute before it no longer asks."""
     script = tmp_path / "stuck.py"
     script.write_text(STUCK_SCRIPT.replace("{STOP}", "os.kill(os.getpid(), signal.SIGSTOP)"))
-    arguments = command([*STUCK, "--save", str(tmp_path / "saved")], num_ranks=2, script=script)
+    flags = [*STUCK, "--save", str(tmp_path / "saved"), "--pipeline-model-parallel-size", str(num_ranks)]
+    waits = re.compile(r"stuck: rank (\d) waits, before \d[FB]\d, to receive the \w+ for stage \d, microbatch \d \(rank \d to")
+    said: dict[int, float] = {}
+    arguments = command(flags, num_ranks=num_ranks, script=script)
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment(PYTHONUNBUFFERED="1"), cwd=ROOT) as job:
         assert job.stdout is not None
         for line in job.stdout:
-            if line.startswith("stuck: rank 0 waits, before 0B"):
-                when, pid = script.with_suffix(".when").read_text().split()
-                took_s = time.time() - float(when)
-                os.kill(int(pid), signal.SIGKILL)
+            found = waits.match(line)
+            if found:
+                said[int(found[1])] = time.time()
+            if len(said) == num_ranks - 1:
                 break
-        else:
-            pytest.fail("rank 0 said nothing")
+        when, pid = script.with_suffix(".when").read_text().split()
+        os.kill(int(pid), signal.SIGKILL)
         job.stdout.read()
     assert job.returncode != 0
-    assert took_s < 30.0
+    assert sorted(said) == [rank for rank in range(num_ranks) if rank != 1], "who was stopped says nothing"
+    assert max(said.values()) - float(when) < 30.0
