@@ -52,7 +52,7 @@ def test_what_passes_need_is_counted_above_what_is_held_around_them() -> None:
         del recomputed
         meter.settled(Op.parse("0F1"), lambda: 0)
         assert kept.nbytes == 40
-    assert (meter.peak_bytes, meter.workspace_bytes) == (4000, 400)
+    assert (meter.peak_bytes, meter.workspace_bytes, meter.most_bytes) == (4000, 400, 4000)
 
 
 def _measure(rank: int, case: Case) -> dict[str, Any]:
@@ -94,3 +94,4 @@ def test_the_peak_of_another_plan_is_predicted(four_ranks: RankPool, measured: C
         predicted = peak_memory(seen["plan"], costs)
         for rank, profile in enumerate(seen["ranks"]):
             assert predicted[rank] * unit * measured.num_ranks == pytest.approx(profile.peak_bytes, rel=0.05), (name, rank)
+            assert profile.peak_bytes < profile.most_bytes <= profile.peak_bytes + profile.workspace_bytes, (name, rank)

@@ -61,7 +61,7 @@ class ShardingContender(GPTContender):
             "gradients_kept": kept,
             "gradients_peak": kept + whole,
             "waiting_peak": waiting,
-            "all_peak": kept + passes.peak_bytes + passes.workspace_bytes,
+            "all_peak": kept + passes.most_bytes,
             "reduced": kept if self._reductions is None else self._reductions.reduced_bytes - reduced,
         }
 

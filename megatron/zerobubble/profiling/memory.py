@@ -48,6 +48,8 @@ class MemoryMeter(Recorder):
         self.workspace_bytes = 0
         """Most that there was while an op ran on top of what was held before or after it: temporary tensors, and tensors in
         flight."""
+        self.most_bytes = 0
+        """Most that was alive at any moment, less what was held at the start of the iteration."""
 
     def __enter__(self) -> MemoryMeter:
         if isinstance(self._live, _LiveStorages):
@@ -56,7 +58,9 @@ class MemoryMeter(Recorder):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.workspace_bytes = max(self.workspace_bytes, self._most() - self._begin - self.peak_bytes)  # after the last op
+        since_last_op = self._most() - self._begin
+        self.workspace_bytes = max(self.workspace_bytes, since_last_op - self.peak_bytes)
+        self.most_bytes = max(self.most_bytes, since_last_op)
         self._entered.close()
 
     @property
@@ -68,7 +72,7 @@ class MemoryMeter(Recorder):
         """Forget this iteration, which begins again."""
         self._changes.clear()
         self._begin = self._before = self._live()
-        self.peak_bytes = self.workspace_bytes = 0
+        self.peak_bytes = self.workspace_bytes = self.most_bytes = 0
         self._forget_most()
 
     def _forget_most(self) -> None:
@@ -90,6 +94,7 @@ class MemoryMeter(Recorder):
         """Note what the op added."""
         held = self._live() - in_transit()
         self.workspace_bytes = max(self.workspace_bytes, self._most() - max(held, self._before))
+        self.most_bytes = max(self.most_bytes, self._most() - self._begin)
         self._changes.setdefault((op.stage, op.kind), []).append(held - self._before)
         self._before = held
         self.peak_bytes = max(self.peak_bytes, held - self._begin)

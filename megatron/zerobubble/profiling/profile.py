@@ -39,6 +39,8 @@ class RankProfile:
     workspace_bytes: int = 0
     """Most that there was while an op ran on top of what was held around it. Under any order of ops no more is held at once
     than the highest of what is held after ops and this, as far as as much is in flight."""
+    most_bytes: int = 0
+    """Most that was held at any moment of the order that ran: at most the sum of the two."""
 
 
 def combine(ranks: Sequence[RankProfile], placement: Placement, *, link_ms: Sequence[float] = ()) -> CostModel:

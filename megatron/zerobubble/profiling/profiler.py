@@ -78,4 +78,5 @@ class Profiler(Recorder):
             memory=self._meter.typical(),
             peak_bytes=self._meter.peak_bytes,
             workspace_bytes=self._meter.workspace_bytes,
+            most_bytes=self._meter.most_bytes,
         )
