@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         entrant, sizes = check(args)
-        device = choose_device(args.device)
+        device = choose_device(args.device, trial="--device cpu --num-iterations 12 --warmup 4 --hidden-size 64 --seq-length 32")
         on_gpu = device.type == "cuda"
         ranks = run_on_ranks(serve, args.num_ranks, entrant, sizes, args, on_gpu)
     except UserError as error:

@@ -57,10 +57,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def choose_device(name: str | None) -> torch.device:
-    """The device asked for. Raises ConfigError where there is none."""
+def choose_device(name: str | None, *, trial: str = "--device cpu --scale 0.05") -> torch.device:
+    """The device asked for. Raises ConfigError where there is none, and says with which options a CPU can try the tool."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda is given and torch sees no GPU here; give --device cpu --scale 0.05 to try the tool")
+        raise ConfigError(f"--device cuda is given and torch sees no GPU here; give {trial} to try the tool")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 

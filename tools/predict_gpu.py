@@ -178,6 +178,16 @@ def table(rows: Sequence[Prediction]) -> str:
     return "\n".join(lines)
 
 
+def inputs_table(inputs: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: what the predictions rest on, a figure a line, each by where it comes from. Of one layer and microbatch."""
+    lines = ["| layer | figure | value | |", "|" + "---|" * 4]
+    for of_layer in inputs:
+        for source in ("measured", "predicted", "given"):
+            for name, value in of_layer[source].items():
+                lines.append(f"| {of_layer['layer']} | {name} | {value:.6g} | *{source}* |")
+    return "\n".join(lines)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     raw = argparse.RawDescriptionHelpFormatter
@@ -235,8 +245,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows += predict(passes, num_ranks, args, peak, comm_ms)
     except (UserError, OSError, json.JSONDecodeError) as error:
         parser.error(str(error))
-    print(f"All figures are *predicted*, from passes *measured* on {body['device']}.\n")
+    print(f"What follows is *predicted*, all of it, from passes *measured* on {body['device']}.\n")
     print(table(rows))
+    print(f"\nIt rests on these figures of a layer and a microbatch:\n\n{inputs_table(inputs)}")
     if args.json:
         result = {
             "format": FORMAT,

@@ -82,7 +82,12 @@ def test_every_figure_says_where_it_is_from(tool: ModuleType, measurement: Path,
     assert inputs["given"] == {"link_gb_per_s": 50.0}
     sent = 2 * 3 * 1024 * 4096
     assert inputs["predicted"]["comm_ms"] == pytest.approx(sent / 50e9 * 1e3)
-    assert "All figures are *predicted*, from passes *measured* on made up." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "What follows is *predicted*, all of it, from passes *measured* on made up." in said
+    figures = {**inputs["measured"], **inputs["predicted"], **inputs["given"]}
+    marked = [line for line in said.splitlines() if line.endswith(("| *measured* |", "| *predicted* |", "| *given* |"))]
+    assert [line.split(" | ")[1] for line in marked] == list(figures), "each figure once, with its mark"
+    assert "| 6.2B | link_gb_per_s | 50 | *given* |" in marked
 
 
 @pytest.mark.parametrize(

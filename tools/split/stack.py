@@ -9,21 +9,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
-from megatron.zerobubble.integration.host import HostDevice
-from megatron.zerobubble.integration.layers import split_weight_gradients
-from megatron.zerobubble.training.layers import LocalNorm
+from megatron.zerobubble.integration.host import HostDevice, quiet_third_parties
 from megatron.zerobubble.wgrad.gemm import WgradKernel
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tools.split.shapes import LayerShape
+
+with quiet_third_parties():
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron.zerobubble.integration.layers import split_weight_gradients
+    from megatron.zerobubble.training.layers import LocalNorm
 
 SEED = 1234
 
