@@ -58,6 +58,19 @@ def test_a_v_is_searched_with_enough_memory_and_no_more(
         assert limits <= {("zbv", min(asked, enough)), ("zb", asked), ("zb-interleaved", asked)}
 
 
+def slow_links(placement: Placement) -> CostModel:
+    """A microbatch is on its way for so long that more of them must be under way than fit into 1.5."""
+    return CostModel.uniform(placement, comm_ms=1.0)
+
+
+def test_a_v_is_searched_with_more_where_its_bound_says_that_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, searched = auto(monkeypatch, slow_links, 2.0)
+    assert ("zbv", 2.0) in {(name, given) for name, given, _ in searched}
+    goal = Goal(memory_limit=2.0, budget=0.1 * BUDGET)
+    zbv = make_plan("zbv", num_ranks=4, num_microbatches=8, costs_of=slow_links, goal=goal)
+    assert result.objective_ms(Objective.SPAN) <= zbv.objective_ms(Objective.SPAN)
+
+
 def test_the_best_is_searched_longer_and_the_second_where_they_are_close(monkeypatch: pytest.MonkeyPatch) -> None:
     for close, places in ((0.0, 1), (10.0, 2)):
         monkeypatch.setattr(planner, "_CLOSE", close)

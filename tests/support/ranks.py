@@ -18,6 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -74,8 +75,9 @@ class RankPool:
         for rank in ranks:
             sys.stderr.write(f"rank {rank} was here:\n")
             sys.stderr.flush()
-            os.kill(self._processes[rank].pid, signal.SIGUSR1)
-            time.sleep(1)
+            with suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+                time.sleep(1)
 
     def stop(self) -> None:
         """End the processes."""
