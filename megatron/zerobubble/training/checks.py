@@ -365,14 +365,17 @@ def _check_splits(settings: Settings, prefix: str) -> None:
     """That no split which is read is empty: megatron-core would look for its samples for ever."""
     data, run = settings.data, settings.run
     counts = documents_of_splits(prefix, data.split_weights)
-    remedies = {"training": None, "validation": "--eval-iters 0"}
-    is_read = {"training": not run.skip_train or data.split_weights[0] > 0.0, "validation": run.eval_iters > 0}
-    for (name, remedy), count in zip(remedies.items(), counts, strict=False):
-        if is_read[name] and count == 0:
+
+    def check(name: str, count: int, is_read: bool, remedy: str) -> None:
+        if is_read and count == 0:
             raise DataError(
                 f"--split {data.split!r} leaves none of the {sum(counts)} document(s) of {prefix} for {name}; give a larger "
-                f"share, such as --split 90,10,0{'' if remedy is None else f', or {remedy}'}, or more documents"
+                f"share, such as --split 90,10,0, {remedy}or more documents"
             )
+
+    training, validation, _ = counts
+    check("training", training, not run.skip_train or data.split_weights[0] > 0.0, "a share of 0, " if run.skip_train else "")
+    check("validation", validation, run.eval_iters > 0, "--eval-iters 0, ")
 
 
 def _check_checkpoint(settings: Settings) -> None:

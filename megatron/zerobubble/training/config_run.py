@@ -163,8 +163,10 @@ class DataConfig:
         positive(self, "vocab_size")
         weights = re.split(r"[,/]\s*", self.split.strip())
         are_numbers = len(weights) <= 3 and all(re.fullmatch(r"\d*\.?\d+", weight.strip()) for weight in weights)
-        if not are_numbers or not any(self.split_weights):
+        if not are_numbers:
             raise ConfigError(f"--split {self.split!r} must be up to three proportions, for example 969,30,1")
+        if not any(self.split_weights):
+            raise ConfigError(f"--split {self.split!r} gives no share to anything; one must be above 0, for example 969,30,1")
         if self.mock_data and self.data_path:
             raise ConfigError("--mock-data and --data-path are both given; choose one")
         if not self.mock_data and not self.data_path:

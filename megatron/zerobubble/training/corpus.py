@@ -92,11 +92,14 @@ def documents_of_splits(prefix: str, weights: tuple[float, ...]) -> tuple[int, .
         weights: shares of the splits, in any unit; not all of them 0.
 
     Raises:
-        DataError: the index cannot be understood.
+        DataError: the index cannot be read or understood.
     """
     path = Path(f"{prefix}.idx")
-    with path.open("rb") as file:
-        head = file.read(_INDEX_HEAD.size)
+    try:
+        with path.open("rb") as file:
+            head = file.read(_INDEX_HEAD.size)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
     if len(head) < _INDEX_HEAD.size or not head.startswith(b"MMIDIDX\x00\x00"):
         raise DataError(f"{path} is not the index of a dataset; preprocess the text again")
     num_documents = float(_INDEX_HEAD.unpack(head)[-1])
