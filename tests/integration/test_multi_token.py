@@ -18,7 +18,7 @@ from tests.support.gpt import compare
 from tests.support.multi_token import ZB_H2, ZBV, FurtherTokensCase
 from tests.support.ranks import RankPool
 
-SUMS = ("", "embedding.word_embeddings.weight", "output_layer.weight")
+SUMS = {"embedding.word_embeddings.weight", "output_layer.weight"}
 FEATURES: list[dict[str, Any]] = [
     {},
     {"tied": True},
@@ -55,7 +55,7 @@ def _assert_equal(ranks: RankPool, case: FurtherTokensCase) -> None:
         assert difference.weights < of_weights, (rank, difference)
         if not case.distributed_optimizer:  # a rank has only its share of the sums then
             assert difference.gradients < tolerance, (rank, difference)
-            assert difference.gradient_name in SUMS, (rank, difference)
+            assert case.dtype is not torch.float32 or SUMS.issuperset(difference.unequal), (rank, difference)
     heads = [any(name.startswith("mtp.layers.") for name in difference.names) for difference in differences]
     last = case.choice.placement.stage_to_rank[-1]
     assert heads == [rank // (4 // case.num_ranks) == last for rank in range(4)], "they sit with the loss"

@@ -415,6 +415,8 @@ class Difference:
     gradients: float
     """Largest difference of a gradient of the first step, relative to the tensor's largest entry."""
     gradient_name: str
+    unequal: tuple[str, ...]
+    """Parameters whose gradients of the first step have other bits."""
     weights: float
     """The same for the weights after the last step."""
     weight_name: str
@@ -443,6 +445,7 @@ def difference(actual: Outcome, expected: Outcome) -> Difference:
         num_losses=len(actual.losses[0]),
         gradients=gradients,
         gradient_name=gradient_name,
+        unequal=tuple(name for name, tensor in actual.gradients.items() if not torch.equal(tensor, expected.gradients[name])),
         weights=weights,
         weight_name=weight_name,
         grad_norms=max(abs(a - b) / (b or 1.0) for a, b in norms),

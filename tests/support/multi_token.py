@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -38,9 +39,15 @@ class FurtherTokensTrainer(Trainer):
         super().close()
 
     def forward_backward(self, step: int, *, forward_only: bool = False) -> list[float]:
+        before = self._sums()
         losses = super().forward_backward(step, forward_only=forward_only)
-        heads = MTPLossLoggingHelper.tracker.pop("values", None)
-        return losses if heads is None else losses + heads.tolist()
+        return losses + [after - earlier for after, earlier in zip_longest(self._sums(), before, fillvalue=0.0)]
+
+    @staticmethod
+    def _sums() -> list[float]:
+        """Of each head's losses so far, which run on over steps as they do between two progress lines of a job."""
+        sums = MTPLossLoggingHelper.tracker.get("values")
+        return [] if sums is None else list(map(float, sums))
 
     def _config(self) -> Any:
         case, config = self.case, super()._config()

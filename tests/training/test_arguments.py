@@ -251,7 +251,9 @@ def test_a_split_that_is_read_has_documents(corpus: str) -> None:
     base = BASE.replace("--mock-data", f"--data-path {corpus}")
     assert settings("--split 95,5,0.1", base=base).data.split_weights == (95.0, 5.0, 0.1)
     assert settings("--split 1000,1 --eval-iters 0", base=base).data.split_weights == (1000.0, 1.0, 0.0)
-    with pytest.raises(DataError, match=r"'1000,1' leaves none of the \d+ document\(s\) .* for validation; .* --eval-iters 0, or more"):
+    with pytest.raises(
+        DataError, match=r"'1000,1' leaves none of the \d+ document\(s\) .* for validation; .* --eval-iters 0, or more"
+    ):
         settings("--split 1000,1", base=base)
     with pytest.raises(DataError, match=r"--split '0,100' leaves none of the \d+ document\(s\) .* for training"):
         settings("--split 0,100", base=base)
