@@ -49,7 +49,6 @@ def test_a_send_takes_the_tensor_as_the_stream_leaves_it() -> None:
 def test_a_received_buffer_may_lie_where_a_kernel_still_reads() -> None:
     """The caching allocator hands memory out again that the current stream still works on; the copy must not overtake it."""
     staging, backend = Staging(CudaCopies(torch.device("cuda"))), Taken([])
-    backend.may_end.set()
     old = torch.full((1 << 20,), 3.0, device="cuda")
     address, seen = old.data_ptr(), torch.empty(1 << 20, device="cuda")
     torch.cuda.synchronize()
@@ -62,6 +61,7 @@ def test_a_received_buffer_may_lie_where_a_kernel_still_reads() -> None:
     assert backend.called.wait(20.0)
     assert backend.host is not None
     backend.host.fill_(5.0)
+    backend.may_end.set()
     transfer.wait()
     result = buffer + 1.0
     assert bool((seen == 3.0).all())

@@ -35,7 +35,7 @@ class SlowCopies:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.may_leave = threading.Event()
+        self.may_leave, self.has_arrived = threading.Event(), threading.Event()
 
     def mark(self) -> str:
         self.log.append("mark")
@@ -55,10 +55,17 @@ class SlowCopies:
     def space(self, buffer: Tensor) -> Tensor:
         return torch.full_like(buffer, float("nan"))
 
-    def arrive(self, host: Tensor, buffer: Tensor, mark: Any) -> None:
+    def arrive(self, host: Tensor, buffer: Tensor, mark: Any) -> threading.Event:
         assert mark == "here"
         buffer.copy_(host)
         self.log.append("arrived")
+        self.has_arrived.set()
+        return self.has_arrived
+
+    def follow(self, copied: threading.Event) -> None:
+        assert copied is self.has_arrived
+        assert copied.is_set(), "the current stream waits for a copy that nobody has started"
+        self.log.append("followed")
 
 
 class Taken:
@@ -66,7 +73,8 @@ class Taken:
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
-        self.called, self.may_end = threading.Event(), threading.Event()
+        self.called, self.waited, self.may_end = threading.Event(), threading.Event(), threading.Event()
+        self.num_waits = 0
         self.given: list[float] = []
         self.host: Tensor | None = None
 
@@ -78,6 +86,8 @@ class Taken:
         return mock.Mock(wait=self._wait)
 
     def _wait(self) -> None:
+        self.num_waits += 1
+        self.waited.set()
         assert self.may_end.wait(PATIENCE_S)
 
 
@@ -123,8 +133,44 @@ def test_a_receive_copies_after_the_message_and_after_its_buffer_was_free() -> N
     assert buffer.item() == 0.0
     backend.may_end.set()
     transfer.wait()
-    assert copies.log[-1] == "arrived"
+    assert copies.log[-2:] == ["arrived", "followed"]
     assert buffer.item() == 5.0
+    staging.close()
+
+
+def test_a_message_is_copied_as_soon_as_it_is_here() -> None:
+    """While the rank is at an op. The current stream hears of it in `wait`, on the rank's own thread, and not before."""
+    copies = SlowCopies()
+    staging, backend = Staging(copies), Taken(copies.log)
+    transfer = staging.receive(torch.zeros(1), backend)
+    backend.may_end.set()
+    assert copies.has_arrived.wait(PATIENCE_S)
+    assert "followed" not in copies.log
+    transfer.wait()
+    assert copies.log.count("arrived") == copies.log.count("followed") == 1
+    staging.close()
+
+
+def test_a_message_that_is_taken_first_waits_for_no_other() -> None:
+    """Which may be one that its sender only sends when this rank has gone on."""
+    copies = SlowCopies()
+    staging, never, now = Staging(copies), Taken(copies.log), Taken(copies.log)
+    early = staging.receive(torch.zeros(1), never)
+    assert never.waited.wait(PATIENCE_S), "the thread stands at the one that was asked for first"
+    buffer = torch.zeros(1)
+    storages = [StorageWeakRef(buffer.untyped_storage())]
+    late = staging.receive(buffer, now)
+    assert now.called.wait(PATIENCE_S)
+    assert now.host is not None
+    storages.append(StorageWeakRef(now.host.untyped_storage()))
+    now.may_end.set()
+    late.wait()
+    del buffer, now.host
+    assert all(storage.expired() for storage in storages), "the thread, which comes to it later, keeps nothing of it"
+    never.may_end.set()
+    early.wait()
+    assert (never.num_waits, now.num_waits) == (1, 1), "gloo's work is waited for once, whoever does"
+    assert copies.log.count("arrived") == 2
     staging.close()
 
 

@@ -6,25 +6,29 @@ gloo reads and writes host memory at once and knows no streams. A transfer is th
               leaving stream    └─ copy ─●              device -> pinned memory
               issuing thread              └─ isend      the thread waits for the copy; the rank goes on with its ops
     receive   issuing thread    irecv ─ ─ ─ ┐
-              wait()                        └●          the host waits for the message: there is nothing to copy before
-              arriving stream                └─ copy ─● pinned memory -> device
-              current stream                           └─ continues
+              arrivals thread               └●          a thread waits for the message: there is nothing to copy before
+              arriving stream                └─ copy ─● pinned memory -> device, beside the ops of the current stream
+              wait()                                  └─ the host waits for the message, the current stream for the copy
 
 No deadlock: the issuing thread waits only for what the device has been given already, and whatever that waits for has arrived,
-because `wait` gives the device nothing that depends on a message before the message is there. The two directions have threads
-of their own, so that no receive is posted late because a send waits for its copy.
+because the device is given nothing that depends on a message before the message is there. The two directions have threads of
+their own, so that no receive is posted late because a send waits for its copy. The arrivals thread waits for messages in the
+order in which they were asked for, which is not the order in which they are taken. So nobody waits for that thread as such: a
+message belongs to whoever comes to it first, the thread or `wait`, and `wait` stands still only for its own message.
 
 Lifetimes: the handle holds the tensor and the pinned memory. A tensor that is sent is let go after `wait`, when gloo has sent the
 copy, which is then long done; its memory can go back to the stream it came from. A buffer that is received into was allocated on
 the current stream, perhaps over memory that kernels still in flight there use, so the copy waits for the point at which it was
-given to `receive`; the current stream waits for the copy before anybody frees it. So no record_stream is needed. Pinned memory
-may be let go while a copy runs: torch's host allocator notes the stream of each asynchronous copy, and waits for it before it
-gives the memory away again.
+given to `receive`; the current stream waits for the copy before anybody frees it, because every handle is waited for. So no
+record_stream is needed. Pinned memory may be let go while a copy runs: torch's host allocator notes the stream of each
+asynchronous copy, and waits for it before it gives the memory away again.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -50,8 +54,15 @@ class Copies(Protocol):
     def space(self, buffer: Tensor) -> Tensor:
         """Host memory for a message of the shape of `buffer`."""
 
-    def arrive(self, host: Tensor, buffer: Tensor, mark: Any) -> None:
-        """Copy `host` into `buffer` after `mark`, and let the current stream wait for it. Never blocks."""
+    def arrive(self, host: Tensor, buffer: Tensor, mark: Any) -> Any:
+        """Start copying `host` into `buffer` after `mark`. May be called on another thread. Never blocks.
+
+        Returns:
+            The end of the copy, for `follow`.
+        """
+
+    def follow(self, copied: Any) -> None:
+        """Let the current stream wait for a copy that `arrive` has started. Never blocks."""
 
 
 class CudaCopies:
@@ -86,12 +97,22 @@ class CudaCopies:
         """Pinned memory: only there is a copy asynchronous. torch keeps what was used before for the next time."""
         return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
 
-    def arrive(self, host: Tensor, buffer: Tensor, mark: torch.cuda.Event) -> None:
-        """Copy on the arriving stream; the current stream waits for it."""
+    def arrive(self, host: Tensor, buffer: Tensor, mark: torch.cuda.Event) -> torch.cuda.Event:
+        """Start copying on the arriving stream.
+
+        Two threads may do so at once. What one of them puts between the other's wait and copy is another wait for a point that
+        the current stream comes to anyway, or another copy: the order in which copies run does not matter.
+        """
         self._arriving.wait_event(mark)
-        with torch.cuda.stream(self._arriving):
+        with torch.cuda.stream(self._arriving):  # of this thread only, with its device
             buffer.copy_(host, non_blocking=True)
-        torch.cuda.current_stream(self._device).wait_stream(self._arriving)
+            copied = torch.cuda.Event()
+            copied.record(self._arriving)
+        return copied
+
+    def follow(self, copied: torch.cuda.Event) -> None:
+        """Let the current stream wait for the copy."""
+        torch.cuda.current_stream(self._device).wait_event(copied)
 
 
 Call = Callable[[Tensor], dist.Work]
@@ -114,15 +135,58 @@ class Sending:
 class Receiving:
     """A receive under way."""
 
-    __slots__ = ("_buffer", "_copies", "_host", "_issued", "_mark")
+    __slots__ = ("_copied", "_copies", "_error", "_is_here", "_is_taken_care_of", "_parts")
 
     def __init__(self, buffer: Tensor, host: Tensor, mark: Any, copies: Copies, issued: Issued) -> None:
-        self._buffer, self._host, self._mark, self._copies, self._issued = buffer, host, mark, copies, issued
+        self._copies = copies
+        self._parts: tuple[Tensor, Tensor, Any, Issued] | None = (buffer, host, mark, issued)
+        self._copied: Any = None
+        self._error: Exception | None = None
+        self._is_taken_care_of = threading.Lock()  # by whoever gets it; gloo's work can be waited for once
+        self._is_here = threading.Event()
+
+    def arrive(self) -> None:
+        """Wait for the message and start its copy, unless somebody else does or has. On any thread."""
+        if not self._is_taken_care_of.acquire(blocking=False):
+            return
+        assert self._parts is not None
+        buffer, host, mark, issued = self._parts
+        try:
+            issued.wait()
+            self._copied = self._copies.arrive(host, buffer, mark)
+        except Exception as error:  # noqa: BLE001 - it is raised where the message is waited for
+            self._error = error
+        self._is_here.set()
 
     def wait(self) -> None:
-        """Wait for the message, and make the current stream wait until it is in the buffer."""
-        self._issued.wait()
-        self._copies.arrive(self._host, self._buffer, self._mark)
+        """Wait for the message, and make the current stream wait until it is in the buffer. To be called once."""
+        self.arrive()
+        self._is_here.wait()
+        self._parts = None  # the arrivals thread may come to this handle much later
+        if self._error is not None:
+            raise self._error
+        self._copies.follow(self._copied)
+
+
+class _Arrivals:
+    """A thread that starts the copies of messages as they arrive. It ends after `close`, or with the process."""
+
+    def __init__(self) -> None:
+        self._expected: SimpleQueue[Receiving | None] = SimpleQueue()
+        threading.Thread(target=self._serve, name="arrivals", daemon=True).start()
+
+    def expect(self, receiving: Receiving) -> None:
+        """Look after this one when all before it are here."""
+        self._expected.put(receiving)
+
+    def close(self) -> None:
+        """No more will come. Does not wait: after an error there may be messages that never arrive."""
+        self._expected.put(None)
+
+    def _serve(self) -> None:
+        while (receiving := self._expected.get()) is not None:
+            receiving.arrive()
+            del receiving  # it must not keep a tensor alive while the thread waits for the next
 
 
 class Staging:
@@ -135,6 +199,7 @@ class Staging:
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
         self._sends, self._receives = Issuer(), Issuer()
+        self._arrivals = _Arrivals()
 
     def send(self, tensor: Tensor, call: Call) -> Sending:
         """Start sending. `call` is made with host memory, on another thread, in the order of the sends. Never blocks."""
@@ -149,12 +214,15 @@ class Staging:
     def receive(self, buffer: Tensor, call: Call) -> Receiving:
         """Start receiving. `call` is made with host memory, on another thread, in the order of the receives. Never blocks."""
         host, mark = self._copies.space(buffer), self._copies.mark()
-        return Receiving(buffer, host, mark, self._copies, self._receives(lambda: call(host)))
+        receiving = Receiving(buffer, host, mark, self._copies, self._receives(lambda: call(host)))
+        self._arrivals.expect(receiving)
+        return receiving
 
     def close(self) -> None:
         """Return when all calls have been made. To be called once."""
         self._sends.close()
         self._receives.close()
+        self._arrivals.close()
 
 
 def staging_for(device: torch.device) -> Staging | None:
