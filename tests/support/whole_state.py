@@ -60,6 +60,11 @@ def whole_state(trainee: Trainee, *, vocabulary: int) -> Tensors:
     for pieces in everybody or ():
         for piece in pieces:
             by_name.setdefault(piece.name, []).append(piece)
+    kinds: dict[str, set[str]] = {}
+    for name in by_name:
+        parameter, _, kind = name.rpartition("/")
+        kinds.setdefault(parameter, set()).add(kind)
+    assert len(set(map(frozenset, kinds.values()))) <= 1, f"not all weights have the same kinds of state: {kinds}"
     found = {name: _whole(name, pieces) for name, pieces in by_name.items()}
     return {
         name: value[:vocabulary] if value.dim() and name.startswith((_EMBEDDING, _HEAD)) else value
