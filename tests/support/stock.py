@@ -7,9 +7,15 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 import megatron.zerobubble
 from megatron.zerobubble.integration.host import HostDevice
+from megatron.zerobubble.training.layers import further_token_heads
 from tests.support.gpt import _forget_groups
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stock_megatron_core.py"
@@ -26,6 +32,22 @@ def example() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def train_further_tokens(rank: int, flags: str, options: dict[str, Any]) -> History:
+    """`train`, of a model that also predicts one further token."""
+    loop = example()
+
+    def model(*, config: TransformerConfig, vp_stage: int | None, **others: Any) -> GPTModel:
+        heads = further_token_heads(config, vp_stage=vp_stage)
+        return GPTModel(config=config, vp_stage=vp_stage, mtp_block_spec=heads, position_embedding_type="rope", **others)
+
+    configured = functools.partial(TransformerConfig, mtp_num_layers=1, transformer_impl="local")
+    with mock.patch.object(loop, "GPTModel", model), mock.patch.object(loop, "TransformerConfig", configured):
+        try:
+            return train(rank, flags, **options)
+        finally:
+            MTPLossLoggingHelper.tracker.clear()
 
 
 def train(rank: int, flags: str, **options: Any) -> History:

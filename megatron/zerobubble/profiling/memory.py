@@ -69,7 +69,7 @@ class MemoryMeter(Recorder):
         return self._live()
 
     def clear(self) -> None:
-        """Forget this iteration, which begins again."""
+        """Forget what was measured."""
         self._changes.clear()
         self._begin = self._before = self._live()
         self.peak_bytes = self.workspace_bytes = self.most_bytes = 0

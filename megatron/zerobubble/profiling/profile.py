@@ -37,8 +37,8 @@ class RankProfile:
     peak_bytes: int = 0
     """Most activation memory that was held after any op of the iteration whose memory was measured."""
     workspace_bytes: int = 0
-    """Most that there was while an op ran on top of what was held around it. Under any order of ops no more is held at once
-    than the highest of what is held after ops and this, as far as as much is in flight."""
+    """Most that there was while an op ran on top of what was held around it. Whatever the order of ops, no more is held at once
+    than the most that is held after an op plus this, provided that no more is in flight."""
     most_bytes: int = 0
     """Most that was held at any moment of the order that ran: at most the sum of the two."""
 

@@ -36,7 +36,7 @@ class RankMemory:
     measured_bytes: int
     """Most activations that were held after any op."""
     workspace_bytes: int
-    """Most that came on top of what was held while an op ran: temporary tensors, and tensors in flight."""
+    """Most that an op needed on top of what was held around it: temporary tensors, and tensors in flight."""
     state_bytes: int
     """Weights, gradients and optimizer state."""
 
@@ -47,7 +47,7 @@ def memory_line(ranks: Sequence[RankMemory]) -> str:
     mib = {name: value / 2**20 for name, value in vars(ranks[fullest]).items()}
     return (
         f"memory: rank {fullest} holds most: activations {mib['measured_bytes']:.1f} MiB, "
-        f"predicted {mib['predicted_bytes']:.1f}; while passes run {mib['workspace_bytes']:.1f} more; "
+        f"predicted {mib['predicted_bytes']:.1f}; a pass needs up to {mib['workspace_bytes']:.1f} on top; "
         f"weights, gradients and optimizer {mib['state_bytes']:.1f}"
     )
 

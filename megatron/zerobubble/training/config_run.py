@@ -275,7 +275,7 @@ class LoggingConfig:
     log_interval: int = 100
     """Iterations between progress lines."""
     metrics_jsonl: str | None = field(default=None, metadata={"metavar": "FILE"})
-    """Append one JSON object per iteration, written at every progress line."""
+    """Append one JSON object per iteration, written at every progress line; means over its iterations are in the last one."""
     tensorboard_dir: str | None = field(default=None, metadata={"metavar": "DIR"})
     """Write TensorBoard events."""
     wandb_project: str | None = field(default=None, metadata={"metavar": "NAME"})
