@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -94,3 +96,14 @@ def test_an_iteration_ends_where_the_next_one_begins() -> None:
         pass
     (timeline,) = run.recordings.gather(None, num_ranks=1)
     assert [span.activity for span in timeline.ranks[0].spans] == [Activity.OPTIMIZER]
+
+
+def test_the_device_s_peak_is_not_told_where_measuring_passes_resets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    own = run.recorder.timeline
+    monkeypatch.setattr(run.recorder, "timeline", lambda: replace(own(), peak_bytes=7))
+    run.recordings.choose([1, 2], done=0)
+    for is_disturbed in (True, False):
+        run.recordings.begin(PLAN, is_disturbed=is_disturbed)
+    timelines = run.recordings.gather(None, num_ranks=1)
+    assert [timeline.ranks[0].peak_bytes for timeline in timelines] == [None, 7]

@@ -71,8 +71,8 @@ class RankTimeline:
     spans: tuple[Span, ...] = ()
     """In the order they ended."""
     peak_bytes: int | None = None
-    """Most memory that the rank's device held up to the end of the iteration, of everything; None where nobody counts it. In the
-    one iteration in which the memory of passes is measured, too, only from its last op on."""
+    """Most memory that the rank's device held up to the end of the iteration, of everything; None where nobody counts it, and in
+    iterations in which passes are measured, which begin the device's count anew."""
 
     def shifted(self, by_ms: float) -> RankTimeline:
         """The same on a clock that shows `by_ms` more."""

@@ -48,7 +48,7 @@ class Recordings:
         """Training iterations from one recorded to the next. The first is recorded only if it was chosen."""
         self._chosen: frozenset[int] = frozenset()
         self._iteration = self._count = 0
-        self._current: tuple[int, Plan] | None = None
+        self._current: tuple[int, Plan, bool] | None = None
         self._kept: list[_Recording] = []
 
     def choose(self, iterations: Iterable[int], *, done: int) -> None:
@@ -77,7 +77,7 @@ class Recordings:
         # Not the first iteration unless it was chosen: it pays for every allocation.
         is_due = self._count > 1 and (self._count - 2) % self.every == 0
         if self._iteration in self._chosen or (is_due and not is_disturbed):
-            self._current = self._iteration, plan
+            self._current = self._iteration, plan, is_disturbed
             self._recorder.clear()
             return self._recorder
         if any(kept.iteration in self._chosen for kept in self._kept):
@@ -99,11 +99,14 @@ class Recordings:
     def _finish(self) -> None:
         if self._current is None:
             return
-        iteration, plan = self._current
+        iteration, plan, is_disturbed = self._current
         self._current = None
         self._recorder.pause()
         self._kept = [kept for kept in self._kept if kept.iteration in self._chosen]
-        self._kept.append(_Recording(iteration=iteration, plan=plan, own=self._recorder.timeline()))
+        own = self._recorder.timeline()
+        if is_disturbed:
+            own = replace(own, peak_bytes=None)
+        self._kept.append(_Recording(iteration=iteration, plan=plan, own=own))
 
     def _align(self) -> None:
         if any(kept.offset_ms is None for kept in self._kept):
