@@ -11,6 +11,7 @@ import argparse
 import gc
 import json
 import platform
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from megatron.zerobubble.errors import UserError  # noqa: E402
 from megatron.zerobubble.wgrad.gemm import choose_kernel, working_kernels  # noqa: E402
 from tools.benchmark_split import DTYPES, choose_device  # noqa: E402
 from tools.plan import Parser  # noqa: E402
-from tools.split.beside import PLAIN, CudaCard, LayerProducts, WayTimes, measure_ways  # noqa: E402
+from tools.split.beside import PLAIN, BesideTimes, Card, CudaCard, LayerProducts, WayTimes, measure_ways  # noqa: E402
 from tools.split.shapes import SHAPES, LayerShape, shape_named  # noqa: E402
 from tools.split.together import TogetherTimes, measure_together  # noqa: E402
 
@@ -50,9 +51,9 @@ class ShapeWays:
     together: tuple[TogetherTimes, ...]
     """Of each linear, each number of microbatches, and each kernel that works."""
     beside: tuple[WayTimes, ...]
-    """Empty where they were not measured."""
+    """Without those that could not be measured."""
     not_measured: str
-    """Why `beside` is empty; empty where it is not."""
+    """What `beside` is without, and why; empty where nothing is missing."""
 
     def layer(self, count: int, kernel: str) -> LayerTogether:
         """All linears of a layer."""
@@ -107,8 +108,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def benchmark(shape: LayerShape, args: argparse.Namespace, device: torch.device) -> ShapeWays:
-    """Everything about one kind of layer."""
+def benchmark(shape: LayerShape, args: argparse.Namespace, device: torch.device, card: Card | None) -> ShapeWays:
+    """Everything about one kind of layer; without a card only what needs none."""
     dtype = DTYPES[args.dtype]
     rounds: dict[str, Any] = {"device": device, "dtype": dtype, "repeats": args.repeats, "warmup": args.warmup}
     kernels = working_kernels(device, input_dtype=dtype, accumulator_dtype=torch.float32)
@@ -118,22 +119,29 @@ def benchmark(shape: LayerShape, args: argparse.Namespace, device: torch.device)
         for linear in shape.linears
         for kernel in kernels
     )
-    beside, reason = measure_beside(shape, args, **rounds)
+    beside = measure_beside(shape, args, card, **rounds)
     return ShapeWays(
         shape=shape,
         kernel=choose_kernel(device, input_dtype=dtype, accumulator_dtype=torch.float32).kind.value,
         together=together,
-        beside=beside,
-        not_measured=reason,
+        beside=beside.ways,
+        not_measured=beside.not_measured,
     )
 
 
 def measure_beside(
-    shape: LayerShape, args: argparse.Namespace, *, device: torch.device, dtype: torch.dtype, repeats: int, warmup: int
-) -> tuple[tuple[WayTimes, ...], str]:
+    shape: LayerShape,
+    args: argparse.Namespace,
+    card: Card | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    repeats: int,
+    warmup: int,
+) -> BesideTimes:
     """Graph and side stream, or why not."""
-    if device.type != "cuda":
-        return (), "CUDA graph and side stream need a GPU, and this is a CPU"
+    if card is None:
+        return BesideTimes(ways=(), not_measured="CUDA graph and side stream need a GPU, and this is a CPU")
     from tools.split.stack import Stack, world_of_one
 
     with world_of_one(device) as host, warnings.catch_warnings():
@@ -143,13 +151,10 @@ def measure_beside(
         products = LayerProducts(shape, args.num_layers, kernel, device, dtype)
         rounds: dict[str, Any] = {"device": device, "dtype": dtype, "repeats": repeats, "warmup": warmup}
         try:
-            found = measure_ways(shape, stack, products, CudaCard(device), count=args.num_layers, **rounds)
-        except RuntimeError as error:
-            return (), f"CUDA graph and side stream failed: {str(error).partition(chr(10))[0]}"
+            return measure_ways(shape, stack, products, card, count=args.num_layers, **rounds)
         finally:
             stack.close()
             gc.collect()  # before the next shape needs the memory
-    return found, ""
 
 
 def to_markdown(results: Sequence[ShapeWays], about: dict[str, Any]) -> str:
@@ -206,7 +211,7 @@ def about(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "repeats": args.repeats,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "command": " ".join(["python", "tools/benchmark_wgrad.py", *args.argv]),
+        "command": shlex.join(["python", "tools/benchmark_wgrad.py", *args.argv]),
     }
 
 
@@ -250,7 +255,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         device = choose_device(args.device)
         torch.set_num_threads(args.threads)
-        results = [benchmark(shape, args, device) for shape in shapes_of(args)]
+        card = CudaCard(device) if device.type == "cuda" else None
+        results = [benchmark(shape, args, device, card) for shape in shapes_of(args)]
     except UserError as error:
         parser.error(str(error))
     where = about(args, device)

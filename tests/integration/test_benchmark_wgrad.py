@@ -18,7 +18,9 @@ from tools.split.beside import (
     GRAPH_ON_SIDE,
     PLAIN,
     SIDE,
+    BesideTimes,
     Call,
+    CaptureError,
     Card,
     CudaCard,
     LayerProducts,
@@ -94,8 +96,9 @@ def test_every_way_adds_the_same_w(device: str) -> None:
     on = torch.device(device)
     torch.manual_seed(0)
     products = LayerProducts(shape_named("6.2B").scaled(0.03), 1, kernel_of(on), on, torch.float32)
-    ways = ways_to_run(products, card_of(on))
-    assert list(ways) == WAYS
+    found_ways = ways_to_run(products, card_of(on))
+    ways = found_ways.calls
+    assert (list(ways), found_ways.not_measured) == (WAYS, "")
     sums: dict[str, list[torch.Tensor]] = {}
     backward_ran: list[str] = []
     for name, way in ways.items():
@@ -115,7 +118,7 @@ def test_what_runs_beside_b_is_given_to_the_other_stream() -> None:
     card = ListedCard()
     ways = ways_to_run(LayerProducts(shape_named("1.5B").scaled(0.02), 1, kernel_of(CPU), CPU, torch.float32), card)
     seen = {}
-    for name, way in ways.items():
+    for name, way in ways.calls.items():
         card.log.clear()
         way(lambda: card.log.append("B"))
         seen[name] = " ".join(card.log)
@@ -128,19 +131,38 @@ def test_what_runs_beside_b_is_given_to_the_other_stream() -> None:
     }
 
 
-def test_the_ways_are_measured_on_a_real_backward() -> None:
+class FilmlessCard(ListedCard):
+    """A card that captures nothing."""
+
+    def captured(self, call: Call) -> Call:
+        raise CaptureError("operation not permitted when stream is capturing")
+
+
+def measure_beside_on(card: Card) -> BesideTimes:
     shape = shape_named("6.2B").scaled(0.02)
     with world_of_one(CPU) as host:
         stack = Stack(shape, 1, torch.float32, CPU, host, kernel_of(CPU))
         products = LayerProducts(shape, 1, kernel_of(CPU), CPU, torch.float32)
         rounds: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "repeats": 2, "warmup": 1}
-        times = measure_ways_beside(shape, stack, products, ListedCard(), count=1, **rounds)
+        found = measure_ways_beside(shape, stack, products, card, count=1, **rounds)
         assert stack.store is not None
         stack.store.check_empty()
         stack.close()
-    assert [each.way for each in times] == WAYS
-    assert all(each.device_ms > 0 and each.host_ms > 0 for each in times)
-    assert times[0].ratio == 1.0
+    return found
+
+
+def test_the_ways_are_measured_on_a_real_backward() -> None:
+    found = measure_beside_on(ListedCard())
+    assert found.not_measured == ""
+    assert [each.way for each in found.ways] == WAYS
+    assert all(each.device_ms > 0 and each.host_ms > 0 for each in found.ways)
+    assert found.ways[0].ratio == 1.0
+
+
+def test_where_nothing_can_be_captured_the_other_stream_is_measured_all_the_same() -> None:
+    found = measure_beside_on(FilmlessCard())
+    assert [each.way for each in found.ways] == [PLAIN, SIDE]
+    assert "cannot be captured: operation not permitted when stream is capturing" in found.not_measured
 
 
 def test_times_are_of_a_layer_and_ratios_of_a_round() -> None:

@@ -1,10 +1,12 @@
 """W in a CUDA graph, and W beside B on a stream of its own, against W after B on one stream.
 
 A graph takes the launches away from the host: that can only help where the host is later than the device, so host and device
-times are both taken. Its kernels read fixed addresses, and what F and B leave lies elsewhere for every microbatch: the honest way
-copies the operands in first; the graph alone is the best that any other arrangement could reach. A stream beside B's can only
-help where one of the two leaves part of the device idle. Messages need no such stream: they have their own already, and W on the
-stream of the ops runs beside them as it is.
+times are both taken, each in rounds of its own. The device's are taken behind a pause of the stream before every way, so that
+the host is ahead; the host's from an idle device, as a pause fills the queue of launches and a full queue blocks. A graph's
+kernels read fixed addresses, and what F and B leave lies elsewhere for every microbatch: the honest way copies the operands in
+first; the graph alone is the best that any other arrangement could reach. A stream beside B's can only help where one of the two
+leaves part of the device idle. Messages need no such stream: they have their own already, and W on the stream of the ops runs
+beside them as it is.
 
 W's operands here are tensors of this file, alive until all is measured. W of the store would free them on the host while a kernel
 on the other stream has yet to read them, into the pool of B's stream: a feature made of this must keep them until both have met.
@@ -13,7 +15,6 @@ on the other stream has yet to read them, into the pool of B's stream: a feature
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.wgrad.gemm import WgradKernel
 from tools.split.measure import Clock
 from tools.split.shapes import LayerShape
@@ -47,23 +49,40 @@ class WayTimes:
     device_ms: float
     """From the begin of the first to the end of the last; the host had a head start."""
     host_ms: float
-    """Until all of it had been given to the device."""
+    """Until all of it had been given to the device, which was idle before."""
     ratio: float
     """Of the device's time to the plain way's; the median over the rounds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BesideTimes:
+    """Every way that could be measured."""
+
+    ways: tuple[WayTimes, ...]
+    not_measured: str
+    """What could not, and why; empty where all could."""
+
+
+class CaptureError(ExecutionError):
+    """What was to be captured ran before, and cannot be captured. The cause is what the device said."""
 
 
 class Card(Protocol):
     """What a device must offer. The real thing is `CudaCard`."""
 
     def captured(self, call: Call) -> Call:
-        """A function that does on the device what `call` did when it was captured, to the same tensors."""
+        """A function that does on the device what `call` did when it was captured, to the same tensors.
+
+        Raises:
+            CaptureError: `call` does what cannot be captured.
+        """
 
     def beside(self, side: Call, main: Call) -> None:
         """Give `side` to another stream and `main` to the current one; what follows waits for both."""
 
 
 class CudaCard:
-    """A GPU and one more stream.
+    """A GPU and one more stream. One for all that is measured, as it remembers whether captures fail.
 
     Args:
         device: the GPU.
@@ -72,13 +91,17 @@ class CudaCard:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._failed = ""
 
     def captured(self, call: Call) -> Call:
         """Capture a CUDA graph. `call` is run a few times before, on a stream of its own as torch wants it.
 
         Raises:
-            RuntimeError: `call` does what cannot be captured, for example waits for the device.
+            CaptureError: `call` does what cannot be captured, for example waits for the device; or a capture failed before.
+                torch's allocator and generators may still take that one to be under way, which another one would meet.
         """
+        if self._failed:
+            raise CaptureError(self._failed)
 
         def warm_up() -> None:
             for _ in range(WARM_UP):
@@ -86,8 +109,15 @@ class CudaCard:
 
         self.beside(warm_up, lambda: None)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
+        try:
+            # torch does not go back to the stream before where a capture fails: the outer context does.
+            with torch.cuda.stream(torch.cuda.current_stream(self._device)), torch.cuda.graph(graph):
+                call()
+        except RuntimeError as error:
+            self._failed = _why_not(error)
+            if not self._failed:
+                raise
+            raise CaptureError(self._failed) from error
         return graph.replay  # which holds the graph, and so the memory that its kernels use
 
     def beside(self, side: Call, main: Call) -> None:
@@ -98,6 +128,13 @@ class CudaCard:
             side()
         main()
         current.wait_stream(self._side)
+
+
+def _why_not(error: RuntimeError) -> str:
+    """Why a capture failed; empty where that was not the capture's fault."""
+    origin = error.__context__ or error  # the end of a broken capture fails as well, and hides what broke it
+    is_refused = isinstance(origin, RuntimeError) and not isinstance(origin, torch.OutOfMemoryError)
+    return str(origin).partition("\n")[0] if is_refused else ""
 
 
 class LayerProducts:
@@ -133,19 +170,19 @@ class LayerProducts:
                 target.copy_(source)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """The ways there are on a card."""
+
+    calls: Mapping[str, Callable[[Call], None]]
+    """By name: B and W one way, given B."""
+    not_measured: str
+    """What is missing, and why; empty where nothing is."""
+
+
 @torch.no_grad()
-def ways_to_run(products: LayerProducts, card: Card) -> dict[str, Callable[[Call], None]]:
-    """By name: B and W one way, given B.
-
-    Raises:
-        RuntimeError: W cannot be captured here.
-    """
-    replay = card.captured(products.run)
-    elsewhere = [[tensor.clone() for tensor in pair] for pair in products.operands]
-
-    def copied_in() -> None:
-        products.load(elsewhere)
-        replay()
+def ways_to_run(products: LayerProducts, card: Card) -> Ways:
+    """All ways, or those without a graph where W cannot be captured. Whatever else goes wrong is raised."""
 
     def after(wgrad: Call) -> Callable[[Call], None]:
         def both(backward: Call) -> None:
@@ -154,13 +191,22 @@ def ways_to_run(products: LayerProducts, card: Card) -> dict[str, Callable[[Call
 
         return both
 
-    return {
-        PLAIN: after(products.run),
-        GRAPH: after(replay),
-        COPIED_IN: after(copied_in),
-        SIDE: lambda backward: card.beside(products.run, backward),
-        GRAPH_ON_SIDE: lambda backward: card.beside(replay, backward),
-    }
+    def beside(wgrad: Call) -> Callable[[Call], None]:
+        return lambda backward: card.beside(wgrad, backward)
+
+    plain, side = after(products.run), beside(products.run)
+    try:
+        replay = card.captured(products.run)
+    except CaptureError as error:
+        return Ways(calls={PLAIN: plain, SIDE: side}, not_measured=f"W in a CUDA graph, which cannot be captured: {error}")
+    elsewhere = [[tensor.clone() for tensor in pair] for pair in products.operands]
+
+    def copied_in() -> None:
+        products.load(elsewhere)
+        replay()
+
+    graphs = {GRAPH: after(replay), COPIED_IN: after(copied_in), SIDE: side, GRAPH_ON_SIDE: beside(replay)}
+    return Ways(calls={PLAIN: plain, **graphs}, not_measured="")
 
 
 def measure_ways(
@@ -174,31 +220,38 @@ def measure_ways(
     dtype: torch.dtype,
     repeats: int,
     warmup: int,
-) -> tuple[WayTimes, ...]:
+) -> BesideTimes:
     """B of `stack` with W of `products`, of `count` layers each, every way in every round, in changing order."""
     ways = ways_to_run(products, card)
     clock = Clock(device)
-    host: dict[str, list[float]] = {name: [] for name in ways}
+    host_ms: dict[str, list[float]] = {name: [] for name in ways.calls}
     size = shape.seq_length, shape.micro_batch_size, shape.hidden_size
     x_sbh, gradient = (torch.randn(size, device=device).to(dtype) for _ in range(2))
-    names = list(ways)
+    assert stack.store is not None
+
+    def after_forward(name: str) -> Call:
+        output = stack.forward(x_sbh.detach().requires_grad_())
+
+        @torch.no_grad()  # which B does not mind
+        def call() -> None:
+            ways.calls[name](lambda: stack.backward(output, gradient, fused=False))
+
+        return call
+
+    names = list(ways.calls)
     for turn in range(warmup + repeats):
-        clock.get_ahead()
-        for index in range(len(names)):
-            name = names[(index + turn) % len(names)]
-            output = stack.forward(x_sbh.detach().requires_grad_())
-
-            def backward(output: Tensor = output) -> None:
-                stack.backward(output, gradient, fused=False)
-
-            begin = time.perf_counter()
-            with torch.no_grad():  # which B does not mind
-                clock.time(name, lambda name=name, backward=backward: ways[name](backward))  # type: ignore[misc]
-            host[name].append((time.perf_counter() - begin) * 1000.0)
-            assert stack.store is not None
+        first = turn % len(names)
+        order = names[first:] + names[:first]
+        for name in order:
+            call = after_forward(name)
+            clock.get_ahead()
+            clock.time(name, call)
             stack.store.clear()  # what this B left: the W beside it was another microbatch's
-    device_ms = clock.read(skip=warmup)
-    return summary(device_ms, {name: taken[warmup:] for name, taken in host.items()}, count)
+        for name in order:
+            host_ms[name].append(clock.host_ms(after_forward(name)))
+            stack.store.clear()
+    taken = {name: each[warmup:] for name, each in host_ms.items()}
+    return BesideTimes(ways=summary(clock.read(skip=warmup), taken, count), not_measured=ways.not_measured)
 
 
 def summary(device_ms: Mapping[str, Sequence[float]], host_ms: Mapping[str, Sequence[float]], count: int) -> tuple[WayTimes, ...]:

@@ -8,6 +8,7 @@ product reads has left the cache since it was last read.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -76,6 +77,13 @@ class Clock:
         begin = self._marks.now()
         call()
         self._spans.setdefault(name, []).append((begin, self._marks.now()))
+
+    def host_ms(self, call: Callable[[], object]) -> float:
+        """Milliseconds until the host has given `call` to the device, which has nothing else to do: no full queue holds it up."""
+        self._marks.settle()
+        begin = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin) * 1000.0
 
     def get_ahead(self) -> None:
         """Let the host queue work before the device begins with it."""
