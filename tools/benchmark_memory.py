@@ -1,9 +1,10 @@
 """Train for many iterations and report what every rank holds: growth, fragmentation, and the peak against the plan's.
 
-A GPT of the given sizes in fp32 is trained by one of our schedules on ranks of this machine: on its GPUs where it has some, or on
-one that the ranks share (gloo through host memory, `runtime/staging.py`), otherwise on the CPU, where only live tensors are
-counted and every op takes far longer than usual. What must hold: nothing grows after the warm-up, and the peak of activations is
-within 5 % of what the plan says for an iteration that was measured before.
+A GPT of the given sizes in fp32 is trained by one of our schedules on ranks of this machine: on its GPUs where it has some, dealt
+out in turn, so that ranks share one where they are more, otherwise on the CPU, where only live tensors are counted and every op
+takes far longer than usual. Messages go over gloo always, also where every rank has a GPU: there through host memory
+(`runtime/staging.py`), so nothing here is about NCCL and what it takes. What must hold: nothing grows after the warm-up, and the
+peak of activations is within 5 % of what the plan says for an iteration that was measured before.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import json
 import platform
 import shlex
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -24,6 +24,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # for `tools`, which no install provides
 from megatron.zerobubble.errors import ConfigError, UserError  # noqa: E402
+from megatron.zerobubble.integration.host import HostDevice, quiet_third_parties  # noqa: E402
 from tools.benchmark_split import choose_device  # noqa: E402
 from tools.emulation import run_on_ranks  # noqa: E402
 from tools.memory.ledger import RankLedger, table, watch  # noqa: E402
@@ -75,26 +76,24 @@ def check(args: argparse.Namespace) -> tuple[Entrant, Sizes]:
 
 def serve(rank: int, entrant: Entrant, sizes: Sizes, args: argparse.Namespace, on_gpu: bool) -> RankLedger:
     """One rank."""
-    # Here, because the process that starts the ranks has no use for megatron-core.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron-core's, on import and on every config
-        from megatron.zerobubble.integration.host import HostDevice
+    if on_gpu:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    host = HostDevice(enabled=not on_gpu)
+    with quiet_third_parties():
+        # Here, because the process that starts the ranks builds nothing.
         from tools.schedules.gpt import GPTContender, set_up, tear_down
 
-        if on_gpu:
-            torch.cuda.set_device(rank % torch.cuda.device_count())
-        host = HostDevice(enabled=not on_gpu)
         set_up(host, args.num_ranks)
         contender = GPTContender(entrant, sizes, args.num_ranks, host)
-        ledger = watch(
-            contender.schedule,
-            lambda: contender.iterate(args.num_microbatches),
-            num_microbatches=args.num_microbatches,
-            num_iterations=args.num_iterations,
-            warmup=args.warmup,
-        )
-        contender.close()
-        tear_down(host)
+    ledger = watch(
+        contender.schedule,
+        lambda: contender.iterate(args.num_microbatches),
+        num_microbatches=args.num_microbatches,
+        num_iterations=args.num_iterations,
+        warmup=args.warmup,
+    )
+    contender.close()
+    tear_down(host)
     return ledger
 
 

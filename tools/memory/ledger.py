@@ -44,7 +44,7 @@ class Held:
     activations: int
     """Most activations that were held after any op of the iteration."""
     workspace: int
-    """On top of that while ops ran."""
+    """What the most demanding op needed on top of what is held around it, tensors in flight included (`profiling.memory`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,9 @@ class RankLedger:
         return max(each.activations for each in self.held)
 
     @property
-    def error(self) -> float:
-        """Of the prediction, relative to it."""
-        return self.measured / self.predicted - 1.0
+    def error(self) -> float | None:
+        """Of the prediction, relative to it; None where it is 0."""
+        return self.measured / self.predicted - 1.0 if self.predicted else None
 
     @property
     def fragmentation(self) -> int | None:
@@ -80,18 +80,23 @@ class RankLedger:
 
     def complaints(self) -> list[str]:
         """What is not as it should be."""
-        some_activations = GROWTH_TOLERANCE * self.held[self.warmup - 1].activations
+        before = self.held[self.warmup - 1]
+        some_activations = GROWTH_TOLERANCE * before.activations
+        some_of_all = GROWTH_TOLERANCE * (before.activations + before.workspace)  # which bounds what was alive at any moment
         growths = {
             "allocated memory": (self.growth(lambda each: each.allocated), 0.0),
             "reserved memory": (self.growth(lambda each: each.reserved), 0.0),
             "the peak of activations": (self.growth(lambda each: each.activations), some_activations),
+            "workspace": (self.growth(lambda each: each.workspace), some_of_all),
         }
         said = [
             f"{name} grew by {grown} bytes after iteration {self.warmup}"
             for name, (grown, tolerated) in growths.items()
             if grown is not None and grown > tolerated
         ]
-        if abs(self.error) > PEAK_TOLERANCE:
+        if self.error is None:
+            said.append(f"activations took {self.measured} bytes, and the plan says that there are none: was anything measured?")
+        elif abs(self.error) > PEAK_TOLERANCE:
             said.append(f"activations took {self.measured} bytes, and the plan says {self.predicted}: {self.error:+.1%}")
         return said
 
@@ -161,7 +166,7 @@ def table(ranks: Sequence[RankLedger]) -> str:
     for rank, ledger in enumerate(ranks):
         last = ledger.held[-1]
         columns = [
-            *(_mib(ledger.predicted), _mib(ledger.measured), f"{ledger.error:+.1%}"),
+            *(_mib(ledger.predicted), _mib(ledger.measured), "-" if ledger.error is None else f"{ledger.error:+.1%}"),
             _mib(max(each.workspace for each in ledger.held)),
             *(_mib(last.allocated), _mib(ledger.growth(lambda each: each.allocated))),
             *(_mib(last.reserved), _mib(ledger.growth(lambda each: each.reserved))),
