@@ -28,11 +28,11 @@ from megatron.zerobubble.plan.communication import (
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.order import requirements, result_of
 from megatron.zerobubble.plan.passes import forward_only
-from megatron.zerobubble.plan.registry import build_plan, known_schedules
+from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.validate import validate
+from tests.support.programs import FAMILIES, post_at_take, post_one_later, rewrite
 from tests.support.rendezvous import BrokenError, Rendezvous, StuckError, check, check_posts, check_retires
 
-FAMILIES = [info.name for info in known_schedules()]
 SEARCHED = ["v-half", "v-min", "1f1b-v", "zb-interleaved"]
 """Families whose order is found, not drawn: nothing holds it to a neat bound."""
 
@@ -253,11 +253,6 @@ def test_a_send_is_retired_by_the_first_reply_that_proves_it(placement: Placemen
 # -- tests that the tests can fail --------------------------------------------------------------------------------------
 
 
-def rewrite(program: Program, change: Callable[[int, list[Step]], list[Step]]) -> Program:
-    """The program with every rank's steps changed."""
-    return replace(program, steps=tuple(tuple(change(rank, list(row))) for rank, row in enumerate(program.steps)))
-
-
 def fails(program: Program, error: type[Exception], seeds: range = range(30)) -> bool:
     """Whether an adversary exists under whom the model raises `error`."""
     for seed in seeds:
@@ -269,9 +264,6 @@ def fails(program: Program, error: type[Exception], seeds: range = range(30)) ->
 
 
 def test_rule_1_receives_posted_in_the_order_they_are_taken_mix_messages_up() -> None:
-    def post_at_take(_: int, row: list[Step]) -> list[Step]:
-        return [replace(step, post=(step.take,) if step.take else ()) for step in row]
-
     broken = rewrite(zbv(2, 4), post_at_take)
     with pytest.raises(AssertionError):
         check_posts(broken)
@@ -280,13 +272,6 @@ def test_rule_1_receives_posted_in_the_order_they_are_taken_mix_messages_up() ->
 
 
 def test_rule_2_a_receive_posted_after_its_taking_op_deadlocks() -> None:
-    def post_one_later(_: int, row: list[Step]) -> list[Step]:
-        late: tuple[Message, ...] = ()
-        for index, step in enumerate(row):
-            row[index] = replace(step, post=late)
-            late = step.post
-        return row
-
     good = zbv(3, 5, lookahead=0)
     Rendezvous(good, seed=1).run()
     broken = rewrite(good, post_one_later)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support.gpt import Case, Trainer
+from tests.support.gpt import Case
+from tests.support.ledger import train_watched
 from tests.support.ranks import RankPool
 from tools import benchmark_memory
-from tools.memory.ledger import Held, RankLedger, table, watch
+from tools.memory.ledger import Held, RankLedger, table
 
 ZBV = Case("zbv", 4, 5, num_chunks=2, num_layers=8)
 
@@ -45,34 +45,6 @@ def test_what_a_cpu_does_not_know_is_left_out() -> None:
     assert unknown.complaints() == []
     assert unknown.fragmentation is None
     assert table([unknown]).splitlines()[-1].endswith("| 0.00 | 0.00 | - | - | - | - |")
-
-
-def train_watched(rank: int, case: Case, num_iterations: int, warmup: int, leaks: bool = False) -> RankLedger:
-    """Whole steps of the case. With `leaks` each leaves the tensor behind that a pass has made."""
-    trainer = Trainer(case)
-    leaked: list[torch.Tensor] = []
-    step = 0
-
-    def iterate() -> None:
-        nonlocal step
-        for chunk in trainer.built.chunks:
-            chunk.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
-        trainer.forward_backward(step)
-        with trainer.host.on_host():
-            trainer.optimizer.step()
-        step += 1
-
-    if leaks:
-
-        def leak(work: Any, op: Any) -> None:
-            if op.microbatch == 0:
-                leaked.append(torch.empty(100))
-
-        trainer.schedule.observe = leak
-    found = watch(trainer.schedule, iterate, num_microbatches=case.num_microbatches, num_iterations=num_iterations, warmup=warmup)
-    trainer.close()
-    return found
 
 
 def test_nothing_grows_and_the_plan_knows_the_peak(four_ranks: RankPool) -> None:

@@ -1,4 +1,4 @@
-"""Work whose values prove what reached where, and links between threads that an adversary delays."""
+"""Work whose values prove what reached where, links between threads that an adversary delays, and ends that a test holds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -259,3 +261,26 @@ class NoLinks:
 
     def wait(self) -> None:
         """Done already."""
+
+
+class Taken:
+    """The backend: takes host memory, and is done when the test says so."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.called, self.waited, self.may_end = threading.Event(), threading.Event(), threading.Event()
+        self.num_waits = 0
+        self.given: list[float] = []
+        self.host: Tensor | None = None
+
+    def __call__(self, host: Tensor) -> Any:
+        self.log.append("call")
+        self.given.append(host[0].item())
+        self.host = host
+        self.called.set()
+        return mock.Mock(wait=self._wait)
+
+    def _wait(self) -> None:
+        self.num_waits += 1
+        self.waited.set()
+        assert self.may_end.wait(PATIENCE_S)

@@ -11,10 +11,9 @@ from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.staging import CudaCopies, Staging
-from tests.runtime.support import NoLinks
-from tests.runtime.test_ordering import FAMILIES
-from tests.runtime.test_p2p import run_under_delays
-from tests.runtime.test_staging import Taken
+from tests.runtime.delays import run_under_delays
+from tests.runtime.support import NoLinks, Taken
+from tests.support.programs import FAMILIES
 from tests.support.ranks import RankPool
 
 SCHEDULES = pytest.mark.parametrize("name", FAMILIES)
@@ -72,7 +71,8 @@ def test_a_received_buffer_may_lie_where_a_kernel_still_reads() -> None:
 @pytest.mark.gpu
 @SCHEDULES
 def test_random_delays_through_host_memory(name: str, four_ranks_on_gpus: RankPool) -> None:
-    four_ranks_on_gpus.run(run_under_delays, name, 12, (1, 2, 3, 4))
+    program = place_communication(build_plan(name, num_ranks=4, num_microbatches=12))
+    assert four_ranks_on_gpus.run(run_under_delays, program, (1, 2, 3, 4)) == [""] * 4
 
 
 # -- NCCL ---------------------------------------------------------------------------------------------------------------
@@ -86,7 +86,8 @@ def test_random_delays_through_host_memory(name: str, four_ranks_on_gpus: RankPo
 )
 def test_random_delays_on_nccl(name: str, nccl_ranks: RankPool) -> None:
     """Both ends of a link issue its transfers in one order, whatever the ranks' hosts and streams are late with."""
-    nccl_ranks.run(run_under_delays, name, 12, (1, 2, 3, 4))
+    program = place_communication(build_plan(name, num_ranks=nccl_ranks.size, num_microbatches=12))
+    assert nccl_ranks.run(run_under_delays, program, (1, 2, 3, 4)) == [""] * nccl_ranks.size
 
 
 # -- overhead -----------------------------------------------------------------------------------------------------------

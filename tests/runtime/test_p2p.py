@@ -1,8 +1,7 @@
-"""Links over real process groups: values both ways, several pipelines, failures; and the executor on them, under delays."""
+"""Links over real process groups: values both ways, several pipelines, failures. The executor on them: `test_ordering`."""
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -13,21 +12,14 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.zerobubble.errors import TransferError
-from megatron.zerobubble.plan.communication import Message, Payload, colour_links, links_of, place_communication
+from megatron.zerobubble.plan.communication import Message, Payload, colour_links, links_of
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
-from tests.runtime.support import LabelWork
+from tests.runtime.delays import links_over_the_world
 from tests.support.ranks import RankPool
 
 CPU = torch.device("cpu")
 NUM_MESSAGES = 5
-
-
-def links_over_the_world(rank: int, placement: Placement, **options: Any) -> ProcessGroupLinks:
-    """The links of one pipeline that is the whole world."""
-    return ProcessGroupLinks(placement, pipeline=range(dist.get_world_size()), rank=rank, **{"device": CPU} | options)
 
 
 def message(source: int, target: int, number: int) -> Message:
@@ -223,39 +215,3 @@ def test_a_transfer_that_cannot_start_says_which_it_was(four_ranks: RankPool) ->
         "this process is not a member of the link's group",
     ]
     assert others == [[]] * 3
-
-
-# -- the executor on real links -----------------------------------------------------------------------------------------
-
-
-def run_under_delays(rank: int, name: str, num_microbatches: int, seeds: tuple[int, ...]) -> tuple[float, int]:
-    """Every op sleeps 0 to 2 ms. `LabelWork` checks each tensor. Returns seconds and the most receive buffers alive.
-
-    On the device and over the backend of the pool.
-    """
-    program = place_communication(build_plan(name, num_ranks=dist.get_world_size(), num_microbatches=num_microbatches))
-    device = torch.device(torch.cuda.current_device())
-    links = links_over_the_world(rank, program.plan.placement, device=device)
-    start, most = time.monotonic(), 0
-    for seed in seeds:
-        work = LabelWork(program, max_sleep_s=2e-3, seed=10 * seed + rank, device=device)
-        executor = Executor(program, rank, links, work)
-        executor.run()
-        work.settle()
-        assert work.ops == list(program.plan.ops[rank])
-        assert work.buffers_alive == 0
-        assert not executor._receiving
-        assert not executor._sending
-        assert not executor._local
-        assert work.most_buffers_alive == program.max_receive_buffers[rank]
-        most = max(most, work.most_buffers_alive)
-    links.close()
-    return time.monotonic() - start, most
-
-
-@pytest.mark.parametrize("name", ["zbv", "zb-h2", "1f1b"])
-def test_random_delays_on_gloo(name: str, four_ranks: RankPool) -> None:
-    """No rank waits for itself: an iteration ends soon after the sum of its sleeps, whatever the order of events."""
-    results = four_ranks.run(run_under_delays, name, 12, (1, 2, 3, 4))
-    assert all(seconds < 15 for seconds, _ in results)
-    assert all(most <= 4 for _, most in results)

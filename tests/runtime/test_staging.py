@@ -1,7 +1,7 @@
 """Transfers through host memory: the order of copies and calls, who is alive when, and the links and the executor on top.
 
 The device here is made of lists: a stream is a list of things to do, and does one when it is told to, so that nothing happens
-early by luck. What CUDA itself does with streams and events is `test_staging_gpu`.
+early by luck. What CUDA itself does with streams and events is `test_gpu`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from megatron.zerobubble.runtime.staging import Staging
-from tests.runtime.support import LabelWork
+from tests.runtime.support import LabelWork, Taken
 from tests.support.ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -66,29 +66,6 @@ class SlowCopies:
         assert copied is self.has_arrived
         assert copied.is_set(), "the current stream waits for a copy that nobody has started"
         self.log.append("followed")
-
-
-class Taken:
-    """The backend: takes host memory, and is done when the test says so."""
-
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
-        self.called, self.waited, self.may_end = threading.Event(), threading.Event(), threading.Event()
-        self.num_waits = 0
-        self.given: list[float] = []
-        self.host: Tensor | None = None
-
-    def __call__(self, host: Tensor) -> Any:
-        self.log.append("call")
-        self.given.append(host[0].item())
-        self.host = host
-        self.called.set()
-        return mock.Mock(wait=self._wait)
-
-    def _wait(self) -> None:
-        self.num_waits += 1
-        self.waited.set()
-        assert self.may_end.wait(PATIENCE_S)
 
 
 def test_a_send_waits_for_its_copy_on_a_thread_and_never_blocks_the_rank() -> None:
