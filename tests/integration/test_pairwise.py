@@ -3,7 +3,7 @@
 To add a feature, add its values to `FEATURES` under the name of a field of `Case` (or a name that `case_of` translates), what it
 excludes to `CONSTRAINTS`, and what it does to the order of sums to `PairCase.tolerance`.
 
-A handful runs every time, another one each time (`tests/conftest.py` says how to repeat it), and the others with `-m slow`.
+Half of them run every time, another half each time (`tests/conftest.py` says how to repeat it), and the others with `-m slow`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ CONSTRAINTS = [
     Constraint(("dtype", "reduce_in_fp32"), lambda dtype, fp32: fp32 or dtype is not torch.float32),
     Constraint(("distributed_optimizer", "optimizer"), lambda shards, optimizer: not shards or optimizer == "adam"),
 ]
-
-HANDFUL = 4
 
 _FUSED = {1: "1f1b", 2: "interleaved-1f1b"}
 """By chunks a rank; under V it is 1f1b-v."""
@@ -119,7 +117,7 @@ def case_of(row: Row) -> PairCase:
 ALL = [case_of(row) for row in covering_array(FEATURES, CONSTRAINTS, seed=0)]
 
 
-@pytest.mark.sampled(HANDFUL / len(ALL))
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("case", ALL, ids=[f"{index:02}-{case}" for index, case in enumerate(ALL)])
 def test_every_pair_of_features(four_ranks: RankPool, case: PairCase) -> None:
     _check(four_ranks.run(compare_pair, case), case)
