@@ -183,7 +183,7 @@ def test_mistakes_are_told_where_they_were_made(opened: Open) -> None:
 
 
 def test_a_long_search_is_stopped_and_keeps_the_best_so_far(opened: Open) -> None:
-    with opened("p=8&m=24&f=18.5&b=18.1&w=9.3&c=0.6&a=0.37&effort=max&s=zbv") as page:
+    with opened("p=8&m=24&f=18.5&b=18.1&w=9.3&c=0.6&a=0.37&effort=max&s=v-half") as page:
         page.wait_for_selector(".slot .stop:not([hidden])")
         page.click(".slot .stop")
         page.wait_for_selector(".slot .status:has-text('stopped; this is the best so far')")
