@@ -63,12 +63,18 @@ class RankPool:
                 try:
                     ok, value = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    ok, value = False, "the process died"
+                    ok, value = False, self._how_it_died(rank)
                 if not ok:
                     self.stop()
                     raise AssertionError(f"rank {rank} failed:\n{value}")
                 results[rank] = value
         return [results[rank] for rank in range(self.size)]
+
+    def _how_it_died(self, rank: int) -> str:
+        self._processes[rank].join()
+        code = self._processes[rank].exitcode
+        how = f"with exit code {code}" if code >= 0 else f"of {signal.Signals(-code).name}"
+        return f"the process died {how}; where it was is on stderr"
 
     def _show_where(self, ranks: Sequence[int]) -> None:
         """Have ranks write the stacks of their threads to stderr."""
@@ -118,6 +124,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_g
         RANK=str(rank),
         WORLD_SIZE=str(size),
     )
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     import torch
     import torch.distributed as dist
