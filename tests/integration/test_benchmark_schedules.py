@@ -12,6 +12,7 @@ import pytest
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, Placement
+from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import TimedOp
 from tests.support.ranks import RankPool
 from tools import benchmark_schedules
@@ -39,6 +40,14 @@ def test_an_iteration_is_as_long_as_its_slowest_rank() -> None:
     assert iteration().wall_ms == 30 - 10
     assert iteration().span_ms == 26 - 12, "of rank 0; rank 1's is 7"
     assert iteration().outside_ms == 20 - (26 - 12), "before the first op and after the last"
+
+
+def test_what_is_beyond_the_passes_does_not_depend_on_what_they_took() -> None:
+    plan = build_plan("zb-h1", num_ranks=2, num_microbatches=1)
+    assert iteration(3).beyond_passes(plan) == 0.0
+    assert iteration(8).beyond_passes(plan) == 0.0, "a pass that takes long is no fault of who runs it"
+    late = sample(10, 31, _0F0=(12, 15), _0B0=(21, 25), _0W0=(26, 28))
+    assert Iteration(samples=(late, iteration().samples[1])).beyond_passes(plan) == pytest.approx(16 / 14 - 1)
 
 
 def test_pass_times_are_medians_and_fused_ones_only_a_last_resort() -> None:
@@ -105,6 +114,7 @@ def test_emulated(in_pool: Callable[..., dict[str, Any]], tmp_path: Path, capsys
     assert rows["zb@1"]["over"] == "zb@1 for equal stages"
     assert rows["zb@1"]["predicted_speed_up"] >= 1
     assert all(set(row["reached"]) == SPREAD and len(row["rounds_ms"]) == 2 for row in rows.values())
+    assert all(set(row["beyond_passes"]) == SPREAD for row in rows.values())
     assert "| zb@1 for equal stages |" in capsys.readouterr().out
 
 
@@ -121,6 +131,7 @@ def test_real(in_pool: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
         linear = [rows[name]["loss"]["last"] for name in ("stock-1f1b", "1f1b", "zb-h1", "zb-h2")]
         assert linear == pytest.approx([linear[0]] * 4, rel=1e-5), "one model, whoever schedules it"
         assert {row["name"] for row in rows.values() if "reached" not in row} == {"torch-1f1b", "torch-zbv"}
+        assert {row["name"] for row in rows.values() if "beyond_passes" in row} == {"1f1b", "zb-h1", "zb-h2", "zbv", "v-half"}
         stages = {placement: len(passes["stages"]) for placement, passes in result["passes"].items()}
         assert stages == {"linear": 4, "V": 8}
 

@@ -162,6 +162,7 @@ def measure(emulations: Sequence[Emulation], *, rounds: int, message_kib: float)
                 baseline=each.baseline,
                 ms=tuple(iteration.span_ms for iteration in iterations),
                 predicted_ms=simulate(each.plan, each.costs).span_ms,
+                beyond_passes=tuple(iteration.beyond_passes(each.plan) for iteration in iterations),
             )
         )
     return [{"num_microbatches": plan.num_microbatches, "rows": rows_of(lines)}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
 from tools.emulation import run_on_ranks
@@ -59,13 +59,16 @@ def result(
     passes = _passes(entrants, iterations, num_ranks)
     lines = []
     for entrant, its in zip(entrants, iterations, strict=True):
+        plan = build_plan(entrant.schedule, num_ranks=num_ranks, num_microbatches=num_microbatches)
+        is_recorded = entrant.runtime is Runtime.OURS
         lines.append(
             Line(
                 name=entrant.name,
                 runtime=entrant.runtime.value,
                 baseline=entrant.baseline,
                 ms=tuple(iteration.wall_ms for iteration in its),
-                predicted_ms=_predicted_ms(entrant, passes, num_ranks, num_microbatches),
+                predicted_ms=_predicted_ms(entrant, plan, passes),
+                beyond_passes=tuple(iteration.beyond_passes(plan) for iteration in its) if is_recorded else (),
                 losses=tuple(iteration.loss for iteration in its if iteration.loss is not None),
             )
         )
@@ -82,15 +85,14 @@ def _passes(entrants: Sequence[Entrant], iterations: Sequence[Sequence[Iteration
     return [measured_passes(placement, its) for placement, its in recorded.items()]
 
 
-def _predicted_ms(entrant: Entrant, passes: Sequence[Passes], num_ranks: int, num_microbatches: int) -> float | None:
+def _predicted_ms(entrant: Entrant, plan: Plan, passes: Sequence[Passes]) -> float | None:
     """The simulator's makespan on the times of the same stages, and what is outside. torch's layers are others.
 
     Stages are the same wherever they sit, so that times recorded on a V also serve a loop.
     """
-    placement = entrant.placement(num_ranks)
+    placement = plan.placement
     fitting = [each for each in passes if each.placement.num_stages == placement.num_stages]
     if entrant.runtime is Runtime.TORCH or not fitting:
         return None
-    plan = build_plan(entrant.schedule, num_ranks=num_ranks, num_microbatches=num_microbatches)
     best = next((each for each in fitting if each.placement == placement), fitting[0])
     return simulate(plan, best.costs).makespan_ms + best.outside_ms

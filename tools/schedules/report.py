@@ -2,7 +2,8 @@
 
 Contenders take turns: every round has one iteration of each. A speed-up is a ratio of two iterations of the same round, so that
 what slows the machine for a while slows both; of the ratios of all rounds the median, the least and the most are shown. *Reached*
-is the measured speed-up over the predicted one: 1.0 is a runtime that does what the simulator says.
+is the measured speed-up over the predicted one: 1.0 is a runtime that does what the simulator says. *Beyond passes* is what the
+runtime added to the passes of the very same iteration, whatever they took.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.zerobubble.plan.costs import CostModel
-from megatron.zerobubble.plan.ir import OpKind, Placement
-from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
+from megatron.zerobubble.plan.simulate import TimedOp, run_in_order, span_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,15 @@ class Iteration:
     @property
     def span_ms(self) -> float:
         """The simulator's span, measured: the longest time a rank needs from its first op's start to its last op's end."""
-        return max(sample.ops[-1].end_ms - sample.ops[0].start_ms for sample in self.samples)
+        return span_of([sample.ops for sample in self.samples])
+
+    def beyond_passes(self, plan: Plan) -> float:
+        """What the span is longer by than `plan`'s if every pass takes what it took here and nothing else takes time.
+
+        The runtime's own share: what passes are slower by on a busy machine is in both.
+        """
+        took = {op: end - start for sample in self.samples for op, start, end in sample.ops}
+        return self.span_ms / span_of(run_in_order(plan, took.__getitem__, 0.0)) - 1.0
 
     @property
     def outside_ms(self) -> float:
@@ -92,6 +101,8 @@ class Line:
     """What one iteration took, per round."""
     predicted_ms: float | None = None
     """What it should take by the simulator; None where nothing is known of its passes."""
+    beyond_passes: tuple[float, ...] = ()
+    """Of each iteration, where its passes were recorded."""
     losses: tuple[float, ...] = ()
     """Of each iteration, where something was trained."""
 
@@ -121,6 +132,8 @@ def _row(line: Line, baseline: Line) -> Row:
         predicted = baseline.predicted_ms / line.predicted_ms
         row["predicted_speed_up"] = predicted
         row["reached"] = asdict(Spread.of(ratio / predicted for ratio in ratios))
+    if line.beyond_passes:
+        row["beyond_passes"] = asdict(Spread.of(line.beyond_passes))
     if line.losses:
         row["loss"] = {"first": line.losses[0], "last": line.losses[-1]}
     return row
@@ -170,25 +183,27 @@ def measured_passes(placement: Placement, iterations: Sequence[Iteration]) -> Pa
     return Passes(placement=placement, costs=costs, outside_ms=outside)
 
 
-HEADS = (
-    "| schedule | runtime | ms | predicted | over it | speed-up | least to most | over | predicted | reached | least to most |"
+COLUMNS = (
+    *("schedule", "runtime", "ms", "predicted", "over it", "beyond passes", "speed-up", "least to most"),
+    *("over", "predicted", "reached", "least to most"),
 )
 
 
 def table(rows: Sequence[Row]) -> str:
     """For people, in Markdown."""
-    rule = "|" + " --- |" * (HEADS.count("|") - 1)
-    return "\n".join([HEADS, rule, *(f"| {' | '.join(_cells(row))} |" for row in rows)])
+    rule = ["---"] * len(COLUMNS)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (COLUMNS, rule, *map(_cells, rows)))
 
 
 def _cells(row: Row) -> list[str]:
-    speed_up, reached, over = row["speed_up"], row.get("reached"), row.get("over_prediction")
+    speed_up, reached, over, beyond = row["speed_up"], row.get("reached"), row.get("over_prediction"), row.get("beyond_passes")
     return [
         row["name"],
         row["runtime"],
         f"{row['ms']['median']:.1f}",
         f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else "-",
         f"{over['median']:+.1%}" if over else "-",
+        f"{beyond['median']:+.1%}" if beyond else "-",
         f"{speed_up['median']:.3f}",
         f"{speed_up['least']:.3f} to {speed_up['most']:.3f}",
         row["over"],

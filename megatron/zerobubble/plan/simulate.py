@@ -14,6 +14,7 @@ Execution is in order: an op starts when its rank is free and what it needs (`or
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,20 +64,10 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
     """
     costs.check_fits(plan.placement)
     durations = {(stage, kind): costs.duration_ms(stage, kind) for stage in range(plan.num_stages) for kind in OpKind}
-    rows: list[list[TimedOp]] = [[] for _ in plan.ops]
-    produced: dict[Op, tuple[float, int]] = {}
-    for rank, step in execution_order(plan):
-        op = plan.ops[rank][step]
-        start = rows[rank][-1].end_ms if rows[rank] else 0.0
-        for need in requirements(op, plan.num_stages):
-            ready, producer = produced[need]
-            start = max(start, ready if producer == rank else ready + costs.comm_ms)
-        end = start + durations[op.stage, op.kind]
-        rows[rank].append(TimedOp(op, start, end))
-        produced[result_of(op)] = (end, rank)
+    rows = run_in_order(plan, lambda op: durations[op.stage, op.kind], costs.comm_ms)
     busy = [math.fsum(durations[op.stage, op.kind] for op in row) for row in plan.ops]
     filled = [row for row in rows if row]
-    span = max((row[-1].end_ms - row[0].start_ms for row in filled), default=0.0)
+    span = span_of(rows)
     first, last = (
         min((row[0].start_ms for row in filled), default=0.0),
         max((row[-1].end_ms for row in filled), default=0.0),
@@ -84,12 +75,42 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
     return Simulation(
         plan=plan,
         costs=costs,
-        rows=tuple(map(tuple, rows)),
+        rows=rows,
         span_ms=span,
         makespan_ms=last - first,
         bubble_rate=max(0.0, span - max(busy)) / span if span > 0 else 0.0,
         peak_memory=peak_memory(plan, costs),
     )
+
+
+def run_in_order(plan: Plan, duration_ms: Callable[[Op], float], comm_ms: float) -> tuple[tuple[TimedOp, ...], ...]:
+    """Per rank its ops, as early as they can run. Linear in the number of ops.
+
+    Args:
+        plan: a validated one.
+        duration_ms: how long each of its ops takes.
+        comm_ms: what is added where an op needs another rank's result.
+
+    Raises:
+        DeadlockError: the ranks wait for each other for ever.
+    """
+    rows: list[list[TimedOp]] = [[] for _ in plan.ops]
+    produced: dict[Op, tuple[float, int]] = {}
+    for rank, step in execution_order(plan):
+        op = plan.ops[rank][step]
+        start = rows[rank][-1].end_ms if rows[rank] else 0.0
+        for need in requirements(op, plan.num_stages):
+            ready, producer = produced[need]
+            start = max(start, ready if producer == rank else ready + comm_ms)
+        end = start + duration_ms(op)
+        rows[rank].append(TimedOp(op, start, end))
+        produced[result_of(op)] = (end, rank)
+    return tuple(map(tuple, rows))
+
+
+def span_of(rows: Sequence[Sequence[TimedOp]]) -> float:
+    """The longest that any rank of `rows` needs from the start of its first op to the end of its last."""
+    return max((row[-1].end_ms - row[0].start_ms for row in rows if row), default=0.0)
 
 
 def peak_memory(plan: Plan, costs: CostModel) -> tuple[float, ...]:
