@@ -1,7 +1,7 @@
 """The host-device layer: stock megatron-core on a machine without CUDA, with gloo.
 
-megatron-core names `cuda` in about two hundred places. Three small, explicit measures make the real thing run on the
-CPU:
+megatron-core names `cuda` in about two hundred places. Four small, explicit measures make the real thing run on the
+CPU and gloo:
 
 1. **Answers.** While installed, the few questions that megatron-core puts to `torch.cuda` (`current_device`,
    `synchronize`, `get_rng_state` ...) and the RNG accessors of `megatron.core.tensor_parallel.random` are answered by
@@ -16,6 +16,7 @@ CPU:
    `ones` redirected. So the stock schedules, our baseline, run at their own speed: what is added is one attribute
    look-up, a fraction of a microsecond per microbatch. The modules of experts get one whose streams are inert, too
    (`host_streams`).
+4. **One gather of weights at a time** in a process group, as gloo does not survive two (`host_gathers`).
 
 Invariants: importing this file changes nothing; `install` is idempotent, checks that every name it replaces exists, and
 `uninstall` puts back exactly what was there; with ``enabled=False`` (on GPUs) every method does nothing.
@@ -36,6 +37,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron.zerobubble.errors import CompatibilityError
+from megatron.zerobubble.integration.host_gathers import one_at_a_time
 from megatron.zerobubble.integration.host_streams import InertStream, cuda_without_streams, split_sizes_on_host
 
 __all__ = ["HostDevice", "quiet_third_parties"]
@@ -144,6 +146,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         transformer_utils = importlib.import_module("megatron.core.transformer.utils")
         dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
         moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        buckets = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     answers: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch.cuda, "current_device", _current_device),
         (torch.cuda, "set_device", _nothing),
@@ -157,6 +160,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (mcore_random, "_get_cuda_rng_state", _get_rng_state),
         (mcore_random, "_set_cuda_rng_state", _set_rng_state),
     ]
+    bucket_group = buckets._ParamAndGradBucketGroup
     stand_in, without_streams = _TorchOnHost(), _TorchOnHost(cuda_without_streams())
     return [
         *((owner, name, _Answer(answer)) for owner, name, answer in answers),
@@ -166,6 +170,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (dispatcher, "torch", without_streams),
         (dispatcher, "maybe_move_tensor_to_cpu", split_sizes_on_host),
         (dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", InertStream()),
+        (bucket_group, "start_param_sync", one_at_a_time(bucket_group.start_param_sync)),
     ]
 
 
