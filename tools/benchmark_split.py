@@ -12,6 +12,7 @@ import argparse
 import gc
 import json
 import platform
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -92,8 +93,8 @@ def benchmark(shape: LayerShape, args: argparse.Namespace, device: torch.device)
     )
 
 
-def about(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Where and how."""
+def about(args: argparse.Namespace, device: torch.device, tool: str = "tools/benchmark_split.py") -> dict[str, Any]:
+    """Where and how `tool` was run."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
         "is_gpu": device.type == "cuda",
@@ -102,7 +103,7 @@ def about(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "repeats": args.repeats,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "command": " ".join(["python", "tools/benchmark_split.py", *args.argv]),
+        "command": shlex.join(["python", tool, *args.argv]),
     }
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
-import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -25,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # for `tools`, which no install provides
 from megatron.zerobubble.errors import UserError  # noqa: E402
 from megatron.zerobubble.wgrad.gemm import choose_kernel, working_kernels  # noqa: E402
-from tools.benchmark_split import DTYPES, choose_device  # noqa: E402
+from tools.benchmark_split import DTYPES, about, choose_device  # noqa: E402
 from tools.plan import Parser  # noqa: E402
 from tools.split.beside import PLAIN, BesideTimes, Card, CudaCard, LayerProducts, WayTimes, measure_ways  # noqa: E402
 from tools.split.shapes import SHAPES, LayerShape, shape_named  # noqa: E402
@@ -201,20 +199,6 @@ def verdicts(results: Sequence[ShapeWays]) -> list[str]:
     return sentences
 
 
-def about(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Where and how."""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
-        "is_gpu": device.type == "cuda",
-        "dtype": args.dtype,
-        "scale": args.scale,
-        "repeats": args.repeats,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "command": shlex.join(["python", "tools/benchmark_wgrad.py", *args.argv]),
-    }
-
-
 def to_json(results: Sequence[ShapeWays], where: dict[str, Any]) -> dict[str, Any]:
     """The JSON form."""
     shapes = [
@@ -259,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = [benchmark(shape, args, device, card) for shape in shapes_of(args)]
     except UserError as error:
         parser.error(str(error))
-    where = about(args, device)
+    where = about(args, device, "tools/benchmark_wgrad.py")
     text = to_markdown(results, where)
     print(text)
     if args.markdown:

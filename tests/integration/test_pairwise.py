@@ -160,9 +160,7 @@ def _train_early(trainer: Trainer) -> Outcome:
 
     def before_gradients() -> bool:
         is_wrong = note()
-        for chunk in trainer.built.chunks:
-            chunk.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
+        trainer.zero_gradients()
         return is_wrong
 
     trainer.schedule.before_gradients = before_gradients

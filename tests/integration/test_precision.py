@@ -64,9 +64,7 @@ def steps_of(case: Case, initial: Tensors | None = None) -> tuple[list[float], T
     trainer = Trainer(case, initial)
     before, scales = trainer.snapshot(), []
     for step in range(case.num_steps):
-        for chunk in trainer.built.chunks:
-            chunk.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
+        trainer.zero_gradients()
         trainer.forward_backward(step)
         with trainer.host.on_host():
             trainer.optimizer.step()

@@ -79,9 +79,7 @@ def _train(rank: int, case: Case, window: Window | None) -> dict[str, Any]:
         for iteration in range(1, case.num_steps + 1):
             if replanner is not None:
                 replanner.before(iteration, case.num_microbatches)
-            for chunk in trainer.built.chunks:
-                chunk.zero_grad_buffer()
-            trainer.optimizer.zero_grad()
+            trainer.zero_gradients()
             losses.append(trainer.forward_backward(iteration))
             with trainer.host.on_host():
                 trainer.optimizer.step()

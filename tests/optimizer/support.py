@@ -173,9 +173,7 @@ def _run(trainer: _Trainer, post: PostValidation) -> History:
 
     def before_gradients() -> bool:
         repeats = note(post.validate())
-        for chunk in trainer.built.chunks:
-            chunk.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
+        trainer.zero_gradients()
         return repeats
 
     trainer.schedule.before_gradients = before_gradients
@@ -230,9 +228,7 @@ def compare_with_stock(rank: int, case: Case) -> tuple[list[str], list[tuple[flo
     trainer = _Trainer(Scenario("", case))
     norms, num_stepped = [], 0
     for iteration in range(ITERATIONS):
-        for chunk in trainer.built.chunks:
-            chunk.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
+        trainer.zero_gradients()
         trainer.forward_backward(iteration)
         for group in trainer.optimizer.param_groups:
             group["lr"] = 1e-2 / (1 + num_stepped)

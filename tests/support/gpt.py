@@ -320,14 +320,18 @@ class Trainer:
 
     # -- training ---------------------------------------------------------------------------------------------------------
 
+    def zero_gradients(self) -> None:
+        """As before every step."""
+        for chunk in self.built.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
     def train(self) -> Outcome:
         """Run the case's steps."""
         losses, norms = [], []
         gradients: Tensors = {}
         for step in range(self.case.num_steps):
-            for chunk in self.built.chunks:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
+            self.zero_gradients()
             losses.append(self.forward_backward(step))
             if step == 0:
                 gradients = {

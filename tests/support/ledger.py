@@ -18,9 +18,7 @@ def train_watched(rank: int, case: Case, num_iterations: int, warmup: int, leaks
 
     def iterate() -> None:
         nonlocal step
-        for chunk in trainer.built.chunks:
-            chunk.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
+        trainer.zero_gradients()
         trainer.forward_backward(step)
         with trainer.host.on_host():
             trainer.optimizer.step()

@@ -1,9 +1,9 @@
 """On gloo, one gather of weights at a time in a process group.
 
 Two coalesced all-gathers that are under way in one group of gloo end some processes with SIGSEGV or SIGABRT inside of torch
-2.13's own threads: thousands of small ones do so within seconds, without megatron-core. megatron-core has several under way with
-`--overlap-param-gather`, one a chunk. So the next one of a group waits for the one before, which every member of the group starts
-in the same order. Passes still run beside it. NCCL orders them itself and is left alone.
+2.13's own threads: thousands of small ones do so within half a minute, without megatron-core. With `--overlap-param-gather`
+megatron-core has several under way, one a chunk. So the next one of a group waits for the one before, which every member of the
+group starts in the same order. Passes still run beside it. NCCL orders them itself and is left alone.
 """
 
 from __future__ import annotations
