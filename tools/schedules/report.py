@@ -2,8 +2,8 @@
 
 Contenders take turns: every round has one iteration of each. A speed-up is a ratio of two iterations of the same round, so that
 what slows the machine for a while slows both; of the ratios of all rounds the median, the least and the most are shown. *Reached*
-is the measured speed-up over the predicted one: 1.0 is a runtime that does what the simulator says. *Beyond passes* is what the
-runtime added to the passes of the very same iteration, whatever they took.
+is the measured speed-up over the predicted one: 1.0 is a runtime that does what the simulator says. *Beyond passes* is what came
+between the passes of the very same iteration, whatever they took: the runtime, messages, and waiting for a core.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Iteration:
     def beyond_passes(self, plan: Plan) -> float:
         """What the span is longer by than `plan`'s if every pass takes what it took here and nothing else takes time.
 
-        The runtime's own share: what passes are slower by on a busy machine is in both.
+        What passes are slower by on a busy machine is in both. What is left is the runtime, messages, and with more ranks than
+        cores waiting for one.
         """
         took = {op: end - start for sample in self.samples for op, start, end in sample.ops}
         return self.span_ms / span_of(run_in_order(plan, took.__getitem__, 0.0)) - 1.0
