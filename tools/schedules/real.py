@@ -22,9 +22,11 @@ def serve(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core's, on import and on every config
         from megatron.zerobubble.integration.host import HostDevice
+        from megatron.zerobubble.integration.host_heap import keep_freed_memory
         from tools.schedules.gpt import GPTContender, set_up, tear_down
         from tools.schedules.torch_pipelining import TorchContender
 
+        keep_freed_memory()  # for everyone: no pass of anyone pays for fresh pages
         host = HostDevice()
         set_up(host, num_ranks)
         contenders: list[TorchContender | GPTContender] = [

@@ -102,6 +102,7 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
     import torch
 
     from megatron.zerobubble.integration.host import HostDevice
+    from megatron.zerobubble.integration.host_heap import keep_freed_memory
 
     backend = _backend(settings)
     host = HostDevice(enabled=not torch.cuda.is_available() and backend == "gloo")
@@ -123,8 +124,10 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
             "matrices; leave it out to train in fp32"
         )
     host.install()
-    if host.enabled and not launch.has_threads_set:
-        torch.set_num_threads(1)  # as torchrun does: the ranks of a machine share its cores
+    if host.enabled:
+        keep_freed_memory()
+        if not launch.has_threads_set:
+            torch.set_num_threads(1)  # as torchrun does: the ranks of a machine share its cores
     return host
 
 

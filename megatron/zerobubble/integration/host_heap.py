@@ -1,0 +1,37 @@
+"""Keeping freed memory in the process, where tensors are in host memory.
+
+A pipeline frees and allocates the same tens of megabytes with every pass. CUDA's allocator caches what is freed. glibc gives the
+top of its heap back to the system and maps large blocks by themselves; each page is zeroed by the system when it is touched for
+the first time, in the midst of a pass. We have seen that take 3 to 4 % of an iteration, most with most activations in flight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+__all__ = ["keep_freed_memory"]
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""glibc's names in malloc.h, of parameters that `mallopt(3)` explains."""
+
+_NEVER = 2**31 - 1
+"""Bytes that may lie unused at the top of the heap; a C int."""
+
+_LARGEST_ON_HEAP = 32 * 2**20
+"""Bytes from which a block is mapped by itself; glibc takes no more (HEAP_MAX_SIZE / 2)."""
+
+
+def keep_freed_memory() -> bool:
+    """Let the C library keep what this process frees, up to blocks of 32 MiB. For the life of the process: it cannot be asked
+    what it did before.
+
+    Returns:
+        Whether the C library has such a choice; nothing is changed where it does not (musl, macOS, Windows).
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_ON_HEAP)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER))

@@ -1,0 +1,45 @@
+"""Freed memory stays in the process: no fresh pages for tensors of a size that was there before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.zerobubble.integration.host_heap import keep_freed_memory
+
+COUNT_FAULTS = """
+import resource, sys, torch
+from megatron.zerobubble.integration.host_heap import keep_freed_memory
+
+def fresh_pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        tensors = [torch.ones(2**20) for _ in range(10)]  # 4 MiB each
+        del tensors
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+fresh_pages()
+print(fresh_pages())
+"""
+PAGES = 10 * 4 * 2**20 // 4096
+"""Of ten tensors."""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="counts Linux's pages")
+def test_freed_tensors_are_not_mapped_anew() -> None:
+    def fresh_pages(how: str) -> int:
+        done = subprocess.run([sys.executable, "-c", COUNT_FAULTS, how], check=True, capture_output=True, text=True)
+        return int(done.stdout)
+
+    assert fresh_pages("as it is") > PAGES, "else there is nothing to keep"
+    assert fresh_pages("keep") < PAGES // 100
+
+
+def test_elsewhere_it_says_that_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not keep_freed_memory()
