@@ -18,10 +18,10 @@ from tests.support.ranks import RankPool
 from tools import benchmark_schedules
 from tools.emulation import SleepingWork
 from tools.schedules import emulated, real
-from tools.schedules.report import Iteration, Line, Sample, measured_passes, rows_of
+from tools.schedules.report import Iteration, Line, Sample, Spread, measured_passes, rows_of
 
 TINY = ("--num-layers", "8", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8", "--micro-batch-size", "1")
-SPREAD = {"median", "least", "most"}
+SPREAD = {"median", "low", "high", "least", "most"}
 
 
 def sample(start_ms: float, end_ms: float, **ops: tuple[float, float]) -> Sample:
@@ -62,16 +62,23 @@ def test_pass_times_are_medians_and_fused_ones_only_a_last_resort() -> None:
 def test_a_speed_up_is_a_ratio_within_a_round() -> None:
     slow = Line(name="slow", runtime="a", baseline="slow", ms=(100, 120, 110), predicted_ms=90)
     fast = Line(name="fast", runtime="b", baseline="slow", ms=(80, 100, 110), predicted_ms=72, losses=(5.0, 4.0))
-    unknown = Line(name="unknown", runtime="c", baseline="slow", ms=(200, 120, 220))
+    unknown = Line(name="unknown", runtime="c", baseline="slow", ms=(200, 120, 220), peer="fast")
     first, second, third = rows_of([slow, fast, unknown])
-    assert first["speed_up"] == {"median": 1, "least": 1, "most": 1}
-    assert second["speed_up"] == pytest.approx({"median": 1.2, "least": 1.0, "most": 1.25})
+    assert first["speed_up"] == {"median": 1, "low": 1, "high": 1, "least": 1, "most": 1}
+    assert second["speed_up"] == pytest.approx({"median": 1.2, "low": 1.0, "high": 1.25, "least": 1.0, "most": 1.25})
     assert second["predicted_speed_up"] == 1.25
-    assert second["reached"] == pytest.approx({"median": 0.96, "least": 0.8, "most": 1.0})
-    assert second["over_prediction"] == pytest.approx({"median": 100 / 72 - 1, "least": 80 / 72 - 1, "most": 110 / 72 - 1})
+    assert second["reached"] == pytest.approx({"median": 0.96, "low": 0.8, "high": 1.0, "least": 0.8, "most": 1.0})
+    assert [second["over_prediction"][key] for key in ("least", "most")] == pytest.approx([80 / 72 - 1, 110 / 72 - 1])
     assert second["loss"] == {"first": 5.0, "last": 4.0}
     assert third["speed_up"]["median"] == 0.5
     assert "reached" not in third
+    assert (third["peer"], third["over_peer"]["median"]) == ("fast", 0.5), "the ratios are 0.4, 1 / 1.2 and 0.5"
+
+
+@pytest.mark.parametrize(("count", "low", "high"), [(1, 1, 1), (5, 1, 5), (8, 1, 8), (9, 2, 8), (20, 6, 15), (50, 18, 33)])
+def test_the_interval_of_a_median_is_that_of_the_sign_test(count: int, low: int, high: int) -> None:
+    spread = Spread.of(range(count, 0, -1))  # a value is its own place; the places are in tables of order statistics
+    assert (spread.low, spread.high, spread.least, spread.most) == (low, high, 1, count)
 
 
 def test_a_sleeping_pass_refuses_what_is_not_its_input() -> None:
@@ -132,6 +139,9 @@ def test_real(in_pool: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
         assert linear == pytest.approx([linear[0]] * 4, rel=1e-5), "one model, whoever schedules it"
         assert {row["name"] for row in rows.values() if "reached" not in row} == {"torch-1f1b", "torch-zbv"}
         assert {row["name"] for row in rows.values() if "beyond_passes" in row} == {"1f1b", "zb-h1", "zb-h2", "zbv", "v-half"}
+        assert {row["name"]: row["peer"] for row in rows.values() if "peer" in row} == dict.fromkeys(
+            ("zbv", "v-half"), "torch-zbv"
+        )
         stages = {placement: len(passes["stages"]) for placement, passes in result["passes"].items()}
         assert stages == {"linear": 4, "V": 8}
 

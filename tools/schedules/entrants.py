@@ -31,19 +31,21 @@ class Entrant:
     """A name of `megatron.zerobubble.plan.registry`: the order of passes, for the simulator as well."""
     baseline: str
     """Name of the entrant that its speed-up is over."""
+    peer: str | None = None
+    """Name of the entrant of somebody else that its speed-up is compared with."""
 
     def placement(self, num_ranks: int) -> Placement:
         """Stage -> rank."""
         return placement_of(self.schedule, num_ranks)
 
 
-STOCK_1F1B, TORCH_1F1B = "stock-1f1b", "torch-1f1b"
-_STOCK, _TORCH = Runtime.STOCK, Runtime.TORCH
+STOCK_1F1B, TORCH_1F1B, TORCH_ZBV = "stock-1f1b", "torch-1f1b", "torch-zbv"
+_STOCK, _OURS, _TORCH = Runtime.STOCK, Runtime.OURS, Runtime.TORCH
 GUESTS = (
     Entrant(name=STOCK_1F1B, runtime=_STOCK, schedule="1f1b", baseline=STOCK_1F1B),
     Entrant(name="stock-interleaved-1f1b", runtime=_STOCK, schedule="interleaved-1f1b", baseline=STOCK_1F1B),
     Entrant(name=TORCH_1F1B, runtime=_TORCH, schedule="1f1b", baseline=TORCH_1F1B),
-    Entrant(name="torch-zbv", runtime=_TORCH, schedule="zbv", baseline=TORCH_1F1B),
+    Entrant(name=TORCH_ZBV, runtime=_TORCH, schedule="zbv", baseline=TORCH_1F1B),
 )
 """Schedules of others. Any other name is one of ours."""
 
@@ -77,12 +79,18 @@ def entrants(names: Sequence[str], num_ranks: int, numbers_of_microbatches: Sequ
     chosen: dict[str, Entrant] = {}
     for name in names:
         schedule = guests[name].schedule if name in guests else schedule_info(name).name
-        entrant = guests.get(name) or Entrant(name=name, runtime=Runtime.OURS, schedule=schedule, baseline=STOCK_1F1B)
+        entrant = guests.get(name) or _ours(name, schedule)
         chosen[entrant.baseline] = guests[entrant.baseline]
         chosen[name] = entrant
     for entrant in chosen.values():
         _check(entrant, num_ranks, numbers_of_microbatches, sizes)
     return list(chosen.values())
+
+
+def _ours(name: str, schedule: str) -> Entrant:
+    # Of one placement, so of stages of the same size: torch has one schedule there.
+    is_v = placement_of(schedule, 2) == Placement.v(2)
+    return Entrant(name=name, runtime=_OURS, schedule=schedule, baseline=STOCK_1F1B, peer=TORCH_ZBV if is_v else None)
 
 
 def _check(entrant: Entrant, num_ranks: int, numbers_of_microbatches: Sequence[int], sizes: Sizes) -> None:

@@ -1,15 +1,18 @@
 """What the schedule benchmark says: ratios measured side by side, with their spread, against the simulator. No torch in here.
 
 Contenders take turns: every round has one iteration of each. A speed-up is a ratio of two iterations of the same round, so that
-what slows the machine for a while slows both; of the ratios of all rounds the median, the least and the most are shown. *Reached*
-is the measured speed-up over the predicted one: 1.0 is a runtime that does what the simulator says. *Beyond passes* is what came
-between the passes of the very same iteration, whatever they took: the runtime, messages, and waiting for a core.
+what slows the machine for a while slows both; of the ratios of all rounds the median is shown, and between which two of them the
+true median is with a confidence of 95 %. *Reached* is the measured speed-up over the predicted one: 1.0 is a runtime that does
+what the simulator says. *Over peer* is the speed-up over that of somebody else's runtime with the same order of passes. *Beyond
+passes* is what came between the passes of the very same iteration, whatever they took: the runtime, messages, and waiting for a
+core.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,6 +82,9 @@ class Spread:
     """Of several measurements."""
 
     median: float
+    low: float
+    """The median of endlessly many is between this and `high` with a confidence of `CONFIDENCE`, if each is by itself."""
+    high: float
     least: float
     most: float
 
@@ -86,7 +92,31 @@ class Spread:
     def of(values: Iterable[float]) -> Spread:
         """Of at least one value."""
         ordered = sorted(values)
-        return Spread(median=statistics.median(ordered), least=ordered[0], most=ordered[-1])
+        skipped = _skipped(len(ordered))
+        return Spread(
+            median=statistics.median(ordered),
+            low=ordered[skipped],
+            high=ordered[-1 - skipped],
+            least=ordered[0],
+            most=ordered[-1],
+        )
+
+
+CONFIDENCE = 0.95
+
+
+def _skipped(count: int) -> int:
+    """How many of `count` ordered values may be left out at either end, so that the true median is among the rest.
+
+    Each value is below the true median with a probability of one half, so that the number of those below is binomial. This is
+    the interval of the sign test, which assumes nothing of how the values are distributed. Of less than six none is left out.
+    """
+    outside, skipped = 0.0, 0
+    while True:
+        outside += 2 * math.comb(count, skipped) / 2**count
+        if outside > 1.0 - CONFIDENCE:
+            return max(skipped - 1, 0)
+        skipped += 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +128,8 @@ class Line:
     """Whose code runs it."""
     baseline: str
     """Name of the line that its speed-up is over."""
+    peer: str | None = None
+    """Name of the line whose speed-up this one's is compared with; it has a baseline of its own."""
     ms: tuple[float, ...]
     """What one iteration took, per round."""
     predicted_ms: float | None = None
@@ -115,11 +147,15 @@ Row = dict[str, Any]
 def rows_of(lines: Sequence[Line]) -> list[Row]:
     """Every line with its ratios. The baseline of each must be among them, with the same number of rounds."""
     by_name = {line.name: line for line in lines}
-    return [_row(line, by_name[line.baseline]) for line in lines]
+    return [_row(line, by_name) for line in lines]
 
 
-def _row(line: Line, baseline: Line) -> Row:
-    ratios = [theirs / own for theirs, own in zip(baseline.ms, line.ms, strict=True)]
+def _speed_ups(line: Line, by_name: Mapping[str, Line]) -> list[float]:
+    return [theirs / own for theirs, own in zip(by_name[line.baseline].ms, line.ms, strict=True)]
+
+
+def _row(line: Line, by_name: Mapping[str, Line]) -> Row:
+    ratios, baseline = _speed_ups(line, by_name), by_name[line.baseline]
     row: Row = {"name": line.name, "runtime": line.runtime, "over": baseline.name}
     row |= {
         "ms": asdict(Spread.of(line.ms)),
@@ -133,6 +169,9 @@ def _row(line: Line, baseline: Line) -> Row:
         predicted = baseline.predicted_ms / line.predicted_ms
         row["predicted_speed_up"] = predicted
         row["reached"] = asdict(Spread.of(ratio / predicted for ratio in ratios))
+    if line.peer is not None:
+        pairs = zip(ratios, _speed_ups(by_name[line.peer], by_name), strict=True)
+        row |= {"peer": line.peer, "over_peer": asdict(Spread.of(own / theirs for own, theirs in pairs))}
     if line.beyond_passes:
         row["beyond_passes"] = asdict(Spread.of(line.beyond_passes))
     if line.losses:
@@ -185,8 +224,8 @@ def measured_passes(placement: Placement, iterations: Sequence[Iteration]) -> Pa
 
 
 COLUMNS = (
-    *("schedule", "runtime", "ms", "predicted", "over it", "beyond passes", "speed-up", "least to most"),
-    *("over", "predicted", "reached", "least to most"),
+    *("schedule", "runtime", "ms", "predicted", "over it", "beyond passes", "speed-up", "95 %", "over", "predicted"),
+    *("reached", "95 %", "over peer", "95 %", "peer"),
 )
 
 
@@ -197,7 +236,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    speed_up, reached, over, beyond = row["speed_up"], row.get("reached"), row.get("over_prediction"), row.get("beyond_passes")
+    over, beyond, reached, over_peer = (row.get(key) for key in ("over_prediction", "beyond_passes", "reached", "over_peer"))
     return [
         row["name"],
         row["runtime"],
@@ -205,13 +244,19 @@ def _cells(row: Row) -> list[str]:
         f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else "-",
         f"{over['median']:+.1%}" if over else "-",
         f"{beyond['median']:+.1%}" if beyond else "-",
-        f"{speed_up['median']:.3f}",
-        f"{speed_up['least']:.3f} to {speed_up['most']:.3f}",
+        *_median(row["speed_up"], ".3f"),
         row["over"],
         f"{row['predicted_speed_up']:.3f}" if reached else "-",
-        f"{reached['median']:.1%}" if reached else "-",
-        f"{reached['least']:.1%} to {reached['most']:.1%}" if reached else "-",
+        *_median(reached, ".1%"),
+        *_median(over_peer, ".3f"),
+        row.get("peer", "-"),
     ]
+
+
+def _median(spread: Row | None, form: str) -> tuple[str, str]:
+    if spread is None:
+        return "-", "-"
+    return f"{spread['median']:{form}}", f"{spread['low']:{form}} to {spread['high']:{form}}"
 
 
 def draw(results: Sequence[Row], target: str) -> None:
