@@ -10,7 +10,7 @@ slowest rank. Predictions are the simulator's on the pass times of the same run,
 the tensors on gloo are real. NAME@LIMIT is the plan found for these times under a memory limit (1.0 is 1F1B's rank 0), NAME the
 drawn order. Measured is the span: the longest that any rank needs from its first op's start to its last op's end.
 
-Contenders take turns in the same processes; a speed-up is a ratio of two iterations of the same round.
+Contenders take turns in the same processes; a speed-up is a ratio of what all rounds took together, with a 95 % interval.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tools.schedules.emulated import Times  # noqa: E402
 from tools.schedules.entrants import Sizes, entrants  # noqa: E402
 from tools.schedules.report import Row, draw, table  # noqa: E402
 
-FORMAT = "zerobubble-schedules-benchmark/1"
+FORMAT = "zerobubble-schedules-benchmark/2"
 PUBLISHED = ROOT / "docs" / "benchmarks" / "published.json"
 REAL = ("stock-1f1b", "stock-interleaved-1f1b", "1f1b", "zb-h1", "zb-h2", "zbv", "v-half", "torch-1f1b", "torch-zbv")
 EMULATED = ("1f1b", "zb@1", "zb@2", "zbv@1")

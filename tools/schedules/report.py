@@ -1,18 +1,18 @@
 """What the schedule benchmark says: ratios measured side by side, with their spread, against the simulator. No torch in here.
 
-Contenders take turns: every round has one iteration of each. A speed-up is a ratio of two iterations of the same round, so that
-what slows the machine for a while slows both; of the ratios of all rounds the median is shown, and between which two of them the
-true median is with a confidence of 95 %. *Reached* is the measured speed-up over the predicted one: 1.0 is a runtime that does
-what the simulator says. *Over peer* is the speed-up over that of somebody else's runtime with the same order of passes. *Beyond
-passes* is what came between the passes of the very same iteration, whatever they took: the runtime, messages, and waiting for a
-core.
+Contenders take turns: every round has one iteration of each. A speed-up is the ratio of what all rounds took together, of the
+baseline and of the contender, as in a run that is so long. On a shared machine single iterations differ by a tenth, so that every
+ratio comes with the interval that holds it with a confidence of 95 %. *Reached* is the measured speed-up over the predicted one:
+1.0 is a runtime that does what the simulator says. *Over peer* is the speed-up over that of somebody else's runtime with the same
+placement. *Beyond passes* is what came between the passes of the very same iteration, whatever they took: the runtime, messages,
+and waiting for a core.
 """
 
 from __future__ import annotations
 
-import math
+import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -82,9 +82,6 @@ class Spread:
     """Of several measurements."""
 
     median: float
-    low: float
-    """The median of endlessly many is between this and `high` with a confidence of `CONFIDENCE`, if each is by itself."""
-    high: float
     least: float
     most: float
 
@@ -92,31 +89,37 @@ class Spread:
     def of(values: Iterable[float]) -> Spread:
         """Of at least one value."""
         ordered = sorted(values)
-        skipped = _skipped(len(ordered))
-        return Spread(
-            median=statistics.median(ordered),
-            low=ordered[skipped],
-            high=ordered[-1 - skipped],
-            least=ordered[0],
-            most=ordered[-1],
-        )
+        return Spread(median=statistics.median(ordered), least=ordered[0], most=ordered[-1])
 
 
 CONFIDENCE = 0.95
+RESAMPLES = 2000
 
 
-def _skipped(count: int) -> int:
-    """How many of `count` ordered values may be left out at either end, so that the true median is among the rest.
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Of something that is computed from all rounds together."""
 
-    Each value is below the true median with a probability of one half, so that the number of those below is binomial. This is
-    the interval of the sign test, which assumes nothing of how the values are distributed. Of less than six none is left out.
-    """
-    outside, skipped = 0.0, 0
-    while True:
-        outside += 2 * math.comb(count, skipped) / 2**count
-        if outside > 1.0 - CONFIDENCE:
-            return max(skipped - 1, 0)
-        skipped += 1
+    value: float
+    low: float
+    """With `high` the interval that holds it with a confidence of `CONFIDENCE`; with few rounds it is too narrow."""
+    high: float
+
+    @staticmethod
+    def of(num_rounds: int, compute: Callable[[Sequence[int]], float]) -> Estimate:
+        """`compute` gets numbers of rounds: of all, and for the interval as many at random, with some twice and some not at all.
+
+        That is the bootstrap's percentile interval (Efron 1979). Always the same rounds are drawn.
+        """
+        draw = random.Random(0)
+        rounds = range(num_rounds)
+        drawn = sorted(compute(draw.choices(rounds, k=num_rounds)) for _ in range(RESAMPLES))
+        outside = round(RESAMPLES * (1.0 - CONFIDENCE) / 2)
+        return Estimate(value=compute(rounds), low=drawn[outside], high=drawn[-1 - outside])
+
+    def over(self, divisor: float) -> Estimate:
+        """All of it over `divisor`."""
+        return Estimate(value=self.value / divisor, low=self.low / divisor, high=self.high / divisor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,28 +153,27 @@ def rows_of(lines: Sequence[Line]) -> list[Row]:
     return [_row(line, by_name) for line in lines]
 
 
-def _speed_ups(line: Line, by_name: Mapping[str, Line]) -> list[float]:
-    return [theirs / own for theirs, own in zip(by_name[line.baseline].ms, line.ms, strict=True)]
+def _speed_up(line: Line, by_name: Mapping[str, Line], rounds: Sequence[int]) -> float:
+    baseline = by_name[line.baseline]
+    return sum(baseline.ms[each] for each in rounds) / sum(line.ms[each] for each in rounds)
 
 
 def _row(line: Line, by_name: Mapping[str, Line]) -> Row:
-    ratios, baseline = _speed_ups(line, by_name), by_name[line.baseline]
+    baseline, count = by_name[line.baseline], len(line.ms)
+    speed_up = Estimate.of(count, lambda rounds: _speed_up(line, by_name, rounds))
     row: Row = {"name": line.name, "runtime": line.runtime, "over": baseline.name}
-    row |= {
-        "ms": asdict(Spread.of(line.ms)),
-        "rounds_ms": [round(ms, 3) for ms in line.ms],
-        "speed_up": asdict(Spread.of(ratios)),
-    }
+    row |= {"ms": asdict(Spread.of(line.ms)), "rounds_ms": [round(ms, 3) for ms in line.ms], "speed_up": asdict(speed_up)}
     if line.predicted_ms is not None:
         row["predicted_ms"] = line.predicted_ms
         row["over_prediction"] = asdict(Spread.of(ms / line.predicted_ms - 1.0 for ms in line.ms))
     if line.predicted_ms is not None and baseline.predicted_ms is not None:
         predicted = baseline.predicted_ms / line.predicted_ms
         row["predicted_speed_up"] = predicted
-        row["reached"] = asdict(Spread.of(ratio / predicted for ratio in ratios))
+        row["reached"] = asdict(speed_up.over(predicted))
     if line.peer is not None:
-        pairs = zip(ratios, _speed_ups(by_name[line.peer], by_name), strict=True)
-        row |= {"peer": line.peer, "over_peer": asdict(Spread.of(own / theirs for own, theirs in pairs))}
+        peer = by_name[line.peer]
+        over_peer = Estimate.of(count, lambda rounds: _speed_up(line, by_name, rounds) / _speed_up(peer, by_name, rounds))
+        row |= {"peer": line.peer, "over_peer": asdict(over_peer)}
     if line.beyond_passes:
         row["beyond_passes"] = asdict(Spread.of(line.beyond_passes))
     if line.losses:
@@ -185,9 +187,9 @@ class Passes:
 
     placement: Placement
     costs: CostModel
-    """Medians of every stage's F, B and W; links count as free."""
+    """Means of every stage's F, B and W; links count as free."""
     outside_ms: float
-    """Median of an iteration's `outside_ms`."""
+    """Mean of an iteration's `outside_ms`."""
 
     def table(self) -> list[Row]:
         """For the JSON."""
@@ -199,7 +201,10 @@ class Passes:
 
 
 def measured_passes(placement: Placement, iterations: Sequence[Iteration]) -> Passes:
-    """From recorded iterations on `placement`. Those with a fused backward count only where no other is given."""
+    """From recorded iterations on `placement`. Those with a fused backward count only where no other is given.
+
+    Means, as what all iterations took together is what is compared: the mean of a sum is the sum of the means.
+    """
     split = [each for each in iterations if not any(op.op.kind is OpKind.BW for s in each.samples for op in s.ops)]
     times: dict[tuple[int, OpKind], list[float]] = {}
     for iteration in split or iterations:
@@ -207,24 +212,24 @@ def measured_passes(placement: Placement, iterations: Sequence[Iteration]) -> Pa
             for op, start, end in sample.ops:
                 times.setdefault((op.stage, OpKind.B if op.kind is OpKind.BW else op.kind), []).append(end - start)
 
-    def typical(kind: OpKind) -> tuple[float, ...]:
+    def mean(kind: OpKind) -> tuple[float, ...]:
         stages = range(placement.num_stages)
-        return tuple(statistics.median(times[stage, kind]) if (stage, kind) in times else 0.0 for stage in stages)
+        return tuple(statistics.fmean(times[stage, kind]) if (stage, kind) in times else 0.0 for stage in stages)
 
     flat = CostModel.uniform(placement)
     costs = CostModel(
-        forward_ms=typical(OpKind.F),
-        backward_ms=typical(OpKind.B),
-        wgrad_ms=typical(OpKind.W),
+        forward_ms=mean(OpKind.F),
+        backward_ms=mean(OpKind.B),
+        wgrad_ms=mean(OpKind.W),
         activation=flat.activation,
         activation_after_backward=flat.activation_after_backward,
     )
-    outside = statistics.median(iteration.outside_ms for iteration in split or iterations)
+    outside = statistics.fmean(iteration.outside_ms for iteration in split or iterations)
     return Passes(placement=placement, costs=costs, outside_ms=outside)
 
 
 COLUMNS = (
-    *("schedule", "runtime", "ms", "predicted", "over it", "beyond passes", "speed-up", "95 %", "over", "predicted"),
+    *("schedule", "runtime", "median ms", "predicted", "over it", "beyond passes", "speed-up", "95 %", "over", "predicted"),
     *("reached", "95 %", "over peer", "95 %", "peer"),
 )
 
@@ -244,23 +249,23 @@ def _cells(row: Row) -> list[str]:
         f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else "-",
         f"{over['median']:+.1%}" if over else "-",
         f"{beyond['median']:+.1%}" if beyond else "-",
-        *_median(row["speed_up"], ".3f"),
+        *_estimate(row["speed_up"], ".3f"),
         row["over"],
         f"{row['predicted_speed_up']:.3f}" if reached else "-",
-        *_median(reached, ".1%"),
-        *_median(over_peer, ".3f"),
+        *_estimate(reached, ".1%"),
+        *_estimate(over_peer, ".3f"),
         row.get("peer", "-"),
     ]
 
 
-def _median(spread: Row | None, form: str) -> tuple[str, str]:
-    if spread is None:
+def _estimate(estimate: Row | None, form: str) -> tuple[str, str]:
+    if estimate is None:
         return "-", "-"
-    return f"{spread['median']:{form}}", f"{spread['low']:{form}} to {spread['high']:{form}}"
+    return f"{estimate['value']:{form}}", f"{estimate['low']:{form}} to {estimate['high']:{form}}"
 
 
 def draw(results: Sequence[Row], target: str) -> None:
-    """Measured speed-ups as bars with their spread, predicted ones as marks; one panel a number of microbatches."""
+    """Measured speed-ups as bars with their intervals, predicted ones as marks; one panel a number of microbatches."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -269,18 +274,16 @@ def draw(results: Sequence[Row], target: str) -> None:
     figure, panels = pyplot.subplots(1, len(results), figsize=(1.5 + 5.5 * len(results), 4.2), squeeze=False)
     for axes, result in zip(panels[0], results, strict=True):
         rows = result["rows"]
-        spreads = [row["speed_up"] for row in rows]
-        errors = [
-            [spread["median"] - spread["least"] for spread in spreads],
-            [spread["most"] - spread["median"] for spread in spreads],
-        ]
-        axes.bar(range(len(rows)), [spread["median"] for spread in spreads], yerr=errors, capsize=3, color="#7aa6c2")
+        speed_ups = [row["speed_up"] for row in rows]
+        values = [each["value"] for each in speed_ups]
+        errors = [[each["value"] - each["low"] for each in speed_ups], [each["high"] - each["value"] for each in speed_ups]]
+        axes.bar(range(len(rows)), values, yerr=errors, capsize=3, color="#7aa6c2")
         known = [(place, row["predicted_speed_up"]) for place, row in enumerate(rows) if "predicted_speed_up" in row]
         places, predicted = [place for place, _ in known], [value for _, value in known]
         axes.plot(places, predicted, "_", color="black", markersize=18, label="predicted")
         names = [f"{row['name']}\nover {row['over']}" for row in rows]
         axes.set_xticks(range(len(rows)), names, rotation=45, ha="right", fontsize=7)
-        least = min(*(spread["least"] for spread in spreads), *predicted, 1.0)
+        least = min(*(each["low"] for each in speed_ups), *predicted, 1.0)
         axes.set(ylabel="speed-up", ylim=(0.9 * least, None), title=f"{result['num_microbatches']} microbatches")
         axes.axhline(1.0, color="grey", linewidth=0.8)
         axes.legend()
