@@ -2,8 +2,8 @@
 
 The embedding beside the heads is a second copy of the first one, and the output layer is used once more for every head: the
 gradients of these are sums in another order than the reference's, so the tolerance is 1e-6. Adam's epsilon is large, as for
-tied embeddings. All other gradients are the same bits. In float16 the reference rounds its sums to 11 bits, and biases, which
-begin at zero, are so small after three steps that the last bit of a weight is 1/300 of them.
+tied embeddings. All other gradients are the same bits. In float16 the reference rounds its sums to 11 bits, and weights may
+differ by their last two.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_stock_1f1b_waits_for_no_weight_that_nobody_uses(four_ranks: RankPool) -
 
 
 def _assert_equal(ranks: RankPool, case: FurtherTokensCase) -> None:
-    tolerance, of_weights = (1e-6, 1e-6) if case.dtype is torch.float32 else (1e-3, 5e-3)
+    tolerance, of_weights = (1e-6, 1e-6) if case.dtype is torch.float32 else (1e-3, 2e-3)
     differences = ranks.run(compare, case)
     for rank, difference in enumerate(differences):
         assert difference.losses < max(1e-5, tolerance), (rank, difference)
