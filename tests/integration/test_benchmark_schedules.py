@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,8 @@ def test_a_speed_up_is_a_ratio_of_all_rounds_together() -> None:
     assert third["speed_up"]["value"] == 330 / 540
     assert (third["peer"], third["over_peer"]["value"]) == ("fast", pytest.approx((330 / 540) / (330 / 264)))
     assert "reached" not in third
+    with pytest.raises(ValueError, match="shorter"):
+        rows_of([slow, replace(fast, ms=(80, 100))])
 
 
 def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
@@ -81,7 +85,7 @@ def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
     held = 0
     for _ in range(100):
         values = [truth.gauss(5.0, 1.0) for _ in range(40)]
-        estimate = Estimate.of(len(values), lambda rounds, values=values: sum(values[each] for each in rounds) / len(rounds))
+        estimate = Estimate.of(values, statistics.fmean)
         held += estimate.low < 5.0 < estimate.high
     assert 88 <= held <= 99
 

@@ -64,8 +64,7 @@ def _gradients_by_op(rank: int, case: MoeCase) -> list[tuple[OpKind, bool, bool]
         before.update(now)
 
     trainer.schedule.observe = observe
-    for chunk in trainer.built.chunks:
-        chunk.zero_grad_buffer()
+    trainer.zero_gradients()
     trainer.forward_backward(0)
     trainer.close()
     return seen

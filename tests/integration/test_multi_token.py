@@ -3,7 +3,7 @@
 The embedding beside the heads is a second copy of the first one, and the output layer is used once more for every head: the
 gradients of these are sums in another order than the reference's, so the tolerance is 1e-6. Adam's epsilon is large, as for
 tied embeddings. All other gradients are the same bits. In float16 the reference rounds its sums to 11 bits, and weights may
-differ by their last two.
+differ by twice their last one.
 """
 
 from __future__ import annotations

@@ -157,8 +157,7 @@ def _train_within(rank: int, case: Case) -> dict[str, Any]:
     )
     for iteration in range(1, 4):
         replanner.before(iteration, case.num_microbatches)
-        for chunk in trainer.built.chunks:
-            chunk.zero_grad_buffer()
+        trainer.zero_gradients()
         trainer.forward_backward(iteration)
     frugal = trainer.schedule.plan(case.num_microbatches)
     replanner.after(3, case.num_microbatches)

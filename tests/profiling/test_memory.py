@@ -58,8 +58,7 @@ def test_what_passes_need_is_counted_above_what_is_held_around_them() -> None:
 def _measure(rank: int, case: Case) -> dict[str, Any]:
     trainer = Trainer(case)
     trainer.forward_backward(0)  # tables and masks that stay
-    for chunk in trainer.built.chunks:
-        chunk.zero_grad_buffer()
+    trainer.zero_gradients()
     profiler = trainer.schedule.profiler = Profiler(torch.device("cpu"))
     trainer.forward_backward(1)
     plan = trainer.schedule.plan(case.num_microbatches)

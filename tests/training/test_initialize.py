@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.integration import host_heap
 from megatron.zerobubble.training import initialize
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.initialize import Launch, choose_device, computes, read_launch
@@ -49,9 +52,12 @@ def test_fp16_on_a_device_without_it_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_cpu_is_chosen_with_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    keep = mock.Mock()
+    monkeypatch.setattr(host_heap, "keep_freed_memory", keep)
     host = choose_device(settings_from_argv((FLAGS + "--distributed-backend gloo").split(), world_size=2), LAUNCH)
     try:
         assert host.enabled
+        keep.assert_called_once_with()
         assert torch.cuda.current_device() == torch.device("cpu")
     finally:
         host.uninstall()

@@ -32,7 +32,7 @@ class Entrant:
     baseline: str
     """Name of the entrant that its speed-up is over."""
     peer: str | None = None
-    """Name of the entrant of somebody else that its speed-up is compared with."""
+    """Name of the entrant of somebody else that its speed-up is compared with, where that takes part."""
 
     def placement(self, num_ranks: int) -> Placement:
         """Stage -> rank."""
@@ -79,7 +79,7 @@ def entrants(names: Sequence[str], num_ranks: int, numbers_of_microbatches: Sequ
     chosen: dict[str, Entrant] = {}
     for name in names:
         schedule = guests[name].schedule if name in guests else schedule_info(name).name
-        entrant = guests.get(name) or _ours(name, schedule)
+        entrant = guests.get(name) or _ours(name, schedule, has_peer=TORCH_ZBV in names)
         chosen[entrant.baseline] = guests[entrant.baseline]
         chosen[name] = entrant
     for entrant in chosen.values():
@@ -87,10 +87,10 @@ def entrants(names: Sequence[str], num_ranks: int, numbers_of_microbatches: Sequ
     return list(chosen.values())
 
 
-def _ours(name: str, schedule: str) -> Entrant:
-    # Of one placement, so of stages of the same size: torch has one schedule there.
-    is_v = placement_of(schedule, 2) == Placement.v(2)
-    return Entrant(name=name, runtime=_OURS, schedule=schedule, baseline=STOCK_1F1B, peer=TORCH_ZBV if is_v else None)
+def _ours(name: str, schedule: str, *, has_peer: bool) -> Entrant:
+    is_v = placement_of(schedule, 2) == Placement.v(2)  # as torch-zbv's, so that stages are of the same size
+    peer = TORCH_ZBV if has_peer and is_v else None
+    return Entrant(name=name, runtime=_OURS, schedule=schedule, baseline=STOCK_1F1B, peer=peer)
 
 
 def _check(entrant: Entrant, num_ranks: int, numbers_of_microbatches: Sequence[int], sizes: Sizes) -> None:

@@ -60,7 +60,6 @@ def result(
     """What was measured with one number of microbatches."""
     passes = _passes(entrants, iterations, num_ranks)
     lines = []
-    present = {entrant.name for entrant in entrants}
     for entrant, its in zip(entrants, iterations, strict=True):
         plan = build_plan(entrant.schedule, num_ranks=num_ranks, num_microbatches=num_microbatches)
         is_recorded = entrant.runtime is Runtime.OURS
@@ -69,7 +68,7 @@ def result(
                 name=entrant.name,
                 runtime=entrant.runtime.value,
                 baseline=entrant.baseline,
-                peer=entrant.peer if entrant.peer in present else None,
+                peer=entrant.peer,
                 ms=tuple(iteration.wall_ms for iteration in its),
                 predicted_ms=_predicted_ms(entrant, plan, passes),
                 beyond_passes=tuple(iteration.beyond_passes(plan) for iteration in its) if is_recorded else (),

@@ -14,7 +14,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
@@ -92,6 +92,8 @@ class Spread:
         return Spread(median=statistics.median(ordered), least=ordered[0], most=ordered[-1])
 
 
+T = TypeVar("T")
+
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 
@@ -106,14 +108,13 @@ class Estimate:
     high: float
 
     @staticmethod
-    def of(num_rounds: int, compute: Callable[[Sequence[int]], float]) -> Estimate:
-        """`compute` gets numbers of rounds: of all, and for the interval as many at random, with some twice and some not at all.
+    def of(rounds: Sequence[T], compute: Callable[[Sequence[T]], float]) -> Estimate:
+        """`compute` gets all rounds, and for the interval as many drawn at random, some of them twice and some not at all.
 
-        That is the bootstrap's percentile interval (Efron 1979). Always the same rounds are drawn.
+        That is the bootstrap's percentile interval (Efron 1979). The draws are the same each time.
         """
         draw = random.Random(0)
-        rounds = range(num_rounds)
-        drawn = sorted(compute(draw.choices(rounds, k=num_rounds)) for _ in range(RESAMPLES))
+        drawn = sorted(compute(draw.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
         outside = round(RESAMPLES * (1.0 - CONFIDENCE) / 2)
         return Estimate(value=compute(rounds), low=drawn[outside], high=drawn[-1 - outside])
 
@@ -148,19 +149,27 @@ Row = dict[str, Any]
 
 
 def rows_of(lines: Sequence[Line]) -> list[Row]:
-    """Every line with its ratios. The baseline of each must be among them, with the same number of rounds."""
+    """Every line with its ratios. The baseline and the peer of each must be among them, with the same number of rounds."""
     by_name = {line.name: line for line in lines}
     return [_row(line, by_name) for line in lines]
 
 
-def _speed_up(line: Line, by_name: Mapping[str, Line], rounds: Sequence[int]) -> float:
-    baseline = by_name[line.baseline]
-    return sum(baseline.ms[each] for each in rounds) / sum(line.ms[each] for each in rounds)
+def _rounds(line: Line, by_name: Mapping[str, Line]) -> list[tuple[float, float]]:
+    """What the baseline and the line took, round by round."""
+    return list(zip(by_name[line.baseline].ms, line.ms, strict=True))
+
+
+def _speed_up(rounds: Sequence[tuple[float, float]]) -> float:
+    return sum(theirs for theirs, _ in rounds) / sum(own for _, own in rounds)
+
+
+def _speed_up_over_peer(rounds: Sequence[tuple[tuple[float, float], tuple[float, float]]]) -> float:
+    return _speed_up([own for own, _ in rounds]) / _speed_up([peers for _, peers in rounds])
 
 
 def _row(line: Line, by_name: Mapping[str, Line]) -> Row:
-    baseline, count = by_name[line.baseline], len(line.ms)
-    speed_up = Estimate.of(count, lambda rounds: _speed_up(line, by_name, rounds))
+    baseline, rounds = by_name[line.baseline], _rounds(line, by_name)
+    speed_up = Estimate.of(rounds, _speed_up)
     row: Row = {"name": line.name, "runtime": line.runtime, "over": baseline.name}
     row |= {"ms": asdict(Spread.of(line.ms)), "rounds_ms": [round(ms, 3) for ms in line.ms], "speed_up": asdict(speed_up)}
     if line.predicted_ms is not None:
@@ -171,9 +180,8 @@ def _row(line: Line, by_name: Mapping[str, Line]) -> Row:
         row["predicted_speed_up"] = predicted
         row["reached"] = asdict(speed_up.over(predicted))
     if line.peer is not None:
-        peer = by_name[line.peer]
-        over_peer = Estimate.of(count, lambda rounds: _speed_up(line, by_name, rounds) / _speed_up(peer, by_name, rounds))
-        row |= {"peer": line.peer, "over_peer": asdict(over_peer)}
+        both = list(zip(rounds, _rounds(by_name[line.peer], by_name), strict=True))
+        row |= {"peer": line.peer, "over_peer": asdict(Estimate.of(both, _speed_up_over_peer))}
     if line.beyond_passes:
         row["beyond_passes"] = asdict(Spread.of(line.beyond_passes))
     if line.losses:

@@ -1,8 +1,8 @@
 """Keeping freed memory in the process, where tensors are in host memory.
 
-A pipeline frees and allocates the same tens of megabytes with every pass. CUDA's allocator caches what is freed. glibc gives the
-top of its heap back to the system and maps large blocks by themselves; each page is zeroed by the system when it is touched for
-the first time, in the midst of a pass. We have seen that take 3 to 4 % of an iteration, most with most activations in flight.
+A pipeline frees and allocates the same tens of megabytes with every pass. CUDA's allocator caches what is freed. glibc gives it
+back to the system, as the top of its heap or as blocks mapped by themselves; each page is zeroed by the system when it is touched
+again. We have seen that take 2 to 4 % of an iteration in a schedule with many activations in flight (ADR 8).
 """
 
 from __future__ import annotations
