@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 WAIT_MS = 60_000
 SMALL = "p=4&m=6&effort=drawn"
+PICTURE = "document.querySelector('.chart canvas.passes').toDataURL()"
 
 Open = Callable[..., Any]
 
@@ -59,6 +60,12 @@ def opened(browser: Browser, server: Server) -> Open:
 def cells(page: Page, row: str) -> list[str]:
     """A row of the table of results."""
     return page.locator("#metrics tr").filter(has_text=re.compile(f"^{row}")).first.locator("td").all_inner_texts()
+
+
+def picture(page: Page) -> str:
+    """What is painted of the first timeline."""
+    painted: str = page.evaluate(PICTURE)
+    return painted
 
 
 def drop(page: Page, name: str, text: str) -> None:
@@ -216,18 +223,21 @@ def test_the_keyboard_and_a_screen_reader_see_what_the_mouse_sees(opened: Open) 
             page.keyboard.press(key)
         said = page.locator("#said").inner_text()
         assert said.startswith(f"{row[-1].kind.value} of microbatch {row[-1].microbatch}, rank 1, stage {row[-1].stage}")
-        before = chart.locator("canvas.passes").evaluate("canvas => canvas.toDataURL()")
+        drawn = picture(page)
         page.keyboard.press("+")
-        page.wait_for_timeout(100)
+        page.wait_for_function(f"before => {PICTURE} !== before", arg=drawn)
+        zoomed = picture(page)
         page.keyboard.press("ArrowLeft")
-        assert chart.locator("canvas.passes").evaluate("canvas => canvas.toDataURL()") != before
+        assert picture(page) not in (drawn, zoomed), "the pass before the last one is brought into sight"
         page.keyboard.press("0")
+        page.wait_for_function(f"before => {PICTURE} === before", arg=drawn)
         page.mouse.move(0, 0)
         box = chart.bounding_box()
         assert box is not None
         page.mouse.move(box["x"] + 40, box["y"] + 8)
         page.wait_for_selector("#tip:has-text('F of microbatch 0')")
         page.locator(".alternative summary").click()
+        page.wait_for_selector(".alternative pre")
         assert page.locator(".alternative tbody tr").count() == 4
         assert "rank 3" in page.locator(".alternative pre").inner_text()
         unnamed = page.evaluate(
