@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron.zerobubble.errors import ExecutionError
+from megatron.zerobubble.integration import host_heap
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, Placement
 from megatron.zerobubble.plan.registry import build_plan
@@ -21,6 +23,8 @@ from tests.support.ranks import RankPool
 from tools import benchmark_schedules
 from tools.emulation import SleepingWork
 from tools.schedules import emulated, real
+from tools.schedules.entrants import Sizes, entrants
+from tools.schedules.real import serve
 from tools.schedules.report import Estimate, Iteration, Line, Sample, measured_passes, rows_of
 
 TINY = ("--num-layers", "8", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8", "--micro-batch-size", "1")
@@ -80,6 +84,14 @@ def test_a_speed_up_is_a_ratio_of_all_rounds_together() -> None:
         rows_of([slow, replace(fast, ms=(80, 100))])
 
 
+def test_a_peer_is_who_takes_part_on_stages_of_the_same_size() -> None:
+    def peers(*names: str) -> dict[str, str | None]:
+        return {each.name: each.peer for each in entrants(names, 2, [4], Sizes()) if each.name in names}
+
+    assert peers("zb-h1", "v-half", "torch-zbv") == {"zb-h1": None, "v-half": "torch-zbv", "torch-zbv": None}
+    assert peers("zb-h1", "v-half") == {"zb-h1": None, "v-half": None}
+
+
 def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
     truth = random.Random(1)
     held = 0
@@ -134,7 +146,15 @@ def test_emulated(in_pool: Callable[..., dict[str, Any]], tmp_path: Path, capsys
     assert "| zb@1 for equal stages |" in capsys.readouterr().out
 
 
-def test_real(in_pool: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def serve_and_watch_the_heap(rank: int, *args: Any) -> Any:
+    with mock.patch.object(host_heap, "keep_freed_memory") as keep:
+        samples = serve(rank, *args)
+    keep.assert_called_once_with()
+    return samples
+
+
+def test_real(in_pool: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "serve", serve_and_watch_the_heap)
     body = in_pool(
         tmp_path / "out.json", *TINY, "--num-microbatches", "4", "8", "--rounds", "2", "--png", str(tmp_path / "out.png")
     )

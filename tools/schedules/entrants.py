@@ -40,7 +40,7 @@ class Entrant:
 
 
 STOCK_1F1B, TORCH_1F1B, TORCH_ZBV = "stock-1f1b", "torch-1f1b", "torch-zbv"
-_STOCK, _OURS, _TORCH = Runtime.STOCK, Runtime.OURS, Runtime.TORCH
+_STOCK, _TORCH = Runtime.STOCK, Runtime.TORCH
 GUESTS = (
     Entrant(name=STOCK_1F1B, runtime=_STOCK, schedule="1f1b", baseline=STOCK_1F1B),
     Entrant(name="stock-interleaved-1f1b", runtime=_STOCK, schedule="interleaved-1f1b", baseline=STOCK_1F1B),
@@ -78,8 +78,7 @@ def entrants(names: Sequence[str], num_ranks: int, numbers_of_microbatches: Sequ
     guests = {guest.name: guest for guest in GUESTS}
     chosen: dict[str, Entrant] = {}
     for name in names:
-        schedule = guests[name].schedule if name in guests else schedule_info(name).name
-        entrant = guests.get(name) or _ours(name, schedule, has_peer=TORCH_ZBV in names)
+        entrant = guests.get(name) or _ours(name, has_peer=TORCH_ZBV in names)
         chosen[entrant.baseline] = guests[entrant.baseline]
         chosen[name] = entrant
     for entrant in chosen.values():
@@ -87,10 +86,11 @@ def entrants(names: Sequence[str], num_ranks: int, numbers_of_microbatches: Sequ
     return list(chosen.values())
 
 
-def _ours(name: str, schedule: str, *, has_peer: bool) -> Entrant:
+def _ours(name: str, *, has_peer: bool) -> Entrant:
+    schedule = schedule_info(name).name
     is_v = placement_of(schedule, 2) == Placement.v(2)  # as torch-zbv's, so that stages are of the same size
     peer = TORCH_ZBV if has_peer and is_v else None
-    return Entrant(name=name, runtime=_OURS, schedule=schedule, baseline=STOCK_1F1B, peer=peer)
+    return Entrant(name=name, runtime=Runtime.OURS, schedule=schedule, baseline=STOCK_1F1B, peer=peer)
 
 
 def _check(entrant: Entrant, num_ranks: int, numbers_of_microbatches: Sequence[int], sizes: Sizes) -> None:

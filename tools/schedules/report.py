@@ -1,11 +1,11 @@
 """What the schedule benchmark says: ratios measured side by side, with their spread, against the simulator. No torch in here.
 
 Contenders take turns: every round has one iteration of each. A speed-up is the ratio of what all rounds took together, of the
-baseline and of the contender, as in a run that is so long. On a shared machine single iterations differ by a tenth, so that every
-ratio comes with the interval that holds it with a confidence of 95 %. *Reached* is the measured speed-up over the predicted one:
-1.0 is a runtime that does what the simulator says. *Over peer* is the speed-up over that of somebody else's runtime with the same
-placement. *Beyond passes* is what came between the passes of the very same iteration, whatever they took: the runtime, messages,
-and waiting for a core.
+baseline and of the contender, as in a run that is so long. On a shared machine single iterations differ by a tenth, so that it
+comes with the interval that holds it with a confidence of 95 %. *Reached* is the measured speed-up over the predicted one, which
+counts as exact: 1.0 is a runtime that does what the simulator says. *Over peer* is the speed-up over that of somebody else's
+runtime with the same placement. *Beyond passes* is what came between the passes of the very same iteration, whatever they took:
+the runtime, messages, and waiting for a core.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.simulate import TimedOp, run_in_order, span_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +93,6 @@ class Spread:
         ordered = sorted(values)
         return Spread(median=statistics.median(ordered), least=ordered[0], most=ordered[-1])
 
-
-T = TypeVar("T")
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000

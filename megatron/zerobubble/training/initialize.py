@@ -93,7 +93,8 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
     """The device of this rank: a GPU where torch sees one, else the CPU with gloo. Checks that it can compute what is asked for.
 
     With NCCL each rank of a machine has a GPU of its own; with gloo ranks share GPUs where there are too few, and their transfers
-    go through host memory (`runtime.staging`). Called before any process group exists. Installs the host-device layer on the CPU.
+    go through host memory (`runtime.staging`). Called before any process group exists. On the CPU installs the host-device layer,
+    and lets this process keep what it frees (`integration.host_heap`).
 
     Raises:
         ConfigError: NCCL without a GPU for this rank, something that gloo cannot do with CUDA tensors, or a number format that
