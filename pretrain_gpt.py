@@ -1,7 +1,7 @@
 """Train a GPT: `torchrun --nproc-per-node 4 pretrain_gpt.py --pipeline-model-parallel-size 4 --zero-bubble-v-schedule ...`.
 
 This file says what the model is, what one microbatch does, and what the loss is. The rest is in `megatron.zerobubble`:
-`training/loop.py` trains, `integration/zb_schedules.py` chooses the schedule, `runtime/executor.py` runs it. `--help` lists the
+`training/loop.py` trains, `mcore/zb_schedules.py` chooses the schedule, `runtime/executor.py` runs it. `--help` lists the
 flags. Heavy imports are inside the functions, so that flags are checked before torch is loaded.
 """
 
@@ -18,7 +18,7 @@ from megatron.zerobubble.training.initialize import read_launch
 if TYPE_CHECKING:
     import torch
 
-    from megatron.zerobubble.training.assembly import ModelSetup
+    from megatron.zerobubble.training.setup import ModelSetup
     from megatron.zerobubble.training.step import ForwardStep
 
 
@@ -33,7 +33,7 @@ def model_provider(setup: ModelSetup, pre_process: bool, post_process: bool, vp_
     """
     from megatron.core.models.gpt import GPTModel
 
-    from megatron.zerobubble.training.layers import further_token_heads, stage_layers
+    from megatron.zerobubble.training.layer_specs import further_token_heads, stage_layers
 
     model = setup.settings.model
     return GPTModel(
@@ -58,7 +58,7 @@ def forward_step_provider(setup: ModelSetup) -> ForwardStep:
     """What one microbatch does in one chunk, as megatron-core's schedules call it."""
     from megatron.core.utils import get_attr_wrapped_model
 
-    from megatron.zerobubble.training.data import next_batch
+    from megatron.zerobubble.training.data.samples import next_batch
 
     def forward_step(data_iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
@@ -106,7 +106,7 @@ def main() -> None:
         refuse(error, rank=0)
     settings = parse_arguments(rank=launch.rank, world_size=launch.world_size)
 
-    from megatron.zerobubble.integration.host import quiet_third_parties
+    from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 
     with quiet_third_parties():
         from megatron.zerobubble.training.loop import pretrain

@@ -17,9 +17,9 @@ def extensions() -> list[Extension]:
         return []
     return [
         Extension(
-            "megatron.zerobubble.plan._search_core",
-            sources=["megatron/zerobubble/plan/search_core.cpp"],
-            depends=["megatron/zerobubble/plan/search_moves.hpp"],
+            "megatron.zerobubble.plan.search._core",
+            sources=["megatron/zerobubble/plan/search/core.cpp"],
+            depends=["megatron/zerobubble/plan/search/moves.hpp"],
             include_dirs=[get_include()],
             extra_compile_args=["-O3", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden"],
             language="c++",

@@ -143,7 +143,7 @@ def measure_model(program: Program, rank: int, repeats: int) -> Measurement:
 
     `rank` must hold neither the first nor the last stage: those differ by the loss.
     """
-    from megatron.zerobubble.integration.host import HostDevice
+    from megatron.zerobubble.mcore.cpu.device import HostDevice
 
     num_ops, samples = len(program.steps[rank]), []
     with HostDevice(), warnings.catch_warnings():
@@ -163,7 +163,7 @@ class Passes:
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.transformer import TransformerConfig
 
-        from megatron.zerobubble.integration.chunk_work import ChunkWork, Iteration
+        from megatron.zerobubble.mcore.stage_work import ChunkWork, Iteration
         from megatron.zerobubble.wgrad.gemm import choose_kernel
         from megatron.zerobubble.wgrad.store import WeightGradStore
 

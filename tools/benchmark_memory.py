@@ -24,7 +24,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # for `tools`, which no install provides
 from megatron.zerobubble.errors import ConfigError, UserError  # noqa: E402
-from megatron.zerobubble.integration.host import HostDevice, quiet_third_parties  # noqa: E402
+from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties  # noqa: E402
 from tools.benchmark_split import choose_device  # noqa: E402
 from tools.emulation import run_on_ranks  # noqa: E402
 from tools.memory.ledger import RankLedger, table, watch  # noqa: E402

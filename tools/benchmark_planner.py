@@ -31,8 +31,8 @@ from megatron.zerobubble.errors import PlanError, UserError  # noqa: E402
 from megatron.zerobubble.plan.costs import CostModel  # noqa: E402
 from megatron.zerobubble.plan.ir import Placement  # noqa: E402
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, make_plan  # noqa: E402
-from megatron.zerobubble.plan.search import Effort, Goal, best_core  # noqa: E402
-from megatron.zerobubble.plan.search_core import PythonCore  # noqa: E402
+from megatron.zerobubble.plan.search.core import PythonCore  # noqa: E402
+from megatron.zerobubble.plan.search.search import Effort, Goal, best_core  # noqa: E402
 from megatron.zerobubble.plan.simulate import simulate  # noqa: E402
 from tools.plan import Config, Parser, read_configs  # noqa: E402
 

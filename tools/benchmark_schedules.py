@@ -34,7 +34,7 @@ sys.path.append(str(ROOT))  # for `tools`, which no install provides
 from megatron.zerobubble import __version__  # noqa: E402
 from megatron.zerobubble.errors import ConfigError, UserError  # noqa: E402
 from megatron.zerobubble.plan.ir import Placement  # noqa: E402
-from megatron.zerobubble.plan.search import Effort  # noqa: E402
+from megatron.zerobubble.plan.search.search import Effort  # noqa: E402
 from tools.plan import Parser, read_configs  # noqa: E402
 from tools.schedules import emulated, real  # noqa: E402
 from tools.schedules.emulated import Times  # noqa: E402

@@ -36,9 +36,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # for `tools`, which no install provides
 from megatron.zerobubble.errors import UserError  # noqa: E402
 from megatron.zerobubble.plan.costs import CostModel  # noqa: E402
-from megatron.zerobubble.plan.passes import group_weight_gradients  # noqa: E402
 from megatron.zerobubble.plan.registry import build_plan, schedule_info  # noqa: E402
 from megatron.zerobubble.plan.simulate import simulate  # noqa: E402
+from megatron.zerobubble.plan.transforms import group_weight_gradients  # noqa: E402
 from tools.emulation import run_on_ranks  # noqa: E402
 from tools.schedules.entrants import Entrant, Runtime, Sizes  # noqa: E402
 
@@ -62,7 +62,7 @@ def serve(rank: int, request: Request) -> list[dict[str, float]]:
     """One rank: for each group size train, and look. The weights are compared with those of the first."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core's, on import and on every config
-        from megatron.zerobubble.integration.host import HostDevice
+        from megatron.zerobubble.mcore.cpu.device import HostDevice
         from tools.schedules.gpt import set_up, tear_down
         from tools.schedules.sharded import ShardingContender
 

@@ -1,6 +1,6 @@
 """Run a script that is written for CUDA and megatron.core on the CPU, with gloo: `torchrun ... tools/on_cpu.py SCRIPT ARGUMENTS`.
 
-For trying a training loop on a laptop. All of it runs inside the host-device layer (`megatron.zerobubble.integration.host`),
+For trying a training loop on a laptop. All of it runs inside the host-device layer (`megatron.zerobubble.mcore.cpu.device`),
 passes included, which costs a Python call for every torch op: right for finding out whether something works, wrong for
 measuring how fast it is.
 """
@@ -17,7 +17,7 @@ def main() -> None:
     """Stand in for CUDA, then be the script."""
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         sys.exit("give a script and its arguments: torchrun --nproc-per-node 2 tools/on_cpu.py SCRIPT [ARGUMENTS]")
-    from megatron.zerobubble.integration.host import HostDevice, quiet_third_parties
+    from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 
     script = sys.argv[1]
     del sys.argv[0]

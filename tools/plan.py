@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron.zerobubble.errors import PlanError, UserError
-from megatron.zerobubble.plan.bound import lower_bound
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, Result, make_plan
 from megatron.zerobubble.plan.registry import build_plan, check_at_least_one, known_schedules, parse_max_pending_backward
-from megatron.zerobubble.plan.render import render_text
-from megatron.zerobubble.plan.render_svg import render_svg
-from megatron.zerobubble.plan.render_trace import render_chrome_trace
-from megatron.zerobubble.plan.search import Effort, Goal, Objective
+from megatron.zerobubble.plan.render.svg import render_svg
+from megatron.zerobubble.plan.render.text import render_text
+from megatron.zerobubble.plan.render.trace import render_chrome_trace
+from megatron.zerobubble.plan.search.bound import lower_bound
+from megatron.zerobubble.plan.search.search import Effort, Goal, Objective
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads, validate

@@ -24,7 +24,7 @@ from megatron.zerobubble.errors import ConfigError, UserError  # noqa: E402
 from megatron.zerobubble.plan.costs import CostModel  # noqa: E402
 from megatron.zerobubble.plan.ir import Placement  # noqa: E402
 from megatron.zerobubble.plan.planner import make_plan  # noqa: E402
-from megatron.zerobubble.plan.search import Effort, Goal  # noqa: E402
+from megatron.zerobubble.plan.search.search import Effort, Goal  # noqa: E402
 from tools.plan import Parser  # noqa: E402
 from tools.split.shapes import LayerShape  # noqa: E402
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zerobubble.errors import DataError, UserError
-from megatron.zerobubble.integration.host import quiet_third_parties
-from megatron.zerobubble.training.corpus import CorpusInfo, corpus_info_path
+from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
+from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_path
 
 _SKIPPED_FOLDERS = frozenset(
     ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "idlelib", "turtledemo")
@@ -43,7 +43,7 @@ class Encoder:
     def build(self) -> Any:
         """The tokenizer."""
         with quiet_third_parties():
-            from megatron.zerobubble.training.tokenizers import build_tokenizer
+            from megatron.zerobubble.training.data.tokenizers import build_tokenizer
         return build_tokenizer(self.tokenizer_type, model=self.tokenizer_model, vocab_size=self.vocab_size)
 
 

@@ -9,28 +9,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.zerobubble.integration.install import uninstall as uninstall
-    from megatron.zerobubble.integration.model import build_chunks as build_chunks
-    from megatron.zerobubble.integration.staged_optimizer import post_validation as post_validation
-    from megatron.zerobubble.integration.zb_schedules import PipelineSchedule as PipelineSchedule
-    from megatron.zerobubble.integration.zb_schedules import ScheduleChoice as ScheduleChoice
+    from megatron.zerobubble.install import add_zero_bubble_args as add_zero_bubble_args
+    from megatron.zerobubble.install import install as install
+    from megatron.zerobubble.mcore.build import build_chunks as build_chunks
+    from megatron.zerobubble.mcore.post_validation.optimizer import post_validation as post_validation
+    from megatron.zerobubble.mcore.stock_loop.patches import uninstall as uninstall
+    from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule as PipelineSchedule
+    from megatron.zerobubble.mcore.zb_schedules import ScheduleChoice as ScheduleChoice
     from megatron.zerobubble.optimizer.post_validation import PostValidation as PostValidation
     from megatron.zerobubble.optimizer.post_validation import Verdict as Verdict
-    from megatron.zerobubble.training.overlay import add_zero_bubble_args as add_zero_bubble_args
-    from megatron.zerobubble.training.overlay import install as install
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "PipelineSchedule": "integration.zb_schedules",
+    "PipelineSchedule": "mcore.zb_schedules",
     "PostValidation": "optimizer.post_validation",
-    "ScheduleChoice": "integration.zb_schedules",
+    "ScheduleChoice": "mcore.zb_schedules",
     "Verdict": "optimizer.post_validation",
-    "add_zero_bubble_args": "training.overlay",
-    "build_chunks": "integration.model",
-    "install": "training.overlay",
-    "post_validation": "integration.staged_optimizer",
-    "uninstall": "integration.install",
+    "add_zero_bubble_args": "install",
+    "build_chunks": "mcore.build",
+    "install": "install",
+    "post_validation": "mcore.post_validation.optimizer",
+    "uninstall": "mcore.stock_loop.patches",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from megatron.zerobubble.errors import ExecutionError
-from megatron.zerobubble.integration import host_heap
+from megatron.zerobubble.mcore.cpu import malloc as host_heap
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, Placement
 from megatron.zerobubble.plan.registry import build_plan

@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from megatron.zerobubble.errors import CompatibilityError
-from megatron.zerobubble.integration import compat
+from megatron.zerobubble.mcore import compat
 
 
 def test_the_tested_version_passes() -> None:

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Timeline
-from megatron.zerobubble.training.checkpointing import _SHARDING
+from megatron.zerobubble.training.checkpoint.load import _SHARDING
 from tests.support.gpt import Case, Trainer, compare
 from tests.support.ranks import RankPool
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import CompatibilityError
-from megatron.zerobubble.integration import host as host_module
-from megatron.zerobubble.integration.host import HostDevice, quiet_third_parties
+from megatron.zerobubble.mcore.cpu import device as host_module
+from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 
 with quiet_third_parties():
     from megatron.core import tensor_parallel

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from megatron.zerobubble.integration.host import HostDevice
-from megatron.zerobubble.integration.host_gathers import one_at_a_time
+from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.mcore.cpu.gathers import one_at_a_time
 from tests.support.ranks import RankPool
 
 NUM_PAIRS = 600

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zerobubble.integration.host_heap import keep_freed_memory
+from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
 
 COUNT_FAULTS = """
 import resource, sys, torch
-from megatron.zerobubble.integration.host_heap import keep_freed_memory
+from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
 
 def fresh_pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

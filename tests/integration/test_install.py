@@ -19,7 +19,7 @@ from megatron.core.transformer.module import Float16Module
 
 import megatron.zerobubble
 from megatron.zerobubble.errors import CompatibilityError, ConfigError
-from megatron.zerobubble.integration import install as installing
+from megatron.zerobubble.mcore.stock_loop import patches as installing
 from tests.support.gpt import _forget_groups
 from tests.support.ranks import RankPool
 from tests.support.stock import EXAMPLE, example, train, train_further_tokens
@@ -107,7 +107,7 @@ def test_installing_twice_is_once_and_uninstalling_leaves_nothing() -> None:
     megatron.zerobubble.uninstall()
     megatron.zerobubble.uninstall()
     assert _touched() == before
-    assert len(replaced) == 9, "what the docstring of integration/install.py lists"
+    assert len(replaced) == 9, "what the docstring of mcore/stock_loop/patches.py lists"
 
 
 @pytest.mark.usefixtures("clean")

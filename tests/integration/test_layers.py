@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError, SplitError
-from megatron.zerobubble.integration.layers import remove_split, split_weight_gradients
+from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.support.gpt import Case, Trainer

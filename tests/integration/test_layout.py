@@ -7,9 +7,9 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.integration.layout import StageLayout, embedding_ranks
+from megatron.zerobubble.mcore.model.layout import StageLayout, embedding_ranks
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.stage_layers import StageLayers
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
 
 def _layers(layout: StageLayout, rank: int, chunk: int) -> list[int]:

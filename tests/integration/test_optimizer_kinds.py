@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training import checkpointing
-from megatron.zerobubble.training.saving import Saver
+from megatron.zerobubble.training.checkpoint import load as checkpointing
+from megatron.zerobubble.training.checkpoint.save import Saver
 from tests.support.trainees import train, trainee_of
 
 pytestmark = pytest.mark.usefixtures("world_of_one")

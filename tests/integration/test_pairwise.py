@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zerobubble.integration.staged_optimizer import post_validation
+from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
 from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
 from tests.support.covering import Constraint, Row, covering_array
 from tests.support.gpt import Case, Difference, Outcome, Tensors, Trainer, difference, unpipelined

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.zerobubble.training import translate
+from megatron.zerobubble.training import mcore_config
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, addmm_accumulate
 from tests.support.gpt import Case, Tensors, Trainer, compare, unpipelined
 from tests.support.ranks import RankPool
@@ -120,12 +120,12 @@ def with_addmm(rank: int, case: Case) -> tuple[float, int]:
     ],
 )
 def test_flags_say_where_gradients_are_added(flags: str, in_fp32: bool) -> None:
-    assert translate.ddp_config(settings(flags)).grad_reduce_in_fp32 is in_fp32
+    assert mcore_config.ddp_config(settings(flags)).grad_reduce_in_fp32 is in_fp32
 
 
 def test_flags_say_how_the_loss_is_scaled() -> None:
     dynamic = "--fp16 --initial-loss-scale 1024 --min-loss-scale 2 --loss-scale-window 5 --hysteresis 1"
-    config = translate.optimizer_config(settings(dynamic), timers=None)
+    config = mcore_config.optimizer_config(settings(dynamic), timers=None)
     assert (config.fp16, config.loss_scale, config.initial_loss_scale, config.min_loss_scale) == (True, None, 1024, 2)
     assert (config.loss_scale_window, config.hysteresis) == (5, 1)
-    assert translate.optimizer_config(settings("--fp16 --loss-scale 8"), timers=None).loss_scale == 8
+    assert mcore_config.optimizer_config(settings("--fp16 --loss-scale 8"), timers=None).loss_scale == 8

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron.zerobubble.plan.render_trace import render_trace
+from megatron.zerobubble.plan.render.trace import render_trace
 from megatron.zerobubble.plan.timeline import Activity, Timeline
 from megatron.zerobubble.profiling.breakdown import rank_records
 from tests.support.gpt import Case, Trainer

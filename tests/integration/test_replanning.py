@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.zerobubble.integration.memory_room import state_bytes
-from megatron.zerobubble.integration.replanning import Replanner, Window
-from megatron.zerobubble.integration.zb_schedules import ScheduleChoice
+from megatron.zerobubble.mcore.memory import state_bytes
+from megatron.zerobubble.mcore.replanner import Replanner, Window
+from megatron.zerobubble.mcore.zb_schedules import ScheduleChoice
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.search import Effort, Goal, Objective, objective_ms
+from megatron.zerobubble.plan.search.search import Effort, Goal, Objective, objective_ms
 from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.profiling.profiler import Profiler

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron.zerobubble.integration.host import HostDevice, quiet_third_parties
+from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 
 with quiet_third_parties():
     from megatron.core.transformer.moe import moe_utils
 
-    from megatron.zerobubble.integration.rewind import Replayed, Rewind
+    from megatron.zerobubble.mcore.post_validation.rewind import Replayed, Rewind
 
 
 @pytest.fixture

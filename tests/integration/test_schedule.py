@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.integration.zb_schedules import program_of
+from megatron.zerobubble.mcore.zb_schedules import program_of
 from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.validate import live_timeline

@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 
-from megatron.zerobubble.integration.staged_optimizer import post_validation
+from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
 from tests.support.gpt import Case, Trainer
 from tests.support.moe import MoeCase, MoeTrainer

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.plan.balance import PartTimes, balance
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.partition.balance import PartTimes, balance
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
-from megatron.zerobubble.plan.stage_layers import StageLayers
 
 PLACEMENTS = [Placement.linear(1), Placement.linear(2), Placement.linear(4), Placement.v(2), Placement.v(3), Placement.loop(2, 2)]
 

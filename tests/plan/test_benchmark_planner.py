@@ -14,7 +14,7 @@ import pytest
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import make_plan
-from megatron.zerobubble.plan.search import Effort, Goal
+from megatron.zerobubble.plan.search.search import Effort, Goal
 from megatron.zerobubble.plan.simulate import simulate
 from tools.benchmark_planner import LIMITS, POINTS, PUBLISHED, SECTIONS, Settings, main, missed, uneven
 from tools.plan import read_configs

@@ -5,11 +5,11 @@ import math
 import pytest
 from hypothesis import given
 
-from megatron.zerobubble.plan.bound import lower_bound
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
-from megatron.zerobubble.plan.search import Goal, Objective, objective_ms, search
+from megatron.zerobubble.plan.search.bound import lower_bound
+from megatron.zerobubble.plan.search.search import Goal, Objective, objective_ms, search
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan.exact import optimum
 from tests.plan.test_search import COMPILED, problems

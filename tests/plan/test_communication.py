@@ -25,10 +25,10 @@ from megatron.zerobubble.plan.communication import (
     place_communication,
     speculative_forwards,
 )
+from megatron.zerobubble.plan.dependencies import requirements, result_of
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
-from megatron.zerobubble.plan.order import requirements, result_of
-from megatron.zerobubble.plan.passes import forward_only
 from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.transforms import forward_only
 from megatron.zerobubble.plan.validate import validate
 from tests.support.programs import FAMILIES, post_at_take, post_one_later, rewrite
 from tests.support.rendezvous import BrokenError, Rendezvous, StuckError, check, check_posts, check_retires

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.bound import lower_bound
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.planner import placement_of
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_info
-from megatron.zerobubble.plan.search import Goal, smallest_memory
+from megatron.zerobubble.plan.search.bound import lower_bound
+from megatron.zerobubble.plan.search.search import Goal, smallest_memory
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
 

@@ -9,7 +9,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.generators.zb import timed_zb
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.render import render_text
+from megatron.zerobubble.plan.render.text import render_text
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.validate import live_microbatches, live_timeline, pending_wgrads, validate
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.zerobubble.plan.costs import CostModel
-from megatron.zerobubble.plan.held import held_over_time
+from megatron.zerobubble.plan.memory_profile import held_over_time
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.simulate import simulate
 

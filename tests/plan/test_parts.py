@@ -6,8 +6,8 @@ import pytest
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.parts import PartCosts
-from megatron.zerobubble.plan.stage_layers import StageLayers
+from megatron.zerobubble.plan.partition.part_costs import PartCosts
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
 LAYER = {"forward_ms": 2.0, "backward_ms": 3.0, "wgrad_ms": 1.5, "activation": 0.2, "activation_after_backward": 0.1}
 EMBEDDING = {"forward_ms": 0.5, "backward_ms": 0.25, "wgrad_ms": 0.0, "activation": 0.01, "activation_after_backward": 0.0}

@@ -4,8 +4,8 @@ import pytest
 
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.plan.ir import OpKind
-from megatron.zerobubble.plan.passes import first_microbatches, forward_only, split_fused
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
+from megatron.zerobubble.plan.transforms import first_microbatches, forward_only, split_fused
 from megatron.zerobubble.plan.validate import live_microbatches, validate
 
 NAMES = [info.name for info in known_schedules()]

@@ -13,8 +13,8 @@ import pytest
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search import best_core
-from megatron.zerobubble.plan.search_core import PythonCore
+from megatron.zerobubble.plan.search.core import PythonCore
+from megatron.zerobubble.plan.search.search import best_core
 
 TOOL = Path(__file__).parents[2] / "tools" / "plan.py"
 

@@ -13,7 +13,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, Result, make_plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.search import Goal, Objective
+from megatron.zerobubble.plan.search.search import Goal, Objective
 
 BUDGET = 20_000.0
 Searched = list[tuple[str, float, float]]

@@ -6,8 +6,8 @@ import json
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.render_svg import render_comparison
-from megatron.zerobubble.plan.render_trace import render_trace
+from megatron.zerobubble.plan.render.svg import render_comparison
+from megatron.zerobubble.plan.render.trace import render_trace
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.timeline import Activity, Bucket, RankTimeline, Span, Timeline
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.zerobubble.plan.render_svg import render_comparison
-from megatron.zerobubble.plan.render_trace import render_trace
+from megatron.zerobubble.plan.render.svg import render_comparison
+from megatron.zerobubble.plan.render.trace import render_trace
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Timeline
 from tests.profiling.support import as_recorded, span
 from tests.support.traces import check_trace

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from megatron.zerobubble.errors import DeadlockError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
-from megatron.zerobubble.plan.passes import forward_only
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.simulate import Simulation, simulate
+from megatron.zerobubble.plan.transforms import forward_only
 
 # Profiled times of arXiv 2401.10241, Table 9: p, m, F, B, W, link (ms), share of activations kept until W; then the
 # bubble rates which that paper's scheduler reaches on them: 1F1B, 1F1B-I (two chunks), ZB-1p.

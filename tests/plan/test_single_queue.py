@@ -1,4 +1,4 @@
-"""With CUDA_DEVICE_MAX_CONNECTIONS=1 the plans that are run have no cycle; `plan/single_queue.py` has the model."""
+"""With CUDA_DEVICE_MAX_CONNECTIONS=1 the plans that are run have no cycle; `plan/deadlock.py` has the model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.zerobubble.plan.communication import place_communication
+from megatron.zerobubble.plan.deadlock import finishes
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.passes import forward_only
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
-from megatron.zerobubble.plan.single_queue import finishes
+from megatron.zerobubble.plan.transforms import forward_only
 
 
 def _plans(name: str) -> Iterator[Plan]:

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.stage_layers import StageLayers
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
 READ = [
     ("EtttL", (3,), "EtttL"),

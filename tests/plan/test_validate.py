@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from megatron.zerobubble.errors import DeadlockError, PlanError
 from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.dependencies import execution_order
 from megatron.zerobubble.plan.ir import Op, Placement, Plan
-from megatron.zerobubble.plan.order import execution_order
-from megatron.zerobubble.plan.passes import forward_only
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
+from megatron.zerobubble.plan.transforms import forward_only
 from megatron.zerobubble.plan.validate import (
     live_microbatches,
     live_timeline,

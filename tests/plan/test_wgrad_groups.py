@@ -9,9 +9,9 @@ import pytest
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
-from megatron.zerobubble.plan.passes import group_weight_gradients, split_fused, wgrad_group
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.simulate import peak_memory
+from megatron.zerobubble.plan.transforms import group_weight_gradients, split_fused, wgrad_group
 from megatron.zerobubble.plan.validate import validate
 
 NAMES = [info.name for info in known_schedules()]

@@ -17,7 +17,7 @@ from PIL import Image
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.render_trace import render_trace
+from megatron.zerobubble.plan.render.trace import render_trace
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.profiling.report import report, reports_to_json

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zerobubble.plan.bound import lower_bound
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
-from megatron.zerobubble.plan.search import Objective
+from megatron.zerobubble.plan.search.bound import lower_bound
+from megatron.zerobubble.plan.search.search import Objective
 from megatron.zerobubble.plan.simulate import simulate
-from megatron.zerobubble.training.assembly import schedule_choice
+from megatron.zerobubble.training.setup import schedule_choice
 from tests.training.test_arguments import settings
 from tools.playground.drawing import draw_plan
 from tools.playground.exports import Export, export, flags, stem_of

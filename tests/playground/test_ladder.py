@@ -10,7 +10,7 @@ import pytest
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
-from megatron.zerobubble.plan.search import Effort, Goal, Objective
+from megatron.zerobubble.plan.search.search import Effort, Goal, Objective
 from tools.playground.ladder import Rung, climb, pareto
 from tools.playground.problem import Problem, read_problem
 

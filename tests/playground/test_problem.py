@@ -10,7 +10,7 @@ import pytest
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.search import Effort, Objective
+from megatron.zerobubble.plan.search.search import Effort, Objective
 from tools.playground.problem import read_problem
 
 GOOD: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 8, "schedule": "zbv"}

@@ -14,7 +14,7 @@ from megatron.zerobubble.errors import PlanError, UserError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.render_trace import render_chrome_trace, render_trace
+from megatron.zerobubble.plan.render.trace import render_chrome_trace, render_trace
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
 from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
 from megatron.zerobubble.profiling.report import report, reports_to_json

@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron.zerobubble.errors import ExecutionError, TransferError
 from megatron.zerobubble.plan.communication import Message, Payload, Program, Step, place_communication
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
-from megatron.zerobubble.plan.passes import forward_only
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
+from megatron.zerobubble.plan.transforms import forward_only
 from megatron.zerobubble.runtime.executor import Executor
 from tests.runtime.support import Event, LabelWork, NoLinks, RankRun, label, run_in_threads
 

@@ -23,13 +23,13 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
-from megatron.zerobubble.integration.host import HostDevice
-from megatron.zerobubble.integration.layout import embedding_ranks, pipeline_layout
-from megatron.zerobubble.integration.model import ModelChunks, build_chunks
-from megatron.zerobubble.integration.sharded_gradients import step_on_shards
-from megatron.zerobubble.integration.zb_schedules import PipelineSchedule, ScheduleChoice
-from megatron.zerobubble.plan.stage_layers import StageLayers
-from megatron.zerobubble.training.layers import stage_layers
+from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
+from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
+from megatron.zerobubble.mcore.model.layout import embedding_ranks, pipeline_layout
+from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule, ScheduleChoice
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
+from megatron.zerobubble.training.layer_specs import stage_layers
 from megatron.zerobubble.wgrad.sharing import WgradPolicy
 
 SEQUENCE = 12

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-from megatron.zerobubble.training.layers import stage_layers
+from megatron.zerobubble.training.layer_specs import stage_layers
 from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
 
 

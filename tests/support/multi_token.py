@@ -9,9 +9,9 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from megatron.zerobubble.integration.layout import pipeline_layout
-from megatron.zerobubble.plan.stage_layers import StageLayers
-from megatron.zerobubble.training.layers import further_token_heads, stage_layers
+from megatron.zerobubble.mcore.model.layout import pipeline_layout
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
+from megatron.zerobubble.training.layer_specs import further_token_heads, stage_layers
 from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
 
 

@@ -129,7 +129,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_g
     import torch
     import torch.distributed as dist
 
-    from megatron.zerobubble.integration.host import HostDevice
+    from megatron.zerobubble.mcore.cpu.device import HostDevice
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")  # Apex and Transformer Engine are missing, five times a rank

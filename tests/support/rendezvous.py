@@ -17,8 +17,8 @@ from megatron.zerobubble.plan.communication import (
     Step,
     links_of,
 )
+from megatron.zerobubble.plan.dependencies import execution_order, requirements, result_of
 from megatron.zerobubble.plan.ir import Op, OpKind, Plan
-from megatron.zerobubble.plan.order import execution_order, requirements, result_of
 
 # -- the checker --------------------------------------------------------------------------------------------------------
 

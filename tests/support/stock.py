@@ -14,8 +14,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 import megatron.zerobubble
-from megatron.zerobubble.integration.host import HostDevice
-from megatron.zerobubble.training.layers import further_token_heads
+from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.training.layer_specs import further_token_heads
 from tests.support.gpt import _forget_groups
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stock_megatron_core.py"

@@ -13,12 +13,12 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator, unset_num_microbatches_calculator
 
 import pretrain_gpt
-from megatron.zerobubble.integration.host import HostDevice, quiet_third_parties
-from megatron.zerobubble.integration.layout import embedding_ranks
+from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
+from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.training.arguments import settings_from_argv
-from megatron.zerobubble.training.assembly import assemble, schedule_choice
+from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job, Launch, set_up_model_parallel
-from megatron.zerobubble.training.settings import Settings
+from megatron.zerobubble.training.setup import assemble, schedule_choice
 from megatron.zerobubble.training.step import Trainee, Training
 from tests.support.gpt import _forget_groups
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.zerobubble.training.arguments import build_parser, settings_from_argv
-from megatron.zerobubble.training.settings import Settings
+from megatron.zerobubble.training.config.settings import Settings
 from tests.training.launch import PRETRAIN, ROOT, environment
 
 BASE = (

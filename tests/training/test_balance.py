@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.zerobubble.plan.balance import PartTimes
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.partition.balance import PartTimes
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
-from megatron.zerobubble.plan.stage_layers import StageLayers
 from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
-from megatron.zerobubble.training.balance import measured_parts, proposal
+from megatron.zerobubble.training.planning.balance import measured_parts, proposal
 
 
 class _Recorded:

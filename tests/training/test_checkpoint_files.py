@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training.checkpoint_files import _MetadataUnpickler, inspect_checkpoint
+from megatron.zerobubble.training.checkpoint.inspect import _MetadataUnpickler, inspect_checkpoint
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training.checkpoint_folder import TRACKER, existing_directory, prepare, publish, tracked_iteration
+from megatron.zerobubble.training.checkpoint.directory import TRACKER, existing_directory, prepare, publish, tracked_iteration
 
 
 class Killed(BaseException):

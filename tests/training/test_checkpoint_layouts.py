@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.zerobubble.training import checkpointing
-from megatron.zerobubble.training.saving import Saver
+from megatron.zerobubble.training.checkpoint import load as checkpointing
+from megatron.zerobubble.training.checkpoint.save import Saver
 from tests.support.ranks import RankPool
 from tests.support.trainees import VOCABULARY, train, trainee_of
 from tests.support.whole_state import Tensors, whole_state

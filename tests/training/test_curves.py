@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatron.zerobubble.integration.host import quiet_third_parties
+from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.arguments import settings_from_argv
-from megatron.zerobubble.training.settings import Settings
+from megatron.zerobubble.training.config.settings import Settings
 
 with quiet_third_parties():
-    from megatron.zerobubble.training.curves import Curves
+    from megatron.zerobubble.training.metrics.curves import Curves
 
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 "
@@ -86,7 +86,7 @@ def test_wandb_gets_points_with_their_iteration(monkeypatch: pytest.MonkeyPatch)
 
 def test_without_wandb_the_log_says_what_is_lost(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import of it then fails
-    with caplog.at_level(logging.WARNING, "megatron.zerobubble.training.curves"):
+    with caplog.at_level(logging.WARNING, "megatron.zerobubble.training.metrics.curves"):
         curves = Curves(settings("--wandb-project zb"), start_iteration=0)
     curves.add({"loss": 2.5}, 1)
     curves.close()

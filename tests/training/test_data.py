@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import DataError
-from megatron.zerobubble.integration.host import quiet_third_parties
-from megatron.zerobubble.training.corpus import CorpusInfo, corpus_info_path, documents_of_splits, read_corpus_info
+from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
+from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_path, documents_of_splits, read_corpus_info
 
 with quiet_third_parties():
     from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    from megatron.zerobubble.training.data import Batch, ConsumedSamples, next_batch
-    from megatron.zerobubble.training.tokenizers import build_tokenizer
+    from megatron.zerobubble.training.data.samples import Batch, ConsumedSamples, next_batch
+    from megatron.zerobubble.training.data.tokenizers import build_tokenizer
 
 
 def microbatches(*, consumed: int, num_ranks: int, total: int = 48, micro: int = 2) -> list[list[list[int]]]:

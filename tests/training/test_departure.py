@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron.zerobubble.training.departure import Departure
+from megatron.zerobubble.training.resilience.early_exit import Departure
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import ConfigError, TransferError
-from megatron.zerobubble.training.failure import JobGuard
+from megatron.zerobubble.training.resilience.failure import JobGuard
 from tests.training.launch import TINY_BATCH, TINY_MODEL, launch
 
 FAILING_SCRIPT = """

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from megatron.zerobubble.training.arguments import _GROUPS
-from megatron.zerobubble.training.flags import add_group, field_docs, from_namespace
+from megatron.zerobubble.training.config.flags import add_group, field_docs, from_namespace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.assembly import schedule_choice
 from megatron.zerobubble.training.initialize import Launch, choose_device
-from megatron.zerobubble.training.translate import ddp_config
+from megatron.zerobubble.training.mcore_config import ddp_config
+from megatron.zerobubble.training.setup import schedule_choice
 from tests.training.test_arguments import settings
 
 P2 = "--pipeline-model-parallel-size 2 --global-batch-size 8 "

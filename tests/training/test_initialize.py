@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.integration import host_heap
+from megatron.zerobubble.mcore.cpu import malloc as host_heap
 from megatron.zerobubble.training import initialize
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.initialize import Launch, choose_device, computes, read_launch

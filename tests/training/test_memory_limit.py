@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.zerobubble.integration import memory_room
-from megatron.zerobubble.integration.memory_room import device_bytes
-from megatron.zerobubble.training.memory_limit import MemoryLimit
+from megatron.zerobubble.mcore import memory as memory_room
+from megatron.zerobubble.mcore.memory import device_bytes
+from megatron.zerobubble.training.config.memory_limit import MemoryLimit
 
 
 @pytest.mark.parametrize(

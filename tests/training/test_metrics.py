@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import ExecutionError
-from megatron.zerobubble.integration.host import quiet_third_parties
+from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.arguments import settings_from_argv
-from megatron.zerobubble.training.settings import Settings
+from megatron.zerobubble.training.config.settings import Settings
 
 with quiet_third_parties():
-    from megatron.zerobubble.training.metrics import IterationRecord, Metrics
+    from megatron.zerobubble.training.metrics.metrics import IterationRecord, Metrics
     from megatron.zerobubble.training.step import StepResult
 
 FLAGS = (

@@ -6,8 +6,8 @@ import pytest
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.arguments import settings_from_argv
-from megatron.zerobubble.training.config_moe import layer_pattern
-from megatron.zerobubble.training.settings import Settings
+from megatron.zerobubble.training.config.moe import layer_pattern
+from megatron.zerobubble.training.config.settings import Settings
 
 P2 = "--pipeline-model-parallel-size 2 "
 EXPERTS = P2 + "--num-experts 4 "

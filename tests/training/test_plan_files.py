@@ -14,7 +14,7 @@ from megatron.zerobubble.errors import ConfigError, DeadlockError, PlanError, Us
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import peak_memory
-from megatron.zerobubble.training.assembly import schedule_choice
+from megatron.zerobubble.training.setup import schedule_choice
 from tests.training.test_arguments import BASE, settings
 
 RUN = BASE + "--pipeline-model-parallel-size 4 --global-batch-size 6 "

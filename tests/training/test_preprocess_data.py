@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.zerobubble.errors import DataError
-from megatron.zerobubble.integration.host import quiet_third_parties
-from megatron.zerobubble.training.corpus import read_corpus_info
+from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
+from megatron.zerobubble.training.data.corpus import read_corpus_info
 from tools.preprocess_data import json_texts, main, stdlib_texts
 
 with quiet_third_parties():

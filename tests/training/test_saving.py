@@ -22,9 +22,9 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training import checkpointing
-from megatron.zerobubble.training.checkpoint_folder import tracked_iteration
-from megatron.zerobubble.training.saving import Saver
+from megatron.zerobubble.training.checkpoint import load as checkpointing
+from megatron.zerobubble.training.checkpoint.directory import tracked_iteration
+from megatron.zerobubble.training.checkpoint.save import Saver
 from tests.support.ranks import RankPool
 from tests.support.trainees import train, trainee_of
 from tests.training.launch import TINY_BATCH, TINY_MODEL, launch
@@ -171,7 +171,7 @@ ORPHAN_SCRIPT = """
 import os, pathlib, signal, time
 import pretrain_gpt
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.zerobubble.training import saving
+from megatron.zerobubble.training.checkpoint import save as saving
 
 def slowly(*arguments, **options):
     pathlib.Path(__file__).with_suffix(".pids").open("a").write(f"{os.getpid()}\\n")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training import checks
+from megatron.zerobubble.training import validate as checks
 from tests.training.test_arguments import settings
 
 FLAG = "--transformer-impl transformer_engine --pipeline-model-parallel-size 4"

@@ -19,7 +19,7 @@ import torch
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.runtime.watch import Watch
-from megatron.zerobubble.training.watchdog import Watchdog
+from megatron.zerobubble.training.resilience.watchdog import Watchdog
 from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, command, environment, launch
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def store() -> torch.distributed.Store:
 def said() -> Iterator[io.StringIO]:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    logger = logging.getLogger("megatron.zerobubble.training.watchdog")
+    logger = logging.getLogger("megatron.zerobubble.training.resilience.watchdog")
     logger.addHandler(handler)
     yield stream
     logger.removeHandler(handler)
@@ -92,7 +92,7 @@ def test_every_rank_says_what_it_waits_for(store: torch.distributed.Store, said:
 def test_a_rank_that_cannot_speak_is_not_waited_for(
     store: torch.distributed.Store, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron.zerobubble.training.watchdog._GRACE_S", 0.2)
+    monkeypatch.setattr("megatron.zerobubble.training.resilience.watchdog._GRACE_S", 0.2)
     rank = Rank(store, 0, world_size=2)
     first_iteration(rank.watch)
     with rank.dog, rank.watch.passes(forward_only=False):

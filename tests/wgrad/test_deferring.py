@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import WeightGradStoreError
-from megatron.zerobubble.integration.layers import split_weight_gradients
+from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.support.te_double import TransformerEngineContractDouble as Double

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.integration.host import quiet_third_parties
+from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.profiling.memory import MemoryMeter
 from megatron.zerobubble.profiling.profile import combine, unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
 
 with quiet_third_parties():
-    from megatron.zerobubble.integration.zb_schedules import PipelineSchedule
+    from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 
 PEAK_TOLERANCE = 0.05
 """Of the peak of activations against the plan's."""

@@ -22,9 +22,9 @@ from starlette.routing import Route
 from megatron.zerobubble import __version__
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import known_schedules
-from megatron.zerobubble.plan.render_svg import COLORS, SPAN_COLORS
-from megatron.zerobubble.plan.search import Effort, Objective, best_core
-from megatron.zerobubble.plan.search_core import PythonCore
+from megatron.zerobubble.plan.render.svg import COLORS, SPAN_COLORS
+from megatron.zerobubble.plan.search.core import PythonCore
+from megatron.zerobubble.plan.search.search import Effort, Objective, best_core
 from tools.playground import limits
 from tools.playground.drawing import KINDS
 from tools.playground.guard import Guard

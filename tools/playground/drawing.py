@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import Any
 
 from megatron.zerobubble.plan.costs import CostModel
-from megatron.zerobubble.plan.held import held_over_time
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
+from megatron.zerobubble.plan.memory_profile import held_over_time
 from megatron.zerobubble.plan.planner import Result
-from megatron.zerobubble.plan.render import chunks_of, extent, render_text
-from megatron.zerobubble.plan.render_svg import SPAN_COLORS
+from megatron.zerobubble.plan.render.svg import SPAN_COLORS
+from megatron.zerobubble.plan.render.text import chunks_of, extent, render_text
 from megatron.zerobubble.plan.simulate import TimedOp
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import known_schedules
-from megatron.zerobubble.plan.render_svg import render_svg
-from megatron.zerobubble.plan.render_trace import render_chrome_trace
-from megatron.zerobubble.plan.search import Objective
+from megatron.zerobubble.plan.render.svg import render_svg
+from megatron.zerobubble.plan.render.trace import render_chrome_trace
+from megatron.zerobubble.plan.search.search import Objective
 from megatron.zerobubble.plan.simulate import Simulation
 from tools.plan import headline, measures
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.zerobubble.errors import PlanError
-from megatron.zerobubble.plan.bound import lower_bound
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import FORMAT as PLAN_FORMAT
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import Result
+from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.profiling.report import FORMAT as REPORT_FORMAT

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.bound import lower_bound
 from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
-from megatron.zerobubble.plan.search import Effort, Goal
+from megatron.zerobubble.plan.search.bound import lower_bound
+from megatron.zerobubble.plan.search.search import Effort, Goal
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 from tools.playground.problem import Problem

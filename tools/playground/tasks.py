@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.plan.planner import AUTO
-from megatron.zerobubble.plan.search import Objective
+from megatron.zerobubble.plan.search.search import Objective
 from tools.playground.departures import compare
 from tools.playground.drawing import draw_plan
 from tools.playground.exports import Export, export, flags

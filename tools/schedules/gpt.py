@@ -22,14 +22,14 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from megatron.zerobubble.integration.host import HostDevice
-from megatron.zerobubble.integration.layout import pipeline_layout
-from megatron.zerobubble.integration.model import build_chunks
-from megatron.zerobubble.integration.sharded_gradients import step_on_shards
-from megatron.zerobubble.integration.zb_schedules import STOCK, PipelineSchedule, ScheduleChoice
+from megatron.zerobubble.mcore.build import build_chunks
+from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
+from megatron.zerobubble.mcore.model.layout import pipeline_layout
+from megatron.zerobubble.mcore.zb_schedules import STOCK, PipelineSchedule, ScheduleChoice
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_info
 from megatron.zerobubble.plan.simulate import TimedOp
-from megatron.zerobubble.plan.stage_layers import StageLayers
 from tools.schedules.entrants import Entrant, Runtime, Sizes
 
 VOCABULARY = 256

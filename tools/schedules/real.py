@@ -21,8 +21,8 @@ def serve(
     # Here, because the process that starts the ranks has no use for megatron-core.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core's, on import and on every config
-        from megatron.zerobubble.integration.host import HostDevice
-        from megatron.zerobubble.integration.host_heap import keep_freed_memory
+        from megatron.zerobubble.mcore.cpu.device import HostDevice
+        from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
         from tools.schedules.gpt import GPTContender, set_up, tear_down
         from tools.schedules.torch_pipelining import TorchContender
 

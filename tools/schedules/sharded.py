@@ -12,9 +12,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron.zerobubble.integration.host import HostDevice
-from megatron.zerobubble.integration.sharded_gradients import Reductions, ShardedGradientsDDP
-from megatron.zerobubble.integration.zb_schedules import ScheduleChoice
+from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.mcore.ddp.zero2 import Reductions, ShardedGradientsDDP
+from megatron.zerobubble.mcore.zb_schedules import ScheduleChoice
 from megatron.zerobubble.profiling.profiler import Profiler
 from tools.schedules.entrants import Entrant, Sizes
 from tools.schedules.gpt import GPTContender

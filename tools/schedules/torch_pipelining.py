@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.simulate import TimedOp
-from megatron.zerobubble.plan.stage_layers import StageLayers
 from tools.schedules.entrants import Entrant, Sizes
 from tools.schedules.gpt import LEARNING_RATE, SEED, VOCABULARY, WEIGHT_DECAY, text
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.zerobubble.integration.host import HostDevice, quiet_third_parties
+from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from megatron.zerobubble.wgrad.gemm import WgradKernel
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tools.split.shapes import LayerShape
@@ -25,8 +25,8 @@ with quiet_third_parties():
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import build_module
 
-    from megatron.zerobubble.integration.layers import split_weight_gradients
-    from megatron.zerobubble.training.layers import LocalNorm
+    from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
+    from megatron.zerobubble.training.layer_specs import LocalNorm
 
 SEED = 1234
 

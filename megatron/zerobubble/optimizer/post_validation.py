@@ -71,7 +71,7 @@ class Statistics:
 
 
 class Steppable(Protocol):
-    """What post-validation needs of an optimizer. `integration.staged_optimizer` has megatron-core's."""
+    """What post-validation needs of an optimizer. `mcore.post_validation.optimizer` has megatron-core's."""
 
     def prepare(self) -> Statistics:
         """Make the gradients ready for `apply`; their statistics on this pipeline rank, summed over its tensor and data ranks."""

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.bound import Bound, lower_bound
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan, check_at_least_one, check_num_chunks, schedule_info
-from megatron.zerobubble.plan.search import Goal, Objective, check_memory_limit, smallest_memory
+from megatron.zerobubble.plan.search.bound import Bound, lower_bound
+from megatron.zerobubble.plan.search.search import Goal, Objective, check_memory_limit, smallest_memory
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 
 AUTO = "auto"

@@ -22,7 +22,7 @@ from megatron.zerobubble.plan.generators.zb_h2 import zb_h2
 from megatron.zerobubble.plan.generators.zb_interleaved import zb_interleaved, zb_interleaved_memory
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search import Goal, drawing_of, memory_of, search, smallest_memory
+from megatron.zerobubble.plan.search.search import Goal, drawing_of, memory_of, search, smallest_memory
 from megatron.zerobubble.plan.validate import validate
 
 

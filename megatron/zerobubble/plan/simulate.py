@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.dependencies import execution_order, requirements, result_of
 from megatron.zerobubble.plan.ir import Op, OpKind, Plan
-from megatron.zerobubble.plan.order import execution_order, requirements, result_of
 
 
 class TimedOp(NamedTuple):

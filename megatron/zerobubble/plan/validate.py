@@ -20,9 +20,8 @@ from typing import NoReturn
 
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.plan.costs import CostModel
-from megatron.zerobubble.plan.grid import marked_grid
+from megatron.zerobubble.plan.dependencies import execution_order, marked_grid
 from megatron.zerobubble.plan.ir import Op, OpKind, Plan
-from megatron.zerobubble.plan.order import execution_order
 from megatron.zerobubble.plan.simulate import peak_memory
 
 MEMORY_TOLERANCE = 1e-9

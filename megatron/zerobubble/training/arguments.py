@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron.zerobubble.errors import ConfigError, UserError
-from megatron.zerobubble.training.checks import check_settings
-from megatron.zerobubble.training.config_model import ModelConfig, PrecisionConfig
-from megatron.zerobubble.training.config_moe import MoeConfig
-from megatron.zerobubble.training.config_parallel import ParallelConfig
-from megatron.zerobubble.training.config_run import (
+from megatron.zerobubble.training.config.flags import add_group, from_namespace
+from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
+from megatron.zerobubble.training.config.moe import MoeConfig
+from megatron.zerobubble.training.config.parallel import ParallelConfig
+from megatron.zerobubble.training.config.run import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
@@ -24,9 +24,9 @@ from megatron.zerobubble.training.config_run import (
     OptimConfig,
     RunConfig,
 )
-from megatron.zerobubble.training.config_zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.training.flags import add_group, from_namespace
-from megatron.zerobubble.training.settings import Settings
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.training.validate import check_settings
 
 __all__ = ["build_parser", "parse_arguments", "refuse", "settings_from_argv"]
 

@@ -16,13 +16,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.settings import Settings
+from megatron.zerobubble.training.config.settings import Settings
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron.zerobubble.integration.host import HostDevice
-    from megatron.zerobubble.training.failure import Store
+    from megatron.zerobubble.mcore.cpu.device import HostDevice
+    from megatron.zerobubble.training.resilience.failure import Store
 
 __all__ = ["Job", "Launch", "choose_device", "join_job", "read_launch", "set_up_logging", "set_up_model_parallel"]
 
@@ -94,7 +94,7 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
 
     With NCCL each rank of a machine has a GPU of its own; with gloo ranks share GPUs where there are too few, and their transfers
     go through host memory (`runtime.staging`). Called before any process group exists. On the CPU installs the host-device layer,
-    and lets this process keep what it frees (`integration.host_heap`).
+    and lets this process keep what it frees (`mcore.cpu.malloc`).
 
     Raises:
         ConfigError: NCCL without a GPU for this rank, something that gloo cannot do with CUDA tensors, or a number format that
@@ -102,8 +102,8 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
     """
     import torch
 
-    from megatron.zerobubble.integration.host import HostDevice
-    from megatron.zerobubble.integration.host_heap import keep_freed_memory
+    from megatron.zerobubble.mcore.cpu.device import HostDevice
+    from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
 
     backend = _backend(settings)
     host = HostDevice(enabled=not torch.cuda.is_available() and backend == "gloo")

@@ -23,17 +23,15 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from megatron.zerobubble.errors import UserError
-from megatron.zerobubble.integration.layout import embedding_ranks
+from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.plan.planner import AUTO
-from megatron.zerobubble.training import checkpointing
 from megatron.zerobubble.training.arguments import refuse
-from megatron.zerobubble.training.assembly import ForwardStepProvider, ModelProvider, assemble, schedule_choice
-from megatron.zerobubble.training.balance import tell_balance
-from megatron.zerobubble.training.checkpoint_folder import iteration_directory
-from megatron.zerobubble.training.choosing import choose_schedule
-from megatron.zerobubble.training.data import Datasets, build_datasets, chunk_iterators, chunk_reads
-from megatron.zerobubble.training.departure import Departure
-from megatron.zerobubble.training.failure import JobGuard
+from megatron.zerobubble.training.checkpoint import load as checkpointing
+from megatron.zerobubble.training.checkpoint.directory import iteration_directory
+from megatron.zerobubble.training.checkpoint.save import Saver
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
+from megatron.zerobubble.training.data.tokenizers import build_tokenizer
 from megatron.zerobubble.training.initialize import (
     Job,
     Launch,
@@ -42,14 +40,16 @@ from megatron.zerobubble.training.initialize import (
     set_up_logging,
     set_up_model_parallel,
 )
-from megatron.zerobubble.training.metrics import IterationRecord, Metrics
-from megatron.zerobubble.training.replan import PlanKeeper, make_replanner
-from megatron.zerobubble.training.saving import Saver
-from megatron.zerobubble.training.settings import Settings
+from megatron.zerobubble.training.metrics.metrics import IterationRecord, Metrics
+from megatron.zerobubble.training.metrics.trace import show_pipeline
+from megatron.zerobubble.training.planning.auto import choose_schedule
+from megatron.zerobubble.training.planning.balance import tell_balance
+from megatron.zerobubble.training.planning.replan import PlanKeeper, make_replanner
+from megatron.zerobubble.training.resilience.early_exit import Departure
+from megatron.zerobubble.training.resilience.failure import JobGuard
+from megatron.zerobubble.training.resilience.watchdog import watchdog
+from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, assemble, schedule_choice
 from megatron.zerobubble.training.step import StepResult, Trainee, Training, evaluate
-from megatron.zerobubble.training.tokenizers import build_tokenizer
-from megatron.zerobubble.training.trace import show_pipeline
-from megatron.zerobubble.training.watchdog import watchdog
 
 __all__ = ["pretrain"]
 

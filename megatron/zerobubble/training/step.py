@@ -20,7 +20,7 @@ from megatron.core.num_microbatches_calculator import get_current_running_global
 
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
 from megatron.zerobubble.plan.timeline import Activity
-from megatron.zerobubble.training.settings import Settings
+from megatron.zerobubble.training.config.settings import Settings
 
 __all__ = ["LOSS", "ForwardStep", "StepResult", "Trainee", "Training", "evaluate", "run_passes"]
 
@@ -54,7 +54,7 @@ class Trainee:
     device: torch.device
     """Where this rank computes."""
     on_host: Callable[[], AbstractContextManager[object]]
-    """To be entered around optimizer steps and checkpoints (see `integration.host`)."""
+    """To be entered around optimizer steps and checkpoints (see `mcore.cpu.device`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

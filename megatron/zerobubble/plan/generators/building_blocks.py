@@ -20,8 +20,8 @@ from functools import lru_cache, partial
 from itertools import pairwise
 
 from megatron.zerobubble.plan.generators.zbv import zbv
-from megatron.zerobubble.plan.search import Drawing, drawing_of
-from megatron.zerobubble.plan.search_core import Order
+from megatron.zerobubble.plan.search.core import Order
+from megatron.zerobubble.plan.search.search import Drawing, drawing_of
 
 _PERIOD = 6
 _STRIDES = (1, 2, 3)

@@ -7,8 +7,8 @@ microbatch can always go on.
 
 from __future__ import annotations
 
+from megatron.zerobubble.plan.dependencies import requirements
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
-from megatron.zerobubble.plan.order import requirements
 
 _PRIORITY = (OpKind.B, OpKind.F, OpKind.W)
 

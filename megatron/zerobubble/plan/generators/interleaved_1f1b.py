@@ -15,7 +15,7 @@ exist are struck out.
 from __future__ import annotations
 
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
-from megatron.zerobubble.plan.passes import first_microbatches
+from megatron.zerobubble.plan.transforms import first_microbatches
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Plan:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search import Goal, search
+from megatron.zerobubble.plan.search.search import Goal, search
 
 
 def one_f_one_b_v_memory(num_ranks: int, num_microbatches: int) -> float:

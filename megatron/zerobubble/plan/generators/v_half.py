@@ -16,7 +16,7 @@ from __future__ import annotations
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.generators.building_blocks import v_drawings
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search import Goal, memory_of, search
+from megatron.zerobubble.plan.search.search import Goal, memory_of, search
 
 
 def v_half_memory(num_ranks: int, num_microbatches: int) -> float:

@@ -26,7 +26,7 @@ striking out those that do not exist.
 from __future__ import annotations
 
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
-from megatron.zerobubble.plan.passes import first_microbatches
+from megatron.zerobubble.plan.transforms import first_microbatches
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Plan:

@@ -1,0 +1,142 @@
+"""Building a rank's model chunks for a placement: construct, split, tie, wrap."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallelConfig
+from torch import nn
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.compat import check_megatron_core
+from megatron.zerobubble.mcore.ddp.wrap import wrap_chunks
+from megatron.zerobubble.mcore.model.aux_loss_scale import name_missing_gemm
+from megatron.zerobubble.mcore.model.embeddings import make_finalize, release_unused_head, tie_chunks
+from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
+from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
+from megatron.zerobubble.mcore.zb_schedules import ScheduleChoice
+from megatron.zerobubble.wgrad.gemm import choose_kernel
+from megatron.zerobubble.wgrad.sharing import WgradPolicy
+from megatron.zerobubble.wgrad.store import WeightGradStore
+
+logger = logging.getLogger(__name__)
+
+ModelProvider = Callable[[bool, bool, int | None], nn.Module]
+"""(pre_process, post_process, vp_stage) -> one model chunk."""
+
+
+@dataclass(frozen=True)
+class ModelChunks:
+    """A rank's part of the model."""
+
+    chunks: list[Any]
+    """One DistributedDataParallel a chunk, in the order of their stages."""
+    store: WeightGradStore | None
+    """Where B leaves weight gradients; None for stock schedules."""
+
+
+def build_chunks(
+    model_provider: ModelProvider,
+    *,
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    choice: ScheduleChoice,
+    wgrad: WgradPolicy | None = None,
+) -> ModelChunks:
+    """Build this rank's chunks and prepare `config` for the schedule.
+
+    Sets `config.finalize_model_grads_func` and `config.no_sync_func`. Every rank must call it.
+
+    Args:
+        model_provider: builds one chunk. Under V it is called twice, and both times on rank 0 with one of pre_process and
+            post_process set.
+        config: TransformerConfig of the model.
+        ddp_config: how gradients are accumulated and reduced. Not changed; the chunks get a copy.
+        choice: the schedule.
+        wgrad: how weight gradients use the tensor-parallel link. Must be the same on every rank.
+
+    Raises:
+        CompatibilityError: the installed megatron-core is not one we know.
+        SplitError: a weight's gradient cannot be deferred.
+        ConfigError: something that the schedule cannot honour, or gradients that are to be sharded and cannot be.
+    """
+    check_megatron_core()
+    check_config(config, choice)
+    if config.num_moe_experts is not None:
+        name_missing_gemm()
+    if not choice.is_stock:
+        config.delay_wgrad_compute = True  # for Transformer Engine; the config's own checks want MoE overlap with it
+    models = [_build(model_provider, choice, chunk) for chunk in range(choice.num_chunks)]
+    device = torch.cuda.current_device()
+    models = [model.to(device) for model in models]
+    if config.fp16 or config.bf16:
+        models = [StageFloat16Module(config, model) for model in models]
+    tie_chunks(models)
+    store = None
+    if not choice.is_stock:
+        store = make_store(config, ddp_config, torch.device(device), wgrad)
+        for model in models:
+            split_weight_gradients(model, store)
+        ddp_config = dataclasses.replace(ddp_config, delay_wgrad_compute=True)
+    chunks = wrap_chunks(
+        models,
+        config=config,
+        ddp_config=ddp_config,
+        is_stock=choice.is_stock,
+        shards_gradients=choice.shard_gradients is not None,
+    )
+    config.finalize_model_grads_func = make_finalize(choice.placement)
+    if ddp_config.overlap_grad_reduce:
+        syncs = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+    return ModelChunks(chunks, store)
+
+
+def _build(model_provider: ModelProvider, choice: ScheduleChoice, chunk: int) -> nn.Module:
+    placement = choice.placement
+    stage = placement.rank_to_stages[parallel_state.get_pipeline_model_parallel_rank()][chunk]
+    vp_stage = chunk if choice.num_chunks > 1 else None
+    model = model_provider(stage == 0, stage == placement.num_stages - 1, vp_stage)
+    release_unused_head(model)
+    for parameter in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return model
+
+
+def make_store(
+    config: Any, ddp_config: DistributedDataParallelConfig, device: torch.device, policy: WgradPolicy | None = None
+) -> WeightGradStore:
+    """A store for chunks of `config` that DDP wraps with `ddp_config`; `policy` as `WeightGradStore` takes it."""
+    accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
+    kernel = choose_kernel(
+        device,
+        input_dtype=config.params_dtype,
+        accumulator_dtype=accumulator,
+        allow_apex=config.gradient_accumulation_fusion,
+    )
+    return WeightGradStore(kernel, rank=parallel_state.get_pipeline_model_parallel_rank(), policy=policy)
+
+
+def check_config(config: Any, choice: ScheduleChoice) -> None:
+    """Refuse by name what the split or the executor cannot honour. Raises ConfigError."""
+    if choice.is_stock:
+        return
+    refused = {
+        "defer_embedding_wgrad_compute": "W already defers the head's weight gradient",
+        "overlap_moe_expert_parallel_comm": "it brings a schedule of its own",
+        "moe_shared_expert_overlap": "its backward runs on a stream of its own, and what it leaves for W is not kept from being "
+        "overwritten there",
+        "fine_grained_activation_offloading": "it follows megatron-core's own schedules",
+        "cpu_offloading": "it hooks into the backward pass that is split here",
+        "num_microbatches_with_partial_activation_checkpoints": "it counts 1F1B's warmup microbatches",
+        "variable_seq_lengths": "receive buffers have a fixed shape; pad to the sequence length",
+    }
+    for name, why in refused.items():
+        if getattr(config, name, None):
+            raise ConfigError(f"{name} does not go with schedule {choice.name!r}: {why}. Turn it off or use the stock schedule")

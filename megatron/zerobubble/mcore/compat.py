@@ -1,0 +1,128 @@
+"""What of megatron-core this package relies on, checked before it is used.
+
+The extension points below are not all documented as public, so each is looked up by name and signature. A version that lacks
+one is refused with the name, instead of failing in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from megatron.zerobubble.errors import CompatibilityError
+
+SUPPORTED = SpecifierSet(">=0.16.1,<0.17")
+"""megatron-core releases whose seams were tried. The same range stands in pyproject.toml."""
+
+
+def check_megatron_core() -> None:
+    """Compare the installed megatron-core with what we rely on.
+
+    Raises:
+        CompatibilityError: naming the installed version, the supported range, and every seam that differs.
+    """
+    _check(_differences())
+
+
+def check_stock_loop() -> None:
+    """The same, with what `mcore.stock_loop.patches` relies on besides. Raises CompatibilityError."""
+    _check(itertools.chain(_differences(), _stock_loop_differences()))
+
+
+def _check(found: Iterable[str]) -> None:
+    installed = version("megatron-core")
+    differences = list(found)
+    if not differences and installed in SUPPORTED:
+        return
+    what = "; ".join(differences) if differences else "every seam we look for is there, but this release was never tried"
+    raise CompatibilityError(
+        f"megatron-core {installed} is installed, {SUPPORTED} is supported: {what}. "
+        "Install a supported release, for example: pip install megatron-core==0.16.1"
+    )
+
+
+def _differences() -> Iterable[str]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout as Layout
+
+    yield from _missing(
+        schedules.forward_step,
+        "schedules.forward_step",
+        ("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor", "forward_data_store", "config"),
+        ("cp_group_size", "collect_non_loss_data", "is_first_microbatch", "current_microbatch", "vp_stage", "is_last_stage"),
+    )
+    yield from _missing(
+        schedules.backward_step,
+        "schedules.backward_step",
+        ("input_tensor", "output_tensor", "output_tensor_grad", "model_type", "config"),
+    )
+    yield from _missing(schedules.get_tensor_shapes, "schedules.get_tensor_shapes", ("seq_length", "micro_batch_size", "config"))
+    for linear in (ColumnParallelLinear, RowParallelLinear):
+        yield from _missing(getattr(linear, "_forward_impl", None), f"{linear.__name__}._forward_impl", ("input", "weight"))
+    for method in ("get_num_layers_to_build", "get_layer_offset"):
+        yield from _missing(getattr(Layout, method, None), f"{Layout.__name__}.{method}", ("layer_type", "vp_stage", "pp_rank"))
+    for method in ("_copy_model_grads_to_main_grads", "_get_model_param_range_map"):
+        yield from _missing(getattr(DistributedOptimizer, method, None), f"{DistributedOptimizer.__name__}.{method}")
+    yield from _missing(DistributedDataParallel, DistributedDataParallel.__name__, ("disable_bucketing", "pg_collection"))
+    if "delay_wgrad_compute" not in inspect.signature(DistributedDataParallelConfig).parameters:
+        yield "DistributedDataParallelConfig has no delay_wgrad_compute"
+
+
+def _stock_loop_differences() -> Iterable[str]:
+    """Names that a stock loop's calls go through, and that each is still looked up when it is called."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
+
+    functions = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
+    for name in functions:
+        yield from _missing(
+            getattr(schedules, name, None),
+            f"schedules.{name}",
+            ("forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length", "micro_batch_size"),
+            ("decoder_seq_length", "forward_only", "collect_non_loss_data", "first_val_step", "force_all_reduce"),
+        )
+    yield from _not_looked_up(
+        getattr(schedules, "get_forward_backward_func", None), "schedules.get_forward_backward_func", functions
+    )
+    yield from _missing(DistributedDataParallel.__init__, "DistributedDataParallel.__init__", ("config", "ddp_config", "module"))
+    yield from _missing(vars(TransformerConfig).get("__post_init__"), "TransformerConfig.__post_init__")
+    yield from _missing(GPTModel.__init__, "GPTModel.__init__", ("config", "pre_process", "post_process", "vp_stage"))
+    yield from _missing(vars(Float16Module).get("forward"), "Float16Module.forward", ("fp32_output",))
+    yield from _missing(
+        getattr(parallel_state, "is_pipeline_last_stage", None),
+        "parallel_state.is_pipeline_last_stage",
+        ("ignore_virtual", "vp_stage"),
+    )
+    for name in ("default_embedding_ranks", "get_pipeline_model_parallel_last_rank", "get_pipeline_model_parallel_first_rank"):
+        yield from _missing(getattr(parallel_state, name, None), f"parallel_state.{name}")
+    yield from _not_looked_up(
+        parallel_state.initialize_model_parallel, "parallel_state.initialize_model_parallel", ("default_embedding_ranks",)
+    )
+
+
+def _not_looked_up(function: Callable[..., Any] | None, name: str, globals_: Iterable[str]) -> Iterable[str]:
+    """A function that no longer asks its module for these names would not see a replacement."""
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    yield from (f"{name} does not use {each}" for each in globals_ if each not in names)
+
+
+def _missing(function: Callable[..., Any] | None, name: str, *parameters: tuple[str, ...]) -> Iterable[str]:
+    if function is None:
+        yield f"{name} does not exist"
+        return
+    known = inspect.signature(function).parameters
+    lacking = [parameter for group in parameters for parameter in group if parameter not in known]
+    if lacking:
+        yield f"{name} has no parameter {', '.join(lacking)}"

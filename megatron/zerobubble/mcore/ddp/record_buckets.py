@@ -1,0 +1,94 @@
+"""Recording when data-parallel buckets are reduced and gathered.
+
+A bucket group of megatron-core starts its collectives in `start_grad_sync` and `start_param_sync`, from DDP's own hooks. An
+instance gets methods that look at the clock around them. On CUDA a collective's future says when it is over: its callback runs
+at once, on a stream that waits for the collective, so that an event recorded there has its time. Gloo's collectives have no such
+future: there a bucket counts as under way until it has been waited for, which is at most, not exactly, the time it took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from megatron.zerobubble.mcore.ddp.zero2 import ShardedGradientsDDP
+from megatron.zerobubble.plan.timeline import Activity, Bucket
+from megatron.zerobubble.profiling.recorder import Exchange, OpRecorder
+
+
+def record_buckets(chunks: Sequence[Any], stages: Sequence[int], recorder: OpRecorder) -> None:
+    """Tell `recorder` of every bucket that is reduced or gathered while it records.
+
+    Args:
+        chunks: this rank's chunks, wrapped by DDP.
+        stages: the stage of each.
+        recorder: what is told.
+    """
+    for chunk, stage in zip(chunks, stages, strict=True):
+        if isinstance(chunk, ShardedGradientsDDP):
+            chunk.watch = partial(_watched, recorder, stage)
+        groups = [*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())]
+        for index, group in enumerate(groups):
+            grads = sum(bucket.grad_data.nbytes for bucket in group.buckets)
+            reduced = Bucket(stage=stage, index=index, num_bytes=grads)
+            group.start_grad_sync = _Recorded(
+                group, "grad_reduce_handle", group.start_grad_sync, Activity.REDUCE, reduced, recorder
+            )
+            if group.ddp_config.use_distributed_optimizer:
+                weights = sum(bucket.param_data.nbytes for bucket in group.buckets)
+                gathered = Bucket(stage=stage, index=index, num_bytes=weights)
+                start = group.start_param_sync
+                group.start_param_sync = _Recorded(group, "param_gather_handle", start, Activity.GATHER, gathered, recorder)
+
+
+def _watched(recorder: OpRecorder, stage: int, index: int, num_bytes: int) -> Callable[[Any], Any] | None:
+    exchange = recorder.exchange(Activity.REDUCE, Bucket(stage=stage, index=index, num_bytes=num_bytes))
+    return None if exchange is None else partial(ended, exchange)
+
+
+class _Recorded:
+    """Stands in for one of the two methods of one bucket group."""
+
+    def __init__(
+        self, group: Any, handle: str, start: Callable[..., None], activity: Activity, bucket: Bucket, recorder: OpRecorder
+    ) -> None:
+        self._group, self._handle, self._start = group, handle, start
+        self._activity, self._bucket, self._recorder = activity, bucket, recorder
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        before = getattr(self._group, self._handle)
+        exchange = self._recorder.exchange(self._activity, self._bucket) if before is None else None
+        self._start(*args, **kwargs)
+        if exchange is not None:
+            setattr(self._group, self._handle, ended(exchange, getattr(self._group, self._handle)))
+
+
+def ended(exchange: Exchange, handle: Any) -> Any:
+    """Let `exchange` be over when the collective is that `handle` stands for; returns what to wait for instead of it.
+
+    Args:
+        exchange: what was begun right before the collective.
+        handle: what has its `wait`: torch's coalescing manager or a work, or None where the collective was synchronous.
+    """
+    if handle is None:
+        exchange.over()
+        return None
+    if not exchange.marks.on_cuda:
+        return _RecordedHandle(exchange, handle)
+    works = getattr(handle, "works", [handle])
+    works[-1].get_future().add_done_callback(lambda _: exchange.over())
+    return handle
+
+
+class _RecordedHandle:
+    """A collective that is over when it has been waited for."""
+
+    __slots__ = ("_exchange", "_handle")
+
+    def __init__(self, exchange: Exchange, handle: Any) -> None:
+        self._exchange, self._handle = exchange, handle
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self._exchange.over()

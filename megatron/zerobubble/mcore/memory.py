@@ -1,0 +1,64 @@
+"""How many bytes are left on a rank for activations.
+
+What a rank holds from iteration to iteration differs between ranks: under V the first one has the embedding and the head. So a
+limit in bytes leaves each rank another room. The planner is told so by its costs (`profiling.profile.costs_within`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.zerobubble.mcore.ddp.zero2 import ShardedGradientsDDP
+
+USABLE = 0.92
+"""Share of a device's memory that `auto` plans with: the rest is the CUDA context, communication buffers and fragments."""
+
+
+def state_bytes(chunks: Sequence[nn.Module], optimizer: Any) -> int:
+    """Bytes of weights, buffers, gradients and optimizer state on this rank, each storage once.
+
+    Args:
+        chunks: the rank's model chunks, wrapped by DDP.
+        optimizer: megatron-core's optimizer, which has stepped at least once (before that it has no state).
+    """
+    storages = {}
+    for tensor in _held(chunks, optimizer):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _held(chunks: Sequence[nn.Module], optimizer: Any) -> Iterator[Tensor]:
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            yield parameter
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None:
+                yield gradient
+        if isinstance(chunk, ShardedGradientsDDP):
+            yield from chunk.shards
+        for _, buffer in chunk.named_buffers():
+            yield buffer
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        stepping = getattr(part, "optimizer", None)
+        for group in getattr(stepping, "param_groups", ()):
+            yield from group["params"]
+        for state in getattr(stepping, "state", {}).values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def device_bytes(device: torch.device, *, ranks_on_host: int) -> int:
+    """Bytes that a rank can use: of its GPU, or on the CPU its part of the machine's memory.
+
+    Args:
+        device: where the rank computes.
+        ranks_on_host: ranks that share the machine.
+    """
+    if device.type == "cuda":
+        return int(USABLE * torch.cuda.get_device_properties(device).total_memory)
+    return int(USABLE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_on_host)

@@ -1,0 +1,80 @@
+"""Which layers, and which embedding, a rank holds under each placement.
+
+megatron-core asks `config.pipeline_model_parallel_layout` for the number of layers and the first layer's index of each
+(pipeline rank, chunk). Its own layout numbers stages in a loop: stage = chunk * p + rank. `StageLayout` numbers them by any
+`Placement`, so that under V chunk 1 of rank r is stage 2p-1-r. Layers keep their global index, so a checkpoint does not care.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
+
+
+class StageLayout(PipelineParallelLayerLayout):
+    """A layer layout whose stages sit where a `Placement` says.
+
+    Args:
+        layers: decoder layers of each stage. They may differ.
+        placement: stage -> rank, the same number of stages on every rank.
+        num_heads: further-token heads (multi-token prediction), all on the last stage.
+    """
+
+    def __init__(self, layers: StageLayers, placement: Placement, *, num_heads: int = 0) -> None:
+        if layers.num_stages != placement.num_stages:
+            raise ConfigError(f"layout {layers.text!r} has {layers.num_stages} stages, the schedule {placement.num_stages}")
+        if placement.num_stages % placement.num_ranks:
+            raise ConfigError(f"{placement.num_stages} stages do not spread evenly over {placement.num_ranks} ranks")
+        stages = [["decoder"] * count for count in layers.per_stage]
+        stages[0].insert(0, "embedding")
+        stages[-1] += ["mtp"] * num_heads + ["loss"]
+        num_chunks = placement.num_chunks
+        by_chunk = [
+            stages[placement.rank_to_stages[rank][chunk]] for chunk in range(num_chunks) for rank in range(placement.num_ranks)
+        ]
+        super().__init__(by_chunk, placement.num_ranks)
+        self.placement = placement
+        self.flatten_layout = [LayerType[name] for stage in stages for name in stage]
+
+    def get_layer_offset(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """Number of layers of `layer_type` in all stages before the one that (`pp_rank`, `vp_stage`) holds."""
+        rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
+        stage = self.placement.rank_to_stages[rank][vp_stage or 0]
+        before = (self._place(earlier) for earlier in range(stage))
+        return sum(self.layout[rank][chunk].count(layer_type) for rank, chunk in before)
+
+    def _place(self, stage: int) -> tuple[int, int]:
+        return self.placement.stage_to_rank[stage], self.placement.chunk_of(stage)
+
+
+def pipeline_layout(layers: StageLayers, placement: Placement, *, num_heads: int = 0) -> StageLayout | str | None:
+    """What megatron-core is to be given as `pipeline_model_parallel_layout`.
+
+    Its own class, by way of the text, where it puts stages on the ranks of `placement`; nothing where it would also split the
+    layers like this by itself. `num_heads` further-token heads are on the last stage.
+    """
+    if placement.name not in ("linear", "loop"):
+        return StageLayout(layers, placement, num_heads=num_heads)
+    return None if layers.is_even else layers.text.removesuffix("L") + "m" * num_heads + "L"
+
+
+def embedding_ranks(placement: Placement) -> dict[str, Any]:
+    """Keyword arguments for `initialize_model_parallel` that say where the embedding and the head sit."""
+    first, last = placement.stage_to_rank[0], placement.stage_to_rank[-1]
+
+    def word(pipeline: list[int], *_: Any) -> list[int]:
+        return [pipeline[rank] for rank in sorted({first, last})]
+
+    def position(pipeline: list[int], *_: Any) -> list[int]:
+        return [pipeline[first]]
+
+    return {"get_embedding_ranks": word, "get_position_embedding_ranks": position}

@@ -1,0 +1,307 @@
+"""What a training loop written for megatron-core leaves to be done before a schedule of ours can run its model.
+
+Our own loop calls `build_chunks`; a stock loop builds its configuration, chunks, DDP and optimizer itself. `StockLoop` does the
+rest at the four points that every such loop passes (`install` puts it there):
+
+1. a TransformerConfig is made: where V puts the layers, and that Transformer Engine is to leave weight gradients for later;
+2. a model chunk is built: whether it holds the first or the last stage;
+3. DDP wraps the chunk: the B/W split, tied embeddings, and DDP's part of the contract (`mcore.model.wgrad_split`);
+4. the forward-backward function is called: `PipelineSchedule`, and what `finalize_model_grads` lacks under V.
+
+The contract with the loop: it builds as many chunks a rank as the schedule has, as for megatron-core's own interleaved schedule
+(virtual pipeline size, `vp_stage`, one data iterator a chunk), and wraps each with megatron-core's DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import nn
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.build import check_config, make_store
+from megatron.zerobubble.mcore.ddp.wrap import take_turns_by_bucket
+from megatron.zerobubble.mcore.model.embeddings import Finalize, make_finalize, release_unused_head, tie_chunks
+from megatron.zerobubble.mcore.model.layout import StageLayout
+from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
+from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
+from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule, ScheduleChoice
+from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
+from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
+from megatron.zerobubble.plan.search.search import Goal, Objective
+from megatron.zerobubble.wgrad.store import WeightGradStore
+
+__all__ = ["StockLoop", "StockLoopOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StockLoopOptions:
+    """What a stock loop is to run."""
+
+    schedule: str
+    """A name of `megatron.zerobubble.plan.registry`."""
+    max_pending_backward: str | None = None
+    """For `zb`: most microbatches between F and W on a rank; `1p` and `2p` count in pipeline ranks."""
+    memory_limit: float | None = None
+    """Most activation memory on any rank, 1.0 is 1F1B's rank 0; None: the schedule's own."""
+    plan: Plan | None = None
+    """Run this plan where the number of microbatches is its own."""
+    timed: Window | None = None
+    """Training iterations, counted from the first one after `install`, that are timed for a better order; None: none are."""
+    planning_seconds: float = 10.0
+    """About how long one rank searches after that."""
+
+    @property
+    def is_v(self) -> bool:
+        """Whether the first and the last stage are on the same rank."""
+        return schedule_info(self.schedule).placement == "V"
+
+    def choice(self, *, num_ranks: int, num_chunks: int | None) -> ScheduleChoice:
+        """The schedule for a pipeline of this size.
+
+        Args:
+            num_ranks: p.
+            num_chunks: v, as the loop chose it; None is 1.
+
+        Raises:
+            ConfigError: the schedule cannot run like that; says how the loop is to be started.
+        """
+        if num_ranks < 2:
+            raise ConfigError(
+                f"schedule {self.schedule} fills the bubble between pipeline ranks and needs a pipeline_model_parallel_size "
+                f"of at least 2, got {num_ranks}; do not install it, or start more pipeline ranks"
+            )
+        info, given = schedule_info(self.schedule), num_chunks or 1
+        wanted = info.num_chunks if info.num_chunks is not None else max(2, given)
+        if given != wanted:
+            raise ConfigError(
+                f"schedule {self.schedule} has {wanted} model chunk(s) a rank, the loop was started with "
+                f"virtual_pipeline_model_parallel_size {num_chunks}: give {wanted if wanted > 1 else None} there and in "
+                "initialize_model_parallel, and build the chunks as for megatron-core's interleaved schedule"
+            )
+        pending = self.max_pending_backward
+        return ScheduleChoice(
+            name=self.schedule,
+            num_ranks=num_ranks,
+            num_chunks=wanted,
+            max_pending_backward=None if pending is None else parse_max_pending_backward(pending, num_ranks),
+            memory_limit=self.memory_limit,
+            given=self.plan,
+        )
+
+
+@dataclass(eq=False)
+class _Adopted:
+    """A chunk that DDP has wrapped."""
+
+    module: nn.Module
+    config: Any
+    choice: ScheduleChoice
+    store: WeightGradStore
+    wrapped: nn.Module | None = None
+
+
+@dataclass(eq=False)
+class _Running:
+    """A model, and what runs it."""
+
+    chunks: list[nn.Module]
+    schedule: PipelineSchedule
+    replanner: Replanner | None
+    iterations: int = 0
+
+
+class StockLoop:
+    """One installation's chunks, stores and schedules.
+
+    Args:
+        options: what to run.
+    """
+
+    def __init__(self, options: StockLoopOptions) -> None:
+        self.options = options
+        self.undo: list[tuple[Any, str, Any]] = []
+        """(owner, name, what was there) of everything `install` replaced, in that order."""
+        self._configs: list[Any] = []
+        self._adopted: list[_Adopted] = []
+        self._running: list[_Running] = []
+        self._stores: dict[tuple[torch.dtype, torch.dtype], WeightGradStore] = {}
+        self._finalizers: list[tuple[Any, Finalize, Finalize]] = []
+
+    # -- 1. a TransformerConfig is made -----------------------------------------------------------------------------------
+
+    def configure(self, config: Any) -> None:
+        """Say where V puts the layers, before megatron-core checks a new `config`. Raises ConfigError."""
+        num_ranks = config.pipeline_model_parallel_size
+        if num_ranks > 1:
+            config.delay_wgrad_compute = False  # our own, where a config is made from another one
+        if not self.options.is_v or num_ranks < 2:
+            return
+        layout = config.pipeline_model_parallel_layout
+        if layout is None or isinstance(layout, str):
+            choice = self.options.choice(num_ranks=num_ranks, num_chunks=config.virtual_pipeline_model_parallel_size)
+            layers = StageLayers.spread(config.num_layers, choice.placement) if layout is None else StageLayers.parse(layout)
+            config.pipeline_model_parallel_layout = StageLayout(layers, choice.placement, num_heads=config.mtp_num_layers or 0)
+        elif not isinstance(layout, StageLayout):
+            raise ConfigError(
+                f"pipeline_model_parallel_layout is a {type(layout).__name__}, whose stages sit in a loop, and schedule "
+                f"{self.options.schedule} places them in a V: give it as text, in the order data flows, or leave it out"
+            )
+
+    def configured(self, config: Any) -> None:
+        """After megatron-core's checks, which want MoE overlap with this: Transformer Engine leaves weight gradients for W."""
+        if config.pipeline_model_parallel_size > 1:
+            config.delay_wgrad_compute = True
+            self._configs.append(config)
+
+    # -- 2. a chunk is built ----------------------------------------------------------------------------------------------
+
+    def ends(self, vp_stage: int | None) -> tuple[bool, bool]:
+        """Whether this rank's chunk `vp_stage` holds the first and the last stage. Raises ConfigError without a number."""
+        if vp_stage is None:
+            raise ConfigError(
+                f"schedule {self.options.schedule} has two model chunks a rank: build each with its vp_stage, as for "
+                "megatron-core's interleaved schedule"
+            )
+        placement = self.placement
+        stage = placement.rank_to_stages[parallel_state.get_pipeline_model_parallel_rank()][vp_stage]
+        return stage == 0, stage == placement.num_stages - 1
+
+    @property
+    def placement(self) -> Placement:
+        """Stage -> rank. For schedules in a V, once the pipeline ranks are known."""
+        return Placement.v(parallel_state.get_pipeline_model_parallel_world_size())
+
+    # -- 3. DDP wraps it --------------------------------------------------------------------------------------------------
+
+    def adopt(self, config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> DistributedDataParallelConfig:
+        """Split the chunk, and say with which configuration DDP is to wrap it.
+
+        Raises:
+            ConfigError: the schedule does not go with the loop's settings.
+            SplitError: a weight's gradient cannot be deferred.
+        """
+        choice = self.options.choice(
+            num_ranks=parallel_state.get_pipeline_model_parallel_world_size(),
+            num_chunks=config.virtual_pipeline_model_parallel_size,
+        )
+        check_config(config, choice)
+        release_unused_head(module)
+        accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
+        key = config.params_dtype, accumulator
+        if key not in self._stores:
+            self._stores[key] = make_store(config, ddp_config, torch.device(torch.cuda.current_device()))
+        if self.options.is_v:
+            self._check_ends(module)
+            self._tie(config, module)
+        split_weight_gradients(module, self._stores[key])
+        self._adopted.append(_Adopted(module, config, choice, self._stores[key]))
+        return dataclasses.replace(ddp_config, delay_wgrad_compute=True)
+
+    def wrapped(self, ddp: nn.Module) -> None:
+        """DDP has wrapped the chunk that was adopted last. Its buckets are as the loop wants them."""
+        take_turns_by_bucket(ddp)
+        self._adopted[-1].wrapped = ddp
+
+    def _check_ends(self, module: nn.Module) -> None:
+        model: Any = get_attr_wrapped_model(module, "pre_process", return_model_obj=True)
+        first, last = self.ends(model.vp_stage)
+        if (model.pre_process, model.post_process) != (first, last):
+            raise ConfigError(
+                f"chunk {model.vp_stage} of pipeline rank {parallel_state.get_pipeline_model_parallel_rank()} was built with "
+                f"pre_process={model.pre_process}, post_process={model.post_process}; under {self.options.schedule} they are "
+                f"{first} and {last}: ask parallel_state.is_pipeline_first_stage and is_pipeline_last_stage with "
+                "ignore_virtual=False and vp_stage, after megatron.zerobubble.install"
+            )
+
+    def _tie(self, config: Any, module: nn.Module) -> None:
+        """Under V: the head of the second chunk starts from the embedding of the first."""
+        number = get_attr_wrapped_model(module, "vp_stage")
+        earlier = [each.module for each in self._adopted if each.config is config]
+        if number == 0:
+            return
+        if not earlier or get_attr_wrapped_model(earlier[-1], "vp_stage") != number - 1:
+            raise ConfigError(f"chunk {number} was wrapped by DDP before chunk {number - 1}: wrap a model's chunks in order")
+        tie_chunks([earlier[-1], module])
+
+    # -- 4. the schedule is called ----------------------------------------------------------------------------------------
+
+    def run(self, *, model: Any, num_microbatches: int, forward_only: bool = False, **given: Any) -> list[Any]:
+        """One call of the loop's forward-backward function; arguments and result are megatron-core's. All ranks must call it."""
+        chunks = model if isinstance(model, list) else [model]
+        running = next((each for each in self._running if each.chunks == chunks), None) or self._start(chunks, num_microbatches)
+        self._place_finalize(get_model_config(chunks[0]), running.schedule.choice.placement)
+        replanner = None if forward_only else running.replanner
+        if replanner is not None:
+            running.iterations += 1
+            replanner.before(running.iterations, num_microbatches)
+        results = running.schedule.forward_backward_func(
+            model=model, num_microbatches=num_microbatches, forward_only=forward_only, **given
+        )
+        if replanner is not None and replanner.is_due(running.iterations):
+            replanner.after(running.iterations, num_microbatches)
+        return results
+
+    def _start(self, chunks: Sequence[nn.Module], num_microbatches: int) -> _Running:
+        known = {id(each.wrapped): each for each in self._adopted}
+        strangers = [chunk for chunk in chunks if id(chunk) not in known]
+        if strangers:
+            raise ConfigError(
+                f"schedule {self.options.schedule} was given a {type(strangers[0]).__name__} that megatron-core's "
+                "DistributedDataParallel did not wrap after megatron.zerobubble.install: install before the model is built, and "
+                "wrap each chunk with megatron.core.distributed.DistributedDataParallel (not FSDP, not torch's)"
+            )
+        adopted = [known[id(chunk)] for chunk in chunks]
+        first = adopted[0]
+        if len(chunks) != first.choice.num_chunks or any(each.store is not first.store for each in adopted):
+            raise ConfigError(
+                f"schedule {self.options.schedule} takes a model of {first.choice.num_chunks} chunk(s) of one dtype, got "
+                f"{len(chunks)}: give the list of all of this rank's chunks"
+            )
+        schedule = PipelineSchedule(first.choice, chunks, store=first.store, config=get_model_config(chunks[0]))
+        running = _Running(list(chunks), schedule, self._make_replanner(schedule, num_microbatches))
+        self._running.append(running)
+        return running
+
+    def _make_replanner(self, schedule: PipelineSchedule, num_microbatches: int) -> Replanner | None:
+        options = self.options
+        if options.timed is None:
+            return None
+        # A stock optimizer waits for all ranks, so what counts is the time from the first op of any rank to the last of any.
+        goal = Goal(objective=Objective.MAKESPAN, budget=budget_of(options.planning_seconds))
+        return Replanner(schedule, options.timed, goal, num_microbatches=num_microbatches)
+
+    def _place_finalize(self, config: Any, placement: Placement) -> None:
+        """Let the loop's own finalisation of gradients, whenever it sets one, be followed by what the placement needs."""
+        given = config.finalize_model_grads_func
+        if given is None or any(config is known and given is ours for known, _, ours in self._finalizers):
+            return
+        ours = make_finalize(placement, given)
+        self._finalizers.append((config, given, ours))
+        config.finalize_model_grads_func = ours
+
+    # -- the end ----------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back process groups, split and finalisation. Every rank of the world must call it."""
+        for running in self._running:
+            running.schedule.close()
+        for each in self._adopted:
+            remove_split(each.module)
+        for config, given, ours in self._finalizers:
+            if config.finalize_model_grads_func is ours:
+                config.finalize_model_grads_func = given
+        for config in self._configs:
+            config.delay_wgrad_compute = False
+        self._configs.clear()
+        self._running.clear()
+        self._adopted.clear()
+        self._finalizers.clear()

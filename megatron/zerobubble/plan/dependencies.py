@@ -1,0 +1,177 @@
+"""What an op waits for, an order in which a plan's ops can run, and the grid that error messages print.
+
+The dependency rules, once, for the validator, the simulator and whoever else walks a plan (arXiv 2401.10241, section
+2):
+
+- F of a stage needs F of the stage before it, of the same microbatch;
+- B or BW of a stage needs the input gradient of the stage after it (of BW, that is the end of the whole), and its own
+  F;
+- W of a stage needs its own B.
+
+Each rank runs its ops in the plan's order, one at a time; a result is there for every later reader once its op has
+ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from megatron.zerobubble.errors import DeadlockError
+from megatron.zerobubble.plan.ir import Op, OpKind, Plan
+
+
+def result_of(op: Op) -> Op:
+    """What others wait for when they wait for `op`: the op itself, where a BW counts as the B it contains."""
+    return Op(op.stage, OpKind.B, op.microbatch) if op.kind is OpKind.BW else op
+
+
+def requirements(op: Op, num_stages: int) -> tuple[Op, ...]:
+    """The results (see `result_of`) that must exist before `op` can start, in a model of `num_stages` stages."""
+    stage, kind, microbatch = op
+    if kind is OpKind.F:
+        return (Op(stage - 1, OpKind.F, microbatch),) if stage > 0 else ()
+    if kind is OpKind.W:
+        return (Op(stage, OpKind.B, microbatch),)
+    own_forward = Op(stage, OpKind.F, microbatch)
+    if stage + 1 < num_stages:
+        return (Op(stage + 1, OpKind.B, microbatch), own_forward)
+    return (own_forward,)
+
+
+def execution_order(plan: Plan) -> list[tuple[int, int]]:
+    """One order over all ranks in which every op runs after what it needs. Linear in the number of ops.
+
+    Returns:
+        (rank, step) pairs, every op of the plan once; the same plan always gives the same order.
+
+    Raises:
+        DeadlockError: some ranks wait for each other, or for an op that no rank computes.
+    """
+    position = [0] * plan.num_ranks
+    done: set[Op] = set()
+    waiting: dict[Op, list[int]] = {}
+    order: list[tuple[int, int]] = []
+    ready = deque(range(plan.num_ranks))
+    while ready:
+        rank = ready.popleft()
+        row = plan.ops[rank]
+        for step in range(position[rank], len(row)):
+            missing = next((need for need in requirements(row[step], plan.num_stages) if need not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            order.append((rank, step))
+            position[rank] = step + 1
+            result = result_of(row[step])
+            done.add(result)
+            ready.extend(waiting.pop(result, ()))
+    if len(order) < sum(map(len, plan.ops)):
+        raise DeadlockError(_deadlock_text(plan, position, waiting))
+    return order
+
+
+def _deadlock_text(plan: Plan, position: list[int], waiting: dict[Op, list[int]]) -> str:
+    """What every stuck rank waits for, those of one cycle first: they are the cause, the others its followers."""
+    awaited = {rank: need for need, ranks in waiting.items() for rank in ranks}
+    location = {result_of(op): (rank, step) for rank, row in enumerate(plan.ops) for step, op in enumerate(row)}
+    cycle = _cycle(awaited, {rank: location[need][0] for rank, need in awaited.items() if need in location})
+    stuck = cycle + sorted(set(awaited) - set(cycle))
+    lines = [f"plan {plan.schedule!r} deadlocks: {len(stuck)} of {plan.num_ranks} ranks can never go on"]
+    for rank in stuck[:MAX_ROWS]:
+        op, need = plan.ops[rank][position[rank]], awaited[rank]
+        where = "which rank {} has at step {}".format(*location[need]) if need in location else "which no rank computes"
+        lines.append(
+            f"  rank {rank} is at step {position[rank]}, {op} (stage {op.stage}, microbatch {op.microbatch}), "
+            f"and waits for {need}, {where}"
+        )
+    if len(stuck) > MAX_ROWS:
+        lines.append(f"  ... and {len(stuck) - MAX_ROWS} more ranks")
+    lines.append("move what is waited for before the op at which its own rank is stuck:")
+    lines.append(marked_grid(plan, [(rank, position[rank]) for rank in stuck]))
+    return "\n".join(lines)
+
+
+def _cycle(awaited: dict[int, Op], blocker: dict[int, int]) -> list[int]:
+    """Ranks that wait for one another in a circle; one rank that waits for an op that nobody computes counts as one."""
+    path: list[int] = []
+    rank = min(awaited)
+    while rank not in path:
+        path.append(rank)
+        if rank not in blocker:
+            return [rank]
+        rank = blocker[rank]
+    return path[path.index(rank) :]
+
+
+MAX_ROWS = 16
+"""Ranks shown at most."""
+
+MAX_COLUMNS = 12
+"""Steps shown at most in one row."""
+
+
+def marked_grid(plan: Plan, cells: Iterable[tuple[int, int]]) -> str:
+    """Draw `plan` as a rank x step grid, with the given cells marked: ``>1W0<``, or ``>--<`` where an op is missing.
+
+    The grid is bounded in size whatever the plan: a window of columns around the marked cells, and the ranks near them.
+
+    Args:
+        plan: any plan, valid or not.
+        cells: (rank, step) pairs; at most one a rank is centred on, the first.
+
+    Returns:
+        One line a rank under a line of step numbers. Where the marked cells lie further apart than a window is wide,
+        each row is centred on its own cell and begins with its own step number instead.
+    """
+    marked = list(cells)
+    centre = dict(reversed(marked))
+    steps = sorted(centre.values()) or [0]
+    shared = steps[-1] - steps[0] + 1 <= MAX_COLUMNS - 2
+    middle = (steps[0] + steps[-1]) // 2 if shared else steps[len(steps) // 2]
+    lines: list[list[str]] = []
+    longest = max(map(len, plan.ops))
+    width = min(MAX_COLUMNS, max(longest, steps[-1] + 1))
+    if shared:
+        first = _window_start(middle, width, max(longest, steps[-1] + 1))
+        lines.append(["step", *map(str, range(first, first + width))])
+    ranks = _ranks_to_show(plan.num_ranks, sorted(centre))
+    for rank in ranks:
+        if not shared:
+            first = _window_start(centre.get(rank, middle), width, max(len(plan.ops[rank]), centre.get(rank, 0) + 1))
+        label = f"rank {rank}" if shared else f"rank {rank} from step {first}"
+        lines.append([label, *(_cell(plan, rank, step, marked) for step in range(first, first + width))])
+    left_out = plan.num_ranks - len(ranks)
+    tail = [f"  ({left_out} more ranks not shown)"] if left_out else []
+    return "\n".join([*_aligned(lines), *tail])
+
+
+def _window_start(middle: int, width: int, length: int) -> int:
+    return max(0, min(middle - width // 2, length - width))
+
+
+def _ranks_to_show(num_ranks: int, marked: list[int]) -> list[int]:
+    """All ranks where they fit, else the marked ones and their neighbours."""
+    if num_ranks <= MAX_ROWS:
+        return list(range(num_ranks))
+    chosen = set(marked[:MAX_ROWS])
+    for distance in (1, 2, 3):
+        for rank in marked[:MAX_ROWS]:
+            for near in (rank - distance, rank + distance):
+                if 0 <= near < num_ranks and len(chosen) < MAX_ROWS:
+                    chosen.add(near)
+    return sorted(chosen) or list(range(MAX_ROWS))
+
+
+def _cell(plan: Plan, rank: int, step: int, marked: list[tuple[int, int]]) -> str:
+    row = plan.ops[rank]
+    text = str(row[step]) if step < len(row) else ""
+    if (rank, step) in marked:
+        return f">{text or '--'}<"
+    return text or "."
+
+
+def _aligned(lines: list[list[str]]) -> list[str]:
+    label_width = max(len(line[0]) for line in lines)
+    cell_width = max((len(cell) for line in lines for cell in line[1:]), default=0)
+    return ["  " + line[0].ljust(label_width) + "".join(f" {cell:>{cell_width}}" for cell in line[1:]) for line in lines]

@@ -1,0 +1,1 @@
+"""How many layers each stage holds: layout text, costs of parts, balanced layouts."""

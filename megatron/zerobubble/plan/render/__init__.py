@@ -1,0 +1,1 @@
+"""A timeline as text, as SVG and as a trace for Perfetto."""

@@ -1,0 +1,201 @@
+"""Draw timelines as SVG: one alone, or a plan above what really ran of it, on one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from megatron.zerobubble.plan.ir import OpKind
+from megatron.zerobubble.plan.render.text import Rows, chunks_of, extent, ticks
+from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Timeline
+
+COLORS = {
+    OpKind.F: ("#7ea6e8", "#2f5fae"),
+    OpKind.B: ("#7fd6d8", "#1b8a91"),
+    OpKind.W: ("#97d077", "#44832f"),
+    OpKind.BW: ("#8ad3ab", "#2a8a66"),
+}
+"""Fill of each kind: the first chunk light with dark numbers, later chunks dark with white ones."""
+
+SPAN_COLORS = {
+    Activity.WAIT: "#f6d5d5",
+    Activity.VALIDATE: "#f0b64d",
+    Activity.REWIND: "#e0894f",
+    Activity.GRADIENTS: "#cbb2e6",
+    Activity.OPTIMIZER: "#9a73c7",
+}
+"""Fill of what is no op. Transfers are not drawn: they overlap with ops."""
+
+_EXCHANGE_COLORS = {Activity.REDUCE: "#8a63bd", Activity.GATHER: "#d2a03c"}
+"""Fill of the thin bars under a row: buckets under way between data-parallel ranks, which overlap with ops on purpose."""
+
+_NAMES = {
+    OpKind.F: "F forward",
+    OpKind.B: "B input gradient",
+    OpKind.W: "W weight gradient",
+    OpKind.BW: "BW fused backward",
+    Activity.WAIT: "waiting for a message",
+    Activity.VALIDATE: "validation",
+    Activity.REWIND: "given up",
+    Activity.GRADIENTS: "gradients reduced",
+    Activity.OPTIMIZER: "optimizer",
+    Activity.REDUCE: "bucket reduced",
+    Activity.GATHER: "bucket gathered",
+}
+_BAR = 4
+_LEFT, _TOP, _ROW, _GAP, _CAPTION, _AXIS = 64, 46, 26, 6, 20, 20
+_FONT = "font-family='Helvetica,Arial,sans-serif'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Panel:
+    """Rows of ranks under each other, from one moment on."""
+
+    ranks: Sequence[RankTimeline]
+    begin_ms: float
+    scale: float
+    """Pixels a millisecond."""
+    length_ms: float
+    top: int
+
+    @property
+    def bottom(self) -> int:
+        return self.top + len(self.ranks) * (_ROW + _GAP)
+
+    def draw(self) -> list[str]:
+        parts = []
+        for tick in ticks(self.length_ms):
+            x = _LEFT + tick * self.scale
+            parts.append(f"<line x1='{x:.2f}' x2='{x:.2f}' y1='{self.top - 3}' y2='{self.bottom}' stroke='#ddd'/>")
+            parts.append(f"<text x='{x:.2f}' y='{self.bottom + 12}' fill='#555' text-anchor='middle'>{tick:g}</text>")
+        parts.append(f"<text x='{_LEFT - 10}' y='{self.bottom + 12}' fill='#555' text-anchor='end'>ms</text>")
+        for rank, timeline in enumerate(self.ranks):
+            parts.extend(self._row(rank, timeline, self.top + rank * (_ROW + _GAP)))
+        return parts
+
+    def _row(self, rank: int, timeline: RankTimeline, y: int) -> list[str]:
+        parts = [f"<text x='{_LEFT - 10}' y='{y + 17}' text-anchor='end'>rank {rank}</text>"]
+        if timeline.ops:
+            left, right = self._x(timeline.ops[0].start_ms), self._x(timeline.ops[-1].end_ms)
+            parts.append(f"<rect x='{left:.2f}' y='{y}' width='{right - left:.2f}' height='{_ROW}' fill='#eee'/>")
+        # Longer ones first: what happened within another one stays visible.
+        spans = [span for span in timeline.spans if span.activity in SPAN_COLORS]
+        for span in sorted(spans, key=lambda span: span.start_ms - span.end_ms):
+            parts.append(self._span(span, y))
+        chunks = chunks_of(timeline.ops)
+        parts.extend(self._op(timed, y, chunks[timed.op.stage]) for timed in timeline.ops)
+        parts.extend(self._exchange(span, y + _ROW + 1) for span in timeline.spans if span.bucket is not None)
+        return parts
+
+    def _exchange(self, span: Span, y: int) -> str:
+        assert span.bucket is not None
+        left, right = max(self._x(span.start_ms), _LEFT), max(self._x(span.end_ms), _LEFT)
+        what = f"{span.activity.value} bucket {span.bucket.index} of stage {span.bucket.stage}, {span.bucket.num_bytes} bytes"
+        title = f"<title>{what} {span.start_ms - self.begin_ms:.3f}..{span.end_ms - self.begin_ms:.3f} ms</title>"
+        fill = _EXCHANGE_COLORS[span.activity]
+        return f"<rect x='{left:.2f}' y='{y}' width='{right - left:.2f}' height='{_BAR}' fill='{fill}'>{title}</rect>"
+
+    def _span(self, span: Span, y: int) -> str:
+        left, right = max(self._x(span.start_ms), _LEFT), max(self._x(span.end_ms), _LEFT)
+        title = f"<title>{span.activity.value} {span.start_ms - self.begin_ms:.3f}..{span.end_ms - self.begin_ms:.3f} ms</title>"
+        fill = SPAN_COLORS[span.activity]
+        return f"<rect x='{left:.2f}' y='{y}' width='{right - left:.2f}' height='{_ROW}' fill='{fill}'>{title}</rect>"
+
+    def _op(self, timed: TimedOp, y: int, chunk: int) -> str:
+        op, x = timed.op, self._x(timed.start_ms)
+        width = max((timed.end_ms - timed.start_ms) * self.scale, 0)
+        box = (
+            f"<rect x='{x:.2f}' y='{y}' width='{width:.2f}' height='{_ROW}' fill='{COLORS[op.kind][chunk > 0]}' "
+            f"stroke='white' stroke-width='0.6'><title>{op} {timed.start_ms - self.begin_ms:.3f}.."
+            f"{timed.end_ms - self.begin_ms:.3f} ms</title></rect>"
+        )
+        number = str(op.microbatch)
+        if width < 7 * len(number) + 2:
+            return box
+        color = "white" if chunk else "#1b1b1b"
+        return f"{box}<text x='{x + width / 2:.2f}' y='{y + 17}' text-anchor='middle' fill='{color}'>{number}</text>"
+
+    def _x(self, time_ms: float) -> float:
+        return _LEFT + (time_ms - self.begin_ms) * self.scale
+
+
+def render_svg(rows: Rows, *, title: str = "", subtitle: str = "", width_px: int = 1200) -> str:
+    """A standalone SVG document: a row of boxes a rank, microbatch numbers where they fit, an axis in ms and a legend."""
+    begin, end = extent(rows)
+    ranks = [RankTimeline(ops=tuple(row)) for row in rows]
+    panel = _Panel(ranks=ranks, begin_ms=begin, length_ms=end - begin, scale=_scale(end - begin, width_px), top=_TOP)
+    body = [*panel.draw(), *_legend(ranks, panel.bottom + 28)]
+    return _document(body, title=title, subtitle=subtitle, width_px=width_px, height=panel.bottom + 58)
+
+
+def render_comparison(
+    planned: Rows, recorded: Timeline, *, title: str = "", subtitle: str = "", captions: tuple[str, str], width_px: int = 1200
+) -> str:
+    """A standalone SVG document: the plan above, what really ran below, on the same axis, each from its first op on.
+
+    Args:
+        planned: the simulated plan.
+        recorded: what ran, with what is no op drawn, too, where it lies behind the first op of all.
+        title: of the picture.
+        subtitle: below it, smaller.
+        captions: of the two panels.
+        width_px: of the picture.
+    """
+    plan_begin, plan_end = extent(planned)
+    begin = recorded.begin_ms
+    visible = {*SPAN_COLORS, *_EXCHANGE_COLORS}
+    drawn = (span.end_ms for rank in recorded.ranks for span in rank.spans if span.activity in visible)
+    end = max(extent(recorded.rows)[1], *drawn, begin)
+    length = max(plan_end - plan_begin, end - begin)
+    scale = _scale(length, width_px)
+    ranks = [RankTimeline(ops=tuple(row)) for row in planned]
+    above = _Panel(ranks=ranks, begin_ms=plan_begin, length_ms=length, scale=scale, top=_TOP + _CAPTION)
+    below = _Panel(
+        ranks=recorded.ranks, begin_ms=begin, length_ms=length, scale=scale, top=above.bottom + _AXIS + _CAPTION + _GAP
+    )
+    body = []
+    for panel, caption in zip((above, below), captions, strict=True):
+        body.append(f"<text x='{_LEFT}' y='{panel.top - 8}' font-weight='bold'>{escape(caption)}</text>")
+        body.extend(panel.draw())
+    body.extend(_legend([*ranks, *recorded.ranks], below.bottom + 28))
+    return _document(body, title=title, subtitle=subtitle, width_px=width_px, height=below.bottom + 58)
+
+
+def _scale(length_ms: float, width_px: int) -> float:
+    return (width_px - _LEFT - 16) / length_ms if length_ms > 0 else 1.0
+
+
+def _document(body: Sequence[str], *, title: str, subtitle: str, width_px: int, height: int) -> str:
+    head = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width_px}' height='{height}' "
+        f"viewBox='0 0 {width_px} {height}' {_FONT} font-size='11'>",
+        f"<rect width='{width_px}' height='{height}' fill='white'/>",
+        f"<text x='{_LEFT}' y='18' font-size='14' font-weight='bold'>{escape(title)}</text>",
+        f"<text x='{_LEFT}' y='35' fill='#555'>{escape(subtitle)}</text>",
+    ]
+    return "\n".join([*head, *body, "</svg>"]) + "\n"
+
+
+def _legend(ranks: Sequence[RankTimeline], y: int) -> list[str]:
+    kinds = {timed.op.kind for rank in ranks for timed in rank.ops}
+    activities = {span.activity for rank in ranks for span in rank.spans}
+    later_chunks = any(len(chunks_of(rank.ops)) > 1 for rank in ranks)
+    entries: list[tuple[str, tuple[str, ...]]] = [
+        (_NAMES[kind], COLORS[kind] if later_chunks else COLORS[kind][:1]) for kind in OpKind if kind in kinds
+    ]
+    entries += [
+        (_NAMES[activity], (fill,)) for activity, fill in (SPAN_COLORS | _EXCHANGE_COLORS).items() if activity in activities
+    ]
+    parts: list[str] = []
+    x = _LEFT
+    for name, fills in entries:
+        for fill in fills:
+            parts.append(f"<rect x='{x}' y='{y}' width='16' height='14' fill='{fill}'/>")
+            x += 18
+        parts.append(f"<text x='{x + 4}' y='{y + 11}'>{name}</text>")
+        x += 14 + 6 * len(name)
+    if later_chunks:
+        parts.append(f"<text x='{x + 4}' y='{y + 11}' fill='#555'>(light: first chunk, dark: later ones)</text>")
+    return parts

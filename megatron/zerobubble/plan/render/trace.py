@@ -1,0 +1,139 @@
+"""Write timelines in the trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+A rank is a process of the trace. Its first thread holds the passes and the waits between them, the second what comes around
+them; sends and receives overlap, and so do the reductions and gatherings of buckets, so they are laid on as many threads as it
+takes for the events of a thread to nest. An arrow leads from every send to the receive that took it. Times are microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.zerobubble.plan.communication import Message
+from megatron.zerobubble.plan.render.text import Rows, extent
+from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Timeline
+
+Event = dict[str, Any]
+
+_PASSES, _AROUND = 0, 1
+_LANES = {Activity.SEND: 100, Activity.RECEIVE: 200, Activity.REDUCE: 300, Activity.GATHER: 400}
+"""The first of the threads that the overlapping activities are laid on."""
+
+
+def render_chrome_trace(rows: Rows) -> str:
+    """JSON of ops alone: a thread a rank, in one process."""
+    begin, _ = extent(rows)
+    events: list[Event] = []
+    for rank, row in enumerate(rows):
+        name = {"name": f"rank {rank}", "sort_index": rank}
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name})
+        events += [
+            _complete(str(op), op.kind.value, 0, rank, start - begin, end - start, stage=op.stage, microbatch=op.microbatch)
+            for op, start, end in row
+        ]
+    return _document(events)
+
+
+def render_trace(timelines: Sequence[Timeline]) -> str:
+    """JSON of recorded iterations, in the order given, at the times at which they ran; time begins with the first event."""
+    if not timelines:
+        return _document([])
+    num_ranks = timelines[0].plan.num_ranks
+    begin = min(timeline.extent_ms[0] for timeline in timelines)
+    events: list[Event] = [_name("process", num_ranks, 0, "iterations", -1)]
+    lanes: dict[int, dict[Activity, int]] = {rank: dict.fromkeys(_LANES, 0) for rank in range(num_ranks)}
+    for timeline in timelines:
+        events.append(_iteration(timeline, num_ranks, begin))
+        for rank, own in enumerate(timeline.ranks):
+            events += _passes(timeline.iteration, rank, own, begin)
+            for activity in _LANES:
+                transfers, used = _transfers(timeline.iteration, rank, own, activity, begin)
+                lanes[rank][activity] = max(lanes[rank][activity], used)
+                events += transfers
+    for rank in range(num_ranks):
+        events.append(_name("process", rank, 0, f"rank {rank}", rank))
+        events.append(_name("thread", rank, _PASSES, "passes", _PASSES))
+        events.append(_name("thread", rank, _AROUND, "optimizer and validation", _AROUND))
+        for activity, first in _LANES.items():
+            events += [_name("thread", rank, first + lane, activity.value, first + lane) for lane in range(lanes[rank][activity])]
+    return _document(events)
+
+
+def _iteration(timeline: Timeline, pid: int, begin: float) -> Event:
+    start, end = timeline.extent_ms
+    text = f"iteration {timeline.iteration}"
+    return _complete(text, "iteration", pid, 0, start - begin, end - start, schedule=timeline.plan.schedule)
+
+
+def _passes(iteration: int, rank: int, own: RankTimeline, begin: float) -> list[Event]:
+    """The two threads on which nothing overlaps."""
+    events = []
+    for op, start, end in own.ops:
+        args = {"stage": op.stage, "microbatch": op.microbatch, "iteration": iteration}
+        events.append(_complete(str(op), op.kind.value, rank, _PASSES, start - begin, end - start, **args))
+    for span in own.spans:
+        if span.activity not in _LANES:
+            thread = _PASSES if span.activity is Activity.WAIT else _AROUND
+            events.append(_span(span, span.activity.value, iteration, rank, thread, begin))
+    return events
+
+
+def _transfers(iteration: int, rank: int, own: RankTimeline, activity: Activity, begin: float) -> tuple[list[Event], int]:
+    """Each on the first lane that is free when it starts, a message with its end of the arrow; and how many lanes that takes."""
+    events: list[Event] = []
+    busy_until: list[float] = []
+    for span in sorted((span for span in own.spans if span.activity is activity), key=lambda span: span.start_ms):
+        lane = next((lane for lane, until in enumerate(busy_until) if until <= span.start_ms), len(busy_until))
+        busy_until[lane:] = [span.end_ms, *busy_until[lane + 1 :]]
+        tid = _LANES[activity] + lane
+        if span.message is None:
+            events.append(_span(span, _bucket_text(span), iteration, rank, tid, begin))
+            continue
+        events.append(_span(span, _text(span.message), iteration, rank, tid, begin))
+        is_send = activity is Activity.SEND
+        arrow = {
+            "name": "transfer",
+            "cat": "transfer",
+            "ph": "s" if is_send else "f",
+            "id": f"{iteration}/{_text(span.message)}",
+            "pid": rank,
+            "tid": tid,
+            "ts": ((span.start_ms if is_send else span.end_ms) - begin) * 1e3,
+        }
+        events.append(arrow if is_send else arrow | {"bp": "e"})
+    return events, len(busy_until)
+
+
+def _span(span: Span, name: str, iteration: int, rank: int, tid: int, begin: float) -> Event:
+    args: dict[str, object] = {"iteration": iteration}
+    if span.message is not None:
+        message = span.message
+        args |= {"payload": message.payload.value, "stage": message.stage, "microbatch": message.microbatch}
+        args |= {"from_rank": message.source, "to_rank": message.target}
+    if span.bucket is not None:
+        args |= {"stage": span.bucket.stage, "bucket": span.bucket.index, "bytes": span.bucket.num_bytes}
+    return _complete(name, span.activity.value, rank, tid, span.start_ms - begin, span.end_ms - span.start_ms, **args)
+
+
+def _text(message: Message) -> str:
+    return f"{message.payload.value} for stage {message.stage}, microbatch {message.microbatch}"
+
+
+def _bucket_text(span: Span) -> str:
+    assert span.bucket is not None
+    return f"{span.activity.value} bucket {span.bucket.index} of stage {span.bucket.stage}"
+
+
+def _complete(name: str, cat: str, pid: int, tid: int, start_ms: float, duration_ms: float, **args: object) -> Event:
+    times = {"ts": start_ms * 1e3, "dur": duration_ms * 1e3}
+    return {"name": name, "cat": cat, "ph": "X", "pid": pid, "tid": tid, **times, "args": args}
+
+
+def _name(what: str, pid: int, tid: int, name: str, order: int) -> Event:
+    return {"name": f"{what}_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name, "sort_index": order}}
+
+
+def _document(events: Sequence[Event]) -> str:
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -1,0 +1,403 @@
+"""The inner loop of the search: score an order, make an order from a policy, and change both a little, very often.
+
+This file and `core.cpp` are twins, and so are `moves.py` and `moves.hpp`: the same arithmetic in the same
+order and the same random numbers, so that the same seed gives the same plan with and without a compiler. What is changed here has
+to be changed there; a test compares them.
+
+An *order* has one row a rank, and a row is a string of bytes ``3 * chunk + kind`` with kind 0, 1, 2 for F, B, W. Microbatches
+ascend per stage and kind (an invariant of every plan), so the bytes say everything.
+
+Rows may leave W out. W is what fills a bubble, and where it fits follows from the order of F and B: a rank runs the oldest W
+that is due when its next op is at least `patience` times that W away, or when an F does not fit the memory before. What is left
+runs at the end. Changing an order without W therefore moves every W with it, which changes of a full order cannot. A
+patience of infinity runs W only where the rows say so.
+
+A *policy* makes an order of any length by list scheduling: whenever a rank is free it takes, of what can run, the op with the
+smallest ``offset[stage, kind] + microbatch * period``. The offsets are the building block of arXiv 2405.15362 (section 3); a rank
+may also wait up to `max_wait` for an op that is on its way, which costs `wait_weight` a millisecond in the comparison. The policy
+has times of its own, which need not be the true ones: regular patterns are often found with evened-out times. A cap on the
+microbatches between two chunks may sink over the first ones: many forwards fill the start of a pipeline, later their memory
+serves better for W that wait.
+
+A policy never runs into a memory deadlock. With the chunks of a rank numbered in the order data flows and `n[c]` forwards of
+chunk c started, an F is only admitted while for every chunk c with a successor
+
+    sum over chunks k <= c of (n[k] - n[c + 1]) * activation[k]  <=  limit - sum over chunks k > c of activation[k]
+
+Proof: take the oldest microbatch that is not finished, and let its next op be an F of chunk c (a B or W is never refused). No
+younger microbatch has passed this stage and older ones hold nothing, so everything held belongs to chunks below c, and by the
+inequality for c - 1 there is room for this activation.
+
+All work is counted in op evaluations, never in seconds, so a budget gives the same plan on every machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from megatron.zerobubble.plan.search.moves import Moves, Random
+
+Order = list[bytes]
+"""Per rank its ops, see the module docstring."""
+
+Rows = Sequence[bytes | bytearray]
+"""Likewise, perhaps without W."""
+
+EPSILON = 1e-9
+"""Rounding allowed in comparisons of times and memory."""
+
+DECODE_WEIGHT = 8
+"""How many op evaluations list scheduling of one op counts for."""
+
+MOVE_WEIGHT = 40
+"""How many op evaluations drawing a move counts for."""
+
+MEAN_WEIGHT = 0.1
+"""Share of the ranks' mean span in the score; the maximum alone is flat under most moves."""
+
+PATIENCE_SHARE, SWAP_SHARE, SHIFT_SHARE, PLAIN_SHIFT_SHARE = 0.05, 0.1, 0.9, 0.2
+"""Upper ends of the shares of moves: patience (without W only), repeated swaps, repeated shifts (without W, with W); the rest are
+single moves."""
+
+
+class Policy(NamedTuple):
+    """What a list schedule is made from."""
+
+    durations: Sequence[float]
+    """F, B, W time of every stage, flat, as the policy sees them."""
+    comm_ms: float
+    """Link time as the policy sees it."""
+    offsets: Sequence[float]
+    """Priority of every stage's F, B and W of microbatch 0, flat."""
+    caps: Sequence[float]
+    """Per stage, most microbatches between its F and the F of the rank's next chunk (of the last chunk: its own B)."""
+    period: float
+    """Distance of two microbatches in priority."""
+    wait_weight: float
+    """Priority lost per millisecond of waiting for an op."""
+    max_wait: float
+    """Longest wait for an op while another could run."""
+    limit: float
+    """Memory the policy allows itself, in the unit of the core's limit; the smaller of both counts."""
+    settled: float
+    """What is left of every cap in the end, as a share of it; above 0."""
+    settle_after: float
+    """Microbatches until then; above 0."""
+
+
+class Core(Protocol):
+    """What both twins offer."""
+
+    work: float
+    """Op evaluations so far."""
+
+    def evaluate(self, order: Order) -> tuple[float, float]:
+        """Score (what the search minimises) and objective (span or makespan); both infinite where the order deadlocks."""
+
+    def decode(self, policy: Policy) -> Order:
+        """List-schedule a policy. Empty where it cannot finish."""
+
+    def fill(self, rows: Order, patience: Sequence[float]) -> Order:
+        """The order with every W in its place; patience per rank. Empty where the rows deadlock or cannot keep the memory."""
+
+    def anneal(self, rows: Order, patience: Sequence[float], seed: int, budget: float, temperature: float) -> Order:
+        """Move ops within rows at random, with an acceptance threshold falling from `temperature` to 0, and fill the best.
+
+        Rows with a finite patience are changed by many ops at once more often, and their patience changes, too.
+        """
+
+
+class PythonCore:
+    """The twin without a compiler."""
+
+    def __init__(
+        self,
+        num_microbatches: int,
+        stage_to_rank: Sequence[int],
+        durations: Sequence[float],
+        comm_ms: float,
+        activation: Sequence[float],
+        remaining: Sequence[float],
+        limit: float,
+        makespan: bool,
+    ) -> None:
+        """Args: as in CostModel, `durations` flat over (stage, F B W); `limit` in the unit of `activation`, for every rank."""
+        self.m = num_microbatches
+        self.rank_of = list(stage_to_rank)
+        self.num_stages = len(self.rank_of)
+        self.p = max(self.rank_of) + 1
+        self.stages = [[s for s, rank in enumerate(self.rank_of) if rank == r] for r in range(self.p)]
+        self.chunk_of = [self.stages[rank].index(s) for s, rank in enumerate(self.rank_of)]
+        self.durations = list(durations)
+        self.comm_ms = comm_ms
+        self.activation = list(activation)
+        self.remaining = list(remaining)
+        self.limit = limit
+        self.makespan = makespan
+        self.work = 0.0
+        self.step_of: list[int] = []
+        self._ranks: list[_Rank] = []
+        self._critical: list[tuple[int, int]] = []
+        self._moves = Moves(self.m, [len(stages) for stages in self.stages])
+
+    # -- scoring --------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, order: Rows) -> tuple[float, float]:
+        """See `Core`. Execution in order, as in `simulate`."""
+        return self._run(order, [math.inf] * self.p, None)
+
+    def fill(self, rows: Rows, patience: Sequence[float]) -> Order:
+        """See `Core`."""
+        order = [bytearray() for _ in range(self.p)]
+        return [bytes(row) for row in order] if self._run(rows, patience, order)[0] < math.inf else []
+
+    def _run(self, rows: Rows, patience: Sequence[float], out: list[bytearray] | None) -> tuple[float, float]:
+        """Score and objective of rows that may leave W out; `out` gets them with every W."""
+        ends = [-1.0] * (2 * self.num_stages * self.m)
+        self.step_of = [-1] * (2 * self.num_stages * self.m)
+        self._ranks = ranks = [
+            _Rank(self, stages, row, waits, out[rank] if out else bytearray())
+            for rank, (stages, row, waits) in enumerate(zip(self.stages, rows, patience, strict=True))
+        ]
+        stack = list(range(self.p - 1, -1, -1))
+        self.work += sum(map(len, rows))
+        while stack:
+            if not ranks[stack.pop()].advance(ranks, ends, stack):
+                return math.inf, math.inf
+        if any(rank.step < len(rank.row) for rank in ranks):
+            return math.inf, math.inf
+        longest = mean = 0.0
+        for rank in ranks:
+            span = rank.now - rank.first
+            longest = max(longest, span)
+            mean += span
+        objective = max(rank.now for rank in ranks) - min(rank.first for rank in ranks) if self.makespan else longest
+        return objective + MEAN_WEIGHT * (mean / self.p), objective
+
+    # -- list scheduling ------------------------------------------------------------------------------------------------
+
+    def decode(self, policy: Policy) -> Order:
+        """See `Core`."""
+        p, m = self.p, self.m
+        rows = [bytearray() for _ in range(p)]
+        ends = [-1.0] * (2 * self.num_stages * m)
+        counts = [0] * (3 * self.num_stages)
+        free, held = [0.0] * p, [0.0] * p
+        events = [(0.0, rank) for rank in range(p)]
+        done = 0
+        while events:
+            now, rank = heapq.heappop(events)
+            if now < free[rank] - EPSILON:
+                continue
+            stage, kind, start = self._choose(policy, rank, now, counts, ends, held[rank])
+            if stage < 0:
+                continue
+            if start > now + EPSILON:
+                heapq.heappush(events, (start, rank))
+                continue
+            microbatch = counts[3 * stage + kind]
+            counts[3 * stage + kind] = microbatch + 1
+            end = now + policy.durations[3 * stage + kind]
+            free[rank] = end
+            rows[rank].append(3 * self.chunk_of[stage] + kind)
+            done += 1
+            if kind == 2:
+                held[rank] -= self.remaining[stage]
+            else:
+                held[rank] += self.activation[stage] if kind == 0 else self.remaining[stage] - self.activation[stage]
+                ends[(kind * self.num_stages + stage) * m + microbatch] = end
+                consumer = stage + 1 if kind == 0 else stage - 1
+                if 0 <= consumer < self.num_stages and self.rank_of[consumer] != rank:
+                    other = self.rank_of[consumer]
+                    heapq.heappush(events, (max(end + policy.comm_ms, free[other]), other))
+            heapq.heappush(events, (end, rank))
+        self.work += DECODE_WEIGHT * done
+        return [bytes(row) for row in rows] if done == 3 * self.num_stages * m else []
+
+    def _choose(
+        self, policy: Policy, rank: int, now: float, counts: list[int], ends: list[float], held: float
+    ) -> tuple[int, int, float]:
+        """The op `rank` should start next and when: (stage, kind, start); stage -1 where nothing is in sight."""
+        m = self.m
+        best, chosen = math.inf, (-1, 0, 0.0)
+        for chunk, stage in enumerate(self.stages[rank]):
+            for kind in (0, 1, 2):
+                microbatch = counts[3 * stage + kind]
+                if microbatch >= (m if kind == 0 else counts[3 * stage + kind - 1]):
+                    continue
+                arrival = 0.0
+                producer = stage - 1 if kind == 0 else stage + 1
+                if kind < 2 and 0 <= producer < self.num_stages:
+                    arrival = ends[(kind * self.num_stages + producer) * m + microbatch]
+                    if arrival < 0:
+                        continue
+                    if self.rank_of[producer] != rank:
+                        arrival += policy.comm_ms
+                    if arrival > now + policy.max_wait:
+                        continue
+                wait = max(arrival - now, 0.0)
+                value = policy.offsets[3 * stage + kind] + microbatch * policy.period + policy.wait_weight * wait
+                if value < best and (kind > 0 or self._admits(policy, rank, chunk, counts, held)):
+                    best, chosen = value, (stage, kind, now + wait)
+        return chosen
+
+    def _admits(self, policy: Policy, rank: int, chunk: int, counts: list[int], held: float) -> bool:
+        """Whether an F of `chunk` fits the limit, leaves room for what must follow, and is within its cap."""
+        stages = self.stages[rank]
+        stage, last = stages[chunk], len(stages) - 1
+        limit = min(self.limit, policy.limit)
+        if held + self.activation[stage] > limit + EPSILON:
+            return False
+        started, passed = counts[3 * stage], counts[3 * stages[chunk + 1]] if chunk < last else counts[3 * stage + 1]
+        share = 1.0 - (1.0 - policy.settled) * min(1.0, started / policy.settle_after)
+        if started - passed >= policy.caps[stage] * share:
+            return False
+        for c in range(chunk, last):
+            waiting = self.activation[stage]
+            beyond = counts[3 * stages[c + 1]]
+            for k in range(c + 1):
+                waiting += (counts[3 * stages[k]] - beyond) * self.activation[stages[k]]
+            for k in range(c + 1, last + 1):
+                waiting += self.activation[stages[k]]
+            if waiting > limit + EPSILON:
+                return False
+        return True
+
+    # -- moves ----------------------------------------------------------------------------------------------------------
+
+    def anneal(self, rows: Rows, patience: Sequence[float], seed: int, budget: float, temperature: float) -> Order:
+        """See `Core`."""
+        random = Random(seed)
+        current = [bytearray(row) for row in rows]
+        patient = list(patience)
+        filled = any(value < math.inf for value in patient)
+        score = self._run(current, patient, None)[0]
+        if score == math.inf:
+            return []
+        self._find_critical()
+        best, best_patience, best_score = list(current), patient, score
+        begin = self.work
+        while self.work - begin < budget:
+            left = 1.0 - (self.work - begin) / budget
+            varied, changed = patient, dict[int, bytearray]()
+            choice = random.unit()
+            if filled and choice < PATIENCE_SHARE:
+                varied = self._moves.vary_patience(patient, random)
+            elif choice < SWAP_SHARE:
+                changed = self._moves.repeated_swap(current, 2 if filled else 3, random)
+            elif choice < (SHIFT_SHARE if filled else PLAIN_SHIFT_SHARE):
+                changed = self._moves.repeated_shift(current, random)
+            else:
+                changed = self._moves.single_move(current, self._critical, random)
+            self.work += MOVE_WEIGHT
+            if not changed and varied is patient:
+                continue
+            candidate = [changed.get(rank, row) for rank, row in enumerate(current)]
+            self.work += sum(map(len, changed.values()))
+            candidate_score = self._run(candidate, varied, None)[0]
+            if candidate_score <= score + temperature * left * left * random.unit():
+                current, patient, score = candidate, varied, candidate_score
+                self._find_critical()
+                if score < best_score:
+                    best, best_patience, best_score = current, patient, score
+        return self.fill(best, best_patience)
+
+    def _find_critical(self) -> None:
+        """Of the last run, the ops that decide when its longest rank ends, last first: (rank, step)."""
+        lengths = [rank.now - (0.0 if self.makespan else rank.first) for rank in self._ranks]
+        rank = lengths.index(max(lengths))
+        step = len(self._ranks[rank].row) - 1
+        self._critical = []
+        while step >= 0:
+            self._critical.append((rank, step))
+            key = self._ranks[rank].bound[step]
+            if key < 0:
+                step -= 1
+            else:
+                rank, step = self.rank_of[key // self.m % self.num_stages], self.step_of[key]
+
+
+class _Rank:
+    """One rank while rows run."""
+
+    def __init__(self, core: PythonCore, stages: list[int], row: bytes | bytearray, patience: float, out: bytearray) -> None:
+        self.core, self.stages, self.row, self.patience, self.out = core, stages, row, patience, out
+        self.counts = [0] * (3 * len(stages))
+        self.bound = [-1] * len(row)
+        self.step = 0
+        self.now = self.first = self.held = 0.0
+        self.awaited = -1
+
+    def advance(self, ranks: list[_Rank], ends: list[float], stack: list[int]) -> bool:
+        """Run until an op has to wait for another rank or the row ends; whether the row can still go on."""
+        core, m, num_stages = self.core, self.core.m, self.core.num_stages
+        begin = self.step
+        while self.step < len(self.row):
+            code = self.row[self.step]
+            kind, stage, count = code % 3, self.stages[code // 3], self.counts[code]
+            if kind == 2:
+                if count < self.counts[code - 1]:
+                    self._wgrad(code // 3)
+                self.step += 1
+                continue
+            if kind == 1 and count >= self.counts[code - 1]:
+                return False
+            producer = stage - 1 if kind == 0 else stage + 1
+            ready, key = self.now, -1
+            if 0 <= producer < num_stages:
+                key = (kind * num_stages + producer) * m + count
+                ready = ends[key]
+                if ready < 0:
+                    self.awaited = key
+                    return True
+                if core.rank_of[producer] != core.rank_of[stage]:
+                    ready += core.comm_ms
+            if not self._fill(ready, core.activation[stage] if kind == 0 else -math.inf):
+                return False
+            if ready > self.now:
+                self.now, self.bound[self.step] = ready, key
+            if self.step == 0:
+                self.first = self.now
+            self.now += core.durations[3 * stage + kind]
+            self.held += core.activation[stage] if kind == 0 else core.remaining[stage] - core.activation[stage]
+            self.counts[code] = count + 1
+            self.out.append(code)
+            self.step += 1
+            key = (kind * num_stages + stage) * m + count
+            ends[key] = self.now
+            core.step_of[key] = self.step - 1
+            consumer = stage + 1 if kind == 0 else stage - 1
+            if 0 <= consumer < num_stages and ranks[core.rank_of[consumer]].awaited == key:
+                ranks[core.rank_of[consumer]].awaited = -1
+                stack.append(core.rank_of[consumer])
+        if begin < len(self.row):
+            for chunk in reversed(range(len(self.stages))):
+                while self.counts[3 * chunk + 2] < self.counts[3 * chunk + 1]:
+                    self._wgrad(chunk)
+        return True
+
+    def _fill(self, ready: float, needed: float) -> bool:
+        """Run W until the next op, `ready` then, fits the memory and is too near for another W; whether it fits."""
+        while True:
+            full = self.held + needed > self.core.limit + EPSILON
+            if not full and ready <= self.now:
+                return True
+            oldest, microbatch = -1, self.core.m
+            for chunk in reversed(range(len(self.stages))):
+                done = self.counts[3 * chunk + 2]
+                if done < self.counts[3 * chunk + 1] and done < microbatch:
+                    oldest, microbatch = chunk, done
+            if full and oldest < 0:
+                return False
+            if oldest < 0 or (not full and ready - self.now < self.patience * self.core.durations[3 * self.stages[oldest] + 2]):
+                return True
+            self._wgrad(oldest)
+
+    def _wgrad(self, chunk: int) -> None:
+        self.now += self.core.durations[3 * self.stages[chunk] + 2]
+        self.held -= self.core.remaining[self.stages[chunk]]
+        self.counts[3 * chunk + 2] += 1
+        self.out.append(3 * chunk + 2)

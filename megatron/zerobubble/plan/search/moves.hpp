@@ -1,0 +1,145 @@
+// How the search changes an order a little. Twin of moves.py, which explains it.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace zerobubble {
+
+constexpr double kCriticalShare = 0.7;
+
+using Row = std::string;
+using Order = std::vector<Row>;
+using Changes = std::vector<std::pair<int, Row>>;
+using Critical = std::vector<std::pair<int, int>>;
+
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : state_(seed) {}
+  std::uint64_t bits() {
+    state_ += 0x9E3779B97F4A7C15ull;
+    std::uint64_t z = state_;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+  }
+  double unit() { return static_cast<double>(bits() >> 11) * (1.0 / 9007199254740992.0); }
+  int below(int limit) { return static_cast<int>(bits() % static_cast<std::uint64_t>(limit)); }
+
+ private:
+  std::uint64_t state_;
+};
+
+class Moves {
+ public:
+  Moves(int num_microbatches, std::vector<int> chunks)
+      : m_(num_microbatches), p_(static_cast<int>(chunks.size())), chunks_(std::move(chunks)) {}
+
+  void vary_patience(std::vector<double>& patience, Random& random) const {
+    const auto [first, last] = some_ranks(random);
+    const double value = random.unit() * 1.5;
+    for (int rank = first; rank <= last; ++rank) patience[rank] = value;
+  }
+
+  void single_move(const Order& rows, const Critical& critical, Random& random, Changes& changed) const {
+    int rank, source;
+    if (random.unit() < kCriticalShare) {
+      std::tie(rank, source) = critical[random.below(static_cast<int>(critical.size()))];
+    } else {
+      rank = random.below(p_);
+      source = random.below(static_cast<int>(rows[rank].size()));
+    }
+    const Row& row = rows[rank];
+    const int length = static_cast<int>(row.size());
+    const double scale = random.unit();
+    const int distance = 1 + static_cast<int>(scale * scale * scale * (3 * chunks_[rank] + 6));
+    const int target = random.below(2) ? source + distance : source - distance;
+    if (target < 0 || target >= length) return;
+    Row moved = row;
+    if (source < target) {
+      std::rotate(moved.begin() + source, moved.begin() + source + 1, moved.begin() + target + 1);
+    } else {
+      std::rotate(moved.begin() + target, moved.begin() + source, moved.begin() + source + 1);
+    }
+    if (moved != row) changed.emplace_back(rank, std::move(moved));
+  }
+
+  void repeated_swap(const Order& rows, int kinds, Random& random, Changes& changed) const {
+    const auto [first, last] = some_ranks(random);
+    const int chunks = chunks_[first];
+    const int before = 3 * random.below(chunks) + random.below(kinds);
+    const int after = 3 * random.below(chunks) + random.below(kinds);
+    const int length = static_cast<int>(rows[first].size());
+    const auto [low, high] = some_of(length, random);
+    if (before == after) return;
+    for (int rank = first; rank <= last; ++rank) {
+      Row row = rows[rank];
+      const int end = std::min(high, static_cast<int>(row.size()));
+      for (int step = low; step + 1 < end; ++step) {
+        if (row[step] == before && row[step + 1] == after) {
+          std::swap(row[step], row[step + 1]);
+          ++step;
+        }
+      }
+      if (row != rows[rank]) changed.emplace_back(rank, std::move(row));
+    }
+  }
+
+  void repeated_shift(const Order& rows, Random& random, Changes& changed) const {
+    const auto [first, last] = some_ranks(random);
+    const int chunks = chunks_[first];
+    const int code = 3 * random.below(chunks) + random.below(2);
+    const double scale = random.unit();
+    const int distance = 1 + static_cast<int>(scale * scale * (3 * chunks));
+    const bool later = random.below(2) == 1;
+    const auto [low, high] = some_of(m_, random);
+    const int slope = random.below(3) - 1;
+    for (int rank = first; rank <= last; ++rank) {
+      const int drift = slope * (rank - first);
+      Row row = rows[rank];
+      const int length = static_cast<int>(row.size());
+      if (later) {
+        int count = m_;
+        for (int step = length - 1; step >= 0; --step) {
+          if (row[step] != code) continue;
+          --count;
+          if (count < low + drift || count > high + drift || step + distance >= length) continue;
+          std::rotate(row.begin() + step, row.begin() + step + 1, row.begin() + step + distance + 1);
+        }
+      } else {
+        int count = -1;
+        for (int step = 0; step < length; ++step) {
+          if (row[step] != code) continue;
+          ++count;
+          if (count < low + drift || count > high + drift || step < distance) continue;
+          std::rotate(row.begin() + step - distance, row.begin() + step, row.begin() + step + 1);
+        }
+      }
+      if (row != rows[rank]) changed.emplace_back(rank, std::move(row));
+    }
+  }
+
+ private:
+  std::pair<int, int> some_ranks(Random& random) const {
+    const int first = random.below(p_);
+    const double choice = random.unit();
+    if (choice < 0.3) return {0, p_ - 1};
+    if (choice < 0.7) return {first, std::min(p_ - 1, first + 1 + random.below(p_))};
+    return {first, first};
+  }
+
+  std::pair<int, int> some_of(int length, Random& random) const {
+    const int low = random.below(length), high = random.below(length), open = random.below(4);
+    return {open & 1 ? 0 : std::min(low, high), open & 2 ? length : std::max(low, high)};
+  }
+
+  int m_, p_;
+  std::vector<int> chunks_;
+};
+
+}  // namespace zerobubble

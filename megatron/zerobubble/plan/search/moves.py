@@ -1,0 +1,142 @@
+"""How the search changes an order a little: the moves of its inner loop, and their random numbers.
+
+This file and `moves.hpp` are twins, as `core` says; what is changed here has to be changed there.
+
+A move takes rows (per rank a string of op codes, see `core`) and returns what it changes: {rank: its new row}, empty
+where nothing would change. Rows that a move makes may deadlock; scoring them says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+CRITICAL_SHARE = 0.7
+"""Of single moves, how many are of an op on the critical path: no other move shortens it."""
+
+_MASK = (1 << 64) - 1
+
+
+class Random:
+    """SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a few lines in any language."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = seed & _MASK
+
+    def bits(self) -> int:
+        """64 random bits."""
+        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
+        z = self._state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        return z ^ (z >> 31)
+
+    def unit(self) -> float:
+        """Uniform in [0, 1)."""
+        return (self.bits() >> 11) * 2.0**-53
+
+    def below(self, limit: int) -> int:
+        """Uniform in 0..limit-1."""
+        return self.bits() % limit
+
+
+class Moves:
+    """The moves for plans of one size.
+
+    Args:
+        num_microbatches: m.
+        chunks: stages per rank.
+    """
+
+    def __init__(self, num_microbatches: int, chunks: Sequence[int]) -> None:
+        self._m = num_microbatches
+        self._p = len(chunks)
+        self._chunks = list(chunks)
+
+    def vary_patience(self, patience: list[float], random: Random) -> list[float]:
+        """Another patience for some ranks."""
+        first, last = self._some_ranks(random)
+        value = random.unit() * 1.5
+        return [value if first <= rank <= last else old for rank, old in enumerate(patience)]
+
+    def single_move(self, rows: list[bytearray], critical: Sequence[tuple[int, int]], random: Random) -> dict[int, bytearray]:
+        """Take one op out and put it back a little earlier or later."""
+        if random.unit() < CRITICAL_SHARE:
+            rank, source = critical[random.below(len(critical))]
+        else:
+            rank = random.below(self._p)
+            source = random.below(len(rows[rank]))
+        row = rows[rank]
+        scale = random.unit()
+        distance = 1 + int(scale * scale * scale * (3 * self._chunks[rank] + 6))
+        target = source + distance if random.below(2) else source - distance
+        if not 0 <= target < len(row):
+            return {}
+        moved = bytearray(row)
+        moved.insert(target, moved.pop(source))
+        return {rank: moved} if moved != row else {}
+
+    def repeated_swap(self, rows: list[bytearray], kinds: int, random: Random) -> dict[int, bytearray]:
+        """Swap every pair of neighbours of two given codes in a window: another steady state."""
+        first, last = self._some_ranks(random)
+        chunks = self._chunks[first]
+        before = 3 * random.below(chunks) + random.below(kinds)
+        after = 3 * random.below(chunks) + random.below(kinds)
+        length = len(rows[first])
+        low, high = self._some_of(length, random)
+        if before == after:
+            return {}
+        changed = {}
+        for rank in range(first, last + 1):
+            row = bytearray(rows[rank])
+            step = low
+            while step + 1 < min(high, len(row)):
+                if row[step] == before and row[step + 1] == after:
+                    row[step], row[step + 1] = after, before
+                    step += 1
+                step += 1
+            if row != rows[rank]:
+                changed[rank] = row
+        return changed
+
+    def repeated_shift(self, rows: list[bytearray], random: Random) -> dict[int, bytearray]:
+        """Move one F or B of many microbatches by as many places: another wave of it through the ranks."""
+        first, last = self._some_ranks(random)
+        chunks = self._chunks[first]
+        code = 3 * random.below(chunks) + random.below(2)
+        scale = random.unit()
+        distance = 1 + int(scale * scale * (3 * chunks))
+        later = random.below(2) == 1
+        low, high = self._some_of(self._m, random)
+        slope = random.below(3) - 1
+        changed = {}
+        for rank in range(first, last + 1):
+            drift = slope * (rank - first)
+            row = bytearray(rows[rank])
+            steps = range(len(row))
+            count = -1
+            for step in reversed(steps) if later else steps:
+                if row[step] != code:
+                    continue
+                count += 1
+                microbatch = self._m - 1 - count if later else count
+                target = step + distance if later else step - distance
+                if low + drift <= microbatch <= high + drift and 0 <= target < len(row):
+                    row.insert(target, row.pop(step))
+            if row != rows[rank]:
+                changed[rank] = row
+        return changed
+
+    def _some_ranks(self, random: Random) -> tuple[int, int]:
+        """First and last of all ranks, some neighbours, or one."""
+        first = random.below(self._p)
+        choice = random.unit()
+        if choice < 0.3:
+            return 0, self._p - 1
+        if choice < 0.7:
+            return first, min(self._p - 1, first + 1 + random.below(self._p))
+        return first, first
+
+    def _some_of(self, length: int, random: Random) -> tuple[int, int]:
+        """A window of `length` steps or microbatches, each end open half of the time."""
+        low, high, free = random.below(length), random.below(length), random.below(4)
+        return 0 if free & 1 else min(low, high), length if free & 2 else max(low, high)

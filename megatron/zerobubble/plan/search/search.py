@@ -1,0 +1,475 @@
+"""Search: the best order for given times and a given memory.
+
+Three stages, each on the real objective (in-order execution with the true times), each within its share of the budget:
+
+1. *Breed* building blocks (`policies`) and list-schedule them. A block has few numbers whatever the number of microbatches, and
+   changing one changes the whole steady state. With many microbatches this happens on a smaller instance; the block unrolls it.
+2. *Draw*: patterns drawn by hand or on a grid, as they are, and with W moved into the bubbles.
+3. *Anneal* the best of both: first without W, which then follows F and B into the bubbles, and by moving many ops at once; then
+   single ops of the full order, most of them on the critical path, which mends ends and seams. A worse candidate is accepted
+   while it is within a threshold that falls to zero (threshold accepting: Dueck and Scheuer, Journal of Computational Physics 90,
+   1990).
+
+A budget is a number of op evaluations, not seconds: the same arguments and seed give the same plan on every machine, with the
+compiled core and without.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import importlib
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from operator import itemgetter
+from random import Random
+from typing import Any
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.search.bound import lower_bound
+from megatron.zerobubble.plan.search.core import EPSILON, Core, Order, PythonCore
+from megatron.zerobubble.plan.search.policies import Block, Blocks, flat_durations
+from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.plan.transforms import split_fused
+from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
+
+logger = logging.getLogger(__name__)
+
+_KINDS = (OpKind.F, OpKind.B, OpKind.W)
+_FEWEST_BLOCKS = 48
+_RANDOM_BLOCKS = 300
+_KEPT_BLOCKS = 20
+_BLOCK_WEIGHT = 500
+"""How many op evaluations a block costs besides its list schedule, per stage."""
+_MOST_MENDED, _MOST_DRAWN, _MOST_UNROLLED = 16, 6, 4
+_CYCLE_AT = tuple(0.2 + 0.025 * step for step in range(25))
+_MOST_CYCLES, _USUAL_PATIENCE = 3, 0.45
+_MOST_STARTS, _NEAR = 2, 1.005
+_WGRAD_CODES = bytes(range(2, 256, 3))
+_PATIENCES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.9, 1.5)
+_FIRST_SHARE = 0.06
+_FIRST_ROUNDS = ((True, 0.05), (True, 0.02), (False, 0.02), (False, 0.01))
+_ROUNDS = {
+    True: (
+        (True, 0.35, 0.03),
+        (True, 0.35, 0.015),
+        (False, 0.15, 0.01),
+        (False, 0.15, 0.005),
+    ),
+    False: (
+        (False, 0.4, 0.02),
+        (False, 0.3, 0.01),
+        (False, 0.3, 0.004),
+    ),
+}
+"""Annealing: whether W is left out, share of the budget, first threshold as a share of the busiest rank's time for a microbatch.
+Which rounds follow depends on which of the first ones did best."""
+
+Drawing = Callable[[int], Order]
+"""A pattern for any number of microbatches."""
+
+
+class Objective(enum.Enum):
+    """What a plan is judged by."""
+
+    SPAN = "span"
+    """The optimizer steps without waiting for other ranks (post-validation)."""
+    MAKESPAN = "makespan"
+    """The optimizer waits for all ranks."""
+
+
+class Effort(enum.Enum):
+    """How long to look: a budget in op evaluations. The compiled core does about 10^8 a second."""
+
+    FAST = "fast"
+    DEFAULT = "default"
+    MAX = "max"
+
+    @property
+    def budget(self) -> float:
+        """Op evaluations of a whole search."""
+        return {"fast": 6e7, "default": 1.5e9, "max": 1.1e10}[self.value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What to look for."""
+
+    memory_limit: float | None = None
+    """Most activation memory on any rank, 1.0 is 1F1B's rank 0; None: no limit."""
+    objective: Objective = Objective.SPAN
+    """What to minimise."""
+    seed: int = 0
+    """Another seed, another search."""
+    budget: float = Effort.DEFAULT.budget
+    """Op evaluations to spend; `auto` may take up to 1.8 times as many. 0 tries a few starting policies and nothing else."""
+
+
+def smallest_memory(placement: Placement, num_microbatches: int, costs: CostModel) -> float:
+    """The smallest limit under which a plan is found: one microbatch at a time, all chunks of the fullest rank, each chunk at the
+    most it holds (see `CostModel.reserved`)."""
+    costs.check_fits(placement)
+    costs = costs.reserved
+    unit = min(placement.num_ranks, num_microbatches)
+    return max(math.fsum(costs.activation[stage] for stage in stages) for stages in placement.rank_to_stages) / unit
+
+
+def check_memory_limit(placement: Placement, num_microbatches: int, costs: CostModel, limit: float | None) -> None:
+    """Raise ConfigError where no plan can keep the limit, naming the smallest that works."""
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or math.isnan(limit):
+        raise ConfigError(f"memory limit is {limit!r}; it must be a number, 1.0 is what 1F1B holds on rank 0")
+    least = smallest_memory(placement, num_microbatches, costs)
+    if limit < least - MEMORY_TOLERANCE:
+        raise ConfigError(
+            f"memory limit {limit:.6g} is too small for any plan of {num_microbatches} microbatches on "
+            f"{placement.num_ranks} ranks ({placement.name} placement): the smallest that works is {math.ceil(least * 1e6) / 1e6}"
+        )
+
+
+def memory_of(goal: Goal, placement: Placement, num_microbatches: int) -> float:
+    """The goal's limit in microbatches of a whole rank; 0 where it is not a number, which `search` refuses."""
+    limit = math.inf if goal.memory_limit is None else goal.memory_limit
+    return limit * min(placement.num_ranks, num_microbatches) + MEMORY_TOLERANCE if limit >= 0 else 0.0
+
+
+def objective_ms(plan: Plan, costs: CostModel, objective: Objective) -> float:
+    """Span or makespan of a plan."""
+    simulation = simulate(plan, costs)
+    return simulation.span_ms if objective is Objective.SPAN else simulation.makespan_ms
+
+
+def search(
+    schedule: str,
+    placement: Placement,
+    num_microbatches: int,
+    costs: CostModel,
+    goal: Goal,
+    *,
+    drawings: Sequence[Drawing] = (),
+    fused: bool = False,
+    core: type[Any] | None = None,
+) -> Plan:
+    """The best plan found on a placement. `registry.build_plan` validates what it hands out.
+
+    Args:
+        schedule: the plan's name.
+        placement: stage -> rank.
+        num_microbatches: m, at least 1.
+        costs: times and memory of every stage.
+        goal: limit, objective, seed and budget.
+        drawings: patterns to begin from besides the list schedules; those that cannot keep the limit are left out.
+        fused: build plans of F and BW only.
+        core: `PythonCore` or the compiled one; the compiled one where it was built if not given.
+
+    Raises:
+        ConfigError: no plan keeps the limit; says the smallest that works.
+    """
+    check_memory_limit(placement, num_microbatches, costs, goal.memory_limit)
+    # The list schedule admits an F by the memory it takes; B may not find less room than it needs.
+    finder = _Finder(placement, num_microbatches, costs.reserved, goal, fused, core or best_core())
+    order = finder.find(drawings)
+    return _plan_of(order, schedule, placement, num_microbatches, fused=fused)
+
+
+@cache
+def best_core() -> type[Any]:
+    """The compiled core where the install built it, else its Python twin; says once what is lost."""
+    try:
+        compiled = importlib.import_module("megatron.zerobubble.plan.search._core")
+    except ImportError:
+        logger.warning("planner: the compiled search core was not built; the same plans take about 50 times longer to find")
+        return PythonCore
+    core: type[Any] = compiled.NativeCore
+    return core
+
+
+class _Finder:
+    """One search."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        num_microbatches: int,
+        costs: CostModel,
+        goal: Goal,
+        fused: bool,
+        core: type[Any],
+        *,
+        stops_at_bound: bool = True,
+    ) -> None:
+        self._placement, self._costs, self._goal, self._fused, self._core = placement, costs, goal, fused, core
+        self._m = num_microbatches
+        self._small_m = min(num_microbatches, max(3 * placement.num_ranks, 24))
+        limit = math.inf if goal.memory_limit is None else float(goal.memory_limit)
+        self._limit = limit * min(placement.num_ranks, num_microbatches)
+        self._full = self._make_core(num_microbatches)
+        self._small = self._full if self._small_m == num_microbatches else self._make_core(self._small_m)
+        bound = lower_bound(placement, num_microbatches, costs, goal.memory_limit)
+        least = bound.span_ms if goal.objective is Objective.SPAN else bound.makespan_ms
+        self._bound = least if stops_at_bound else -math.inf
+        self._blocks = Blocks(placement, costs, self._limit, fused=fused)
+        self.kept_blocks: list[Block] = []
+        self.milestones: list[Order] = []
+        self._best_drawn = math.inf
+        self._small_drawings: list[Order] = []
+        self._seeds = _seeds(goal.seed)
+        self._busiest = max(
+            math.fsum(costs.forward_ms[s] + costs.backward_ms[s] + costs.wgrad_ms[s] for s in stages)
+            for stages in placement.rank_to_stages
+        )
+
+    def _make_core(self, m: int) -> Core:
+        """A core for m microbatches whose limit is that of the whole instance, in microbatches."""
+        costs = self._costs
+        core: Core = self._core(
+            m,
+            list(self._placement.stage_to_rank),
+            list(flat_durations(costs, fused=self._fused)),
+            float(costs.comm_ms),
+            list(map(float, costs.activation)),
+            list(map(float, costs.activation_after_backward)),
+            self._limit,
+            self._goal.objective is Objective.MAKESPAN,
+        )
+        return core
+
+    def find(self, drawings: Sequence[Drawing]) -> Order:
+        """Run the three stages."""
+        budget = self._goal.budget
+        drawn = [] if self._fused else self._draw(drawings)
+        if drawn and self._is_best(drawn[0]):
+            return drawn[0][1]
+        solved: list[tuple[float, Order]] = []
+        if self._m > self._small_m and budget > 0 and not self._fused:
+            goal = replace(self._goal, budget=0.5 * budget)
+            # Not to the bound only: of its orders the one that is wanted is the one that is best when it is longer.
+            few = _Finder(self._placement, self._small_m, self._costs, goal, self._fused, self._core, stops_at_bound=False)
+            few._small_drawings = self._small_drawings
+            found = few.find(drawings)
+            solved = [self._scored(order) for order in self._unrolled([found, *few.milestones])]
+            blocks, left = few.kept_blocks, 0.5 * budget
+        else:
+            begin = self._small.work
+            blocks = self._breed(0.4 * budget)
+            left = budget - (self._small.work - begin)
+        orders = [self._full.decode(self._blocks.policy(block)) for block in blocks]
+        bred = sorted((self._scored(order) for order in orders if order), key=_score)
+        best = min((*drawn, *bred, *solved), key=_score)
+        if budget <= 0 or self._fused:
+            return best[1]
+        starts = sorted([*bred[:1], *solved, *drawn[:_MOST_STARTS]], key=_score)
+        near = [start for start in starts[:_MOST_STARTS] if start[0] <= _NEAR * best[0]]
+        return self._anneal(best, (near * 2)[:_MOST_STARTS], left)
+
+    def _unrolled(self, orders: Sequence[Order]) -> list[Order]:
+        """The best of orders of the smaller instance, its steady cycle repeated where that works best; nothing where none has.
+
+        What is best there is not always best unrolled: late moves may improve the whole and spoil every cycle.
+        """
+        times = self._m - self._small_m
+        candidates = []
+        for order in orders:
+            for rows, bare in zip(_repeated(order, times), _repeated(_without_wgrad(order), times), strict=True):
+                if rows:
+                    candidates.append((self._full.fill(rows, [math.inf] * len(rows)), bare))
+                if bare:
+                    candidates.append((self._full.fill(bare, [_USUAL_PATIENCE] * len(bare)), bare))
+        best = sorted(
+            ((self._full.evaluate(filled), filled, bare) for filled, bare in candidates if filled), key=itemgetter(0, 1)
+        )
+        filled = [order for _, order, _ in best[:1]]
+        for _, _, bare in best[:_MOST_CYCLES]:
+            filled += [self._full.fill(bare, [patience] * len(bare)) for patience in _PATIENCES if bare]
+        return sorted(filter(None, filled), key=self._full.evaluate)[:1]
+
+    def _is_best(self, scored: tuple[float, Order]) -> bool:
+        """Whether the bound is reached, within what it allows for rounding."""
+        return scored[0] <= self._bound * (1.0 + 1e-8)
+
+    def _scored(self, order: Order) -> tuple[float, Order]:
+        return self._full.evaluate(order)[1], order
+
+    def _breed(self, budget: float) -> list[Block]:
+        """List-schedule blocks on the small instance: plain ones, random ones, then changes of the best; the best few."""
+        random = Random(next(self._seeds))
+        plain = self._blocks.plain()
+        kept: list[tuple[float, int, Block]] = []
+        begin, count = self._small.work, 0
+        while count < _FEWEST_BLOCKS or self._small.work - begin < budget:
+            behind = kept and kept[0][0] > self._best_drawn
+            if behind and self._small.work - begin > 0.25 * budget > 0:
+                break
+            block = next(plain, None)
+            if block is None:
+                fresh = not kept or count < _RANDOM_BLOCKS or random.random() < 0.1
+                block = self._blocks.random(random) if fresh else self._blocks.varied(random.choice(kept)[2], random)
+            order = self._small.decode(self._blocks.policy(block))
+            self._small.work += _BLOCK_WEIGHT * self._placement.num_stages
+            count += 1
+            score = self._small.evaluate(order)[0] if order else math.inf
+            if score < math.inf and score not in (other for other, _, _ in kept):
+                kept = sorted([*kept, (score, count, block)], key=lambda entry: entry[:2])[:_KEPT_BLOCKS]
+        self.kept_blocks = [block for _, _, block in kept[:_MOST_UNROLLED]]
+        return self.kept_blocks if self._m > self._small_m else self.kept_blocks[:1]
+
+    def _draw(self, drawings: Sequence[Drawing]) -> list[tuple[float, Order]]:
+        """The best drawings: many as they are and fewer mended on the small instance, the last ones in full; best first."""
+        if not self._small_drawings:
+            self._small_drawings = [self._squeezed(drawing(self._small_m)) for drawing in drawings]
+        small = list(enumerate(self._small_drawings))
+        as_drawn = [math.inf] * self._placement.num_ranks
+        plain = sorted(
+            (self._small.evaluate(self._small.fill(order, as_drawn) or order)[0], index, order) for index, order in small
+        )
+        mended = [(index, self._mended(self._small, order, _PATIENCES[1::3])) for _, index, order in plain[:_MOST_MENDED]]
+        chosen = sorted((self._small.evaluate(order)[0], index) for index, order in mended if order)[:_MOST_DRAWN]
+        self._best_drawn = chosen[0][0] if chosen else math.inf
+        full = [self._mended(self._full, self._squeezed(drawings[index](self._m)), _PATIENCES) for _, index in chosen]
+        return sorted((self._scored(order) for order in full if order), key=_score)
+
+    def _mended(self, core: Core, order: Order, patiences: Sequence[float]) -> Order:
+        """The best of the drawing as it is, with W of the end in the bubbles, and with every W there; empty where none fits."""
+        candidates = [core.fill(order, [math.inf] * len(order))]
+        for rows in (_without_wgrad(order, tail=True), _without_wgrad(order)):
+            candidates += [core.fill(rows, [patience] * len(rows)) for patience in patiences]
+        return min(filter(None, candidates), key=core.evaluate, default=[])
+
+    def _squeezed(self, order: Order) -> Order:
+        """Every F that does not fit the memory, and what needs it, put off until it does."""
+        return [self._squeezed_row(stages, row) for stages, row in zip(self._placement.rank_to_stages, order, strict=True)]
+
+    def _squeezed_row(self, stages: Sequence[int], row: bytes) -> bytes:
+        after, whole = self._costs.activation_after_backward, self._costs.activation
+        changes = [change for s in stages for change in (whole[s], after[s] - whole[s], -after[s])]
+        limit = self._limit + EPSILON
+        if max(accumulate(map(changes.__getitem__, row)), default=0.0) <= limit:
+            return row
+        counts, held = [0] * len(changes), 0.0
+        late: deque[int] = deque()
+        result = bytearray()
+        for code in row:
+            if late and code % 3 == 0:
+                late.append(code)
+            elif held + changes[code] <= limit if code % 3 == 0 else counts[code] < counts[code - 1]:
+                counts[code] += 1
+                held += changes[code]
+                result.append(code)
+            else:
+                late.append(code)
+            while late:
+                first = late[0]
+                if not (held + changes[first] <= limit if first % 3 == 0 else counts[first] < counts[first - 1]):
+                    break
+                counts[first] += 1
+                held += changes[first]
+                result.append(late.popleft())
+        return bytes(result + bytes(late))
+
+    def _anneal(self, best: tuple[float, Order], starts: Sequence[tuple[float, Order]], budget: float) -> Order:
+        """Short rounds for each start, then round after round from the best so far, less and less patient."""
+        firsts = [(order, *first) for _, order in starts for first in _FIRST_ROUNDS]
+        winner = False
+        for order, filled, temperature in firsts:
+            if self._is_best(best):
+                break
+            found = self._round(order, filled, _FIRST_SHARE * budget, temperature)
+            if found[0] < best[0]:
+                best, winner = found, filled
+        self.milestones = [best[1]]
+        left = budget * (1.0 - _FIRST_SHARE * len(firsts))
+        for filled, share, temperature in _ROUNDS[winner]:
+            if self._is_best(best):
+                break
+            best = min(best, self._round(best[1], filled, share * left, temperature), key=_score)
+        return best[1]
+
+    def _round(self, order: Order, filled: bool, budget: float, temperature: float) -> tuple[float, Order]:
+        rows, patience = order, [math.inf] * len(order)
+        if filled:
+            rows = _without_wgrad(order)
+            waits = min(_PATIENCES, key=lambda value: self._full.evaluate(self._full.fill(rows, [value] * len(rows)) or order))
+            patience = [waits] * len(rows)
+        return self._scored(self._full.anneal(rows, patience, next(self._seeds), budget, temperature * self._busiest) or order)
+
+
+def _score(scored: tuple[float, Order]) -> float:
+    return scored[0]
+
+
+def _seeds(seed: int) -> Iterator[int]:
+    """Seeds of the parts of one search."""
+    part = 0
+    while True:
+        yield (seed * 1_000_003 + part) & (2**63 - 1)
+        part += 1
+
+
+def _repeated(rows: Order, times: int) -> list[Order]:
+    """Rows with the ops nearest to a share of the way that hold every code once repeated, for each of `_CYCLE_AT`.
+
+    Nothing, for all of them, where a row has no such ops.
+    """
+    width = [len(set(row)) for row in rows]
+    cycles = [
+        [step for step in range(len(row) - size + 1) if len(set(row[step : step + size])) == size]
+        for row, size in zip(rows, width, strict=True)
+    ]
+    if not all(cycles):
+        return [[] for _ in _CYCLE_AT]
+    longer = []
+    for share in _CYCLE_AT:
+        steps = [_nearest(some, int(share * len(row))) for some, row in zip(cycles, rows, strict=True)]
+        cut = zip(rows, steps, width, strict=True)
+        longer.append([row[:step] + row[step : step + size] * times + row[step:] for row, step, size in cut])
+    return longer
+
+
+def _nearest(steps: Sequence[int], at: int) -> int:
+    """Of ascending steps the nearest; of two, the first."""
+    index = bisect.bisect_left(steps, at)
+    return min(steps[max(0, index - 1) : index + 1], key=lambda step: abs(step - at))
+
+
+def _without_wgrad(order: Order, *, tail: bool = False) -> Order:
+    """Rows that leave W out; with `tail` only behind the last F."""
+    rows = []
+    for row in order:
+        begin = row.rfind(0) if tail else 0
+        rows.append(row[:begin] + row[begin:].translate(None, delete=_WGRAD_CODES))
+    return rows
+
+
+def drawing_of(draw: Callable[[int], Plan]) -> Drawing:
+    """A generator of plans as a drawing."""
+    return lambda num_microbatches: _order_of(split_fused(draw(num_microbatches)))
+
+
+def _order_of(plan: Plan) -> Order:
+    kind_code = {kind: code for code, kind in enumerate(_KINDS)}
+    chunk = [plan.placement.chunk_of(stage) for stage in range(plan.num_stages)]
+    return [bytes(3 * chunk[op.stage] + kind_code[op.kind] for op in row) for row in plan.ops]
+
+
+def _plan_of(order: Order, schedule: str, placement: Placement, num_microbatches: int, *, fused: bool) -> Plan:
+    rows = []
+    for rank, codes in enumerate(order):
+        counts = [0] * (3 * placement.num_chunks)
+        row = []
+        for code in codes:
+            stage, kind = placement.rank_to_stages[rank][code // 3], _KINDS[code % 3]
+            if not fused:
+                row.append(Op(stage, kind, counts[code]))
+            elif kind is not OpKind.W:
+                row.append(Op(stage, OpKind.BW if kind is OpKind.B else kind, counts[code]))
+            counts[code] += 1
+        rows.append(row)
+    return Plan.of(schedule, placement, num_microbatches, rows)

@@ -1,0 +1,265 @@
+"""What a checkpoint holds, and loading it: readable by any layout, never a foreign pickle. `saving` writes it.
+
+Tensors are stored under global names (a layer keeps its number in the whole model), so a checkpoint can be read with another
+pipeline size, schedule or data-parallel size. The random generators belong to a rank's place in the layout and are restored
+where the layout is the same; the run then continues bit for bit.
+
+A distributed checkpoint contains pickles, so rank 0 inspects it before anything is loaded (see `checkpoint_files`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.utils import get_attr_wrapped_model
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training.checkpoint.directory import existing_directory, tracked_iteration
+from megatron.zerobubble.training.checkpoint.inspect import inspect_checkpoint
+from megatron.zerobubble.training.checkpoint.optimizer_kinds import OptimizerKind, ask_for, stored_kind, translate
+from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load, prepare_to_save
+from megatron.zerobubble.training.step import Trainee
+
+__all__ = ["Restored", "agree", "load", "state_to_save", "without_optimizer"]
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = "megatron-zerobubble/1"
+_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""How the distributed optimizer stores its state: by parameter, so that any layout can read it."""
+_PARTS = "optimizer of this rank"
+"""Where the optimizer's tensors are asked for: apart from what is stored in common, whose parts may be those of another rank."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """How far the loaded run was."""
+
+    iteration: int
+    """Iterations done."""
+    consumed_samples: int
+    """Samples consumed."""
+
+
+def state_to_save(trainee: Trainee, *, iteration: int, consumed_samples: int) -> dict[str, Any]:
+    """What a checkpoint holds, as megatron-core's `dist_checkpointing.save` takes it: tensors of this rank, and what is common.
+
+    All ranks must call this, inside `trainee.on_host()` and `parameters_in_place`.
+
+    Args:
+        trainee: what to save.
+        iteration: iterations done.
+        consumed_samples: samples consumed.
+    """
+    flags = trainee.settings.checkpoint
+    state = _model_state(trainee)
+    if flags.save_optim:
+        prepare_to_save(trainee.optimizer)
+        state["optimizer"] = trainee.optimizer.sharded_state_dict(dict(state), metadata=dict(_SHARDING))
+        state["scheduler"] = trainee.scheduler.state_dict()
+    if flags.save_rng:
+        state["rng"] = _rng_state()
+    state["header"] = _header(trainee) | {
+        "iteration": iteration,
+        "consumed_samples": consumed_samples,
+        "has_rng": flags.save_rng,
+    }
+    return state
+
+
+def load(trainee: Trainee) -> Restored | None:
+    """Load the checkpoint that --load and --ckpt-step name, into the model, optimizer, scheduler and generators.
+
+    All ranks must call this.
+
+    Returns:
+        How far it was; None with --finetune, and where the --save directory has no checkpoint yet.
+
+    Raises:
+        CheckpointError: it is missing, damaged, contains foreign code, or belongs to another model.
+    """
+    flags = trainee.settings.checkpoint
+    assert flags.load is not None
+    iteration = flags.ckpt_step if flags.ckpt_step is not None else tracked_iteration(flags.load)
+    if iteration is None:
+        _log.info("no checkpoint in %s yet: starting from new weights", flags.load)
+        return None
+    directory = existing_directory(flags.load, iteration)
+    agree(lambda: inspect_checkpoint(directory))
+    try:
+        restored = _load_from(trainee, directory)
+    except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError, AssertionError, OSError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{directory} cannot be loaded into this model: {_reason(error)}") from error
+    _log.info("loaded %s", directory)
+    return None if flags.finetune else restored
+
+
+def _reason(error: BaseException) -> str:
+    """In one line. torch's CheckpointException, which is no Exception, holds what each rank failed with."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {_reason(each)}" for rank, (each, _) in sorted(error.failures.items()))
+    return " ".join(f"{type(error).__name__} {error}".split())
+
+
+def _load_from(trainee: Trainee, directory: Path) -> Restored:
+    flags, optimizer = trainee.settings.checkpoint, trainee.optimizer
+    common = dist_checkpointing.load_common_state_dict(str(directory))
+    header = common.get("header", {})
+    _check_header(header, trainee, directory)
+    loads_optimizer = flags.load_optim and not flags.finetune
+    if loads_optimizer:
+        _check_optimizer(common, trainee, directory)
+    same_layout = header["layout"] == _layout(trainee)
+    loads_rng = flags.load_rng and not flags.finetune and same_layout and header["has_rng"]
+    with trainee.on_host():
+        wanted = _model_state(trainee)
+        if loads_optimizer:
+            prepare_to_load(optimizer)
+            own = optimizer.sharded_state_dict(dict(wanted), is_loading=True, metadata=dict(_SHARDING))
+            wanted[_PARTS] = ask_for(own, common=common["optimizer"], optimizer=optimizer)
+        if loads_rng:
+            wanted["rng"] = _rng_state()
+        state = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
+        for name, stage in _named_stages(trainee):
+            stage.load_state_dict(state[name])
+        if loads_optimizer:
+            _load_optimizer(trainee, state | {"optimizer": common["optimizer"]}, asked=wanted[_PARTS])
+        else:
+            optimizer.reload_model_params()
+    if loads_rng:
+        _set_rng_state(state["rng"])
+    elif flags.load_rng and not flags.finetune:
+        why = "the checkpoint has no random generators" if same_layout else "the layout differs from the checkpoint's"
+        _log.info("%s: dropout continues with fresh ones", why)
+    return Restored(header["iteration"], header["consumed_samples"])
+
+
+# -- what a checkpoint holds ------------------------------------------------------------------------------------------
+
+
+def _named_stages(trainee: Trainee) -> Iterator[tuple[str, Any]]:
+    """`model`, or `model0`, `model1` where a rank has several chunks. Only the nesting differs: tensors have global names."""
+    for index, chunk in enumerate(trainee.chunks):
+        stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        yield ("model" if len(trainee.chunks) == 1 else f"model{index}"), stage
+
+
+def _model_state(trainee: Trainee) -> dict[str, Any]:
+    return {name: stage.sharded_state_dict(metadata={}) for name, stage in _named_stages(trainee)}
+
+
+def _layout(trainee: Trainee) -> dict[str, Any]:
+    settings = trainee.settings
+    return {
+        "pipeline": settings.pipeline_size,
+        "tensor": settings.parallel.tensor_model_parallel_size,
+        "data": settings.data_parallel_size,
+        "chunks": settings.num_chunks,
+        "stages": settings.stage_layers(trainee.schedule.choice.placement).text,
+    }
+
+
+def _header(trainee: Trainee) -> dict[str, Any]:
+    model = trainee.settings.model
+    names = ("num_layers", "hidden_size", "num_attention_heads", "swiglu", "normalization", "position_embedding_type")
+    return {
+        "format": _FORMAT,
+        "layout": _layout(trainee),
+        "model": {name: getattr(model, name) for name in names},
+    }
+
+
+def _check_header(header: dict[str, Any], trainee: Trainee, directory: Path) -> None:
+    if header.get("format") != _FORMAT:
+        raise CheckpointError(f"{directory} has format {header.get('format')!r}; this version reads {_FORMAT!r}")
+    for name, value in _header(trainee)["model"].items():
+        if header["model"].get(name) != value:
+            flag = "--" + name.replace("_", "-")
+            raise CheckpointError(f"{directory} holds a model with {flag} {header['model'].get(name)}, got {value}")
+
+
+def _check_optimizer(common: dict[str, Any], trainee: Trainee, directory: Path) -> None:
+    """The checkpoint has an optimizer, and its learning rate schedule is that of the flags, or it is said which one wins."""
+    if "scheduler" not in common:
+        raise CheckpointError(f"{directory} holds no optimizer; give --no-load-optim, or --finetune to start anew")
+    optim = trainee.settings.optim
+    if optim.override_opt_param_scheduler or optim.use_checkpoint_opt_param_scheduler:
+        return
+    for name, value in trainee.scheduler.state_dict().items():
+        if name != "num_steps" and common["scheduler"].get(name) != value:
+            raise CheckpointError(
+                f"{directory} was trained with {name} {common['scheduler'].get(name)}, the flags say {value}; give "
+                "--override-opt_param-scheduler to use the flags, or --use-checkpoint-opt_param-scheduler"
+            )
+
+
+def _load_optimizer(trainee: Trainee, state: dict[str, Any], *, asked: dict[int, Any]) -> None:
+    """Optimizer and scheduler, from what was `asked` for and what is common to all ranks. The optimizer's groups carry learning
+    rates of their own, which follow the same decision."""
+    optimizer, common = trainee.optimizer, state["optimizer"]
+    groups = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
+    load_state(optimizer, translate(state[_PARTS], asked=asked, common=common, optimizer=optimizer))
+    if stored_kind(common) is OptimizerKind.PLAIN:
+        optimizer.reload_model_params()  # which are its master weights
+    if trainee.settings.optim.override_opt_param_scheduler:
+        for group, (max_lr, min_lr) in zip(optimizer.param_groups, groups, strict=True):
+            group["max_lr"], group["min_lr"] = max_lr, min_lr
+    trainee.scheduler.load_state_dict(state["scheduler"])
+
+
+def _rng_state() -> dict[str, ShardedTensor]:
+    """The generators that training draws from: torch's, and the tracker's for each kind of parallelism.
+
+    As byte tensors at the rank's place in the layout. Python's and numpy's generators are not kept: nothing in training
+    draws from them.
+    """
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    states = {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state(), **tracker}
+    return {name: _at_this_place(f"rng.{name}", state) for name, state in states.items()}
+
+
+def _set_rng_state(states: dict[str, torch.Tensor]) -> None:
+    states = {name: state.reshape(-1).cpu() for name, state in states.items()}
+    torch.set_rng_state(states.pop("cpu"))
+    torch.cuda.set_rng_state(states.pop("device"))
+    tensor_parallel.get_cuda_rng_tracker().set_states(states)
+
+
+def _at_this_place(key: str, data: torch.Tensor) -> ShardedTensor:
+    places = (
+        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()),
+        (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()),
+        (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()),
+    )
+    offsets = [(axis, rank, size) for axis, (rank, size) in enumerate(places)]
+    return ShardedTensor.from_rank_offsets(key, data, *offsets, prepend_axis_num=len(offsets))
+
+
+def without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
+    """What is the same on all ranks. The optimizer numbers its parameters by rank."""
+    return {name: value for name, value in common.items() if name != "optimizer"}
+
+
+def agree(check: Callable[[], None]) -> None:
+    """Run something on rank 0; if it raises a CheckpointError there, every rank raises the same. All ranks must call this."""
+    verdict: list[str | None] = [None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            check()
+        except CheckpointError as error:
+            verdict = [str(error)]
+    torch.distributed.broadcast_object_list(verdict, src=0)
+    if verdict[0] is not None:
+        raise CheckpointError(verdict[0])

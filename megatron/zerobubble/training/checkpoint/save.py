@@ -1,0 +1,151 @@
+"""Saving: at once, or in the background while training goes on.
+
+A save has three parts. All ranks gather what they write, rank by rank; each rank writes its files; and when all have written,
+rank 0 writes the metadata and makes the checkpoint the latest (see `checkpoint_folder`). With --async-save the second part is
+done by a forked process, from a copy in host memory, and the third at the end of an iteration that all ranks agree on without
+waiting for each other: each counts itself in the job's store once it has written, whoever sees that all have writes down the
+number of the next iteration, and everyone looks there at the end of each. That all see it in time is `departure`'s argument.
+
+At most one save is under way. The next save, and the end of the run, wait for it. A write that failed ends the run, with the
+reason, when the save is finished; the checkpoint before it is still the latest then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training.checkpoint.directory import iteration_directory, prepare, publish, writing_directory
+from megatron.zerobubble.training.checkpoint.load import agree, state_to_save, without_optimizer
+from megatron.zerobubble.training.checkpoint.writer import SaveStrategy
+from megatron.zerobubble.training.resilience.failure import Store
+from megatron.zerobubble.training.step import Trainee, parameters_in_place
+
+__all__ = ["Saver"]
+
+_log = logging.getLogger(__name__)
+
+
+class Saver:
+    """One rank's saves, for a whole run with --save. Every rank needs one, and calls it alike.
+
+    Args:
+        trainee: what is saved.
+        store: the job's store.
+    """
+
+    def __init__(self, trainee: Trainee, store: Store) -> None:
+        flags = trainee.settings.checkpoint
+        assert flags.save is not None
+        self._trainee = trainee
+        self._store = store
+        self._folder = flags.save
+        self._retain_interval = flags.save_retain_interval
+        self._is_async = flags.async_save
+        self._calls = AsyncCallsQueue()
+        self._under_way: int | None = None
+        """The iteration that is being written in the background."""
+        self._has_told = False
+        self._num_saves = 0
+
+    def save(self, *, iteration: int, consumed_samples: int) -> None:
+        """Write a checkpoint, or with --async-save begin to. All ranks must call this.
+
+        Args:
+            iteration: iterations done. The last one's step must be validated.
+            consumed_samples: samples consumed.
+
+        Raises:
+            CheckpointError: it, or the one under way before, cannot be written.
+        """
+        self.finish()
+        agree(lambda: self._prepare(iteration))
+        self._num_saves += 1
+        with self._trainee.on_host(), parameters_in_place(self._trainee):
+            request = self._request(iteration, consumed_samples)
+            if not self._is_async:
+                self._conclude(iteration, request.execute_sync)
+                return
+            self._calls.schedule_async_request(request)
+        self._under_way, self._has_told = iteration, False
+        _log.info("saving %s in the background", iteration_directory(self._folder, iteration))
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._under_way is not None
+
+    def poll(self, iteration: int) -> None:
+        """Finish the save under way if all ranks have written. Every rank must call this at the end of every iteration.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._under_way is None:
+            return
+        written, agreed = f"save/{self._num_saves}/written", f"save/{self._num_saves}/agreed"
+        caller = self._calls.async_calls[0].async_caller
+        if not self._has_told and caller.is_current_async_call_done(blocking=False, no_dist=True):
+            self._store.add(written, 1)
+            self._has_told = True
+        if self._store.add(written, 0) == torch.distributed.get_world_size():
+            self._store.compare_set(agreed, "", str(iteration + 1))
+        if self._store.check([agreed]) and iteration >= int(self._store.get(agreed)):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way. All ranks must call this.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._under_way is not None:
+            iteration, self._under_way = self._under_way, None
+            self._conclude(iteration, lambda: self._calls.maybe_finalize_async_calls(blocking=True))
+
+    def _prepare(self, iteration: int) -> None:
+        with self._refusing(iteration):
+            prepare(self._folder, iteration)
+
+    def _request(self, iteration: int, consumed_samples: int) -> Any:
+        return dist_checkpointing.save(
+            state_to_save(self._trainee, iteration=iteration, consumed_samples=consumed_samples),
+            str(writing_directory(self._folder, iteration)),
+            SaveStrategy(),
+            async_sharded_save=True,
+            preprocess_common_before_consistancy_check=without_optimizer,
+        )
+
+    def _conclude(self, iteration: int, write: Callable[[], object]) -> None:
+        """Let `write` do what is left, and make the checkpoint the latest; what fails is raised alike on all ranks."""
+        try:
+            write()
+        except CheckpointException as error:  # torch's, which is no Exception: raised on all ranks, the reason on rank 0
+            agree(partial(self._fail, iteration, error))
+            raise
+        agree(lambda: self._publish(iteration))
+        _log.info("saved %s", iteration_directory(self._folder, iteration))
+
+    def _fail(self, iteration: int, failed: CheckpointException) -> NoReturn:
+        reasons = "; ".join(f"rank {rank}: {error}" for rank, (error, _) in sorted(failed.failures.items()))
+        raise CheckpointError(f"{iteration_directory(self._folder, iteration)} cannot be written: {reasons}")
+
+    def _publish(self, iteration: int) -> None:
+        with self._refusing(iteration):
+            publish(self._folder, iteration, retain_interval=self._retain_interval)
+
+    @contextmanager
+    def _refusing(self, iteration: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{iteration_directory(self._folder, iteration)} cannot be written: {error}") from error

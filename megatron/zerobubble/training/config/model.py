@@ -1,0 +1,210 @@
+"""What is trained, and in which number format: model, precision.
+
+One frozen dataclass per group of flags; the docstring under a field is the flag's help text (see `flags`). Names, defaults
+and meanings are Megatron-LM's. `__post_init__` checks what a group can check alone; `checks` does the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.training.config.require import one_of, positive, within
+
+__all__ = ["ModelConfig", "PrecisionConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Model."""
+
+    num_layers: int
+    """Number of transformer layers."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_attention_heads: int
+    """Number of attention heads."""
+    seq_length: int
+    """Tokens per sample."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP. Default: 4 * hidden size, or with --swiglu 8/3 of it, rounded down to a multiple of 64."""
+    kv_channels: int | None = None
+    """Width of one attention head. Default: hidden size / number of heads."""
+    group_query_attention: bool = False
+    """Share keys and values between groups of query heads."""
+    num_query_groups: int = 1
+    """Number of key/value groups with --group-query-attention."""
+    max_position_embeddings: int | None = None
+    """Number of learned positions; at least the sequence length. Default: the sequence length."""
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """How positions enter the model."""
+    rotary_base: int = 10000
+    """Base of the rotary frequencies."""
+    rotary_percent: float = 1.0
+    """Part of each head that is rotated."""
+    rotary_interleaved: bool = False
+    """Rotate neighbouring channels instead of the two halves of a head."""
+    rotary_seq_len_interpolation_factor: float | None = None
+    """Stretch rotary positions by this factor."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Normalization layer."""
+    norm_epsilon: float = 1e-5
+    """Epsilon inside the normalization."""
+    qk_layernorm: bool = False
+    """Normalize queries and keys before the attention scores."""
+    swiglu: bool = False
+    """Gated linear units with SiLU in the MLP instead of GELU."""
+    squared_relu: bool = False
+    """Squared ReLU in the MLP instead of GELU."""
+    add_bias_linear: bool = field(default=True, metadata={"flag": "--disable-bias-linear"})
+    """Linear layers without bias."""
+    add_qkv_bias: bool = False
+    """A bias in the QKV projection even with --disable-bias-linear."""
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer its own weights instead of the embedding's."""
+    make_vocab_size_divisible_by: int = 128
+    """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
+    hidden_dropout: float = 0.1
+    """Dropout after attention, MLP and embedding."""
+    attention_dropout: float = 0.1
+    """Dropout on attention probabilities."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights."""
+    apply_query_key_layer_scaling: bool = False
+    """Scale attention scores by 1 / layer number."""
+    attention_softmax_in_fp32: bool = False
+    """Run the attention mask and softmax in fp32."""
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """Layers of megatron-core itself, or of Transformer Engine where it is installed."""
+    use_cpu_initialization: bool = False
+    """Draw the initial weights on the CPU, the same for every tensor-parallel size."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute activations in the backward pass: whole layers, or core attention only."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With --recompute-granularity full: which layers."""
+    recompute_num_layers: int | None = None
+    """With --recompute-granularity full: how many layers."""
+    recompute_modules: tuple[str, ...] = ()
+    """With --recompute-granularity selective: of core_attn, mlp, moe, shared_experts and layernorm those to recompute. Default:
+    core_attn."""
+    mtp_num_layers: int | None = None
+    """Heads that predict a further token each, on the stage of the loss (multi-token prediction). Default: none."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of their mean loss."""
+    gradient_accumulation_fusion: bool = True
+    """Do not use Apex's fused weight gradient kernel where it is installed."""
+    masked_softmax_fusion: bool = True
+    """Do not use Apex's fused softmax where it is installed."""
+    bias_gelu_fusion: bool = True
+    """Do not compile bias and GELU into one kernel (only done on GPUs)."""
+    bias_swiglu_fusion: bool = True
+    """Do not compile bias and SwiGLU into one kernel (only done on GPUs)."""
+    bias_dropout_fusion: bool = True
+    """Do not compile bias, dropout and residual into one kernel (only done on GPUs)."""
+
+    def __post_init__(self) -> None:
+        positive(self, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "num_query_groups")
+        positive(self, "ffn_hidden_size", "kv_channels", "make_vocab_size_divisible_by", "recompute_num_layers")
+        positive(self, "mtp_num_layers", "mtp_loss_scaling_factor")
+        positive(self, "norm_epsilon", "init_method_std", "rotary_base", "rotary_seq_len_interpolation_factor")
+        within(self, 0.0, 1.0, "hidden_dropout", "attention_dropout")
+        if not 0.0 < self.rotary_percent <= 1.0:
+            raise ConfigError(f"--rotary-percent {self.rotary_percent} must be in (0, 1]")
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"--hidden-size {self.hidden_size} does not divide over --num-attention-heads "
+                f"{self.num_attention_heads}; change one of them or give --kv-channels"
+            )
+        if self.group_query_attention and self.num_attention_heads % self.num_query_groups:
+            raise ConfigError(
+                f"--num-attention-heads {self.num_attention_heads} does not divide over --num-query-groups "
+                f"{self.num_query_groups}"
+            )
+        if self.max_position_embeddings is not None and self.max_position_embeddings < self.seq_length:
+            raise ConfigError(
+                f"--max-position-embeddings {self.max_position_embeddings} is less than --seq-length {self.seq_length}"
+            )
+        if self.swiglu and self.squared_relu:
+            raise ConfigError("--swiglu and --squared-relu are both given; the MLP has one activation")
+        self._check_further_tokens()
+        self._check_recompute()
+
+    def _check_further_tokens(self) -> None:
+        if self.mtp_num_layers is not None and self.position_embedding_type == "learned_absolute":
+            raise ConfigError(
+                "--mtp-num-layers would give learned positions a second copy that nothing keeps equal: choose "
+                "--position-embedding-type rope or none"
+            )
+
+    def _check_recompute(self) -> None:
+        if self.recompute_granularity == "full":
+            if self.recompute_method is None or self.recompute_num_layers is None:
+                raise ConfigError(
+                    "--recompute-granularity full needs --recompute-method (uniform or block) and --recompute-num-layers"
+                )
+        elif self.recompute_method is not None or self.recompute_num_layers is not None:
+            raise ConfigError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
+        if self.recompute_modules and self.recompute_granularity != "selective":
+            raise ConfigError("--recompute-modules needs --recompute-granularity selective")
+        for name in self.recompute_modules:
+            one_of(name, ("core_attn", "mlp", "moe", "shared_experts", "layernorm"), "--recompute-modules")
+        if "layernorm" in self.recompute_modules and self.transformer_impl == "local":
+            raise ConfigError(
+                "--recompute-modules layernorm needs --transformer-impl transformer_engine: megatron-core recomputes norms with "
+                "its parts; leave layernorm out"
+            )
+        is_one_by_one = (self.recompute_method, self.recompute_num_layers) == ("uniform", 1)
+        if self.mtp_num_layers is not None and self.recompute_granularity == "full" and not is_one_by_one:
+            raise ConfigError(
+                "--mtp-num-layers with --recompute-granularity full needs --recompute-method uniform and --recompute-num-layers 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Precision."""
+
+    bf16: bool = False
+    """Compute in bfloat16, with fp32 master weights. Default: fp32."""
+    fp16: bool = False
+    """Compute in float16, with fp32 master weights and loss scaling."""
+    loss_scale: float | None = None
+    """Constant loss scale. Default: dynamic with --fp16, none otherwise."""
+    initial_loss_scale: float = 2.0**32
+    """First value of the dynamic loss scale."""
+    min_loss_scale: float = 1.0
+    """Smallest value of the dynamic loss scale."""
+    loss_scale_window: float = 1000
+    """Iterations without overflow after which the dynamic loss scale doubles."""
+    hysteresis: int = 2
+    """Overflows after which the dynamic loss scale halves."""
+    accumulate_allreduce_grads_in_fp32: bool = False
+    """Accumulate and reduce gradients in fp32. Always so with --bf16, unless --grad-reduce-in-bf16."""
+    grad_reduce_in_bf16: bool = False
+    """With --bf16: accumulate and reduce gradients in bfloat16."""
+    fp16_lm_cross_entropy: bool = False
+    """With --fp16: compute the cross entropy in float16."""
+
+    def __post_init__(self) -> None:
+        positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        if self.bf16 and self.fp16:
+            raise ConfigError("--bf16 and --fp16 are both given; choose one")
+        if self.loss_scale is not None and not self.fp16:
+            raise ConfigError("--loss-scale needs --fp16")
+        if self.fp16_lm_cross_entropy and not self.fp16:
+            raise ConfigError("--fp16-lm-cross-entropy needs --fp16")
+        if self.grad_reduce_in_bf16 and not self.bf16:
+            raise ConfigError("--grad-reduce-in-bf16 needs --bf16")
+        if self.grad_reduce_in_bf16 and self.accumulate_allreduce_grads_in_fp32:
+            raise ConfigError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict each other")
+
+    @property
+    def name(self) -> str:
+        """`fp32`, `bf16` or `fp16`."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+    @property
+    def reduce_grads_in_fp32(self) -> bool:
+        """Whether main gradients are fp32."""
+        return self.accumulate_allreduce_grads_in_fp32 or (self.bf16 and not self.grad_reduce_in_bf16)

@@ -1,0 +1,167 @@
+"""Mixtures of experts: one group of flags, in the manner of `config_model`."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.training.config.flags import flag_of
+from megatron.zerobubble.training.config.require import not_negative, one_of, positive
+
+__all__ = ["MoeConfig", "layer_pattern"]
+
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """Mixture of experts."""
+
+    num_experts: int | None = None
+    """Experts of a layer; without it the model has none, and no other flag of this group may be given."""
+    expert_model_parallel_size: int = 1
+    """Data-parallel ranks that share the experts of a layer; each keeps its own batch, and tokens travel."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share each expert. Default: the tensor-parallel size."""
+    moe_layer_freq: str = "1"
+    """Which layers have experts: N for every Nth from the first on, or a pattern of all layers, such as "[0]+[1]*23"."""
+    moe_ffn_hidden_size: int | None = None
+    """Width of one expert. Default: that of the MLP."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Width of the expert that every token goes to; needs --disable-bias-linear."""
+    moe_shared_expert_gate: bool = False
+    """Weigh the shared expert's output, token by token."""
+    moe_router_topk: int = 2
+    """Experts a token goes to."""
+    moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
+    """How the load is spread: aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none. Losses may be combined."""
+    moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
+    """Weight of each load balancing loss."""
+    moe_z_loss_coeff: float | None = None
+    """Weight of the loss on large router logits."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits."""
+    moe_router_pre_softmax: bool = False
+    """Softmax before the choice of experts instead of over the chosen ones."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Factor on the chosen scores."""
+    moe_router_num_groups: int | None = None
+    """Groups of experts, of which a token goes to --moe-router-group-topk."""
+    moe_router_group_topk: int | None = None
+    """Groups that a token may go to."""
+    moe_router_enable_expert_bias: bool = False
+    """Spread the load by a bias on the scores that follows the load; needs --moe-router-score-function sigmoid."""
+    moe_router_bias_update_rate: float = 1e-3
+    """How fast that bias follows."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Number format of the router. Default: the model's."""
+    moe_input_jitter_eps: float | None = None
+    """Noise on what the router sees."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
+    """How tokens travel between ranks."""
+    moe_expert_capacity_factor: float | None = None
+    """Drop tokens of an expert beyond this many times an even share. Default: drop none."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Fill every expert up to its capacity."""
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    """Which tokens to drop."""
+    moe_grouped_gemm: bool = False
+    """All experts of a rank in one kernel; needs --transformer-impl transformer_engine."""
+
+    def __post_init__(self) -> None:
+        positive(self, "num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size", "moe_ffn_hidden_size")
+        positive(self, "moe_shared_expert_intermediate_size", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
+        positive(self, "moe_expert_capacity_factor", "moe_router_topk_scaling_factor", "moe_router_bias_update_rate")
+        not_negative(self, "moe_z_loss_coeff", "moe_input_jitter_eps")
+        if self.num_experts is None:
+            self._refuse_the_rest()
+            return
+        for kind in self.moe_router_load_balancing_type:
+            one_of(kind, _BALANCING, "--moe-router-load-balancing-type")
+        self._check_balancing()
+        self._check_routing(self.num_experts)
+
+    def _refuse_the_rest(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) != field.default:
+                raise ConfigError(f"{flag_of(field)} needs --num-experts")
+
+    def _check_balancing(self) -> None:
+        kinds, weights = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        if len(kinds) != len(weights):
+            raise ConfigError(
+                f"--moe-aux-loss-coeff has {len(weights)} values and --moe-router-load-balancing-type {len(kinds)} kinds; "
+                "give one value for each"
+            )
+        if any(weight < 0.0 for weight in weights):
+            raise ConfigError(f"--moe-aux-loss-coeff {min(weights)} must not be negative")
+        alone = sorted({"sinkhorn", "none"} & set(kinds))
+        if alone and (len(kinds) > 1 or weights[0]):
+            raise ConfigError(
+                f"--moe-router-load-balancing-type {alone[0]} adds no loss: leave out the others and --moe-aux-loss-coeff"
+            )
+        if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
+            raise ConfigError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid")
+
+    def _check_routing(self, num_experts: int) -> None:
+        if self.moe_router_topk > num_experts:
+            raise ConfigError(f"--moe-router-topk {self.moe_router_topk} is more than --num-experts {num_experts}")
+        if num_experts % self.expert_model_parallel_size:
+            raise ConfigError(
+                f"--num-experts {num_experts} does not divide over --expert-model-parallel-size {self.expert_model_parallel_size}"
+            )
+        is_softmax = self.moe_router_score_function == "softmax" and "sinkhorn" not in self.moe_router_load_balancing_type
+        if self.moe_router_topk == 1 and is_softmax and not self.moe_router_pre_softmax:
+            raise ConfigError(
+                "--moe-router-topk 1: the softmax over one score is always 1 and teaches the router nothing; "
+                "add --moe-router-pre-softmax"
+            )
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        if (groups is None) != (chosen is None):
+            raise ConfigError("--moe-router-num-groups and --moe-router-group-topk need each other")
+        if groups is not None and chosen is not None and (num_experts % groups or chosen > groups):
+            raise ConfigError(
+                f"--moe-router-num-groups {groups} must divide --num-experts {num_experts} and be at least "
+                f"--moe-router-group-topk {chosen}"
+            )
+        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
+            raise ConfigError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor")
+        if self.moe_expert_capacity_factor is not None and "sinkhorn" in self.moe_router_load_balancing_type:
+            raise ConfigError("--moe-expert-capacity-factor does not go with --moe-router-load-balancing-type sinkhorn")
+
+
+def layer_pattern(text: str, num_layers: int) -> tuple[int, ...]:
+    """1 for every layer with experts, 0 for every one without, by --moe-layer-freq.
+
+    Raises:
+        ConfigError: the text is neither a number nor a pattern of as many layers.
+    """
+    try:
+        value = _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, RecursionError):
+        value = None
+    if isinstance(value, int) and value > 0:
+        return tuple(int(layer % value == 0) for layer in range(num_layers))
+    if isinstance(value, list) and len(value) == num_layers and set(value) <= {0, 1} and 1 in value:
+        return tuple(value)
+    raise ConfigError(
+        f'--moe-layer-freq {text!r} is neither a number nor a pattern of {num_layers} layers, such as "[0]+[1]*{num_layers - 1}"'
+    )
+
+
+def _value(node: ast.expr) -> int | list[int]:
+    """A number, a list of numbers, sums of lists, a list times a number; anything else is a ValueError."""
+    if isinstance(node, ast.Constant) and type(node.value) is int and node.value <= 10_000:
+        return node.value
+    if isinstance(node, ast.List):
+        return [item for item in map(_value, node.elts) if isinstance(item, int)]
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+            return left * right
+    raise ValueError("not a pattern")

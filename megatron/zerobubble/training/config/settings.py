@@ -1,0 +1,222 @@
+"""All settings of one job, checked. The only thing the rest of the training stack sees of the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.registry import schedule_info
+from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
+from megatron.zerobubble.training.config.moe import MoeConfig, layer_pattern
+from megatron.zerobubble.training.config.parallel import ParallelConfig
+from megatron.zerobubble.training.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    OptimConfig,
+    RunConfig,
+)
+from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Every group of flags, and what follows from them and the number of ranks.
+
+    Made by `arguments.parse_arguments`, which also checks that the groups go together (`checks.check_settings`).
+    """
+
+    model: ModelConfig
+    """What is trained."""
+    moe: MoeConfig
+    """Its experts."""
+    precision: PrecisionConfig
+    """In which number format."""
+    parallel: ParallelConfig
+    """How it is spread over ranks."""
+    zero_bubble: ZeroBubbleConfig
+    """By which schedule."""
+    batch: BatchConfig
+    """How many samples at once."""
+    optim: OptimConfig
+    """How weights change."""
+    data: DataConfig
+    """On what."""
+    run: RunConfig
+    """For how long."""
+    checkpoint: CheckpointConfig
+    """What is kept."""
+    logging: LoggingConfig
+    """What is told."""
+    world_size: int
+    """Ranks of the job."""
+
+    @property
+    def pipeline_size(self) -> int:
+        """Pipeline ranks, p."""
+        return self.parallel.pipeline_model_parallel_size
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.parallel.tensor_model_parallel_size * self.pipeline_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model."""
+        return self.world_size // self.model_parallel_size
+
+    @property
+    def expert_tensor_parallel_size(self) -> int:
+        """Ranks that share an expert."""
+        return self.moe.expert_tensor_parallel_size or self.parallel.tensor_model_parallel_size
+
+    @property
+    def layers_with_experts(self) -> tuple[int, ...]:
+        """For each layer 1 or 0. Raises ConfigError where --moe-layer-freq is no pattern of them."""
+        if self.moe.num_experts is None:
+            return (0,) * self.model.num_layers
+        return layer_pattern(self.moe.moe_layer_freq, self.model.num_layers)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per iteration."""
+        return self.batch.global_batch_size or self.batch.micro_batch_size * self.data_parallel_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per iteration and data-parallel rank, m."""
+        return self.global_batch_size // (self.batch.micro_batch_size * self.data_parallel_size)
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks per rank, v: what the schedule wants (2 under V), the virtual pipeline size when interleaved, else 1."""
+        name = self.zero_bubble.schedule
+        info = None if name in ("stock", AUTO) else schedule_info(name)
+        if info is not None and info.num_chunks is not None:
+            return info.num_chunks
+        if self.parallel.pipeline_model_parallel_layout is not None:
+            return max(1, StageLayers.parse(self.parallel.pipeline_model_parallel_layout).num_stages // self.pipeline_size)
+        if self.parallel.num_virtual_stages_per_pipeline_rank is not None:
+            return self.parallel.num_virtual_stages_per_pipeline_rank
+        if self.parallel.num_layers_per_virtual_pipeline_stage is not None:
+            each_round = self.pipeline_size * self.parallel.num_layers_per_virtual_pipeline_stage
+            return -(-self.model.num_layers // each_round)  # rounded up: padding fills the last round
+        return 1 if info is None else info.default_num_chunks
+
+    def with_schedule(self, name: str, *, num_chunks: int = 1, memory_limit: float | None = None) -> Settings:
+        """The same run under a schedule by name; what only means something for others is left out.
+
+        Args:
+            name: of the plan registry.
+            num_chunks: stages a rank, where the schedule leaves a choice.
+            memory_limit: instead of the one that was given.
+        """
+        info, zero_bubble, parallel = schedule_info(name), self.zero_bubble, self.parallel
+        limit = zero_bubble.zero_bubble_memory_limit if memory_limit is None else str(memory_limit)
+        zero_bubble = replace(
+            zero_bubble, zero_bubble_schedule=name, zero_bubble_memory_limit=limit if info.is_searched else None
+        )
+        if not info.is_searched:
+            zero_bubble = replace(
+                zero_bubble,
+                zero_bubble_pipeline_timers_start_iter=None,
+                zero_bubble_pipeline_timers_end_iter=None,
+                zero_bubble_replan_interval=None,
+            )
+        if info.placement == "loop" and parallel.pipeline_model_parallel_layout is None:
+            parallel = replace(parallel, num_virtual_stages_per_pipeline_rank=num_chunks)
+        return replace(self, zero_bubble=zero_bubble, parallel=parallel)
+
+    @property
+    def placement(self) -> Placement:
+        """Stage -> rank."""
+        name = self.zero_bubble.schedule
+        if name not in ("stock", AUTO) and schedule_info(name).placement == "V":
+            return Placement.v(self.pipeline_size)
+        return Placement.loop(self.pipeline_size, self.num_chunks)
+
+    def stage_layers(self, placement: Placement) -> StageLayers:
+        """How many layers each stage of `placement` holds: as the layout says, padded where that is allowed, or spread evenly.
+
+        Raises:
+            ConfigError: the layers cannot be divided like that, or the layout is of another model or placement.
+        """
+        if self.parallel.pipeline_model_parallel_layout is not None:
+            return self._given_layers(StageLayers.parse(self.parallel.pipeline_model_parallel_layout), placement)
+        return self._divided_layers(placement)
+
+    def _divided_layers(self, placement: Placement) -> StageLayers:
+        num_layers, pads = self.model.num_layers, self.parallel.allow_padding_num_layers
+        remedy = "--pipeline-model-parallel-layout says what each stage holds"
+        why = None
+        try:
+            padded = StageLayers.padded(num_layers, placement)
+            if pads:
+                return padded
+            remedy += ", --allow-padding-num-layers lets the ends hold one less"
+        except ConfigError as error:
+            why = error if pads else None
+        try:
+            return StageLayers.spread(num_layers, placement)
+        except ConfigError as error:
+            raise ConfigError(f"--num-layers {num_layers}: {why or error}. {remedy}") from None
+
+    def _given_layers(self, layers: StageLayers, placement: Placement) -> StageLayers:
+        given = f"--pipeline-model-parallel-layout {self.parallel.pipeline_model_parallel_layout}"
+        if layers.num_layers != self.model.num_layers:
+            raise ConfigError(f"{given} has {layers.num_layers} layers, --num-layers says {self.model.num_layers}")
+        if layers.num_stages != placement.num_stages:
+            wanted = f"a multiple of {self.pipeline_size}" if self.zero_bubble.schedule == "stock" else f"{placement.num_stages}"
+            raise ConfigError(
+                f"{given} has {layers.num_stages} stages; schedule {self.zero_bubble.schedule} on {self.pipeline_size} pipeline "
+                f"ranks takes {wanted}"
+            )
+        return layers
+
+    @property
+    def virtual_pipeline_size(self) -> int | None:
+        """`num_chunks` as megatron-core wants it: None for 1."""
+        return self.num_chunks if self.num_chunks > 1 else None
+
+    @property
+    def max_pending_backward(self) -> int | None:
+        """Microbatches a rank may hold between F and W; None where the schedule's name says it."""
+        if self.zero_bubble.schedule != "zb":
+            return None
+        return self.zero_bubble.max_pending_microbatches(num_ranks=self.pipeline_size)
+
+    @property
+    def plan_memory_limit(self) -> float | None:
+        """Memory limit of plans before anything was measured; 1.0 is 1F1B's. In bytes nothing is known: one microbatch a rank."""
+        limit = self.zero_bubble.memory_limit
+        if limit is None or limit.relative is not None:
+            return None if limit is None else limit.relative
+        first = self.batch.rampup_batch_size[0] if self.batch.rampup_batch_size else self.global_batch_size
+        return 1.0 / min(self.pipeline_size, first // (self.batch.micro_batch_size * self.data_parallel_size))
+
+    @property
+    def watchdog_s(self) -> float | None:
+        """How long a rank may be stuck in one op; None: nobody looks, or nobody knows (megatron-core's own schedules)."""
+        given = self.zero_bubble.zero_bubble_watchdog_seconds
+        if self.zero_bubble.schedule == "stock" or given == 0:
+            return None
+        return given or 60.0 * self.parallel.distributed_timeout_minutes / 2.0
+
+    @property
+    def lr_decay_iters(self) -> int:
+        """Iterations until the learning rate has decayed."""
+        return self.optim.lr_decay_iters or self.run.train_iters
+
+    @property
+    def lr_warmup_iters(self) -> float:
+        """Iterations of warm-up."""
+        if self.optim.lr_warmup_fraction is not None:
+            return self.optim.lr_warmup_fraction * self.lr_decay_iters
+        return self.optim.lr_warmup_iters

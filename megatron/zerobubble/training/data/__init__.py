@@ -1,0 +1,1 @@
+"""Datasets, tokenizers and the order in which samples are read."""

@@ -1,0 +1,185 @@
+"""Samples: megatron-core's GPT datasets, read in an order that only the number of consumed samples decides.
+
+Every rank that needs a batch reads it itself: the sampler is a pure function of (consumed samples, data-parallel rank), so
+the ranks of a tensor-parallel group, and the first and last stage of a pipeline, hold the same samples without a broadcast.
+A run that continues from a checkpoint reads on where it stopped.
+
+Shapes: b microbatch size, s sequence length.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.utils import get_attr_wrapped_model
+from torch.utils.data import DataLoader, Sampler
+
+from megatron.zerobubble.training.config.settings import Settings
+
+__all__ = ["Batch", "ConsumedSamples", "Datasets", "build_datasets", "chunk_iterators", "chunk_reads", "next_batch"]
+
+_log = logging.getLogger(__name__)
+
+DataIterator = Iterator[dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Training and validation samples; None on ranks that need none."""
+
+    train: Any | None
+    """Samples of --train-iters global batches."""
+    valid: Any | None
+    """Samples of --eval-iters global batches."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch on the device of the rank. What a stage does not need is None."""
+
+    tokens: torch.Tensor | None = None
+    """[b, s], int64: input of a stage that embeds."""
+    position_ids: torch.Tensor | None = None
+    """[b, s], int64: input of a stage that embeds."""
+    labels: torch.Tensor | None = None
+    """[b, s], int64: what the last stage should have predicted."""
+    loss_mask: torch.Tensor | None = None
+    """[b, s], float32: 1 where the loss counts."""
+    attention_mask: torch.Tensor | None = None
+    """[b, 1, s, s], bool, True where attention is forbidden. None: causal."""
+
+
+class ConsumedSamples(Sampler[list[int]]):
+    """The sample indices of each microbatch of one data-parallel rank, from the consumed samples on.
+
+    Microbatch k of rank r holds samples ``consumed + (k * dp + r) * b`` to ``+ b``: a global batch is the same set of
+    samples for every data-parallel size.
+    """
+
+    def __init__(self, *, consumed: int, total: int, micro_batch_size: int, rank: int, num_ranks: int) -> None:
+        self._starts = range(consumed + rank * micro_batch_size, total - micro_batch_size + 1, micro_batch_size * num_ranks)
+        self._micro_batch_size = micro_batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in self._starts:
+            yield list(range(start, start + self._micro_batch_size))
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+
+def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datasets:
+    """Build (or load from the cache) the sample indices. All ranks must call this: rank 0 builds them for the others.
+
+    Args:
+        settings: where the data lies and how much of it is needed.
+        tokenizer: for the ids of end of document and padding.
+        reads: whether this rank needs samples.
+    """
+    data, run = settings.data, settings.run
+    config = GPTDatasetConfig(
+        random_seed=run.seed,
+        sequence_length=settings.model.seq_length,
+        blend=None if data.mock_data else data.blend,
+        split=None if data.mock_data else data.split,
+        path_to_cache=data.data_cache_path,
+        mmap_bin_files=data.mmap_bin_files,
+        tokenizer=tokenizer,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        create_attention_mask=data.reset_attention_mask,
+    )
+    if config.split_matrix is not None:  # what nobody reads is not built: the test samples, and those of no evaluation
+        train, valid, _ = config.split_matrix
+        config.split_matrix = [train, valid if run.eval_iters > 0 else None, None]
+    sizes = [max(1, iterations * settings.global_batch_size) for iterations in (run.train_iters, run.eval_iters, 0)]
+    dataset_class = MockGPTDataset if data.mock_data else GPTDataset
+    if data.data_cache_path is None:  # they warn that indices of synthetic and of blended data are then not cached
+        for name in ("gpt_dataset", "blended_dataset"):
+            logging.getLogger(f"megatron.core.datasets.{name}").setLevel(logging.ERROR)
+    train, valid, _ = BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: reads, config).build()
+    return Datasets(train, valid)
+
+
+def chunk_reads(chunk: Any, settings: Settings) -> bool:
+    """Whether a chunk needs samples: the first stage tokens, the last one labels, all of them a special mask."""
+    stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+    return bool(stage.pre_process or stage.post_process or settings.data.reset_attention_mask)
+
+
+def chunk_iterators(
+    dataset: Any | None,
+    settings: Settings,
+    *,
+    reads_by_chunk: Sequence[bool],
+    consumed: int,
+    rank: int,
+    on_gpu: bool,
+) -> DataIterator | list[DataIterator | None] | None:
+    """One iterator over microbatches per model chunk, in the form megatron-core's schedules want.
+
+    Args:
+        dataset: samples, or None on a rank that needs none.
+        settings: microbatch size and workers.
+        reads_by_chunk: for each chunk of this rank, whether it needs samples.
+        consumed: samples consumed so far by all ranks together.
+        rank: data-parallel rank.
+        on_gpu: whether to pin host memory.
+
+    Returns:
+        The iterator of the only chunk, or the list of all; None for a chunk that needs no samples.
+    """
+
+    def iterate() -> DataIterator:
+        assert dataset is not None
+        sampler = ConsumedSamples(
+            consumed=consumed,
+            total=len(dataset),
+            micro_batch_size=settings.batch.micro_batch_size,
+            rank=rank,
+            num_ranks=settings.data_parallel_size,
+        )
+        return iter(
+            DataLoader(
+                dataset,
+                batch_sampler=sampler,
+                num_workers=settings.data.num_workers,
+                pin_memory=on_gpu,
+                generator=torch.Generator(),  # its own: the order of samples must not move the rank's generator
+            )
+        )
+
+    iterators = [iterate() if reads else None for reads in reads_by_chunk]
+    return iterators if len(iterators) > 1 else iterators[0]
+
+
+def next_batch(
+    iterator: DataIterator | None, *, device: torch.device, embeds: bool, is_last_stage: bool, needs_mask: bool
+) -> Batch:
+    """The next microbatch, as much of it as a stage needs.
+
+    Args:
+        iterator: samples of this model chunk; None where it needs none.
+        device: where the tensors are to be.
+        embeds: whether the stage embeds tokens: the first one, and the last one if it predicts further tokens.
+        is_last_stage: whether the stage computes the loss.
+        needs_mask: whether attention is not simply causal (--reset-attention-mask).
+    """
+    if iterator is None:
+        return Batch()
+    sample = next(iterator)
+    wanted: list[str] = []
+    if embeds:
+        wanted += ["tokens", "position_ids"]
+    if is_last_stage:
+        wanted += ["labels", "loss_mask"]
+    if needs_mask:
+        wanted += ["attention_mask"]
+    return Batch(**{name: sample[name].to(device, non_blocking=True) for name in wanted})

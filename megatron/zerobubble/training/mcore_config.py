@@ -1,0 +1,216 @@
+"""Our settings in megatron-core's words: its configuration objects, built from `Settings`.
+
+What is named differently there, or means something only together with the device, is decided here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+
+from megatron.zerobubble.training.config.model import ModelConfig
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
+
+__all__ = [
+    "ddp_config",
+    "optimizer_config",
+    "padded_vocab_size",
+    "parameter_dtype",
+    "scheduler",
+    "transformer_config",
+    "wgrad_policy",
+]
+
+
+def parameter_dtype(settings: Settings) -> torch.dtype:
+    """The number format of weights and of what flows between stages."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.precision.name]
+
+
+def padded_vocab_size(settings: Settings, vocab_size: int) -> int:
+    """`vocab_size`, rounded up so that it divides over the tensor-parallel ranks."""
+    multiple = settings.model.make_vocab_size_divisible_by * settings.parallel.tensor_model_parallel_size
+    return (vocab_size + multiple - 1) // multiple * multiple
+
+
+def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) -> TransformerConfig:
+    """The model as megatron-core wants it.
+
+    Args:
+        settings: what was asked for.
+        on_gpu: whether kernels that exist only there (fusions, compiled activations) may be used.
+        layout: which layers each stage holds, where megatron-core would not divide them like that by itself.
+    """
+    model, parallel, dtype = settings.model, settings.parallel, parameter_dtype(settings)
+    interleaves = settings.virtual_pipeline_size is not None and settings.zero_bubble.schedule == "stock"
+    overlaps = interleaves and parallel.overlap_p2p_communication
+    return TransformerConfig(
+        **_shape(model),
+        **_activation(model),
+        **_experts(settings),
+        **_kernels(model, on_gpu=on_gpu),
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=settings.pipeline_size,
+        virtual_pipeline_model_parallel_size=settings.virtual_pipeline_size,
+        pipeline_model_parallel_layout=layout,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        fp16=settings.precision.fp16,
+        bf16=settings.precision.bf16,
+        overlap_p2p_comm=overlaps,
+        batch_p2p_comm=not overlaps,
+        deallocate_pipeline_outputs=on_gpu or not overlaps,
+        calculate_per_token_loss=settings.optim.calculate_per_token_loss,
+    )
+
+
+def _shape(model: ModelConfig) -> dict[str, Any]:
+    names = (
+        *("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "rotary_interleaved", "normalization"),
+        *("qk_layernorm", "add_bias_linear", "add_qkv_bias", "hidden_dropout", "attention_dropout", "init_method_std"),
+        *("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "transformer_impl", "use_cpu_initialization"),
+        *("recompute_granularity", "recompute_method", "recompute_num_layers", "mtp_num_layers", "mtp_loss_scaling_factor"),
+    )
+    return {
+        **{name: getattr(model, name) for name in names},
+        "layernorm_epsilon": model.norm_epsilon,
+        "recompute_modules": list(model.recompute_modules) or None,
+        "num_query_groups": model.num_query_groups if model.group_query_attention else None,
+        "persist_layer_norm": False,
+        "cuda_graph_scope": [],
+    }
+
+
+def _experts(settings: Settings) -> dict[str, Any]:
+    moe = settings.moe
+    if moe.num_experts is None:
+        return {}
+    kinds, weights = list(moe.moe_router_load_balancing_type), list(moe.moe_aux_loss_coeff)
+    names = (
+        *("expert_model_parallel_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk"),
+        *("moe_z_loss_coeff", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+        *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
+        *("moe_router_dtype", "moe_input_jitter_eps", "moe_token_dispatcher_type", "moe_expert_capacity_factor"),
+        *("moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_grouped_gemm"),
+    )
+    return {
+        **{name: getattr(moe, name) for name in names},
+        "num_moe_experts": moe.num_experts,
+        "expert_tensor_parallel_size": settings.expert_tensor_parallel_size,
+        "moe_layer_freq": list(settings.layers_with_experts),
+        "moe_ffn_hidden_size": moe.moe_ffn_hidden_size
+        or _activation(settings.model)["ffn_hidden_size"]
+        or 4 * settings.model.hidden_size,
+        # megatron-core tells one kind from several by the type.
+        "moe_router_load_balancing_type": kinds[0] if len(kinds) == 1 else kinds,
+        "moe_aux_loss_coeff": weights[0] if len(weights) == 1 else weights,
+    }
+
+
+def _activation(model: ModelConfig) -> dict[str, Any]:
+    if model.swiglu:
+        width = model.ffn_hidden_size or max(1, int(4 * model.hidden_size * 2 / 3) // 64) * 64
+        return {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True, "ffn_hidden_size": width}
+    if model.squared_relu:
+        return {"activation_func": squared_relu, "ffn_hidden_size": model.ffn_hidden_size}
+    return {"activation_func": torch.nn.functional.gelu, "ffn_hidden_size": model.ffn_hidden_size}
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)^2 (arXiv 2109.08668)."""
+    return torch.nn.functional.relu(x).square()
+
+
+def _kernels(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """Fused kernels where they exist. On the CPU the plain torch ops run: compiling them takes longer than it saves."""
+    activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and not model.squared_relu
+    has_bias = model.swiglu or model.add_bias_linear
+    softmax = all(map(_is_installed, ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda")))
+    return {
+        "bias_activation_fusion": on_gpu and activation and has_bias,
+        "bias_dropout_fusion": on_gpu and model.bias_dropout_fusion,
+        "masked_softmax_fusion": on_gpu and model.masked_softmax_fusion and softmax,
+        "gradient_accumulation_fusion": on_gpu
+        and model.gradient_accumulation_fusion
+        and _is_installed("fused_weight_gradient_mlp_cuda"),
+    }
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
+    """How gradients are accumulated and reduced over the copies of the model."""
+    parallel = settings.parallel
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=settings.precision.reduce_grads_in_fp32,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        bucket_size=parallel.ddp_bucket_size,
+        average_in_collective=parallel.ddp_average_in_collective,
+    )
+
+
+def wgrad_policy(settings: Settings) -> WgradPolicy:
+    """How weight gradients use the tensor-parallel link."""
+    zero_bubble = settings.zero_bubble
+    policy = WgradPolicy(runs_ahead=zero_bubble.zero_bubble_overlap_tensor_parallel)
+    given = zero_bubble.zero_bubble_wgrad_gather
+    return policy if given is None else replace(policy, gather=WgradGather(given))
+
+
+def optimizer_config(settings: Settings, *, timers: Any) -> OptimizerConfig:
+    """How weights are stepped."""
+    optim, precision = settings.optim, settings.precision
+    names = (
+        *("optimizer", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "clip_grad"),
+        *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
+    )
+    return OptimizerConfig(
+        **{name: getattr(optim, name) for name in names},
+        **{
+            name: getattr(precision, name)
+            for name in ("bf16", "fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "hysteresis")
+        },
+        loss_scale_window=precision.loss_scale_window,
+        params_dtype=parameter_dtype(settings),
+        use_distributed_optimizer=settings.parallel.use_distributed_optimizer,
+        overlap_param_gather=settings.parallel.overlap_param_gather,
+        log_num_zeros_in_grad=settings.logging.log_num_zeros_in_grad,
+        timers=timers,
+    )
+
+
+def scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
+    """The learning rate and weight decay over the run. Counts samples, as Megatron-LM does."""
+    optim, samples = settings.optim, settings.global_batch_size
+    start = optim.weight_decay if optim.start_weight_decay is None else optim.start_weight_decay
+    end = optim.weight_decay if optim.end_weight_decay is None else optim.end_weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=optim.lr_warmup_init,
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        lr_warmup_steps=settings.lr_warmup_iters * samples,
+        lr_decay_steps=settings.lr_decay_iters * samples,
+        lr_decay_style=optim.lr_decay_style,
+        start_wd=start,
+        end_wd=end,
+        wd_incr_steps=settings.run.train_iters * samples,
+        wd_incr_style=optim.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=optim.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=optim.override_opt_param_scheduler,
+        wsd_decay_steps=None if optim.lr_wsd_decay_iters is None else optim.lr_wsd_decay_iters * samples,
+        lr_wsd_decay_style=optim.lr_wsd_decay_style,
+    )

@@ -1,0 +1,1 @@
+"""What an iteration reports: progress lines, JSON lines, curves, auxiliary losses, recorded timelines."""

@@ -1,0 +1,73 @@
+"""Numbers over iterations, for TensorBoard and for Weights & Biases."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from megatron.zerobubble.training.config.settings import Settings
+
+__all__ = ["Curves"]
+
+_log = logging.getLogger(__name__)
+
+
+class Curves:
+    """Writes curves where the settings say. Only one rank may have it.
+
+    Args:
+        settings: where to write.
+        start_iteration: iterations done before.
+    """
+
+    def __init__(self, settings: Settings, *, start_iteration: int) -> None:
+        self._resources = ExitStack()
+        self._events: Any | None = None
+        self._run: Any | None = None
+        logs = settings.logging
+        if logs.tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(logs.tensorboard_dir, purge_step=start_iteration + 1)
+            self._resources.callback(self._events.close)
+        if logs.wandb_project is not None:
+            self._run = _open_wandb(settings)
+        if self._run is not None:
+            self._resources.callback(self._run.finish)
+
+    def add(self, values: Mapping[str, Any], iteration: int) -> None:
+        """A point for each of `values` that is a number."""
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        if self._events is not None:
+            for name, value in numbers.items():
+                self._events.add_scalar(name, value, iteration)
+        if self._run is not None:
+            self._run.log(numbers | {"iteration": iteration})
+
+    def flush(self) -> None:
+        """Let a reader see what was added."""
+        if self._events is not None:
+            self._events.flush()
+
+    def close(self) -> None:
+        """Close files and the run."""
+        self._resources.close()
+
+
+def _open_wandb(settings: Settings) -> Any | None:
+    """A run of Weights & Biases; None where the package is missing, which costs the curves and not the training."""
+    logs = settings.logging
+    try:
+        wandb = importlib.import_module("wandb")
+    except ImportError:
+        _log.warning("--wandb-project %s: wandb is not installed (pip install wandb); no curves go there", logs.wandb_project)
+        return None
+    config = dataclasses.asdict(settings)
+    run = wandb.init(project=logs.wandb_project, name=logs.wandb_exp_name, dir=logs.wandb_save_dir, config=config)
+    # Its own steps may only grow, and what was seen of an iteration is told at the end of the run.
+    run.define_metric("*", step_metric="iteration")
+    return run

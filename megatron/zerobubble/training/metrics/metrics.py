@@ -1,0 +1,249 @@
+"""What an iteration did, told: progress lines, a progress bar, JSON lines, curves.
+
+Iterations are kept until the next progress line; then one reduction tells all ranks their losses, and rank 0 writes. So
+telling costs an iteration no synchronisation of its own, and a progress line speaks of whole iterations.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from megatron.zerobubble.errors import ExecutionError
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.metrics.aux_losses import ExtraLosses
+from megatron.zerobubble.training.metrics.curves import Curves
+from megatron.zerobubble.training.step import StepResult, mean_losses
+
+__all__ = ["IterationRecord", "Metrics"]
+
+_log = logging.getLogger(__name__)
+
+_TIMERS = (
+    *("forward-backward", "forward-compute", "backward-compute", "forward-recv", "forward-send", "backward-recv"),
+    *("backward-send", "forward-send-backward-recv", "backward-send-forward-recv", "all-grads-sync"),
+    *("embedding-grads-all-reduce", "non-tensor-parallel-grads-all-reduce", "params-all-gather", "optimizer"),
+)
+"""Timers of megatron-core and ours that are told; the same list on all ranks, which need not have them all."""
+
+
+@dataclass(kw_only=True)
+class IterationRecord:
+    """One iteration. The loss is filled in when it is known."""
+
+    iteration: int
+    """From 1."""
+    consumed_samples: int
+    """Samples consumed up to its end."""
+    samples: int
+    """Samples of this iteration."""
+    result: StepResult
+    """What it did."""
+    seconds: float
+    """How long it took."""
+    loss: float = field(default=math.nan)
+    """Mean loss per token."""
+
+    def to_json(self, settings: Settings) -> dict[str, Any]:
+        """The object that --metrics-jsonl gets."""
+        return {
+            "iteration": self.iteration,
+            "loss": self.loss,
+            "lr": self.result.lr,
+            "grad_norm": self.result.grad_norm,
+            "skipped": not self.result.is_stepped,
+            "amended": self.result.undone is not None,
+            "tokens_per_s": self.samples * settings.model.seq_length / self.seconds,
+            "iteration_ms": self.seconds * 1000.0,
+            "schedule": settings.zero_bubble.schedule,
+        }
+
+
+class Metrics:
+    """Collects iterations and tells them. One on every rank; only the first writes.
+
+    Args:
+        settings: what to write, and where.
+        rank: this rank.
+        start_iteration: iterations done before; above 0 an existing --metrics-jsonl file is continued.
+        timers: megatron-core's Timers, told with every progress line.
+    """
+
+    def __init__(self, settings: Settings, *, rank: int, start_iteration: int, timers: Any) -> None:
+        self._settings = settings
+        self._timers = timers
+        self._pending: list[IterationRecord] = []
+        self._num_skipped = self._num_amended = 0
+        self._speeds: list[tuple[int, float]] = []
+        self._extra_losses = ExtraLosses(settings)
+        self._resources = ExitStack()
+        self._jsonl: IO[str] | None = None
+        self._curves: Curves | None = None
+        self._bar: Any | None = None
+        if rank == 0:
+            self._open(start_iteration)
+
+    def _open(self, start_iteration: int) -> None:
+        logs = self._settings.logging
+        if logs.metrics_jsonl is not None:
+            path = Path(logs.metrics_jsonl)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            mode = "a" if start_iteration > 0 else "w"
+            self._jsonl = self._resources.enter_context(path.open(mode, encoding="utf-8"))
+        self._curves = Curves(self._settings, start_iteration=start_iteration)
+        self._resources.callback(self._curves.close)
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+            from tqdm.contrib.logging import logging_redirect_tqdm
+
+            self._resources.enter_context(logging_redirect_tqdm())
+            self._bar = self._resources.enter_context(
+                tqdm(total=self._settings.run.train_iters, initial=start_iteration, unit="it", desc="training")
+            )
+
+    def close(self) -> None:
+        """Close files and the progress bar."""
+        self._resources.close()
+
+    def add(self, record: IterationRecord) -> None:
+        """Keep an iteration until the next `tell`.
+
+        Raises:
+            ExecutionError: the gradient norm is not finite although the optimizer stepped.
+        """
+        self._pending.append(record)
+        self._speeds.append((record.samples, record.seconds))
+        self._num_skipped += not record.result.is_stepped
+        if record.result.undone is not None:
+            self._num_amended += 1
+            _log.info("%s", _amendment(record.iteration, record.result))
+        if self._bar is not None:
+            self._bar.update(1)
+        if record.result.is_stepped:
+            self._check_finite("gradient norm", record.result.grad_norm, record.iteration)
+
+    def tell(self, *, validation_loss: float | None = None, iteration: int = 0) -> None:
+        """Reduce the losses of all kept iterations and write everything. All ranks must call this.
+
+        Args:
+            validation_loss: of an evaluation after the last iteration, if there was one.
+            iteration: after which iteration that was.
+
+        Raises:
+            ExecutionError: a loss is not finite although the optimizer stepped.
+        """
+        records, self._pending = self._pending, []
+        extras: dict[str, float] = {}
+        if records:
+            losses = mean_losses(torch.stack([record.result.loss for record in records]))
+            for record, loss in zip(records, losses, strict=True):
+                record.loss = loss
+            settings = self._settings
+            samples = sum(record.samples for record in records)
+            extras = self._extra_losses.take(samples // (settings.batch.micro_batch_size * settings.data_parallel_size))
+            self._tell_progress(records, extras)
+        objects = [record.to_json(self._settings) for record in records]
+        if objects:
+            objects[-1] |= extras  # means since the last progress line
+        if validation_loss is not None:
+            if not objects:
+                objects = [{"iteration": iteration, "schedule": self._settings.zero_bubble.schedule}]
+            objects[-1]["validation_loss"] = validation_loss
+            perplexity = math.exp(min(validation_loss, 700.0))
+            _log.info("validation loss at iteration %d: %.4f (ppl %.2f)", iteration, validation_loss, perplexity)
+        self._write(objects)
+        for record in records:
+            if record.result.is_stepped:
+                self._check_finite("loss", record.loss, record.iteration)
+
+    def add_curves(self, values: Mapping[str, float], iteration: int) -> None:
+        """Points of curves beside those of every iteration. Does nothing but on rank 0."""
+        if self._curves is not None:
+            self._curves.add(values, iteration)
+            self._curves.flush()
+
+    def tokens_per_second(self) -> float | None:
+        """Over all iterations but the first, which warms up; None before the second."""
+        if len(self._speeds) < 2:
+            return None
+        samples, seconds = map(sum, zip(*self._speeds[1:], strict=True))
+        return self._settings.model.seq_length * samples / seconds
+
+    def _tell_progress(self, records: list[IterationRecord], extras: Mapping[str, float]) -> None:
+        last, settings = records[-1], self._settings
+        told = [record.loss for record in records if record.result.is_stepped] or [last.loss]
+        seconds = sum(record.seconds for record in records) / len(records)
+        tokens = settings.model.seq_length * sum(record.samples for record in records) / len(records)
+        parts = [
+            f"iteration {last.iteration:6d}/{settings.run.train_iters}",
+            f"consumed samples {last.consumed_samples}",
+            f"loss {sum(told) / len(told):.4f}",
+            *(f"{name} {value:.4f}" for name, value in extras.items()),
+            f"lr {last.result.lr:.3e}",
+            "grad norm " + ("-" if last.result.grad_norm is None else f"{last.result.grad_norm:.3f}"),
+            f"{tokens / seconds:.0f} tokens/s",
+            f"{seconds * 1000.0:.1f} ms/iteration",
+            f"skipped {self._num_skipped}",
+        ]
+        if settings.zero_bubble.enable_optimizer_post_validation:
+            parts.append(f"amended {self._num_amended}")
+        if settings.precision.fp16:
+            parts.append(f"loss scale {last.result.loss_scale:g}")
+        if last.result.num_zeros is not None:
+            parts.append(f"zeros {last.result.num_zeros}")
+        _log.info(" | ".join(parts))
+        if settings.logging.timing_log_level > 0:
+            text = self._timers.get_all_timers_string(list(_TIMERS), normalizer=len(records))
+            if text:
+                _log.info(text)
+
+    def _write(self, objects: list[dict[str, Any]]) -> None:
+        if self._jsonl is not None:
+            for fields in objects:
+                finite = {key: _finite_or_none(value) for key, value in fields.items()}
+                self._jsonl.write(json.dumps(finite) + "\n")
+            self._jsonl.flush()
+        if self._curves is not None:
+            for fields in objects:
+                self._curves.add({key: value for key, value in fields.items() if key != "iteration"}, fields["iteration"])
+            self._curves.flush()
+
+    def _check_finite(self, what: str, value: float | None, iteration: int) -> None:
+        if self._settings.run.check_for_nan_in_loss_and_grad and value is not None and not math.isfinite(value):
+            raise ExecutionError(
+                f"the {what} of iteration {iteration} is {value}; training stops. A smaller --lr, --clip-grad or --bf16 may "
+                "help; --no-check-for-nan-in-loss-and-grad trains on"
+            )
+
+
+def _amendment(iteration: int, result: StepResult) -> str:
+    """A sentence about a step that was taken early and corrected."""
+    what = "clipped" if result.is_stepped else "left out for an overflow"
+    how = "redone" if result.is_stepped else "undone"
+    ranks = _ranges(result.undone or ())
+    return f"iteration {iteration}: {what} after the fact" + (f" on {ranks}, {how}" if ranks else ", no rank had stepped")
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """'ranks 0-2, 4' for 0, 1, 2, 4."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, run)) for run in runs)}" if ranks else ""
+
+
+def _finite_or_none(value: Any) -> Any:
+    """JSON has no NaN or infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,1 @@
+"""Plans from what the run measures: `auto`, re-planning, balanced stages."""

@@ -1,0 +1,170 @@
+"""--zero-bubble-schedule auto: measure the model, plan every family for what was measured, take the best.
+
+A schedule decides which rank holds which layers, so it has to be chosen before the model is built. The parts of the model are
+measured in a pipeline that is built for it, on the run's own data, and taken down again: a few iterations without a step. Rank 0
+plans; all ranks get its choice. Then the run begins as if that schedule had been named: seeds and data start anew.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.mcore.model.layout import embedding_ranks
+from megatron.zerobubble.mcore.replanner import Measured, budget_of, measured_costs
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.partition.part_costs import PartCosts
+from megatron.zerobubble.plan.planner import AUTO, CostsOf, make_plan
+from megatron.zerobubble.plan.search.search import Goal, Objective
+from megatron.zerobubble.profiling.profile import RankProfile
+from megatron.zerobubble.profiling.profiler import Profiler
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
+from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
+from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, assemble, schedule_choice
+from megatron.zerobubble.training.step import Trainee, run_passes
+
+__all__ = ["choose_schedule", "costs_from"]
+
+_log = logging.getLogger(__name__)
+
+_ITERATIONS = 4
+"""One to warm up, one whose memory is measured, the others are timed."""
+_MOST_MICROBATCHES = 4
+
+
+def choose_schedule(
+    settings: Settings,
+    job: Job,
+    *,
+    tokenizer: Any,
+    model_provider: ModelProvider,
+    forward_step_provider: ForwardStepProvider,
+) -> Settings:
+    """The settings with the best schedule in the place of `auto`. All ranks must call this.
+
+    Raises:
+        ConfigError: no schedule keeps the memory limit with the measured memory.
+    """
+    probed = _probed(settings)
+    set_up_model_parallel(probed, **embedding_ranks(probed.placement))
+    trainee = assemble(
+        probed,
+        job,
+        schedule_choice(probed),
+        vocab_size=tokenizer.vocab_size,
+        model_provider=model_provider,
+        forward_step_provider=forward_step_provider,
+    )
+    profile = _profile(trainee, tokenizer, on_gpu=not job.host.enabled)
+    own = Measured(profile=profile, link_ms=tuple(trainee.schedule.link_times().values()))
+    costs = measured_costs(own.gathered(), probed.placement)
+    _take_down(trainee)
+    del trainee
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    answer: list[Any] = [_choice(costs, probed, settings) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], ConfigError):
+        raise answer[0]
+    name, num_chunks = answer[0]
+    return settings.with_schedule(name, num_chunks=num_chunks)
+
+
+def costs_from(costs: CostModel, measured: Settings, wanted: Settings) -> CostsOf:
+    """The costs of other placements of the same model.
+
+    Args:
+        costs: of the stages that were measured.
+        measured: the settings of that measurement.
+        wanted: the settings that say how layers divide over stages.
+    """
+    layers = measured.stage_layers(measured.placement)
+    parts = PartCosts.from_stages(costs, layers)
+
+    def costs_of(placement: Placement) -> CostModel:
+        if placement == measured.placement:
+            return costs
+        try:
+            return parts.costs(wanted.stage_layers(placement))
+        except ConfigError as error:
+            raise PlanError(f"{placement.num_stages} stages: {error}") from None
+
+    return costs_of
+
+
+def _probed(settings: Settings) -> Settings:
+    """A V where there are layers for it: its inner stages are layers and nothing else, even on two ranks."""
+    limit = settings.plan_memory_limit
+    for name in ("zbv", "zb"):
+        probed = settings.with_schedule(name, memory_limit=None if limit is None else min(1.0, limit))
+        try:
+            probed.stage_layers(probed.placement)
+        except ConfigError:
+            continue
+        return probed
+    raise ConfigError(f"--num-layers {settings.model.num_layers} do not divide over {settings.pipeline_size} pipeline ranks")
+
+
+def _profile(trainee: Trainee, tokenizer: Any, *, on_gpu: bool) -> RankProfile:
+    """Run a few iterations without a step."""
+    settings = trainee.settings
+    num_microbatches = min(settings.num_microbatches, _MOST_MICROBATCHES)
+    reads_by_chunk = [chunk_reads(chunk, settings) for chunk in trainee.chunks]
+    datasets = build_datasets(settings, tokenizer, reads=any(reads_by_chunk))
+    profiler = Profiler(trainee.device)
+    for number in range(_ITERATIONS):
+        for chunk in trainee.chunks:
+            chunk.zero_grad_buffer()
+        trainee.schedule.profiler = profiler if number > 0 else None
+        first_batch = chunk_iterators(  # every iteration measures the same samples, so that a short dataset is long enough
+            datasets.train,
+            settings,
+            reads_by_chunk=reads_by_chunk,
+            consumed=0,
+            rank=parallel_state.get_data_parallel_rank(),
+            on_gpu=on_gpu,
+        )
+        run_passes(trainee, first_batch, num_microbatches=num_microbatches, forward_only=False)
+    return profiler.profile()
+
+
+def _take_down(trainee: Trainee) -> None:
+    trainee.schedule.close()
+    if trainee.steps is not None:
+        trainee.steps.close()
+    parallel_state.destroy_model_parallel()
+
+
+def _choice(costs: CostModel, probed: Settings, settings: Settings) -> tuple[str, int] | ConfigError:
+    """Plan all families for what was measured under `probed`; says what is taken and what comes next."""
+    early = settings.zero_bubble.enable_optimizer_post_validation
+    goal = Goal(
+        memory_limit=settings.plan_memory_limit or 1.0,
+        objective=Objective.SPAN if early else Objective.MAKESPAN,
+        seed=settings.run.seed,
+        budget=budget_of(settings.zero_bubble.zero_bubble_planning_seconds),
+    )
+    _log.info("measured on %s: %s", probed.zero_bubble.schedule, costs.times_text)
+    try:
+        result = make_plan(
+            AUTO,
+            num_ranks=settings.pipeline_size,
+            num_microbatches=settings.num_microbatches,
+            costs_of=costs_from(costs, probed, settings),
+            goal=goal,
+        )
+    except ConfigError as error:
+        return error
+    except PlanError as error:
+        return ConfigError(str(error))
+    _log.info("%s", result.verdict(goal.objective))
+    return result.name, result.num_chunks

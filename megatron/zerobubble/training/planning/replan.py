@@ -1,0 +1,78 @@
+"""The flags of planning from measured times, made into a `Replanner`; and the plan file at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.zerobubble.mcore.memory import device_bytes, state_bytes
+from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
+from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
+from megatron.zerobubble.plan.search.search import Goal, Objective
+from megatron.zerobubble.plan.simulate import Simulation
+from megatron.zerobubble.profiling.profile import RankProfile
+from megatron.zerobubble.training.checkpoint.atomic_files import replace_text
+from megatron.zerobubble.training.step import Trainee
+
+__all__ = ["PlanKeeper", "make_replanner"]
+
+
+class PlanKeeper:
+    """Writes --zero-bubble-save-plan: a plan as soon as it is found, or at the end the one that ran. Rank 0 writes.
+
+    Args:
+        file: where; None: nowhere.
+    """
+
+    def __init__(self, file: str | None) -> None:
+        self._file = None if file is None else Path(file)
+        self._is_written = False
+
+    def keep(self, found: Simulation) -> None:
+        """Write what was found for measured costs."""
+        self._write(found.plan.to_json(costs=found.costs.to_json(), metrics=found.metrics()))
+
+    def finish(self, schedule: PipelineSchedule, num_microbatches: int) -> None:
+        """Write the plan that ran, unless a better one was written."""
+        if not self._is_written and dist.get_rank() == 0:
+            self._write(schedule.plan(num_microbatches).to_json())
+
+    def _write(self, text: str) -> None:
+        if self._file is not None:
+            replace_text(self._file, text)
+            self._is_written = True
+
+
+def make_replanner(trainee: Trainee, keeper: PlanKeeper, *, ranks_on_host: int) -> Replanner | None:
+    """What times iterations and plans anew; None where the flags, or the schedule, leave nothing to plan."""
+    settings, zero_bubble = trainee.settings, trainee.settings.zero_bubble
+    timed = zero_bubble.timed_iterations
+    if timed is None:
+        return None
+    early = zero_bubble.enable_optimizer_post_validation
+    goal = Goal(
+        objective=Objective.SPAN if early else Objective.MAKESPAN,
+        seed=settings.run.seed,
+        budget=budget_of(zero_bubble.zero_bubble_planning_seconds),
+    )
+    window = Window(start=timed[0], end=timed[1], interval=zero_bubble.zero_bubble_replan_interval)
+    limit = zero_bubble.memory_limit
+
+    def held() -> int:
+        return state_bytes(trainee.chunks, trainee.optimizer)
+
+    def room(profile: RankProfile) -> int:
+        assert limit is not None
+        total = limit.total_bytes or device_bytes(trainee.device, ranks_on_host=ranks_on_host)
+        return total - held() - profile.workspace_bytes
+
+    return Replanner(
+        trainee.schedule,
+        window,
+        goal,
+        num_microbatches=settings.num_microbatches,
+        room=None if limit is None or limit.is_relative else room,
+        state=held,
+        keep=keeper.keep,
+    )

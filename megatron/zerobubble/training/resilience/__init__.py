@@ -1,0 +1,1 @@
+"""Failing ranks, ranks that hang, and early exit."""

@@ -1,0 +1,149 @@
+"""Ends a job that is stuck, after every rank has said what it waits for.
+
+When one rank of a pipeline stops, the others wait for it, and for each other. At last a process group gives up, and says the name
+of a socket. So a thread of each rank looks whether what the rank does (see `runtime.watch`) still changes. The first that sees it
+stand still for too long writes that into the job's store, the others find it there, each says where it stands, and when all have
+spoken, or some seconds later, they leave.
+
+It is a thread and needs nothing from the main one, which may be inside a wait in C++ (such waits let other threads run). Time in
+which the whole process was stopped does not count. While a rank rests (evaluates data, saves, plans, waits for other ranks to do
+so) nothing is too long. The first iteration may take nine tenths of the distributed timeout: its compilation cannot be told from
+being stuck before the other ranks' receives give up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+
+from megatron.zerobubble.runtime.watch import Doing, Watch
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.initialize import Job
+from megatron.zerobubble.training.resilience.failure import Store, first_to_fail
+
+__all__ = ["Watchdog", "watchdog"]
+
+_log = logging.getLogger(__name__)
+
+_STUCK, _SPOKEN = "stuck", "stuck/spoken"
+_GRACE_S = 5.0
+"""How long the ranks that can speak wait for those that cannot."""
+_FIRST_PART = 0.9
+"""What the first iteration may take, of the distributed timeout."""
+
+
+def watchdog(settings: Settings, job: Job, watch: Watch | None) -> AbstractContextManager[object]:
+    """What looks after `watch` while inside, as the flags say; nothing where there is no watch."""
+    if watch is None or settings.watchdog_s is None:
+        return nullcontext()
+    return Watchdog(
+        watch,
+        job.store.clone(),  # a connection of its own: the main thread may be inside a wait on the other one
+        rank=job.launch.rank,
+        world_size=job.launch.world_size,
+        limit_s=settings.watchdog_s,
+        first_limit_s=max(settings.watchdog_s, _FIRST_PART * 60.0 * settings.parallel.distributed_timeout_minutes),
+    )
+
+
+class Watchdog:
+    """One rank's watchdog. A context manager; a daemon thread looks while inside.
+
+    Args:
+        watch: what the rank's main thread tells.
+        store: the job's store, over a connection that no other thread uses.
+        rank: this rank.
+        world_size: ranks that have a watchdog.
+        limit_s: how long a rank may do the same thing.
+        first_limit_s: how long in the first iteration and evaluation.
+        leave: ends the process with an exit code, without exit handlers.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        limit_s: float,
+        first_limit_s: float,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._watch, self._store, self._leave = watch, store, leave
+        self._rank, self._world_size = rank, world_size
+        self._limit_s, self._first_limit_s = limit_s, first_limit_s
+        self._interval_s = min(1.0, limit_s / 10.0)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
+        if error is None:  # else the process ends, and what this thread is in the middle of does not matter
+            self._thread.join()
+
+    def _look(self) -> None:
+        """Until the end: for how long has the rank been doing what it is doing?"""
+        before, still_s, looked = self._watch.standing(), 0.0, time.monotonic()
+        while not self._over.wait(self._interval_s):
+            doing, now = self._watch.standing(), time.monotonic()
+            passed_s = min(now - looked, 2.0 * self._interval_s)  # more only if this process was stopped
+            still_s = still_s + passed_s if doing is before else 0.0
+            before, looked = doing, now
+            limit_s = self._first_limit_s if doing is not None and doing.is_first else self._limit_s
+            is_stuck = doing is not None and still_s >= limit_s
+            if is_stuck or (still_s >= self._limit_s / 2.0 and self._somebody_is_stuck()):
+                self._speak(doing, still_s)
+                return
+
+    def _somebody_is_stuck(self) -> bool:
+        try:
+            return self._store.check([_STUCK])
+        except RuntimeError:  # the store is gone, and so is the job: whoever ended it has said why
+            return False
+
+    def _speak(self, doing: Doing | None, still_s: float) -> None:
+        try:
+            self._store.compare_set(_STUCK, "", str(self._rank))
+            first = int(self._store.get(_STUCK))
+            first_to_fail(self._store, self._rank)
+        except RuntimeError:
+            first = self._rank
+        what = "rests, outside of the passes" if doing is None else doing.text
+        why = f"nothing moved on rank {first} for too long (--zero-bubble-watchdog-seconds {self._limit_s:g})"
+        _log.error("stuck: rank %d %s, for %.1f s%s; %s", self._rank, what, still_s, _place(), why)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self._wait_for_others()
+        self._leave(1)
+
+    def _wait_for_others(self) -> None:
+        """Until every rank has spoken, so that whoever ends the job at the first exit code cuts nobody short."""
+        until = time.monotonic() + _GRACE_S
+        try:
+            spoken = self._store.add(_SPOKEN, 1)
+            while spoken < self._world_size and time.monotonic() < until:
+                time.sleep(0.1)
+                spoken = self._store.add(_SPOKEN, 0)
+        except RuntimeError as error:
+            _log.error("rank %d cannot hear of the others: %s", self._rank, error)
+
+
+def _place() -> str:
+    """Where the main thread is, in Python."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return ""
+    innermost = traceback.extract_stack(frame)[-1]
+    return f" (in {innermost.name}, {os.path.basename(innermost.filename)}:{innermost.lineno})"

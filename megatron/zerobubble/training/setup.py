@@ -1,0 +1,143 @@
+"""Puts together what is trained: configuration, chunks, schedule, optimizer. All ranks must call `assemble`.
+
+The order matters: the schedule's placement decides which layers and embeddings a rank holds, the B/W split has to be in the
+model before DistributedDataParallel wraps it, and the optimizer wants the wrapped chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.timers import Timers
+
+from megatron.zerobubble.mcore.build import build_chunks
+from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
+from megatron.zerobubble.mcore.model.layout import pipeline_layout
+from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
+from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule, ScheduleChoice
+from megatron.zerobubble.runtime.watch import Watch
+from megatron.zerobubble.training import mcore_config
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.initialize import Job
+from megatron.zerobubble.training.step import ForwardStep, Trainee
+
+__all__ = ["ModelProvider", "ModelSetup", "assemble", "schedule_choice"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSetup:
+    """What a model provider and a forward step may need to know."""
+
+    settings: Settings
+    """What was asked for."""
+    config: Any
+    """megatron-core's TransformerConfig."""
+    padded_vocab_size: int
+    """Rows of the embedding."""
+    device: torch.device
+    """Where this rank computes."""
+
+
+ModelProvider = Callable[[ModelSetup, bool, bool, "int | None"], Any]
+"""(setup, pre_process, post_process, vp_stage) -> the module of one stage."""
+
+ForwardStepProvider = Callable[[ModelSetup], ForwardStep]
+"""setup -> what a microbatch does in a chunk."""
+
+
+def schedule_choice(settings: Settings) -> ScheduleChoice:
+    """The schedule that the flags name, with the numbers it needs."""
+    return ScheduleChoice(
+        name=settings.zero_bubble.schedule,
+        num_ranks=settings.pipeline_size,
+        num_chunks=settings.num_chunks,
+        max_pending_backward=settings.max_pending_backward,
+        memory_limit=settings.plan_memory_limit,
+        given=settings.zero_bubble.plan,
+        shard_gradients=settings.zero_bubble.zero_bubble_shard_gradients,
+    )
+
+
+def assemble(
+    settings: Settings,
+    job: Job,
+    choice: ScheduleChoice,
+    *,
+    vocab_size: int,
+    model_provider: ModelProvider,
+    forward_step_provider: ForwardStepProvider,
+) -> Trainee:
+    """Build this rank's part of the model, and what trains it."""
+    timers = Timers(settings.logging.timing_log_level, settings.logging.timing_log_option)
+    with job.host.on_host():
+        layers, num_heads = settings.stage_layers(choice.placement), settings.model.mtp_num_layers or 0
+        layout = pipeline_layout(layers, choice.placement, num_heads=num_heads)
+        config = mcore_config.transformer_config(settings, on_gpu=not job.host.enabled, layout=layout)
+        config.timers = timers
+        setup = ModelSetup(
+            settings=settings,
+            config=config,
+            padded_vocab_size=mcore_config.padded_vocab_size(settings, vocab_size),
+            device=job.host.device,
+        )
+        built = build_chunks(
+            partial(model_provider, setup),
+            config=config,
+            ddp_config=mcore_config.ddp_config(settings),
+            choice=choice,
+            wgrad=mcore_config.wgrad_policy(settings),
+        )
+        optimizer = get_megatron_optimizer(
+            mcore_config.optimizer_config(settings, timers=timers), built.chunks, use_gloo_process_groups=False
+        )
+        step_on_shards(optimizer, built.chunks)
+        scheduler = mcore_config.scheduler(settings, optimizer)
+    zero_bubble, steps = settings.zero_bubble, None
+    timeout = timedelta(minutes=settings.parallel.distributed_timeout_minutes)
+    if not choice.is_stock:
+        steps = post_validation(
+            optimizer,
+            is_eager=zero_bubble.enable_optimizer_post_validation,
+            patience=zero_bubble.post_validation_patience,
+            rollback=zero_bubble.post_validation_rollback,
+            snapshot_on_host=zero_bubble.post_validation_snapshot == "host",
+            on_host=job.host.on_host,
+            timeout=timeout,
+        )
+    if settings.precision.fp16:
+        config.grad_scale_func = optimizer.scale_loss
+    _count_parameters(built.chunks)
+    schedule = PipelineSchedule(choice, built.chunks, store=built.store, config=config, timeout=timeout)
+    if settings.watchdog_s is not None:
+        schedule.watch = Watch(job.host.device)
+    return Trainee(
+        settings=settings,
+        chunks=built.chunks,
+        schedule=schedule,
+        optimizer=optimizer,
+        steps=steps,
+        scheduler=scheduler,
+        forward_step=forward_step_provider(setup),
+        timers=timers,
+        device=job.host.device,
+        on_host=job.host.on_host,
+    )
+
+
+def _count_parameters(chunks: list[Any]) -> None:
+    """Say how large the model is: parameters of one copy, tied weights counted on every stage that holds them."""
+    from megatron.core import parallel_state
+
+    own = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    count = torch.tensor([own], dtype=torch.int64, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(count, group=parallel_state.get_model_parallel_group())
+    _log.info("model: %.2f million parameters", count.item() / 1e6)

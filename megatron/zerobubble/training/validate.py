@@ -1,0 +1,425 @@
+"""Checks across groups of flags, before torch is loaded or a process group exists.
+
+Each failure is one line that says what was given, what is allowed and what to do. Files on disk are looked at, never written.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from pathlib import Path
+
+from packaging.version import Version
+
+from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError, PlanError
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.registry import build_plan, schedule_info
+from megatron.zerobubble.plan.search.search import Goal
+from megatron.zerobubble.plan.validate import validate
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.training.data.corpus import documents_of_splits, read_corpus_info
+
+__all__ = ["check_settings"]
+
+_DEFERRING_TRANSFORMER_ENGINE = Version("2.3.0")
+"""The first one whose layers take `delay_wgrad_compute`."""
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuse what cannot be run.
+
+    Raises:
+        ConfigError: flags that do not go together, or not with the number of ranks.
+        DataError: a dataset that is missing, has a split without documents, or was made with another tokenizer or vocabulary.
+        CheckpointError: a checkpoint to load that is not there.
+    """
+    _check_world(settings)
+    _check_schedule(settings)
+    _check_layers(settings)
+    _check_batch(settings)
+    _check_plan(settings)
+    _check_tensor_parallel(settings)
+    _check_experts(settings)
+    _check_installed(settings)
+    _check_optimizer(settings)
+    _check_gradients(settings)
+    _check_data(settings)
+    _check_checkpoint(settings)
+    _check_trace(settings)
+    _check_watchdog(settings)
+
+
+def _check_world(settings: Settings) -> None:
+    parallel, size = settings.parallel, settings.model_parallel_size
+    if settings.world_size % size:
+        raise ConfigError(
+            f"the job has {settings.world_size} rank(s), which is not divisible by --tensor-model-parallel-size "
+            f"{parallel.tensor_model_parallel_size} x --pipeline-model-parallel-size "
+            f"{parallel.pipeline_model_parallel_size} = {size}; start it with torchrun --nproc-per-node {size}, "
+            "or a multiple of it"
+        )
+
+
+def _check_schedule(settings: Settings) -> None:
+    zero_bubble, parallel = settings.zero_bubble, settings.parallel
+    if zero_bubble.schedule == "stock":
+        if zero_bubble.enable_optimizer_post_validation:
+            raise ConfigError(
+                "--enable-optimizer-post-validation needs a schedule of ours: add --enable-zero-bubble or "
+                "--zero-bubble-schedule, or leave it out"
+            )
+        return
+    if zero_bubble.post_validation_rollback == "inverse" and settings.optim.optimizer != "adam":
+        raise ConfigError(
+            f"--post-validation-rollback inverse can take back Adam only, and --optimizer is {settings.optim.optimizer}: "
+            "choose exact, or --optimizer adam"
+        )
+    flag = "--zero-bubble-v-schedule" if zero_bubble.zero_bubble_v_schedule else f"schedule {zero_bubble.schedule}"
+    is_loop = zero_bubble.schedule != AUTO and schedule_info(zero_bubble.schedule).placement == "loop"
+    if parallel.is_interleaved and not is_loop:
+        raise ConfigError(
+            f"{flag} cannot be combined with --num-layers-per-virtual-pipeline-stage or "
+            "--num-virtual-stages-per-pipeline-rank, which choose the interleaved schedule; leave one of them out"
+        )
+    if settings.pipeline_size < 2:
+        raise ConfigError(
+            f"{flag} fills the bubble between pipeline ranks and needs --pipeline-model-parallel-size of at least 2, got 1"
+        )
+
+
+def _check_layers(settings: Settings) -> None:
+    given, ranks = settings.parallel.num_layers_per_virtual_pipeline_stage, settings.pipeline_size
+    per_rank, over = divmod(settings.model.num_layers, ranks)
+    if given is not None and over == 0 and per_rank % given and not settings.parallel.allow_padding_num_layers:
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {given} does not divide the {per_rank} layers of a pipeline rank; "
+            f"choose from {', '.join(str(n) for n in range(1, per_rank + 1) if per_rank % n == 0)}"
+        )
+    layers = settings.stage_layers(settings.placement)
+    if given is not None and max(layers.per_stage) != given:
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {given}: {settings.model.num_layers} layers on {ranks} pipeline ranks make "
+            f"stages of {max(layers.per_stage)}; give that or less"
+        )
+    if settings.zero_bubble.zero_bubble_balance_stages and settings.zero_bubble.schedule == "stock":
+        raise ConfigError(
+            "--zero-bubble-balance-stages measures passes that our executor runs and needs a schedule of ours: add "
+            "--enable-zero-bubble, or for the order of megatron-core's own --zero-bubble-schedule 1f1b"
+        )
+
+
+def _check_batch(settings: Settings) -> None:
+    micro, data_parallel = settings.batch.micro_batch_size, settings.data_parallel_size
+    step = micro * data_parallel
+    if settings.global_batch_size % step:
+        raise ConfigError(
+            f"--global-batch-size {settings.global_batch_size} is not divisible by --micro-batch-size {micro} x "
+            f"data-parallel size {data_parallel} = {step}; "
+            f"{settings.global_batch_size // step * step + step} would be"
+        )
+    _check_rampup(settings, step)
+    ranks, microbatches = settings.pipeline_size, settings.num_microbatches
+    if settings.zero_bubble.schedule != "stock" or settings.num_chunks == 1:
+        return
+    if ranks == 2 and not settings.parallel.overlap_p2p_communication:
+        raise ConfigError(
+            "the interleaved schedule on 2 pipeline ranks needs overlapped communication (without it megatron-core confuses "
+            "the two directions between them); leave out --no-overlap-p2p-communication"
+        )
+    if settings.batch.rampup_batch_size:
+        raise ConfigError(
+            "--rampup-batch-size: the interleaved schedule needs every number of microbatches divisible by the pipeline size; "
+            "leave one of them out, or choose a schedule of ours"
+        )
+    if microbatches % ranks:
+        raise ConfigError(
+            f"the interleaved schedule needs a number of microbatches divisible by the pipeline size {ranks}, got "
+            f"{microbatches}; change --global-batch-size to {(microbatches // ranks + 1) * ranks * step}"
+        )
+
+
+def _check_rampup(settings: Settings, step: int) -> None:
+    """`step`: samples of one microbatch on all data-parallel ranks."""
+    if not settings.batch.rampup_batch_size:
+        return
+    first, increment, _ = settings.batch.rampup_batch_size
+    given, last = f"--rampup-batch-size {first} {increment}", settings.global_batch_size
+    if first >= last:
+        raise ConfigError(f"{given}: the first batch size must be less than --global-batch-size {last}")
+    if (last - first) % increment:
+        raise ConfigError(f"{given}: {increment} does not divide the {last - first} samples up to --global-batch-size {last}")
+    if first % step or increment % step:
+        raise ConfigError(
+            f"{given}: both must be divisible by --micro-batch-size x data-parallel size = {step}; "
+            f"{-(-first // step) * step} and {-(-increment // step) * step} would be"
+        )
+
+
+def _check_plan(settings: Settings) -> None:
+    """Generate the plan once, here, so that what the planner refuses is refused before anything is started."""
+    zero_bubble = settings.zero_bubble
+    if zero_bubble.schedule == "stock":
+        return
+    limit = settings.plan_memory_limit
+    generated = build_plan(
+        "zb" if zero_bubble.schedule == AUTO else zero_bubble.schedule,
+        num_ranks=settings.pipeline_size,
+        num_microbatches=settings.num_microbatches,
+        num_chunks=settings.num_chunks,
+        max_pending_backward=settings.max_pending_backward,
+        goal=None if limit is None else Goal(memory_limit=limit, budget=0.0),
+    )
+    if zero_bubble.zero_bubble_save_plan is not None:
+        _check_writable(
+            "--zero-bubble-save-plan",
+            zero_bubble.zero_bubble_save_plan,
+            Path(zero_bubble.zero_bubble_save_plan).absolute().parent,
+        )
+    if zero_bubble.plan is not None:
+        _check_loaded(zero_bubble, zero_bubble.plan, generated)
+
+
+def _check_loaded(zero_bubble: ZeroBubbleConfig, plan: Plan, wanted: Plan) -> None:
+    """A plan from a file can run where the chosen schedule's own, `wanted`, could."""
+    flag, limit = f"--zero-bubble-load-plan {zero_bubble.zero_bubble_load_plan}", zero_bubble.memory_limit
+    if plan.num_ranks != wanted.num_ranks:
+        raise ConfigError(
+            f"{flag}: the plan is for {plan.num_ranks} pipeline ranks, --pipeline-model-parallel-size is {wanted.num_ranks}"
+        )
+    if plan.placement != wanted.placement:
+        raise ConfigError(
+            f"{flag}: the plan's stages sit on ranks {_listed(plan)} ({plan.placement.name} placement), those of schedule "
+            f"{wanted.schedule} on {_listed(wanted)} ({wanted.placement.name} placement); choose another schedule or plan"
+        )
+    if plan.num_microbatches != wanted.num_microbatches:
+        raise ConfigError(
+            f"{flag}: the plan is for {plan.num_microbatches} microbatches, this run has {wanted.num_microbatches} "
+            "(--global-batch-size over --micro-batch-size and the data-parallel size)"
+        )
+    try:
+        validate(plan, memory_limit=None if limit is None else limit.relative, costs=zero_bubble.plan_costs)
+    except PlanError as error:
+        raise type(error)(f"{flag}: {error}") from None
+
+
+def _listed(plan: Plan) -> str:
+    return ", ".join(map(str, plan.placement.stage_to_rank))
+
+
+def _check_writable(flag: str, given: str, folder: Path) -> None:
+    """What is written into a folder at the end of a run can be written."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{flag} {given}: {folder} is not a folder that can be written to")
+
+
+def _check_tensor_parallel(settings: Settings) -> None:
+    gather = settings.zero_bubble.zero_bubble_wgrad_gather
+    if gather is not None and (settings.zero_bubble.schedule == "stock" or not settings.parallel.sequence_parallel):
+        raise ConfigError(
+            f"--zero-bubble-wgrad-gather {gather} says what W gathers along the sequence: it needs --sequence-parallel and a "
+            "schedule of ours (--enable-zero-bubble); leave it out, or add those"
+        )
+    model, size = settings.model, settings.parallel.tensor_model_parallel_size
+    needs = {"--num-attention-heads": model.num_attention_heads}
+    if model.group_query_attention:
+        needs["--num-query-groups"] = model.num_query_groups
+    if model.ffn_hidden_size is not None:
+        needs["--ffn-hidden-size"] = model.ffn_hidden_size
+    if settings.parallel.sequence_parallel:
+        needs["--seq-length"] = model.seq_length
+    for flag, value in needs.items():
+        if value % size:
+            raise ConfigError(f"{flag} {value} is not divisible by --tensor-model-parallel-size {size}")
+
+
+def _check_experts(settings: Settings) -> None:
+    moe, size = settings.moe, settings.parallel.tensor_model_parallel_size
+    if moe.num_experts is None:
+        return
+    pattern = settings.layers_with_experts
+    ranks, shared = settings.world_size // settings.pipeline_size, settings.expert_tensor_parallel_size
+    if ranks % (shared * moe.expert_model_parallel_size):
+        raise ConfigError(
+            f"--expert-model-parallel-size {moe.expert_model_parallel_size} x --expert-tensor-parallel-size {shared} does not "
+            f"divide the {ranks} rank(s) that hold the same layers; change one of them, or the number of ranks"
+        )
+    if size > 1 and not settings.parallel.sequence_parallel:
+        raise ConfigError(f"--num-experts with --tensor-model-parallel-size {size} needs --sequence-parallel")
+    if settings.model.add_bias_linear and (moe.moe_shared_expert_intermediate_size is not None or shared > 1):
+        raise ConfigError(
+            "--moe-shared-expert-intermediate-size, and experts that tensor-parallel ranks share, have no bias: add "
+            "--disable-bias-linear"
+        )
+    if moe.moe_grouped_gemm and settings.model.transformer_impl == "local":
+        raise ConfigError(
+            "--moe-grouped-gemm with --transformer-impl local is one weight for all experts, whose gradient cannot be split: "
+            "leave it out, and the experts run one by one, or use Transformer Engine's"
+        )
+    if settings.zero_bubble.schedule == AUTO and len(set(pattern)) > 1:
+        raise ConfigError(
+            "--zero-bubble-schedule auto measures layers that are alike, and --moe-layer-freq makes two kinds; name a schedule"
+        )
+
+
+def _check_installed(settings: Settings) -> None:
+    wanted = {}
+    if settings.model.transformer_impl == "transformer_engine":
+        remedy = (
+            "pip install 'transformer-engine[pytorch]>=2.3' on a machine with CUDA, or leave it out for megatron-core's layers"
+        )
+        wanted["transformer_engine"] = ("--transformer-impl transformer_engine", remedy)
+    if settings.logging.tensorboard_dir is not None:
+        wanted["tensorboard"] = ("--tensorboard-dir", "pip install tensorboard")
+    if settings.checkpoint.save is not None:
+        wanted["psutil"] = ("--save", "pip install psutil (megatron-core's checkpoint writer needs it)")
+    if settings.data.tokenizer_type == "HuggingFaceTokenizer":
+        wanted["transformers"] = ("--tokenizer-type HuggingFaceTokenizer", "pip install transformers")
+    if settings.data.tokenizer_type == "SentencePieceTokenizer":
+        wanted["sentencepiece"] = ("--tokenizer-type SentencePieceTokenizer", "pip install sentencepiece")
+    for package, (flag, remedy) in wanted.items():
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{flag} needs the package {package}, which is not installed: {remedy}")
+    if settings.model.transformer_impl == "transformer_engine":
+        _check_transformer_engine(settings)
+
+
+def _check_transformer_engine(settings: Settings) -> None:
+    """It is installed; whether it can do what is asked for."""
+    if settings.parallel.distributed_backend == "gloo":
+        raise ConfigError(
+            "--transformer-impl transformer_engine computes on CUDA only, and --distributed-backend is gloo: leave one out"
+        )
+    installed = Version(importlib.metadata.version("transformer_engine"))
+    if settings.zero_bubble.schedule != "stock" and installed < _DEFERRING_TRANSFORMER_ENGINE:
+        raise ConfigError(
+            f"--transformer-impl transformer_engine: version {installed} is installed, which cannot defer weight gradients; "
+            f"schedule {settings.zero_bubble.schedule} needs {_DEFERRING_TRANSFORMER_ENGINE} or later "
+            f"(pip install 'transformer-engine[pytorch]>={_DEFERRING_TRANSFORMER_ENGINE}'), or leave it out"
+        )
+
+
+def _check_optimizer(settings: Settings) -> None:
+    if settings.optim.optimizer == "sgd" and settings.parallel.use_distributed_optimizer:
+        raise ConfigError("--use-distributed-optimizer splits the state of Adam; leave it out with --optimizer sgd")
+    warmup, decay = settings.lr_warmup_iters, settings.lr_decay_iters
+    if warmup >= decay:
+        raise ConfigError(
+            f"the warm-up of {warmup:g} iterations must be shorter than the decay of {decay} "
+            "(--lr-decay-iters, by default --train-iters)"
+        )
+    annealing = settings.optim.lr_wsd_decay_iters
+    if settings.optim.lr_decay_style == "WSD" and annealing is not None and annealing > decay:
+        raise ConfigError(f"--lr-wsd-decay-iters {annealing} is longer than the decay of {decay} iterations")
+
+
+def _check_gradients(settings: Settings) -> None:
+    """How gradients are reduced, and whether they can be sharded while they are accumulated."""
+    parallel, model, size = settings.parallel, settings.model, settings.zero_bubble.zero_bubble_shard_gradients
+    if parallel.ddp_bucket_size is not None and not parallel.overlap_grad_reduce and size is None:
+        raise ConfigError("--ddp-bucket-size needs --overlap-grad-reduce")
+    if parallel.ddp_average_in_collective and settings.optim.calculate_per_token_loss:
+        raise ConfigError(
+            "--ddp-average-in-collective averages over ranks and --calculate-per-token-loss over tokens; leave one of them out"
+        )
+    if size is None:
+        return
+    problems = {
+        "needs --use-distributed-optimizer, which steps on shards": not parallel.use_distributed_optimizer,
+        f"shards over data-parallel ranks, and there is {settings.data_parallel_size}": settings.data_parallel_size < 2,
+        "needs --untie-embeddings-and-output-weights: tied ones sum their whole gradients over two stages": (
+            not model.untie_embeddings_and_output_weights
+        ),
+        "does not go with --mtp-num-layers, whose embedding sums whole gradients over two stages": bool(model.mtp_num_layers),
+        "does not go with --sequence-parallel, which sums norms' gradients after the reduction": parallel.sequence_parallel,
+        "does not go with --qk-layernorm under tensor parallelism, which sums norms' gradients after the reduction": (
+            model.qk_layernorm and parallel.tensor_model_parallel_size > 1
+        ),
+    }
+    for problem, is_given in problems.items():
+        if is_given:
+            raise ConfigError(f"--zero-bubble-shard-gradients {size} {problem}")
+
+
+def _check_data(settings: Settings) -> None:
+    data = settings.data
+    if data.mock_data:
+        return
+    prefixes, _ = data.blend
+    for prefix in prefixes:
+        for suffix in (".idx", ".bin"):
+            if not Path(prefix + suffix).is_file():
+                raise DataError(
+                    f"--data-path {prefix}: {prefix}{suffix} does not exist; give the prefix of a dataset made by "
+                    "tools/preprocess_data.py, without .bin or .idx"
+                )
+        info = read_corpus_info(prefix)
+        if info is not None:
+            info.check_matches(data.tokenizer_type, data.vocab_size)
+        _check_splits(settings, prefix)
+
+
+def _check_splits(settings: Settings, prefix: str) -> None:
+    """That no split which is read is empty: megatron-core would look for its samples for ever."""
+    data, run = settings.data, settings.run
+    counts = documents_of_splits(prefix, data.split_weights)
+
+    def check(name: str, count: int, is_read: bool, remedy: str) -> None:
+        if is_read and count == 0:
+            raise DataError(
+                f"--split {data.split!r} leaves none of the {sum(counts)} document(s) of {prefix} for {name}; give a larger "
+                f"share, such as --split 90,10,0, {remedy}or more documents"
+            )
+
+    training, validation, _ = counts
+    check("training", training, not run.skip_train or data.split_weights[0] > 0.0, "a share of 0, " if run.skip_train else "")
+    check("validation", validation, run.eval_iters > 0, "--eval-iters 0, ")
+
+
+def _check_checkpoint(settings: Settings) -> None:
+    checkpoint = settings.checkpoint
+    if checkpoint.load is None:
+        return
+    tracker = Path(checkpoint.load) / "latest_checkpointed_iteration.txt"
+    resumes_itself = checkpoint.save is not None and Path(checkpoint.save) == Path(checkpoint.load)
+    may_be_empty = resumes_itself and not checkpoint.exit_on_missing_checkpoint
+    if checkpoint.ckpt_step is None and not tracker.is_file() and not may_be_empty:
+        remedy = "--exit-on-missing-checkpoint" if resumes_itself else "--load"
+        raise CheckpointError(
+            f"--load {checkpoint.load}: there is no checkpoint ({tracker.name} is missing); "
+            f"leave {remedy} out to start from new weights"
+        )
+
+
+def _check_trace(settings: Settings) -> None:
+    """A trace is written at the end of a run: what would keep it from being written is found out now."""
+    zero_bubble = settings.zero_bubble
+    if zero_bubble.zero_bubble_trace is None:
+        return
+    late = sorted(number for number in zero_bubble.trace_iterations if number > settings.run.train_iters)
+    if late:
+        raise ConfigError(
+            f"--zero-bubble-trace-iterations: {', '.join(map(str, late))} come after the last one "
+            f"(--train-iters {settings.run.train_iters})"
+        )
+    folder = Path(zero_bubble.zero_bubble_trace).absolute()
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    _check_writable("--zero-bubble-trace", zero_bubble.zero_bubble_trace, existing)
+
+
+def _check_watchdog(settings: Settings) -> None:
+    given, minutes = settings.zero_bubble.zero_bubble_watchdog_seconds, settings.parallel.distributed_timeout_minutes
+    if given is None or given == 0:
+        return
+    if settings.zero_bubble.schedule == "stock":
+        raise ConfigError(
+            f"--zero-bubble-watchdog-seconds {given:g} looks at ops that our executor runs and needs a schedule of ours: add "
+            "--enable-zero-bubble, or for the order of megatron-core's own --zero-bubble-schedule 1f1b"
+        )
+    if given >= 60 * minutes:
+        raise ConfigError(
+            f"--zero-bubble-watchdog-seconds {given:g} must be less than --distributed-timeout-minutes {minutes}, after which "
+            f"ranks give up anyway: at most {60 * minutes - 1}"
+        )
