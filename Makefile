@@ -53,10 +53,10 @@ test-gpu: setup  ## the tests that need a GPU, or several
 	$(BIN)/python -m pytest -m "gpu or multi_gpu"
 
 bench: setup  ## the executor's own overhead per op
-	$(BIN)/python tools/benchmark_executor.py
+	$(BIN)/python -m tools.benchmarks.executor
 
 playground: setup  ## plan schedules in the browser, on this machine only
-	$(BIN)/python -m tools.playground $(PLAYGROUND)
+	$(BIN)/zerobubble playground $(PLAYGROUND)
 
 clean:  ## remove what make train wrote; the environment stays
 	rm -rf data runs

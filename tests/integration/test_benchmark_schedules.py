@@ -1,4 +1,4 @@
-"""tools/benchmark_schedules.py: what it computes from measurements, and that both modes measure. Not what."""
+"""tools/benchmarks/schedules/__main__.py: what it computes from measurements, and that both modes measure. Not what."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron.zerobubble.plan.ir import Op, Placement
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import TimedOp
 from tests.support.ranks import RankPool
-from tools import benchmark_schedules
-from tools.emulation import SleepingWork
-from tools.schedules import emulated, real
-from tools.schedules.entrants import Sizes, entrants
-from tools.schedules.real import serve
-from tools.schedules.report import Estimate, Iteration, Line, Sample, measured_passes, rows_of
+from tools.benchmarks.emulation import SleepingWork
+from tools.benchmarks.schedules import __main__ as benchmark_schedules
+from tools.benchmarks.schedules import emulated, real
+from tools.benchmarks.schedules.contenders import Sizes, entrants
+from tools.benchmarks.schedules.real import serve
+from tools.benchmarks.schedules.report import Estimate, Iteration, Line, Sample, measured_passes, rows_of
 
 TINY = ("--num-layers", "8", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8", "--micro-batch-size", "1")
 SPREAD = {"median", "least", "most"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.benchmark_shard_gradients import FORMAT, Balance, main
+from tools.benchmarks.shard_gradients import FORMAT, Balance, main
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 

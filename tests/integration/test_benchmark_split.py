@@ -1,11 +1,8 @@
-"""The command line: tools/benchmark_split.py. That it measures every part, and that its arithmetic is right; not how fast."""
+"""The command line: tools/benchmarks/split.py. That it measures every part, and that its arithmetic is right; not how fast."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.zerobubble.errors import ConfigError
+from tools.benchmarks import split
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--scale", "0.02", "--repeats", "2", "--warmup", "1", "--num-layers", "2", "--dtype", "bf16"]
@@ -21,15 +19,8 @@ PASSES = ("forward_ms", "backward_ms", "wgrad_ms", "fused_ms", "stock_ms", "spli
 
 
 @pytest.fixture(scope="module")
-def tool() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("benchmark_split", ROOT / "tools" / "benchmark_split.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def tool() -> ModuleType:
+    return split
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +48,7 @@ def test_flops_and_bytes_by_hand(tool: ModuleType) -> None:
         assert shape.model_flops == tokens * hidden * (72 * hidden + 12 * 1024)
         assert shape.held_bytes(2) == shape.paper_held_bytes() == 32 * tokens * hidden
     # The published share of a microbatch's memory that stays after B, from the same profiles.
-    published = {row["model"]: row for row in json.loads((ROOT / "docs/benchmarks/published.json").read_text())["configs"]}
+    published = {row["model"]: row for row in json.loads((ROOT / "docs/benchmarks/data/published.json").read_text())["configs"]}
     for name, row in published.items():
         shape = tool.shape_named(name)
         share = shape.paper_held_bytes() / shape.paper_activation_bytes()

@@ -1,4 +1,4 @@
-"""The command line: tools/benchmark_wgrad.py. That every way computes the same W and is measured; not how fast."""
+"""The command line: tools/benchmarks/wgrad/__main__.py. That every way computes the same W and is measured; not how fast."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.zerobubble.wgrad.gemm import WgradKernel, choose_kernel
-from tools import benchmark_wgrad
-from tools.split.beside import (
+from tools.benchmarks.wgrad import __main__ as benchmark_wgrad
+from tools.benchmarks.wgrad.beside import (
     COPIED_IN,
     GRAPH,
     GRAPH_ON_SIDE,
@@ -27,10 +27,10 @@ from tools.split.beside import (
     summary,
     ways_to_run,
 )
-from tools.split.beside import measure_ways as measure_ways_beside
-from tools.split.shapes import LayerShape, Linear, shape_named
-from tools.split.stack import Stack, world_of_one
-from tools.split.together import Group
+from tools.benchmarks.wgrad.beside import measure_ways as measure_ways_beside
+from tools.benchmarks.wgrad.shapes import LayerShape, Linear, shape_named
+from tools.benchmarks.wgrad.stack import Stack, world_of_one
+from tools.benchmarks.wgrad.together import Group
 
 CPU = torch.device("cpu")
 TINY = ["--device", "cpu", "--dtype", "fp32", "--scale", "0.02", "--repeats", "2", "--warmup", "0"]

@@ -1,11 +1,8 @@
-"""The command line: tools/predict_gpu.py, on a measurement that is made up so that the answers are known."""
+"""The command line: tools/benchmarks/predict_gpu.py, on a measurement that is made up so that the answers are known."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -13,25 +10,20 @@ from typing import Any
 
 import pytest
 
+from tools.benchmarks import predict_gpu
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def tool() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("predict_gpu", ROOT / "tools" / "predict_gpu.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def tool() -> ModuleType:
+    return predict_gpu
 
 
 @pytest.fixture
 def measurement(tool: ModuleType, tmp_path: Path) -> Path:
     """F = B = W = 1 ms; megatron-core's own backward takes 1.8 ms, less than B + W; a layer holds 100 bytes and W needs 50."""
-    from tools.split.shapes import shape_named
+    from tools.benchmarks.wgrad.shapes import shape_named
 
     shape = shape_named("6.2B")
     layer = {"forward_ms": 1.0, "backward_ms": 1.0, "wgrad_ms": 1.0, "fused_ms": 2.0, "stock_ms": 1.8}
@@ -107,4 +99,4 @@ def test_another_file_is_refused(tool: ModuleType, tmp_path: Path, capsys: pytes
     path.write_text("{}")
     with pytest.raises(SystemExit):
         tool.main([str(path)])
-    assert "write one with tools/benchmark_split.py" in capsys.readouterr().err
+    assert "write one with tools/benchmarks/split.py" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command line: tools/benchmark_post_validation.py. That it measures; not what."""
+"""The command line: tools/benchmarks/post_validation.py. That it measures; not what."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PASSES = ["--forward-ms", "2", "--backward-ms", "2", "--wgrad-ms", "2"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "benchmark_post_validation.py"), *SMALL, *arguments]
+    command = [sys.executable, "-m", "tools.benchmarks.post_validation", *SMALL, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment(), cwd=ROOT)
 
 

@@ -1,4 +1,4 @@
-"""The command line: tools/benchmark_planner.py. That it measures what it says, on tiny configs; not how good the plans are."""
+"""The command line: tools/benchmarks/planner.py. That it measures what it says, on tiny configs; not how good the plans are."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from megatron.zerobubble.cli.published import read_configs
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.search.search import Effort, Goal
 from megatron.zerobubble.plan.simulate import simulate
-from tools.benchmark_planner import LIMITS, POINTS, PUBLISHED, SECTIONS, Settings, main, missed, uneven
-from tools.plan import read_configs
+from tools.benchmarks.planner import LIMITS, POINTS, PUBLISHED, ROOT, SECTIONS, Settings, main, missed, uneven
 
 TIMES = {"forward_ms": 10.0, "backward_ms": 9.0, "wgrad_ms": 6.0, "comm_ms": 0.5, "activation_after_backward": 0.5}
 PEAKS = {"1F1B": 1.0, "ZB-1p": 1.0, "ZB-2p": 2.0, "ZBV": 1.0, "V-half": 1.0, "V-min": 0.5}
@@ -58,7 +58,7 @@ def goal(limit: float) -> Goal:
 
 def test_the_report_says_where_it_comes_from(report: dict[str, Any], folder: Path) -> None:
     assert report["format"] == "zerobubble-planner-benchmark/1"
-    assert report["command"].startswith(f"python tools/benchmark_planner.py {folder}/configs.json --budget")
+    assert report["command"].startswith(f"python -m tools.benchmarks.planner {folder}/configs.json --budget")
     assert report["core"] in ("compiled", "pure Python")
     assert list(report["sections"]) == list(SECTIONS)
     for name in SECTIONS:
@@ -238,8 +238,8 @@ def test_the_published_configs() -> None:
     assert sum((config.num_ranks, config.num_microbatches) in Settings().fast for config in configs) == 2
 
 
-def test_as_a_command_from_anywhere(folder: Path) -> None:
-    tool = Path(__file__).parents[2] / "tools" / "benchmark_planner.py"
+def test_as_a_command(folder: Path) -> None:
+    tool = [sys.executable, "-m", "tools.benchmarks.planner"]
     arguments = [
         str(folder / "configs.json"),
         *LITTLE,
@@ -252,6 +252,6 @@ def test_as_a_command_from_anywhere(folder: Path) -> None:
         "--jobs",
         "2",
     ]
-    done = subprocess.run([sys.executable, str(tool), *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    done = subprocess.run([*tool, *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     assert (done.stdout.count(" zbv@1 "), done.stdout.count(" v-half ")) == (1, 0)
-    assert "examples:" in subprocess.run([sys.executable, str(tool), "--help"], capture_output=True, text=True, check=True).stdout
+    assert "examples:" in subprocess.run([*tool, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

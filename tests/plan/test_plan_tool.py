@@ -1,6 +1,5 @@
-"""The command line: tools/plan.py."""
+"""The commands of `zerobubble` that plan, and tools/plan.py, which runs them from a checkout."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -11,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from megatron.zerobubble.cli import main as cli
+from megatron.zerobubble.cli.published import read_configs
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.search.core import PythonCore
@@ -21,15 +22,10 @@ TOOL = Path(__file__).parents[2] / "tools" / "plan.py"
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plan_tool", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return cli
 
 
-PUBLISHED = str(Path(__file__).parents[2] / "docs" / "benchmarks" / "published.json")
+PUBLISHED = str(Path(__file__).parents[2] / "docs" / "benchmarks" / "data" / "published.json")
 SMALL = ["--num-ranks", "2", "--num-microbatches", "4", "--effort", "fast"]
 compiled = pytest.mark.skipif(best_core() is PythonCore, reason="takes the compiled core")
 ZBV = ["plan", "--schedule", "zbv", "--num-ranks", "4", "--num-microbatches", "8"]
@@ -186,9 +182,7 @@ def test_compare(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_published_peak_is_that_of_whole_stages_where_it_rounds_to_it(tool: ModuleType) -> None:
     """17 of 32 microbatches and 13 of 24 are published with four decimals; 1.979 is no whole number of stages."""
-    peaks = [
-        reference.peak_memory for config in tool.read_configs(PUBLISHED, "10,15,0") for reference in config.reference.values()
-    ]
+    peaks = [reference.peak_memory for config in read_configs(PUBLISHED, "10,15,0") for reference in config.reference.values()]
     assert {17 / 32, 13 / 24, 1.979} <= set(peaks)
     assert not {0.5312, 0.5417} & set(peaks)
 

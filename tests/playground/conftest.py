@@ -31,7 +31,7 @@ class Server:
 
 def start(*flags: str) -> tuple[subprocess.Popen[str], Server]:
     """Start one on a free port, as a person would; it listens when this returns."""
-    command = [sys.executable, "-m", "tools.playground", "--port", "0", *flags]
+    command = [sys.executable, "-m", "megatron.zerobubble.playground", "--port", "0", *flags]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     address = process.stdout.readline().split()[1].rstrip("/")

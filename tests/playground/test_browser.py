@@ -20,11 +20,11 @@ from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.trace import render_trace
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
+from megatron.zerobubble.playground.recorded import read_trace
 from megatron.zerobubble.profiling.report import report, reports_to_json
 from tests.playground.conftest import Server
 from tests.profiling.support import as_recorded
 from tests.training.test_arguments import settings
-from tools.playground.recorded import read_trace
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -15,11 +15,11 @@ from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.search.search import Objective
 from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.playground.drawing import draw_plan
+from megatron.zerobubble.playground.exports import Export, export, flags, stem_of
+from megatron.zerobubble.playground.recorded import read_trace
 from megatron.zerobubble.training.setup import schedule_choice
 from tests.training.test_arguments import settings
-from tools.playground.drawing import draw_plan
-from tools.playground.exports import Export, export, flags, stem_of
-from tools.playground.recorded import read_trace
 
 NAMES = [info.name for info in known_schedules()]
 MODEL = "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-3 --train-iters 10 --mock-data "

@@ -11,8 +11,8 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.search.search import Effort, Goal, Objective
-from tools.playground.ladder import Rung, climb, pareto
-from tools.playground.problem import Problem, read_problem
+from megatron.zerobubble.playground.ladder import Rung, climb, pareto
+from megatron.zerobubble.playground.problem import Problem, read_problem
 
 TIMES = {"forward_ms": 18.5, "backward_ms": 18.1, "wgrad_ms": 9.3, "comm_ms": 0.6, "activation_after_backward": 0.37}
 

@@ -11,7 +11,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.search.search import Effort, Objective
-from tools.playground.problem import read_problem
+from megatron.zerobubble.playground.problem import read_problem
 
 GOOD: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 8, "schedule": "zbv"}
 STAGES = CostModel.uniform(Placement.v(4), forward_ms=3.0, comm_ms=0.5).to_json()

@@ -17,12 +17,12 @@ from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.trace import render_chrome_trace, render_trace
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
 from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
+from megatron.zerobubble.playground.departures import compare
+from megatron.zerobubble.playground.drawing import draw_recorded
+from megatron.zerobubble.playground.files import open_file
+from megatron.zerobubble.playground.recorded import read_trace
 from megatron.zerobubble.profiling.report import report, reports_to_json
 from tests.profiling.support import as_recorded
-from tools.playground.departures import compare
-from tools.playground.drawing import draw_recorded
-from tools.playground.files import open_file
-from tools.playground.recorded import read_trace
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved-1f1b"])

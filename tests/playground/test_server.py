@@ -17,8 +17,8 @@ import pytest
 
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.playground.limits import MAX_BODY_BYTES
 from tests.playground.conftest import ROOT, Server, end, start
-from tools.playground.limits import MAX_BODY_BYTES
 
 D3_SHA256 = "912111098ea99503a6f4967361d2bbdc9dbf58cf9c678c8e27e5b02d1a07f0c1"
 JSON = {"content-type": "application/json"}
@@ -106,12 +106,15 @@ def test_the_page_and_its_files_are_served_and_nothing_else(server: Server) -> N
 
 
 def test_the_playground_needs_no_torch() -> None:
-    code = "import sys, tools.playground.__main__, tools.playground.worker; sys.exit('torch' in sys.modules)"
+    package = "megatron.zerobubble.playground"
+    code = f"import sys, {package}.__main__, {package}.worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_no_file_of_the_page_reaches_into_the_network() -> None:
-    files = [path for path in (ROOT / "tools/playground/static").rglob("*") if path.suffix in (".html", ".css", ".js")]
+    files = [
+        path for path in (ROOT / "megatron/zerobubble/playground/static").rglob("*") if path.suffix in (".html", ".css", ".js")
+    ]
     assert len(files) > 10
     for path in files:
         if path.parent.name != "vendor":

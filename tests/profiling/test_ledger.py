@@ -13,8 +13,8 @@ import pytest
 from tests.support.gpt import Case
 from tests.support.ledger import train_watched
 from tests.support.ranks import RankPool
-from tools import benchmark_memory
-from tools.memory.ledger import Held, RankLedger, table
+from tools.benchmarks.memory import __main__ as benchmark_memory
+from tools.benchmarks.memory.ledger import Held, RankLedger, table
 
 ZBV = Case("zbv", 4, 5, num_chunks=2, num_layers=8)
 

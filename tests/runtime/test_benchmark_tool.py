@@ -1,16 +1,15 @@
-"""The command line: tools/benchmark_executor.py. That it measures; not what."""
+"""The command line: tools/benchmarks/executor.py. That it measures; not what."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch.distributed as dist
+
+from tools.benchmarks import executor
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "benchmark_executor.py"
@@ -19,15 +18,8 @@ MEASUREMENT = {"schedule", "layer", "rank", "num_ops", "min_us", "median_us", "m
 
 
 @pytest.fixture(scope="module")
-def tool() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("benchmark_executor", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def tool() -> ModuleType:
+    return executor
 
 
 def test_json_dash_prints_json_and_nothing_else(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

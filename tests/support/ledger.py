@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.support.gpt import Case, Trainer
-from tools.memory.ledger import RankLedger, watch
+from tools.benchmarks.memory.ledger import RankLedger, watch
 
 
 def train_watched(rank: int, case: Case, num_iterations: int, warmup: int, leaks: bool = False) -> RankLedger:

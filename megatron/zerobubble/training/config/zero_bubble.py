@@ -64,7 +64,7 @@ class ZeroBubbleConfig:
     zero_bubble_planning_seconds: float = 10.0
     """About how long one rank searches after timing, while the others wait; 0 does not time or search."""
     zero_bubble_save_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
-    """Write the plan that runs last, with the costs it was made for, as JSON (see tools/plan.py show)."""
+    """Write the plan that runs last, with the costs it was made for, as JSON (see zerobubble show)."""
     zero_bubble_load_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
     """Run this plan from the first iteration on. Alone it names the schedule, too; otherwise its stages must sit where the
     schedule's do."""

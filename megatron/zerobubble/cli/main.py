@@ -1,0 +1,82 @@
+"""The command `zerobubble`: `zerobubble plan|pareto|show|compare|export|import|playground|train`.
+
+Only `train` imports torch. `playground` and `train` have parsers of their own; the others share this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from megatron.zerobubble import __version__
+from megatron.zerobubble.cli import plan
+from megatron.zerobubble.cli.parser import Parser
+from megatron.zerobubble.errors import PlanError, UserError
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:
+    """Run one command.
+
+    Args:
+        argv: its name and its arguments; None takes those of the process.
+        prog: what to call the program in messages.
+
+    Returns:
+        The exit code: 2 after a user error, which is reported in one line on stderr (a plan's with its grid).
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in _WITH_OWN_PARSER:
+        return _WITH_OWN_PARSER[words[0]](words[1:])
+    args = build_parser(prog).parse_args(words)
+    try:
+        plan.COMMANDS[args.command](args)
+    except (UserError, OSError, UnicodeDecodeError) as error:
+        text = str(error) if isinstance(error, PlanError) else " ".join(str(error).split())
+        print(f"{prog}: error: {text}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def build_parser(prog: str) -> argparse.ArgumentParser:
+    """The command line of all commands."""
+    parser = Parser(
+        prog=prog,
+        description="Zero-bubble pipeline schedules: plan them, look at them, train with them.",
+        epilog=plan.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-zerobubble {__version__}")
+    names = ",".join([*plan.COMMANDS, *_WITH_OWN_PARSER])
+    commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")
+    plan.add_commands(commands)
+    commands.add_parser("playground", help="plan schedules in the browser, on this machine only", add_help=False)
+    commands.add_parser("train", help="train a GPT: pretrain_gpt.py for an installation without a checkout", add_help=False)
+    return parser
+
+
+def _playground(argv: list[str]) -> int:
+    try:
+        from megatron.zerobubble.playground.__main__ import main as run
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        print(
+            f"zerobubble playground: error: {error.name} is not installed: pip install 'megatron-zerobubble[playground]'",
+            file=sys.stderr,
+        )
+        return 2
+    return run(argv)
+
+
+def _train(argv: list[str]) -> int:
+    from megatron.zerobubble.cli.train import main as run
+
+    return run(argv)
+
+
+_WITH_OWN_PARSER: dict[str, Callable[[list[str]], int]] = {"playground": _playground, "train": _train}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""What every command line of the project shares: errors in one line, and files by name or `-`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line and exit code 2, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program. `message` is what argparse found wrong."""
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+
+def read_text(source: str) -> str:
+    """The text of a file in UTF-8, or of standard input for `-`."""
+    return sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")

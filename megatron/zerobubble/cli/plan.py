@@ -1,0 +1,291 @@
+"""The commands of `zerobubble` that plan: build or search a plan, show it, compare, convert. They work without torch.
+
+Times are per rank and microbatch; a schedule with several stages per rank divides them equally.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.zerobubble.cli.parser import read_text
+from megatron.zerobubble.cli.published import REFERENCES, read_configs
+from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
+from megatron.zerobubble.plan.registry import build_plan, known_schedules, parse_max_pending_backward
+from megatron.zerobubble.plan.render.summary import headline, measures, summary
+from megatron.zerobubble.plan.render.svg import render_svg
+from megatron.zerobubble.plan.render.trace import render_chrome_trace
+from megatron.zerobubble.plan.search.bound import lower_bound
+from megatron.zerobubble.plan.search.search import Effort, Goal, Objective
+from megatron.zerobubble.plan.simulate import Simulation, simulate
+from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
+from megatron.zerobubble.plan.validate import validate
+
+EXAMPLES = """examples:
+  zerobubble plan --schedule auto --num-ranks 8 --num-microbatches 24 --memory-limit 0.8 --forward-ms 18.5 \\
+      --backward-ms 18.1 --wgrad-ms 9.3 --comm-ms 0.6 --activation-after-backward 0.37 --effort fast
+  zerobubble plan --schedule zbv --num-ranks 4 --num-microbatches 8 --costs costs.json --memory-limit 1.0
+  zerobubble pareto --num-ranks 8 --num-microbatches 24 --effort fast --json - --png pareto.png
+  zerobubble export plan.json --torch-csv plan.csv
+  zerobubble plan --schedule zbv --num-ranks 4 --num-microbatches 8
+  zerobubble plan --schedule zb --num-ranks 8 --num-microbatches 24 --max-pending-backward 2p \\
+      --forward-ms 18.5 --backward-ms 18.1 --wgrad-ms 9.3 --comm-ms 0.6 --activation-after-backward 0.37 \\
+      --json plan.json --svg plan.svg --trace plan.trace.json
+  zerobubble plan --schedule zb-h1 --num-ranks 4 --num-microbatches 12 --json - | zerobubble show -
+"""
+
+
+def add_commands(commands: Any) -> None:
+    """Add `plan`, `pareto`, `show`, `compare`, `export` and `import` to the sub-parsers of a command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    schedules = "\n".join(f"  {info.name:17} {info.description} ({info.reference})" for info in known_schedules())
+    schedules += f"\n  {AUTO:17} the best of all within the memory limit"
+    plan = commands.add_parser(
+        "plan", help="build a plan and show it", epilog=f"schedules:\n{schedules}\n\n{EXAMPLES}", formatter_class=raw
+    )
+    plan.add_argument("--schedule", required=True, help="name of the schedule, see below")
+    plan.add_argument("--num-chunks", type=int, help="stages a rank, for the interleaved schedules (default 2)")
+    plan.add_argument("--max-pending-backward", help="for zb: 1p, 2p or a number of microbatches (default 1p)")
+    plan.add_argument("--memory-limit", type=float, help="most activation memory a rank; 1.0 is 1F1B's rank 0")
+    pareto = commands.add_parser("pareto", help="the best bubble for every memory limit", epilog=EXAMPLES, formatter_class=raw)
+    pareto.add_argument(
+        "--memory-limits",
+        default="0.5,0.625,0.75,1.0,1.25,1.5,2.0",
+        help="limits to plan for, separated by commas (default %(default)s)",
+    )
+    pareto.add_argument("--png", metavar="FILE", help="write the curve as a picture; needs matplotlib")
+    for command in (plan, pareto):
+        _add_problem(command)
+    show = commands.add_parser("show", help="show a plan file", epilog=EXAMPLES, formatter_class=raw)
+    show.add_argument("file", help="a plan in JSON; - reads standard input")
+    for command in (plan, show):
+        command.add_argument("--svg", metavar="FILE", help="write the timeline as SVG")
+        command.add_argument("--trace", metavar="FILE", help="write the timeline as a Chrome trace")
+        command.add_argument("--width", type=int, default=160, help="columns of the text timeline (default %(default)s)")
+    compare = commands.add_parser(
+        "compare", help="plan for published times and compare the bubble rates", epilog=EXAMPLES, formatter_class=raw
+    )
+    compare.add_argument("file", help="JSON with `configs`: times, and what a reference reaches on them at which peak memory")
+    compare.add_argument("--rows", help="which configs, counted from 0 and separated by commas (default: all)")
+    compare.add_argument("--effort", choices=[e.value for e in Effort], default="default", help="as for plan")
+    compare.add_argument("--seed", type=int, default=0, help="of the search (default %(default)s)")
+    export = commands.add_parser("export", help="write a plan in torch's form", epilog=EXAMPLES, formatter_class=raw)
+    export.add_argument("file", help="a plan in JSON; - reads standard input")
+    export.add_argument("--torch-csv", metavar="FILE", required=True, help="the action table to write; - prints it")
+    importing = commands.add_parser("import", help="read a plan in torch's form", epilog=EXAMPLES, formatter_class=raw)
+    importing.add_argument("file", help="an action table of torch.distributed.pipelining; - reads standard input")
+    importing.add_argument("--schedule", default="imported", help="name of the plan (default %(default)s)")
+    importing.add_argument("--json", metavar="FILE", default="-", help="the plan file to write; - prints it (default)")
+
+
+def _add_problem(command: argparse.ArgumentParser) -> None:
+    """What is to be planned, and how hard to look."""
+    command.add_argument("--num-ranks", type=int, required=True, help="pipeline ranks, p")
+    command.add_argument("--num-microbatches", type=int, required=True, help="microbatches per iteration, m")
+    for name, default, meaning in (
+        ("forward-ms", 1.0, "forward time of one rank and microbatch"),
+        ("backward-ms", 1.0, "time of the input gradient"),
+        ("wgrad-ms", 1.0, "time of the weight gradient"),
+        ("comm-ms", 0.0, "added to every dependency that crosses ranks"),
+        ("activation-after-backward", 1.0, "share of the activations that stays from B until W, 0..1"),
+    ):
+        command.add_argument(f"--{name}", type=float, default=default, help=f"{meaning} (default %(default)s)")
+    command.add_argument("--costs", metavar="FILE", help="JSON with per-stage lists instead of these scalars, as in a plan file")
+    command.add_argument(
+        "--objective", choices=[o.value for o in Objective], default="span", help="what to minimise (default span)"
+    )
+    command.add_argument(
+        "--effort", choices=[e.value for e in Effort], help="look for a better order for about 1, 20 or 180 s at p=8, m=24"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of the search (default %(default)s)")
+    command.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
+
+
+def _costs(args: argparse.Namespace, placement: Placement) -> CostModel:
+    if args.costs is not None:
+        try:
+            body = json.loads(Path(args.costs).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise PlanError(f"{args.costs} is not JSON: {error}") from None
+        costs = CostModel.from_json(body.get("costs", body) if isinstance(body, dict) else body)
+        costs.check_fits(placement)
+        return costs
+    return CostModel.uniform(
+        placement,
+        forward_ms=args.forward_ms,
+        backward_ms=args.backward_ms,
+        wgrad_ms=args.wgrad_ms,
+        comm_ms=args.comm_ms,
+        activation_after_backward=args.activation_after_backward,
+    )
+
+
+def _result(args: argparse.Namespace, memory_limit: float | None) -> Result:
+    """Without a limit and an effort: the drawn order. Else the best one found."""
+    name = args.schedule
+    effort = Effort(args.effort or "default")
+    goal = Goal(memory_limit=memory_limit, objective=Objective(args.objective), seed=args.seed, budget=effort.budget)
+    pending = args.max_pending_backward
+    pending = None if pending is None else parse_max_pending_backward(pending, args.num_ranks)
+    if name != AUTO and memory_limit is None and args.effort is None:
+        plan = build_plan(
+            name,
+            num_ranks=args.num_ranks,
+            num_microbatches=args.num_microbatches,
+            num_chunks=args.num_chunks,
+            max_pending_backward=pending,
+        )
+        simulation = simulate(plan, _costs(args, plan.placement))
+        bound = lower_bound(plan.placement, plan.num_microbatches, simulation.costs, max(simulation.peak_memory))
+        return Result(simulation, bound)
+    return make_plan(
+        name,
+        num_ranks=args.num_ranks,
+        num_microbatches=args.num_microbatches,
+        costs_of=lambda placement: _costs(args, placement),
+        goal=goal,
+        num_chunks=args.num_chunks,
+        max_pending_backward=pending,
+    )
+
+
+def _write_text(target: str, text: str) -> None:
+    if target == "-":
+        print(text)
+    else:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+
+
+def run_plan(args: argparse.Namespace) -> None:
+    """`plan`: generate or search, simulate, write and show."""
+    result = _result(args, args.memory_limit)
+    simulation = result.simulation
+    if args.json is not None:
+        _write_text(args.json, simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics()))
+    _write_pictures(args, simulation)
+    if args.json != "-":
+        print(summary(result, args.width))
+        if args.schedule == AUTO:
+            print(result.verdict(Objective(args.objective)))
+
+
+def run_pareto(args: argparse.Namespace) -> None:
+    """`pareto`: the best plan for every limit. A plan that fits less memory fits more, so the curve never rises."""
+    try:
+        limits = sorted({float(word) for word in args.memory_limits.split(",")})
+    except ValueError:
+        raise PlanError(f"--memory-limits is {args.memory_limits!r}; give numbers separated by commas") from None
+    args.schedule, args.num_chunks, args.max_pending_backward = AUTO, None, None
+    objective = Objective(args.objective)
+    points: list[dict[str, Any]] = []
+    best: Result | None = None
+    for limit in limits:
+        found = _result(args, limit)
+        if best is None or found.objective_ms(objective) < best.objective_ms(objective):
+            best = found
+        best = replace(best, bound=found.bound)
+        points.append({"memory_limit": limit, "schedule": best.name} | best.metrics())
+    if args.json is not None:
+        _write_text(args.json, json.dumps(points))
+    if args.png is not None:
+        _draw_pareto(points, args.png)
+    if args.json != "-":
+        print("memory  schedule           bubble    bound")
+        for point in points:
+            print(
+                f"{point['memory_limit']:<6.3f}  {point['schedule']:17} {100 * point['bubble_rate']:6.2f} %"
+                f"  {100 * point['bound_bubble_rate']:5.2f} %"
+            )
+
+
+def _draw_pareto(points: list[dict[str, Any]], target: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 4))
+    memory = [point["memory_limit"] for point in points]
+    axes.plot(memory, [100 * point["bubble_rate"] for point in points], "o-", label="plan")
+    axes.plot(memory, [100 * point["bound_bubble_rate"] for point in points], "--", color="grey", label="lower bound")
+    axes.set(xlabel="activation memory, 1.0 = 1F1B's rank 0", ylabel="bubble, % of the span", ylim=(0, None))
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(target, dpi=150)
+    pyplot.close(figure)
+
+
+def run_compare(args: argparse.Namespace) -> None:
+    """`compare`: every reference schedule against ours at the reference's own peak memory."""
+    configs = read_configs(args.file, args.rows)
+    print("model    p    m  schedule memory  reference     ours    bound  seconds")
+    for config in configs:
+        for name, reference in config.reference.items():
+            if name not in REFERENCES:
+                continue
+            begin = time.perf_counter()
+            result = make_plan(
+                REFERENCES[name],
+                num_ranks=config.num_ranks,
+                num_microbatches=config.num_microbatches,
+                costs_of=config.costs_of,
+                goal=Goal(memory_limit=reference.peak_memory, seed=args.seed, budget=Effort(args.effort).budget),
+            )
+            print(
+                f"{config.model:6} {config.num_ranks:3} {config.num_microbatches:4}  {name:8} "
+                f"{reference.peak_memory:6.4f}  {reference.bubble_rate:9.4f} {result.simulation.bubble_rate:8.4f} "
+                f"{result.bound.bubble_rate:8.4f} {time.perf_counter() - begin:8.1f}",
+                flush=True,
+            )
+
+
+def run_export(args: argparse.Namespace) -> None:
+    """`export`: a plan as torch's action table."""
+    plan = Plan.from_json(read_text(args.file))
+    validate(plan)
+    _write_text(args.torch_csv, to_torch_csv(plan).rstrip("\n"))
+
+
+def run_import(args: argparse.Namespace) -> None:
+    """`import`: torch's action table as a plan."""
+    plan = from_torch_csv(read_text(args.file), schedule=args.schedule)
+    validate(plan)
+    _write_text(args.json, plan.to_json())
+
+
+def run_show(args: argparse.Namespace) -> None:
+    """`show`: read, validate, simulate under the file's own costs, and show."""
+    text = read_text(args.file)
+    plan = Plan.from_json(text)
+    validate(plan)
+    given = json.loads(text).get("costs")
+    costs = CostModel.uniform(plan.placement) if given is None else CostModel.from_json(given)
+    simulation = simulate(plan, costs)
+    _write_pictures(args, simulation)
+    bound = lower_bound(plan.placement, plan.num_microbatches, costs, max(simulation.peak_memory))
+    print(summary(Result(simulation, bound), args.width))
+
+
+def _write_pictures(args: argparse.Namespace, simulation: Simulation) -> None:
+    if args.svg is not None:
+        svg = render_svg(simulation.rows, title=headline(simulation.plan), subtitle=measures(simulation))
+        Path(args.svg).write_text(svg, encoding="utf-8")
+    if args.trace is not None:
+        Path(args.trace).write_text(render_chrome_trace(simulation.rows), encoding="utf-8")
+
+
+COMMANDS = {
+    "plan": run_plan,
+    "show": run_show,
+    "pareto": run_pareto,
+    "compare": run_compare,
+    "export": run_export,
+    "import": run_import,
+}

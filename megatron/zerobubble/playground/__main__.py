@@ -1,0 +1,99 @@
+"""Start the scheduler playground: a page in the browser on which schedules are planned, compared and taken along."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ipaddress
+import socket
+import sys
+import webbrowser
+from types import FrameType
+
+import uvicorn
+
+from megatron.zerobubble.playground.app import create_app
+from megatron.zerobubble.playground.pool import Pool
+
+DEFAULT_PORT = 8321
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="zerobubble playground", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine only)")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="port, 0 for a free one (default %(default)s)")
+    parser.add_argument(
+        "--allow-host", action="append", default=[], metavar="NAME", help="a name under which browsers may reach it; repeatable"
+    )
+    parser.add_argument(
+        "--search-seconds", type=float, default=600.0, help="after which a search stops with what it has (default %(default)s)"
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Listen until interrupted. What cannot be is a message on stderr and exit code 2."""
+    args = build_parser().parse_args(argv)
+    if not args.search_seconds > 0:
+        print(f"zerobubble playground: error: --search-seconds is {args.search_seconds}; give a number above 0", file=sys.stderr)
+        return 2
+    try:
+        listener = _listen(args.host, args.port)
+    except (OSError, OverflowError) as error:
+        print(
+            f"zerobubble playground: error: cannot listen on {args.host} port {args.port}: {error}; try --port 0", file=sys.stderr
+        )
+        return 2
+    name = f"[{args.host}]" if ":" in args.host else args.host
+    address = f"http://{name}:{listener.getsockname()[1]}/"
+    print(f"playground: {address} (Ctrl-C ends it)", flush=True)
+    if not _is_loopback(args.host):
+        print("playground: everyone who reaches this address can plan on this machine; there is no login", flush=True)
+    if args.open:
+        webbrowser.open(address)
+    app = create_app(search_seconds=args.search_seconds, allowed_hosts=[*args.allow_host, args.host])
+    config = uvicorn.Config(
+        app, log_level="warning", limit_concurrency=100, timeout_keep_alive=5, timeout_graceful_shutdown=5, server_header=False
+    )
+    with contextlib.suppress(KeyboardInterrupt):  # the way to end it
+        _Server(config, app.state.pool).run(sockets=[listener])
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """Ends its searches, too: they would be waited for."""
+
+    def __init__(self, config: uvicorn.Config, pool: Pool) -> None:
+        super().__init__(config)
+        self._pool = pool
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called on Ctrl-C and SIGTERM."""
+        self._pool.stop()
+        super().handle_exit(sig, frame)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()  # before the address is told: who comes early waits a moment instead of being refused
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""A timeline as the page wants it: numbers by rank, ready to be drawn, with what is said about it in words.
+
+``ranks[r]`` holds parallel lists, an entry an op: ``kinds`` (index into `KINDS`), ``chunks``, ``microbatches``, ``starts`` and
+``ends`` in milliseconds from the first op of all, ``held`` after the op's step of
+the memory staircase, and ``steps``, when that is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
+from megatron.zerobubble.plan.memory_profile import held_over_time
+from megatron.zerobubble.plan.planner import Result
+from megatron.zerobubble.plan.render.summary import headline, measures
+from megatron.zerobubble.plan.render.svg import SPAN_COLORS
+from megatron.zerobubble.plan.render.text import chunks_of, extent, render_text
+from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.timeline import Timeline
+from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
+from megatron.zerobubble.profiling.breakdown import rank_times
+from megatron.zerobubble.profiling.report import report
+
+Drawing = dict[str, Any]
+
+KINDS = tuple(OpKind)
+"""What `kinds` counts through."""
+_TEXT_OPS = 2000
+"""Larger plans are drawn as text without numbers in it, which takes a line of this width at most."""
+_DIGITS = 5
+
+
+def draw_plan(result: Result) -> Drawing:
+    """A simulated plan."""
+    simulation, plan = result.simulation, result.simulation.plan
+    drawing = _draw(plan, simulation.rows, simulation.costs)
+    return drawing | {
+        "source": "plan",
+        "headline": headline(plan),
+        "measures": measures(simulation),
+        "metrics": result.metrics() | _sent(plan.placement, plan.num_microbatches),
+        "plan": plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics()),
+    }
+
+
+def draw_recorded(timeline: Timeline) -> Drawing:
+    """A recorded iteration. Activations are counted as the plan's, as a trace does not know them."""
+    seen = report(timeline)
+    plan, costs = timeline.plan, seen.simulation.costs
+    drawing = _draw(plan, timeline.rows, costs)
+    begin = timeline.begin_ms
+    spans = [
+        [
+            [span.activity.value, round(span.start_ms - begin, _DIGITS), round(span.end_ms - begin, _DIGITS)]
+            for span in rank.spans
+            if span.activity in SPAN_COLORS
+        ]
+        for rank in timeline.ranks
+    ]
+    metrics = {
+        "span_ms": seen.span_ms,
+        "makespan_ms": seen.makespan_ms,
+        "bubble_rate": seen.bubble_rate,
+        "peak_memory": list(seen.simulation.peak_memory),
+    }
+    return drawing | {
+        "source": "trace",
+        "headline": f"iteration {timeline.iteration} as it ran: {headline(plan)}",
+        "measures": f"bubble {100 * seen.bubble_rate:.2f} %, span {seen.span_ms:.3f} ms, makespan {seen.makespan_ms:.3f} ms",
+        "metrics": metrics | _sent(plan.placement, plan.num_microbatches),
+        "lines": [line.strip() for line in seen.lines()],
+        "spans": spans,
+        "iteration": timeline.iteration,
+        "plan": plan.to_json(costs=costs.to_json(), metrics=seen.simulation.metrics()),
+    }
+
+
+def _draw(plan: Plan, rows: Sequence[Sequence[TimedOp]], costs: CostModel) -> Drawing:
+    begin, end = extent(rows)
+    stairs = held_over_time(rows, plan.num_microbatches, costs)
+    times = rank_times(rows)
+    peaks = [max((held for _, held in stair), default=0.0) for stair in stairs]
+    counts = zip(live_microbatches(plan), pending_wgrads(plan), times, peaks, strict=True)
+    return {
+        "schedule": plan.schedule,
+        "num_ranks": plan.num_ranks,
+        "num_microbatches": plan.num_microbatches,
+        "num_chunks": plan.placement.num_chunks,
+        "placement": plan.placement.name,
+        "length_ms": end - begin,
+        "ranks": [_rank(row, stair, begin) for row, stair in zip(rows, stairs, strict=True)],
+        "table": [
+            {
+                "peak_memory": peak,
+                "live": live,
+                "pending": pending,
+                "busy_ms": time.busy_ms,
+                "idle_ms": time.phases.idle_ms,
+                "starts_after_ms": time.starts_after_ms,
+                "ends_before_ms": time.ends_before_ms,
+            }
+            for live, pending, time, peak in counts
+        ],
+        "costs": costs.to_json(),
+        "text": render_text(rows, max_width=_TEXT_OPS),
+    }
+
+
+def _rank(row: Sequence[TimedOp], stair: Sequence[tuple[float, float]], begin: float) -> dict[str, Any]:
+    chunks = chunks_of(row)
+    return {
+        "kinds": [KINDS.index(timed.op.kind) for timed in row],
+        "chunks": [chunks[timed.op.stage] for timed in row],
+        "stages": [timed.op.stage for timed in row],
+        "microbatches": [timed.op.microbatch for timed in row],
+        "starts": [round(timed.start_ms - begin, _DIGITS) for timed in row],
+        "ends": [round(timed.end_ms - begin, _DIGITS) for timed in row],
+        "steps": [round(moment - begin, _DIGITS) for moment, _ in stair],
+        "held": [round(held, _DIGITS) for _, held in stair],
+    }
+
+
+def _sent(placement: Placement, num_microbatches: int) -> dict[str, Any]:
+    """Activations forth and gradients back over every border between ranks; relative to one stage a rank."""
+    ranks = placement.stage_to_rank
+    borders = sum(here != there for here, there in pairwise(ranks))
+    least = placement.num_ranks - 1
+    return {
+        "num_messages": 2 * borders * num_microbatches,
+        "relative_messages": borders / least if least else 0.0,
+    }
+
+
+def to_text(drawing: Drawing) -> str:
+    """As compact JSON."""
+    return json.dumps(drawing, separators=(",", ":"))

@@ -1,0 +1,70 @@
+"""What can be taken along: files for tools and flags for pretrain_gpt.py."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.registry import known_schedules
+from megatron.zerobubble.plan.render.summary import headline, measures
+from megatron.zerobubble.plan.render.svg import render_svg
+from megatron.zerobubble.plan.render.trace import render_chrome_trace
+from megatron.zerobubble.plan.search.search import Objective
+from megatron.zerobubble.plan.simulate import Simulation
+
+_SVG_WIDTH_PX = 1600
+_SVG_MOST_PX = 24_000
+_PX_A_PASS = 14
+
+
+class Export(enum.Enum):
+    """Forms of a simulated plan."""
+
+    SVG = "svg"
+    TRACE = "trace"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFile:
+    """A file to be saved in the browser."""
+
+    name: str
+    media_type: str
+    text: str
+
+
+def export(simulation: Simulation, form: Export) -> TextFile:
+    """Draw a plan for other programs."""
+    stem = stem_of(simulation.plan)
+    if form is Export.TRACE:
+        return TextFile(name=f"{stem}.trace.json", media_type="application/json", text=render_chrome_trace(simulation.rows))
+    width = max(_SVG_WIDTH_PX, min(_SVG_MOST_PX, _PX_A_PASS * max(map(len, simulation.rows))))
+    svg = render_svg(simulation.rows, title=headline(simulation.plan), subtitle=measures(simulation), width_px=width)
+    return TextFile(name=f"{stem}.svg", media_type="image/svg+xml", text=svg)
+
+
+def stem_of(plan: Plan) -> str:
+    """A file name that says what is in it, without characters that a file system could mind."""
+    known = {info.name for info in known_schedules()}
+    name = plan.schedule if plan.schedule in known else "plan"
+    return f"{name}-p{plan.num_ranks}-m{plan.num_microbatches}"
+
+
+def flags(plan: Plan, objective: Objective) -> list[str]:
+    """Flags with which pretrain_gpt.py runs this very plan, once it is saved under its name beside it.
+
+    The batch is m microbatches of one sample, without data parallelism: with d data-parallel ranks and b samples a microbatch
+    the global batch is m*d*b.
+    """
+    words = [
+        f"--pipeline-model-parallel-size {plan.num_ranks}",
+        f"--zero-bubble-load-plan {stem_of(plan)}.json",
+        "--micro-batch-size 1",
+        f"--global-batch-size {plan.num_microbatches}",
+    ]
+    if plan.placement.name == "loop" and plan.placement.num_chunks > 1:
+        words.insert(1, f"--num-virtual-stages-per-pipeline-rank {plan.placement.num_chunks}")
+    if objective is Objective.SPAN:
+        words.append("--enable-optimizer-post-validation")
+    return words

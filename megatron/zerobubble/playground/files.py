@@ -1,0 +1,92 @@
+"""A file that was dropped onto the page: told apart by what is in it, never by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import FORMAT as PLAN_FORMAT
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.planner import Result
+from megatron.zerobubble.plan.search.bound import lower_bound
+from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.plan.validate import validate
+from megatron.zerobubble.playground.drawing import draw_plan, draw_recorded
+from megatron.zerobubble.playground.limits import MAX_OPS
+from megatron.zerobubble.playground.problem import check_size, read_object, read_stages
+from megatron.zerobubble.playground.recorded import read_trace
+from megatron.zerobubble.profiling.report import FORMAT as REPORT_FORMAT
+
+Opened = dict[str, Any]
+
+_LONGEST_NAME = 80
+_MOST_ITERATIONS = 8
+"""Of a trace, the last ones."""
+
+
+def open_file(body: bytes) -> Opened:
+    """What the page shows of a file: ``kind`` is plan, costs or trace.
+
+    Raises:
+        UserError: nothing the playground knows, or malformed; says what is wrong.
+    """
+    given = read_object(body)
+    if given.get("format") == PLAN_FORMAT:
+        return {"kind": "plan", "drawings": [draw_plan(plan_result(body, given))]}
+    if given.get("format") == REPORT_FORMAT:
+        return _open_report(given)
+    if "traceEvents" in given:
+        timelines = read_trace(given)
+        return {"kind": "trace", "drawings": [draw_recorded(timeline) for timeline in timelines[-_MOST_ITERATIONS:]]}
+    if "forward_ms" in given or isinstance(given.get("costs"), dict):
+        costs = read_stages(given.get("costs", given))
+        return {"kind": "costs", "costs": costs.to_json(), "from": "a file with costs"}
+    raise PlanError(
+        f"the file has format {str(given.get('format'))[:40]!r} and keys {', '.join(map(repr, list(given)[:6]))[:160]}; "
+        f"give a plan ({PLAN_FORMAT}), a report.json ({REPORT_FORMAT}), a trace.json, or costs with forward_ms, "
+        "backward_ms, wgrad_ms, activation and activation_after_backward"
+    )
+
+
+def plan_result(text: str | bytes, body: Mapping[str, Any]) -> Result:
+    """A plan from a file under the costs in it, or uniform ones, with the bound at its own peak."""
+    plan = Plan.from_json(text)
+    check_size(plan.num_ranks, plan.num_microbatches)
+    if len(plan.schedule) > _LONGEST_NAME:
+        raise PlanError(f"the plan's schedule is a name of {len(plan.schedule)} letters; give at most {_LONGEST_NAME}")
+    if sum(map(len, plan.ops)) > MAX_OPS:
+        raise PlanError(f"the plan has {sum(map(len, plan.ops))} ops; the playground takes at most {MAX_OPS}")
+    validate(plan)
+    given = body.get("costs")
+    costs = CostModel.uniform(plan.placement) if given is None else read_stages(given)
+    simulation = simulate(plan, costs)
+    bound = lower_bound(plan.placement, plan.num_microbatches, costs, max(simulation.peak_memory))
+    return Result(simulation, bound, plan.placement.num_chunks)
+
+
+def _open_report(given: Mapping[str, Any]) -> Opened:
+    iterations = given.get("iterations")
+    last = iterations[-1] if isinstance(iterations, list) and iterations else None
+    if not isinstance(last, dict):
+        raise PlanError("the report has no iterations: 'iterations' must be a list of objects")
+    costs = read_stages(last.get("costs", {}))
+    sizes: dict[str, int] = {}
+    for name in ("num_ranks", "num_microbatches", "iteration"):
+        value = last.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PlanError(f"the report's {name!r} is {value!r:.80}; it must be a whole number, 1 or more")
+        sizes[name] = value
+    check_size(sizes["num_ranks"], sizes["num_microbatches"])
+    if costs.num_stages % sizes["num_ranks"]:
+        raise PlanError(f"the report has costs of {costs.num_stages} stages for {sizes['num_ranks']} ranks")
+    schedule = last.get("schedule")
+    return {
+        "kind": "costs",
+        "costs": costs.to_json(),
+        "num_ranks": sizes["num_ranks"],
+        "num_microbatches": sizes["num_microbatches"],
+        "schedule": schedule[:40] if isinstance(schedule, str) else None,
+        "from": f"iteration {sizes['iteration']} of a report",
+    }

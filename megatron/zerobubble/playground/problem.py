@@ -1,0 +1,201 @@
+"""What the page asks the planner: a JSON object, checked field by field."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
+from megatron.zerobubble.plan.search.search import Effort, Objective
+from megatron.zerobubble.playground.limits import (
+    MAX_MEMORY,
+    MAX_MICROBATCHES,
+    MAX_POINTS,
+    MAX_RANKS,
+    MAX_STAGES_A_RANK,
+    MAX_TIME_MS,
+)
+
+Choice = TypeVar("Choice", Effort, Objective)
+
+_SCALARS = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_after_backward")
+_KEYS = frozenset(
+    {
+        "num_ranks",
+        "num_microbatches",
+        "schedule",
+        "num_chunks",
+        "max_pending_backward",
+        "memory_limit",
+        "memory_limits",
+        "objective",
+        "effort",
+        "seed",
+        "times",
+        "stages",
+    }
+)
+_REMEDY = "zerobubble plan has no limits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One schedule to plan, or with `memory_limits` one for each."""
+
+    num_ranks: int
+    num_microbatches: int
+    schedule: str
+    """A name that the registry knows, or `auto`."""
+    num_chunks: int | None
+    max_pending_backward: int | None
+    memory_limit: float | None
+    memory_limits: tuple[float, ...]
+    """Points of a Pareto curve, ascending; empty where none is asked for."""
+    objective: Objective
+    effort: Effort | None
+    """None: the order as drawn."""
+    seed: int
+    times: Mapping[str, float]
+    """Per rank and microbatch, as for `CostModel.uniform`; not looked at where there are `stages`."""
+    stages: CostModel | None
+    """Costs by stage."""
+
+    def costs_of(self, placement: Placement) -> CostModel:
+        """For a placement. Raises PlanError where the table has another number of stages."""
+        if self.stages is None:
+            return CostModel.uniform(placement, **self.times)
+        self.stages.check_fits(placement)
+        return self.stages
+
+
+def read_problem(body: bytes) -> Problem:
+    """Read a request.
+
+    Raises:
+        ConfigError: a value that is missing, of the wrong type or out of bounds; says which and what is allowed.
+        PlanError: a table of costs with another shape.
+    """
+    given = read_object(body)
+    unknown = sorted(set(given) - _KEYS)
+    if unknown:
+        raise ConfigError(f"the request has {', '.join(map(repr, unknown[:5]))[:200]}; known are {', '.join(sorted(_KEYS))}")
+    num_ranks = _whole(given, "num_ranks", 1, MAX_RANKS)
+    name = given.get("schedule")
+    if name != AUTO:
+        schedule_info(str(name)[:80])
+    return Problem(
+        num_ranks=num_ranks,
+        num_microbatches=_whole(given, "num_microbatches", 1, MAX_MICROBATCHES),
+        schedule=str(name),
+        num_chunks=_chunks(given),
+        max_pending_backward=_pending(given, num_ranks),
+        memory_limit=None if given.get("memory_limit") is None else _memory(given["memory_limit"]),
+        memory_limits=_memories(given),
+        objective=_choice(Objective, given.get("objective", "span"), "objective"),
+        effort=None if given.get("effort", "drawn") == "drawn" else _choice(Effort, given["effort"], "effort"),
+        seed=_whole(given, "seed", 0, 2**31) if "seed" in given else 0,
+        times=_times(given.get("times", {})),
+        stages=None if given.get("stages") is None else read_stages(given["stages"]),
+    )
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """A JSON object, or ConfigError."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the request is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"the request is {type(given).__name__}; it must be an object")
+    return given
+
+
+def check_size(num_ranks: int, num_microbatches: int) -> None:
+    """Raise ConfigError where a pipeline from a file is too large."""
+    for name, value, most in (
+        ("num_ranks", num_ranks, MAX_RANKS),
+        ("num_microbatches", num_microbatches, MAX_MICROBATCHES),
+    ):
+        if value > most:
+            raise ConfigError(f"{name} is {value}; the playground takes 1 to {most}, {_REMEDY}")
+
+
+def _whole(given: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    value = given.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(f"{name} is {value!r:.80}; the playground takes whole numbers from {least} to {most}, {_REMEDY}")
+    return value
+
+
+def _number(name: str, value: object, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 <= value <= most:
+        raise ConfigError(f"{name} is {value!r:.80}; give a number from 0 to {most:g}")
+    return float(value)
+
+
+def _memory(value: object) -> float:
+    return _number("memory_limit", value, MAX_MEMORY)
+
+
+def _memories(given: Mapping[str, Any]) -> tuple[float, ...]:
+    values = given.get("memory_limits", [])
+    if not isinstance(values, list) or len(values) > MAX_POINTS:
+        raise ConfigError(f"memory_limits must be a list of at most {MAX_POINTS} numbers, got {values!r:.80}")
+    return tuple(sorted(set(map(_memory, values))))
+
+
+def _chunks(given: Mapping[str, Any]) -> int | None:
+    return None if given.get("num_chunks") is None else _whole(given, "num_chunks", 1, MAX_STAGES_A_RANK)
+
+
+def _pending(given: Mapping[str, Any], num_ranks: int) -> int | None:
+    value = given.get("max_pending_backward")
+    if value is None or value == "":
+        return None
+    pending = parse_max_pending_backward(str(value)[:20], num_ranks)
+    if pending > 2 * MAX_MICROBATCHES:
+        raise ConfigError(f"max pending backward is {value!r:.80}; the playground takes at most {2 * MAX_MICROBATCHES}")
+    return pending
+
+
+def _choice(kind: type[Choice], value: object, name: str) -> Choice:
+    known = [member.value for member in kind]
+    if value not in known:
+        raise ConfigError(f"{name} is {value!r:.80}; choose one of {', '.join(known)}")
+    return kind(value)
+
+
+def _times(given: object) -> Mapping[str, float]:
+    if not isinstance(given, dict) or not set(given) <= set(_SCALARS):
+        raise ConfigError(f"times must be an object with some of {', '.join(_SCALARS)}, got {given!r:.80}")
+    return {
+        name: _number(name, value, 1.0 if name == "activation_after_backward" else MAX_TIME_MS) for name, value in given.items()
+    }
+
+
+def read_stages(given: object) -> CostModel:
+    """Costs by stage, of a request or of a file.
+
+    Raises:
+        ConfigError: a value that is no number or out of bounds.
+        PlanError: a list that is missing.
+    """
+    if not isinstance(given, dict):
+        raise PlanError(f"costs must be an object with a list a kind, got {given!r:.80}")
+    most = MAX_RANKS * MAX_STAGES_A_RANK
+    for name, values in given.items():
+        if isinstance(values, list):
+            if len(values) > most:
+                raise ConfigError(f"costs: {name[:40]!r} has {len(values)} values; the playground takes at most {most}")
+            for stage, value in enumerate(values):
+                _number(f"{name[:40]} of stage {stage}", value, MAX_TIME_MS)
+    costs = CostModel.from_json(given)
+    _number("comm_ms", costs.comm_ms, MAX_TIME_MS)
+    return costs

@@ -1,0 +1,161 @@
+"""Read a Chrome trace back into timelines: one that a run has written (`--zero-bubble-trace`), or a plan drawn as one.
+
+Only complete events with the category of an op or an activity count; everything else in the file is somebody else's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.plan.communication import Message, Payload
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Timeline
+from megatron.zerobubble.plan.validate import validate
+from megatron.zerobubble.playground.limits import MAX_OPS, MAX_RANKS
+from megatron.zerobubble.playground.problem import check_size
+
+_KINDS = frozenset(kind.value for kind in OpKind)
+_ACTIVITIES = frozenset(activity.value for activity in Activity)
+_MOST_EVENTS = 40 * MAX_OPS
+_LATEST_US = 1e16
+"""Three centuries; beyond it a float cannot tell microseconds apart."""
+
+
+def read_trace(body: Mapping[str, Any]) -> list[Timeline]:
+    """The iterations of a trace, ascending.
+
+    Raises:
+        PlanError: it has no passes, or they are not those of a whole iteration; says which is wrong.
+        ConfigError: more ranks or microbatches than the playground takes.
+    """
+    events = body.get("traceEvents")
+    if not isinstance(events, list) or len(events) > _MOST_EVENTS:
+        raise PlanError(f"the trace's 'traceEvents' must be a list of at most {_MOST_EVENTS} events")
+    complete = [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
+    ops = [event for event in complete if _category(event) in _KINDS]
+    if not ops:
+        raise PlanError(
+            "the trace has no passes: give the trace.json of a run with --zero-bubble-trace, or one that the planner has drawn"
+        )
+    # A drawn plan is one process with a thread a rank, and has no iterations.
+    is_drawn = all(_args(event).get("iteration") is None for event in ops)
+    rank_key = "tid" if is_drawn else "pid"
+    spans = [] if is_drawn else [event for event in complete if _category(event) in _ACTIVITIES]
+    by_iteration: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
+    for which, chosen in enumerate((ops, spans)):
+        for event in chosen:
+            iteration = 1 if is_drawn else _whole(_args(event).get("iteration"), "iteration")
+            by_iteration[iteration][which].append(event)
+    schedules = _schedules(complete)
+    return [
+        _timeline(iteration, schedules.get(iteration, "recorded"), *by_iteration[iteration], rank_key=rank_key)
+        for iteration in sorted(by_iteration)
+        if by_iteration[iteration][0]
+    ]
+
+
+def _category(event: Mapping[str, Any]) -> str:
+    category = event.get("cat")
+    return category if isinstance(category, str) else ""
+
+
+def _args(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    args = event.get("args")
+    return args if isinstance(args, dict) else {}
+
+
+def _schedules(complete: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """What was run, by iteration, as the trace says it."""
+    found = {}
+    for event in complete:
+        words = str(event.get("name")).split()
+        schedule = _args(event).get("schedule")
+        if _category(event) == "iteration" and len(words) == 2 and words[1].isdecimal() and isinstance(schedule, str):
+            found[int(words[1][:12])] = schedule[:40]
+    return found
+
+
+def _timeline(
+    iteration: int, schedule: str, ops: Sequence[Mapping[str, Any]], spans: Sequence[Mapping[str, Any]], *, rank_key: str
+) -> Timeline:
+    rows: dict[int, list[TimedOp]] = defaultdict(list)
+    for event in ops:
+        op = Op.parse(str(event.get("name"))[:40])
+        rows[_rank(event, rank_key)].append(TimedOp(op, *_times(event)))
+    for row in rows.values():
+        row.sort(key=lambda timed: (timed.start_ms, timed.end_ms))
+    plan = _plan(iteration, schedule, rows)
+    around: dict[int, list[Span]] = defaultdict(list)
+    for event in spans:
+        around[_rank(event, rank_key)].append(_span(event))
+    return Timeline(
+        iteration=iteration,
+        plan=plan,
+        ranks=tuple(
+            RankTimeline(ops=tuple(rows[rank]), spans=tuple(sorted(around[rank], key=lambda span: span.end_ms)))
+            for rank in range(plan.num_ranks)
+        ),
+    )
+
+
+def _plan(iteration: int, schedule: str, rows: Mapping[int, Sequence[TimedOp]]) -> Plan:
+    """What ran as a plan, held against every invariant: a trace with a hole in it is no iteration."""
+    stage_to_rank: dict[int, int] = {}
+    for rank, row in rows.items():
+        for timed in row:
+            if stage_to_rank.setdefault(timed.op.stage, rank) != rank:
+                raise PlanError(
+                    f"iteration {iteration}: stage {timed.op.stage} ran on ranks {stage_to_rank[timed.op.stage]} and {rank}"
+                )
+    if set(stage_to_rank) != set(range(len(stage_to_rank))) or set(rows) != set(range(len(rows))):
+        raise PlanError(
+            f"iteration {iteration}: the trace has passes of stages {sorted(stage_to_rank)[:10]} on ranks {sorted(rows)[:10]}; "
+            "every stage and rank from 0 on is needed"
+        )
+    num_microbatches = 1 + max(timed.op.microbatch for row in rows.values() for timed in row)
+    check_size(len(rows), num_microbatches)
+    placement = Placement(tuple(stage_to_rank[stage] for stage in range(len(stage_to_rank))))
+    plan = Plan.of(schedule, placement, num_microbatches, [[timed.op for timed in rows[rank]] for rank in range(len(rows))])
+    validate(plan)
+    return plan
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    start, end = _times(event)
+    args = _args(event)
+    message = None
+    if args.get("payload") in (Payload.ACTIVATION.value, Payload.GRADIENT.value):
+        numbers = (_whole(args.get(name), name) for name in ("stage", "microbatch", "from_rank", "to_rank"))
+        message = Message(Payload(args["payload"]), *numbers)
+    return Span(activity=Activity(event["cat"]), start_ms=start, end_ms=end, message=message)
+
+
+def _rank(event: Mapping[str, Any], key: str) -> int:
+    rank = _whole(event.get(key), key)
+    if rank >= MAX_RANKS:
+        raise PlanError(f"the trace has a pass on rank {rank}; the playground takes {MAX_RANKS} ranks")
+    return rank
+
+
+def _times(event: Mapping[str, Any]) -> tuple[float, float]:
+    """Start and end in milliseconds."""
+    start, duration = event.get("ts"), event.get("dur")
+    for value in (start, duration):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LATEST_US < value < _LATEST_US:
+            raise PlanError(f"event {json.dumps(event)[:120]}: 'ts' and 'dur' must be numbers, in microseconds")
+    assert isinstance(start, (int, float))
+    assert isinstance(duration, (int, float))
+    if duration < 0:
+        raise PlanError(f"event {json.dumps(event)[:120]}: 'dur' is negative")
+    return start / 1e3, (start + duration) / 1e3
+
+
+def _whole(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**40:
+        raise PlanError(f"the trace has an event whose {name!r} is {value!r:.80}; it must be a whole number")
+    return value

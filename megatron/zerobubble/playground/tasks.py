@@ -1,0 +1,130 @@
+"""What a worker process does: one task, told in events.
+
+An event is an object with ``event``: ``started`` (the request is a good one), ``best`` and ``point`` (so far), ``done`` (the
+answer of what is no search), ``error``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.search.search import Objective
+from megatron.zerobubble.playground.departures import compare
+from megatron.zerobubble.playground.drawing import draw_plan
+from megatron.zerobubble.playground.exports import Export, export, flags
+from megatron.zerobubble.playground.files import open_file, plan_result
+from megatron.zerobubble.playground.ladder import climb, pareto
+from megatron.zerobubble.playground.limits import MAX_POINTS
+from megatron.zerobubble.playground.problem import read_object, read_problem
+from megatron.zerobubble.playground.recorded import read_trace
+
+Event = dict[str, Any]
+
+
+def run_task(name: str, body: bytes) -> Iterator[Event]:
+    """Yield the events of a task; a user's mistake is an event, too."""
+    try:
+        yield from TASKS[name](body)
+    except (UserError, MemoryError, RecursionError) as error:
+        yield {"event": "error", "message": str(error) or "the file is too large for the playground"}
+
+
+def _search(body: bytes) -> Iterator[Event]:
+    problem = read_problem(body)
+    yield {"event": "started"}
+    shown: object = None
+    for rung in climb(problem):
+        event: Event = {"event": "best", "spent": rung.spent, "verdict": ""}
+        if problem.schedule == AUTO and rung.spent == 1.0:
+            event["verdict"] = rung.result.verdict(problem.objective)
+        if rung.result is not shown:
+            event["drawing"] = draw_plan(rung.result)
+            event["flags"] = flags(rung.result.simulation.plan, problem.objective)
+        shown = rung.result
+        yield event
+
+
+def _pareto(body: bytes) -> Iterator[Event]:
+    problem = read_problem(body)
+    if not problem.memory_limits:
+        raise ConfigError(f"memory_limits is empty; give 1 to {MAX_POINTS} numbers")
+    yield {"event": "started"}
+    for limit, result in pareto(problem):
+        event: Event = {"event": "point", "memory_limit": limit}
+        if result is not None:
+            plan, costs, metrics = result.simulation.plan, result.simulation.costs, result.metrics()
+            event |= {"schedule": plan.schedule, "num_chunks": plan.placement.num_chunks, "metrics": metrics}
+            event["plan"] = plan.to_json(costs=costs.to_json(), metrics=metrics)
+        yield event
+
+
+def _open(body: bytes) -> Iterator[Event]:
+    yield {"event": "done", **open_file(body)}
+
+
+def _show(body: bytes) -> Iterator[Event]:
+    """A plan that the page has, drawn, with the flags for an objective."""
+    given = read_object(body)
+    result = plan_result(*_plan_of(given))
+    words = flags(result.simulation.plan, _objective(given))
+    yield {"event": "done", "drawing": draw_plan(result), "flags": words}
+
+
+def _export(body: bytes) -> Iterator[Event]:
+    given = read_object(body)
+    forms = [form.value for form in Export]
+    if given.get("form") not in forms:
+        raise ConfigError(f"form is {given.get('form')!r:.80}; choose one of {', '.join(forms)}")
+    result = plan_result(*_plan_of(given))
+    yield {"event": "done", **asdict(export(result.simulation, Export(given["form"])))}
+
+
+def _compare(body: bytes) -> Iterator[Event]:
+    """A plan and a trace."""
+    given = read_object(body)
+    trace = given.get("trace")
+    if not isinstance(trace, dict):
+        raise ConfigError("the request needs 'trace', the content of a trace.json")
+    timelines = read_trace(trace)
+    chosen = next((each for each in timelines if each.iteration == given.get("iteration")), timelines[-1])
+    found = compare(plan_result(*_plan_of(given)).simulation, chosen)
+    largest = [asdict(each) | {"op": str(each.op), "lost_ms": each.lost_ms} for each in found.largest]
+    yield {"event": "done", "iteration": chosen.iteration, "ranks": [asdict(rank) for rank in found.ranks], "largest": largest}
+
+
+def _plan_of(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    text = given.get("plan")
+    if not isinstance(text, str):
+        raise ConfigError("the request needs 'plan', the text of a plan file")
+    return text, read_object(text.encode())
+
+
+def _objective(given: dict[str, Any]) -> Objective:
+    known = [objective.value for objective in Objective]
+    if given.get("objective", known[0]) not in known:
+        raise ConfigError(f"objective is {given['objective']!r:.80}; choose one of {', '.join(known)}")
+    return Objective(given.get("objective", known[0]))
+
+
+TASKS: dict[str, Callable[[bytes], Iterator[Event]]] = {
+    "search": _search,
+    "pareto": _pareto,
+    "open": _open,
+    "show": _show,
+    "export": _export,
+    "compare": _compare,
+}
+"""Name in the address -> what is done."""
+
+SEARCHES = frozenset({"search", "pareto"})
+"""Those that go on until they are stopped, and tell what they have so far."""
+
+
+def encode(event: Event) -> bytes:
+    """One line."""
+    return json.dumps(event, separators=(",", ":")).encode() + b"\n"

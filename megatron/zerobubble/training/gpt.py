@@ -1,0 +1,94 @@
+"""The GPT that `pretrain_gpt.py` and `zerobubble train` train: one stage of the model, one microbatch, the loss.
+
+Heavy imports are inside the functions, so that flags are checked before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.zerobubble.training.setup import ModelSetup
+    from megatron.zerobubble.training.step import ForwardStep
+
+__all__ = ["forward_step_provider", "loss_function", "model_provider"]
+
+
+def model_provider(setup: ModelSetup, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
+    """One stage of the model, as a megatron-core `GPTModel`.
+
+    Args:
+        setup: the settings and megatron-core's configuration.
+        pre_process: whether the stage embeds tokens.
+        post_process: whether the stage computes the loss.
+        vp_stage: which of the rank's chunks it is; None if the rank has one.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron.zerobubble.training.layer_specs import further_token_heads, stage_layers
+
+    model = setup.settings.model
+    return GPTModel(
+        config=setup.config,
+        transformer_layer_spec=stage_layers(setup.config, vp_stage=vp_stage),
+        vocab_size=setup.padded_vocab_size,
+        max_sequence_length=model.max_position_embeddings or model.seq_length,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=setup.settings.precision.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=further_token_heads(setup.config, vp_stage=vp_stage),
+        vp_stage=vp_stage,
+    )
+
+
+def forward_step_provider(setup: ModelSetup) -> ForwardStep:
+    """What one microbatch does in one chunk, as megatron-core's schedules call it."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    from megatron.zerobubble.training.data.samples import next_batch
+
+    def forward_step(data_iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        batch = next_batch(
+            data_iterator,
+            device=setup.device,
+            embeds=stage.pre_process or stage.mtp_process,
+            is_last_stage=stage.post_process,
+            needs_mask=setup.settings.data.reset_attention_mask,
+        )
+        output = chunk(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, loss_mask=batch.loss_mask)
+        return output, partial(loss_function, batch.loss_mask)
+
+    return forward_step
+
+
+def loss_function(
+    loss_mask: torch.Tensor | None, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of one microbatch.
+
+    Args:
+        loss_mask: [b, s], 1 where the loss counts.
+        losses: [b, s], cross entropy of each token in nats.
+
+    Returns:
+        The sum of losses and the number of tokens, which the schedule averages (over the microbatch, or with
+        --calculate-per-token-loss over the global batch), and the same two for the log.
+    """
+    import torch
+
+    from megatron.zerobubble.training.step import LOSS
+
+    assert loss_mask is not None, "only the last stage computes the loss, and it has read its samples"
+    total = (losses.float() * loss_mask).sum()
+    num_tokens = loss_mask.sum().to(torch.int)
+    return total, num_tokens, {LOSS: torch.stack([total.detach(), num_tokens.to(total.dtype)])}

@@ -1,0 +1,186 @@
+"""Measure what stepping early saves: iteration time with and without --enable-optimizer-post-validation.
+
+Every rank is a process on this machine. Passes sleep for the given times, so that any number of ranks fits on a few cores;
+everything else is real: the plan, the executor, the transfers on gloo, the relay of the statistics. Both ways take turns, block
+by block, in the same processes. The simulator says what to expect: a synchronous optimizer makes an iteration as long as the
+makespan, early steps as long as the longest rank's span. What counts is the share of that difference that is reached.
+
+  python -m tools.benchmarks.post_validation --num-ranks 8 --num-microbatches 24 --json docs/benchmarks/data/post_validation.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.zerobubble.errors import UserError
+from megatron.zerobubble.optimizer.post_validation import PostValidation, Relay, Statistics
+from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.runtime.executor import Executor
+from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
+from tools.benchmarks.emulation import SleepingWork, run_on_ranks
+
+FORMAT = "zerobubble-post-validation-benchmark/1"
+
+
+class CalmOptimizer:
+    """Gradients that are never clipped and never overflow; a step takes no time."""
+
+    def prepare(self) -> Statistics:
+        """Something finite."""
+        return Statistics((1.0,), (0.0,))
+
+    def is_clipped(self, statistics: Statistics) -> bool:
+        """Never."""
+        return False
+
+    def apply(self, statistics: Statistics) -> None:
+        """At once."""
+
+    def keep(self) -> bool:
+        """There is nothing that could not be taken back."""
+        return True
+
+    def amend(self, statistics: Statistics, *, undo: bool) -> None:
+        """Never called."""
+
+    def forget(self) -> None:
+        """Nothing."""
+
+    def settle(self, statistics: Statistics) -> None:
+        """Nothing depends on it."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def iteration_ms(program: Program, rank: int, links: ProcessGroupLinks, work: SleepingWork, *, early: bool, count: int) -> float:
+    """Milliseconds from the start of one iteration to the start of the next, over `count` of them after a first."""
+    post = PostValidation(CalmOptimizer(), Relay(range(program.plan.num_ranks), rank), is_eager=early)
+    starts = []
+    dist.barrier()
+    for _ in range(count + 2):
+        starts.append(time.perf_counter())
+        executor = Executor(program, rank, links, work)
+        executor.begin(program.fence[rank])
+        post.validate()
+        executor.run()
+        post.step()
+    post.validate()
+    post.close()
+    return (starts[-1] - starts[1]) / count * 1000.0
+
+
+def serve(rank: int, program: Program, costs: CostModel, count: int, repeats: int) -> list[tuple[float, float]]:
+    """One rank: (synchronous, early) for each repeat."""
+    num_ranks = program.plan.num_ranks
+    links = ProcessGroupLinks(program.plan.placement, pipeline=range(num_ranks), rank=rank, device=torch.device("cpu"))
+    work = SleepingWork(costs)
+    pairs = []
+    for _ in range(repeats):
+        synchronous, early = (iteration_ms(program, rank, links, work, early=early, count=count) for early in (False, True))
+        pairs.append((synchronous, early))
+    links.close()
+    return pairs
+
+
+def measure(schedule: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Both ways on one schedule, and what the simulator says of them."""
+    plan = build_plan(schedule, num_ranks=args.num_ranks, num_microbatches=args.num_microbatches)
+    costs = CostModel.uniform(
+        plan.placement, forward_ms=args.forward_ms, backward_ms=args.backward_ms, wgrad_ms=args.wgrad_ms, comm_ms=args.comm_ms
+    )
+    expected = simulate(plan, costs)
+    program = place_communication(plan, fence=speculative_forwards(plan))
+    ranks = run_on_ranks(serve, args.num_ranks, program, costs, args.iterations, args.repeats)
+    pairs = [tuple(max(rank[repeat][way] for rank in ranks) for way in (0, 1)) for repeat in range(args.repeats)]
+    saved = expected.makespan_ms - expected.span_ms
+    reached = [(synchronous - early) / saved for synchronous, early in pairs]
+    return {
+        "schedule": schedule,
+        "simulated_makespan_ms": expected.makespan_ms,
+        "simulated_span_ms": expected.span_ms,
+        "synchronous_ms": [synchronous for synchronous, _ in pairs],
+        "early_ms": [early for _, early in pairs],
+        "speed_up": statistics.median(synchronous / early for synchronous, early in pairs),
+        "simulated_speed_up": expected.makespan_ms / expected.span_ms,
+        "reached": statistics.median(reached),
+        "reached_least": min(reached),
+        "reached_most": max(reached),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """For people."""
+    lines = ["schedule   speed-up   simulated   share of the saving reached (median, least, most)"]
+    for row in rows:
+        shares = "  ".join(f"{row[key]:6.1%}" for key in ("reached", "reached_least", "reached_most"))
+        lines.append(f"{row['schedule']:10} {row['speed_up']:8.4f}  {row['simulated_speed_up']:10.4f}   {shares}")
+    return "\n".join(lines)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedule", action="append", help="repeat for several (default: zb-h2, zbv)")
+    parser.add_argument("--num-ranks", type=int, default=8, help="pipeline ranks, p, at least 2 (default %(default)s)")
+    parser.add_argument("--num-microbatches", type=int, default=24, help="m (default %(default)s)")
+    for name, what in (("forward", "F"), ("backward", "B"), ("wgrad", "W")):
+        parser.add_argument(
+            f"--{name}-ms", type=float, default=20.0, help=f"{what} of a rank and microbatch (default %(default)s)"
+        )
+    parser.add_argument("--comm-ms", type=float, default=0.0, help="link time that the simulator assumes (default %(default)s)")
+    parser.add_argument("--iterations", type=int, default=4, help="iterations in a block (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="blocks of each way (default %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.num_ranks < 2 or args.iterations < 1 or args.repeats < 1:
+        parser.error("--num-ranks must be 2 or more, --iterations and --repeats 1 or more")
+    try:
+        rows = [measure(schedule, args) for schedule in args.schedule or ("zb-h2", "zbv")]
+    except UserError as error:
+        parser.error(str(error))
+    command = ["python", "-m", "tools.benchmarks.post_validation", *(sys.argv[1:] if argv is None else argv)]
+    report = {
+        "format": FORMAT,
+        "command": " ".join(command),
+        "num_ranks": args.num_ranks,
+        "num_microbatches": args.num_microbatches,
+        "pass_ms": {"F": args.forward_ms, "B": args.backward_ms, "W": args.wgrad_ms},
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()} with {os.cpu_count()} CPUs",
+        "schedules": rows,
+    }
+    text = json.dumps(report, indent=1)
+    if args.json == "-":
+        print(text)
+    else:
+        print(table(rows))
+        if args.json:
+            Path(args.json).write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

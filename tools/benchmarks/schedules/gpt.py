@@ -1,0 +1,205 @@
+"""One real GPT under several schedules in one process group: megatron-core's own, untouched, and ours.
+
+All contenders are built once and live side by side, so that they can take turns iteration by iteration; building them anew for
+every turn would put seconds, and cold memory, between the two halves of every ratio. One set of megatron-core's process groups
+serves all: what differs between the contenders is the number of chunks, which is set before each turn by megatron-core's own
+setter, and which ranks hold embedding and head, which matters to nobody as the two are not tied.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+from megatron.zerobubble.mcore.build import build_chunks
+from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
+from megatron.zerobubble.mcore.model.layout import pipeline_layout
+from megatron.zerobubble.mcore.zb_schedules import STOCK, PipelineSchedule, ScheduleChoice
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
+from megatron.zerobubble.plan.registry import schedule_info
+from megatron.zerobubble.plan.simulate import TimedOp
+from tools.benchmarks.schedules.contenders import Entrant, Runtime, Sizes
+
+VOCABULARY = 256
+"""Tokens are bytes."""
+LEARNING_RATE = 1e-3
+WEIGHT_DECAY = 0.01
+SEED = 1234
+
+
+def set_up(host: HostDevice, num_ranks: int) -> None:
+    """megatron-core's process groups for a pipeline over all ranks. Every rank must call it, once."""
+    host.install()
+    parallel_state.initialize_model_parallel(1, num_ranks)
+
+
+def tear_down(host: HostDevice) -> None:
+    """Forget what `set_up` made. Every rank must call it, after it has closed its contenders."""
+    parallel_state.destroy_model_parallel()
+    host.uninstall()
+
+
+def text(sizes: Sizes, num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels, int64 [num_microbatches * micro_batch_size, seq_length]: source code of the standard library."""
+    count = num_microbatches * sizes.micro_batch_size * sizes.seq_length
+    source = Path(argparse.__file__).read_bytes()
+    stream = torch.frombuffer(bytearray(source * (count // len(source) + 1))[: count + 1], dtype=torch.uint8).long()
+    return stream[:-1].view(-1, sizes.seq_length), stream[1:].view(-1, sizes.seq_length)
+
+
+class GPTContender:
+    """A rank's chunks of the model, their optimizer, and a schedule. Every rank must construct it at the same point.
+
+    Args:
+        entrant: of megatron-core or ours.
+        sizes: the model.
+        num_ranks: pipeline size.
+        host: the installed host-device layer.
+    """
+
+    def __init__(self, entrant: Entrant, sizes: Sizes, num_ranks: int, host: HostDevice) -> None:
+        self._sizes = sizes
+        self._host = host
+        self._choice = self._make_choice(entrant, num_ranks)
+        self._losses: list[Any] = []
+        self._take_over()
+        torch.manual_seed(SEED)
+        model_parallel_cuda_manual_seed(SEED)
+        with host.on_host():
+            self._config = _transformer_config(sizes, self._choice)
+            built = build_chunks(
+                self._provide,
+                config=self._config,
+                ddp_config=self._ddp_config(),
+                choice=self._choice,
+            )
+            self._chunks, self._store = built.chunks, built.store
+            self._optimizer = get_megatron_optimizer(self._optimizer_config(), self._chunks)
+            step_on_shards(self._optimizer, self._chunks)
+        self._schedule = PipelineSchedule(self._choice, self._chunks, store=built.store, config=self._config)
+        self._schedule.recordings.every = 1
+
+    def iterate(self, num_microbatches: int) -> None:
+        """Forward, backward, and the optimizer's step."""
+        self._take_over()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        iterators = [self._batches(num_microbatches) for _ in self._chunks]
+        self._losses = self._schedule.forward_backward_func(
+            forward_step_func=self._forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._chunks if len(iterators) > 1 else self._chunks[0],
+            num_microbatches=num_microbatches,
+            seq_length=self._sizes.seq_length,
+            micro_batch_size=self._sizes.micro_batch_size,
+            forward_only=False,
+        )
+        with self._host.on_host():
+            self._optimizer.step()
+
+    def timed_ops(self) -> list[TimedOp]:
+        """What ran when in the last iteration, on the host's clock; nothing for megatron-core's own schedules."""
+        return self._schedule.recorder.timed_ops()
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """What runs the iterations."""
+        return self._schedule
+
+    def loss(self) -> float | None:
+        """Of the last iteration, where the last stage is."""
+        return sum(float(loss["loss"]) for loss in self._losses) / len(self._losses) if self._losses else None
+
+    def close(self) -> None:
+        """Give back the process groups. Every rank must call it."""
+        self._schedule.close()
+
+    def _make_choice(self, entrant: Entrant, num_ranks: int) -> ScheduleChoice:
+        name = STOCK if entrant.runtime is Runtime.STOCK else entrant.schedule
+        return ScheduleChoice(name=name, num_ranks=num_ranks, num_chunks=schedule_info(entrant.schedule).default_num_chunks)
+
+    def _ddp_config(self) -> DistributedDataParallelConfig:
+        return DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+
+    def _optimizer_config(self) -> OptimizerConfig:
+        """AdamW without clipping, which would only add the same global norm to every contender."""
+        return OptimizerConfig(
+            optimizer="adam",
+            lr=LEARNING_RATE,
+            min_lr=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            clip_grad=0.0,
+            params_dtype=torch.float32,
+        )
+
+    def _take_over(self) -> None:
+        """megatron-core's stock schedules ask the global state how many chunks a rank has."""
+        chunks = self._choice.num_chunks
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks if chunks > 1 else None)
+
+    def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
+        return GPTModel(
+            config=self._config,
+            transformer_layer_spec=get_gpt_layer_local_spec(),
+            vocab_size=VOCABULARY,
+            max_sequence_length=self._sizes.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=False,
+            vp_stage=vp_stage,
+        )
+
+    def _batches(self, num_microbatches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        tokens, labels = (each.to(self._host.device) for each in text(self._sizes, num_microbatches))
+        return zip(tokens.chunk(num_microbatches), labels.chunk(num_microbatches), strict=True)
+
+    def _forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        tokens, labels = next(iterator)
+        positions = torch.arange(self._sizes.seq_length, device=tokens.device).expand_as(tokens)
+        return model(tokens, positions, None, labels=labels), _mean
+
+
+def _mean(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = per_token.float().mean()
+    return loss, {"loss": loss.detach().clone()}  # megatron-core divides the loss in place
+
+
+def _transformer_config(sizes: Sizes, choice: ScheduleChoice) -> TransformerConfig:
+    layout = pipeline_layout(StageLayers.spread(sizes.num_layers, choice.placement), choice.placement)
+    interleaves = choice.is_stock and choice.num_chunks > 1
+    return TransformerConfig(
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.num_attention_heads,
+        pipeline_model_parallel_size=choice.num_ranks,
+        virtual_pipeline_model_parallel_size=choice.num_chunks if choice.num_chunks > 1 else None,
+        pipeline_model_parallel_layout=layout,
+        pipeline_dtype=torch.float32,
+        params_dtype=torch.float32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        # Without overlap megatron-core's interleaved schedule mixes up the two directions between two ranks; with it, on gloo,
+        # it reads outputs that were already deallocated.
+        overlap_p2p_comm=interleaves,
+        batch_p2p_comm=not interleaves,
+        deallocate_pipeline_outputs=not interleaves,
+    )

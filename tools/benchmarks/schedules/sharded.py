@@ -1,0 +1,102 @@
+"""The GPT of the benchmarks with a sharded optimizer, and gradients sharded or not; and what a rank holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+
+from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.mcore.ddp.zero2 import Reductions, ShardedGradientsDDP
+from megatron.zerobubble.mcore.zb_schedules import ScheduleChoice
+from megatron.zerobubble.profiling.profiler import Profiler
+from tools.benchmarks.schedules.contenders import Entrant, Sizes
+from tools.benchmarks.schedules.gpt import GPTContender
+
+
+class ShardingContender(GPTContender):
+    """ZeRO-1, or gradients sharded between microbatches. Every rank must construct it at the same point.
+
+    Args:
+        entrant: of our runtime.
+        sizes: the model.
+        num_ranks: pipeline size.
+        host: the installed host-device layer.
+        group_size: Ws of so many microbatches run together; None is ZeRO-1.
+        bucket_size: parameters of a bucket.
+    """
+
+    def __init__(
+        self, entrant: Entrant, sizes: Sizes, num_ranks: int, host: HostDevice, group_size: int | None, bucket_size: int
+    ) -> None:
+        self._group_size, self._bucket_size = group_size, bucket_size
+        super().__init__(entrant, sizes, num_ranks, host)
+
+    def look(self, num_microbatches: int) -> dict[str, int]:
+        """Two iterations, the second one watched: bytes by what they are."""
+        self.iterate(num_microbatches)
+        waiting, reduced = 0, 0 if self._reductions is None else self._reductions.reduced_bytes
+
+        store = self._store
+        assert store is not None
+
+        def observe(work: Any, op: Any) -> None:
+            nonlocal waiting
+            waiting = max(waiting, store.pending_bytes)
+
+        profiler = Profiler(torch.device("cpu"))
+        self._schedule.observe, self._schedule.profiler = observe, profiler
+        self.iterate(num_microbatches)
+        self._schedule.observe = self._schedule.profiler = None
+        passes = profiler.profile()
+        kept = sum(self._kept(chunk) for chunk in self._chunks)
+        whole = self._reductions.peak_bytes if self._reductions is not None else 0
+        return {
+            "gradients_kept": kept,
+            "gradients_peak": kept + whole,
+            "waiting_peak": waiting,
+            "all_peak": kept + passes.most_bytes,
+            "reduced": kept if self._reductions is None else self._reductions.reduced_bytes - reduced,
+        }
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """By a name that is the same in every run."""
+        return {
+            f"{index}.{name}": parameter.detach().clone()
+            for index, chunk in enumerate(self._chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+
+    def _batches(self, num_microbatches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Other microbatches on every copy of the model."""
+        copies, copy = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        return islice(super()._batches(copies * num_microbatches), copy, None, copies)
+
+    def _kept(self, chunk: Any) -> int:
+        if isinstance(chunk, ShardedGradientsDDP):
+            return chunk.kept_bytes
+        return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in chunk.buffers)
+
+    @property
+    def _reductions(self) -> Reductions | None:
+        return next((chunk.reductions for chunk in self._chunks if isinstance(chunk, ShardedGradientsDDP)), None)
+
+    def _make_choice(self, entrant: Entrant, num_ranks: int) -> ScheduleChoice:
+        return replace(super()._make_choice(entrant, num_ranks), shard_gradients=self._group_size)
+
+    def _ddp_config(self) -> DistributedDataParallelConfig:
+        return DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            bucket_size=self._bucket_size,
+        )
+
+    def _optimizer_config(self) -> OptimizerConfig:
+        return replace(super()._optimizer_config(), use_distributed_optimizer=True, adam_eps=1.0)

@@ -1,0 +1,152 @@
+"""What was measured of the split as JSON and as Markdown, with verdicts against the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tools.benchmarks.wgrad.measure import PassTimes, ProductTimes
+from tools.benchmarks.wgrad.shapes import LayerShape
+
+SPLIT_LIMIT = 1.02
+"""B + W takes at most so much of the classic backward."""
+RATE_LIMIT = 0.95
+"""W reaches at least so much of a plain matmul's rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeResult:
+    """One kind of layer."""
+
+    shape: LayerShape
+    num_layers: int
+    """Layers of the stack that was measured; times are of one."""
+    kernel: str
+    """What W was measured with in the stack."""
+    bytes_per_element: int
+    passes: PassTimes
+    products: tuple[ProductTimes, ...]
+
+    @property
+    def plain_matmul_ms(self) -> float:
+        """All of a layer's weight gradients as plain matmuls."""
+        return sum(product.plain_matmul_ms for product in self.products)
+
+    @property
+    def wgrad_tflops(self) -> float:
+        """Rate of W, all of it."""
+        return _tflops(self.shape.linear_flops, self.passes.wgrad_ms)
+
+    @property
+    def plain_tflops(self) -> float:
+        """Rate of the plain matmuls."""
+        return _tflops(self.shape.linear_flops, self.plain_matmul_ms)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What W cannot do without."""
+        return self.shape.held_bytes(self.bytes_per_element)
+
+    def verdicts(self) -> list[Verdict]:
+        """The targets, each with what was measured."""
+        passes, rate = self.passes, self.wgrad_tflops / self.plain_tflops
+        return [
+            Verdict("(B + W) / classic backward", passes.split_ratio, f"<= {SPLIT_LIMIT}", passes.split_ratio <= SPLIT_LIMIT),
+            Verdict("rate of W / rate of a plain matmul", rate, f">= {RATE_LIMIT}", rate >= RATE_LIMIT),
+            Verdict(
+                "bytes held from B to W / bytes needed",
+                passes.held_bytes / self.needed_bytes,
+                "<= 1",
+                passes.held_bytes <= self.needed_bytes,
+            ),
+        ]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One target."""
+
+    what: str
+    measured: float
+    target: str
+    is_met: bool
+
+    @property
+    def line(self) -> str:
+        """For a log."""
+        return f"{'met' if self.is_met else 'MISSED'}: {self.what} = {self.measured:.3f} (measured), target {self.target}"
+
+
+def to_json(results: Sequence[ShapeResult], about: dict[str, Any], fmt: str) -> dict[str, Any]:
+    """The JSON form. `measured` and `predicted` say of each figure what it is; `predicted` is arithmetic on the shape."""
+    return {"format": fmt, **about, "shapes": [_shape_json(result) for result in results]}
+
+
+def _shape_json(result: ShapeResult) -> dict[str, Any]:
+    shape = result.shape
+    return {
+        "shape": asdict(shape),
+        "num_layers": result.num_layers,
+        "kernel": result.kernel,
+        "measured": {
+            "per_layer": asdict(result.passes),
+            "products": [asdict(product) for product in result.products],
+            "plain_matmul_ms": result.plain_matmul_ms,
+            "wgrad_tflops": result.wgrad_tflops,
+            "plain_matmul_tflops": result.plain_tflops,
+        },
+        "predicted": {
+            "linear_flops": shape.linear_flops,
+            "model_flops": shape.model_flops,
+            "needed_bytes": result.needed_bytes,
+            "bytes_32sbh": shape.paper_held_bytes(),
+            "activation_bytes": shape.paper_activation_bytes(),
+        },
+        "verdicts": [asdict(verdict) for verdict in result.verdicts()],
+    }
+
+
+def to_markdown(results: Sequence[ShapeResult], about: dict[str, Any]) -> str:
+    """Tables: passes, W against plain matmuls, bytes, verdicts."""
+    lines = [
+        f"Device: {about['device']}, torch {about['torch']}, {about['dtype']} with fp32 main gradients; medians of "
+        f"{about['repeats']} rounds, per layer. *measured* unless it says *predicted*.",
+        "",
+        "| layer | F ms | B ms | W ms | classic, ours ms | classic, megatron-core ms | (B + W) / faster classic |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        p = result.passes
+        lines.append(
+            f"| {result.shape.name} | {p.forward_ms:.3f} | {p.backward_ms:.3f} | {p.wgrad_ms:.3f} | {p.fused_ms:.3f} "
+            f"| {p.stock_ms:.3f} | {p.split_ratio:.3f} |"
+        )
+    lines += [
+        "",
+        "| layer | linear | [tokens, out, in] | plain matmul TFLOP/s | kernel of W | TFLOP/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        for product in result.products:
+            plain = _tflops(product.flops, product.plain_matmul_ms)
+            for name, elapsed in product.kernels_ms.items():
+                lines.append(
+                    f"| {result.shape.name} | {product.linear} | [{product.tokens}, {product.out}, {product.in_}] | {plain:.2f} "
+                    f"| {name} | {_tflops(product.flops, elapsed):.2f} |"
+                )
+    lines += ["", "| layer | held B to W MiB | needed MiB, *predicted* | 32 sbh MiB, *predicted* |", "|---|---|---|---|"]
+    for result in results:
+        held, needed, paper = result.passes.held_bytes, result.needed_bytes, result.shape.paper_held_bytes()
+        lines.append(f"| {result.shape.name} | {_mib(held)} | {_mib(needed)} | {_mib(paper)} |")
+    lines.append("")
+    lines += [f"- {result.shape.name}: {verdict.line}" for result in results for verdict in result.verdicts()]
+    return "\n".join(lines)
+
+
+def _tflops(flops: int, elapsed_ms: float) -> float:
+    return flops / elapsed_ms / 1e9
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:.2f}"

@@ -1,1 +1,0 @@
-"""Scheduler playground: the planner of `megatron.zerobubble.plan` on a page in the browser (`python -m tools.playground`)."""
