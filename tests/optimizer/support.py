@@ -14,7 +14,7 @@ from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
 from tests.support.gpt import Case, Trainer
 from tests.support.moe import MoeCase, MoeTrainer
-from tests.support.multi_token import FurtherTokensCase, FurtherTokensTrainer
+from tests.support.mtp import FurtherTokensCase, FurtherTokensTrainer
 
 ITERATIONS = 12
 BASE = Case(schedule="zb-h2", num_ranks=2, num_microbatches=4, num_layers=4, dropout=0.1, clip_grad=1e3)

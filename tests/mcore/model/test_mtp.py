@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.gpt import compare
-from tests.support.multi_token import ZB_H2, ZBV, FurtherTokensCase
+from tests.support.mtp import ZB_H2, ZBV, FurtherTokensCase
 from tests.support.ranks import RankPool
 
 SUMS = {"embedding.word_embeddings.weight", "output_layer.weight"}

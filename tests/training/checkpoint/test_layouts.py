@@ -17,7 +17,7 @@ import torch
 from megatron.zerobubble.training.checkpoint import load as checkpointing
 from megatron.zerobubble.training.checkpoint.save import Saver
 from tests.support.ranks import RankPool
-from tests.support.trainees import VOCABULARY, train, trainee_of
+from tests.support.training_states import VOCABULARY, train, trainee_of
 from tests.support.whole_state import Tensors, whole_state
 
 P2, P4, T2 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4", "--tensor-model-parallel-size 2"

@@ -26,7 +26,7 @@ from megatron.zerobubble.training.checkpoint import load as checkpointing
 from megatron.zerobubble.training.checkpoint.directory import tracked_iteration
 from megatron.zerobubble.training.checkpoint.save import Saver
 from tests.support.ranks import RankPool
-from tests.support.trainees import train, trainee_of
+from tests.support.training_states import train, trainee_of
 from tests.training.launch import TINY_BATCH, TINY_MODEL, launch
 
 V4 = ["--pipeline-model-parallel-size", "4", "--zero-bubble-v-schedule"]

@@ -12,7 +12,7 @@ from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.search.search import Goal, Objective, objective_ms, search
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan.exact import optimum
-from tests.plan.test_search import COMPILED, problems
+from tests.plan.search.test_search import COMPILED, problems
 
 
 @given(problems())

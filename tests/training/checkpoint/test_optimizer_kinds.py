@@ -9,7 +9,7 @@ import pytest
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint import load as checkpointing
 from megatron.zerobubble.training.checkpoint.save import Saver
-from tests.support.trainees import train, trainee_of
+from tests.support.training_states import train, trainee_of
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 

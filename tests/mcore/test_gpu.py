@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.gpt import Case, Difference, compare
-from tests.support.ledger import train_watched
+from tests.support.memory_ledger import train_watched
 from tests.support.ranks import RankPool
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

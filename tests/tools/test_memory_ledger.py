@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.gpt import Case
-from tests.support.ledger import train_watched
+from tests.support.memory_ledger import train_watched
 from tests.support.ranks import RankPool
 from tools.benchmarks.memory import __main__ as benchmark_memory
 from tools.benchmarks.memory.ledger import Held, RankLedger, table

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.optimizer.support import Scenario, compare
-from tests.support.multi_token import ZB_H2, ZBV
+from tests.support.mtp import ZB_H2, ZBV
 from tests.support.ranks import RankPool
 
 SCENARIOS = (

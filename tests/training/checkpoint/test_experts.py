@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import RankPool
-from tests.training.test_checkpoint_layouts import DISTRIBUTED, H1, V2, walk
+from tests.training.checkpoint.test_layouts import DISTRIBUTED, H1, V2, walk
 
 EXPERTS = "--num-experts 4 --moe-layer-freq [0,0,0,0,1,1,1,1]"
 SHARED = f"{EXPERTS} --expert-model-parallel-size 2"

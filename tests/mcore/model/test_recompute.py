@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.zerobubble.plan.ir import Op, OpKind
-from tests.integration.test_schedule import _gemms_per_op
+from tests.mcore.test_zb_schedules import _gemms_per_op
 from tests.support.gpt import Case, Trainer, compare
 from tests.support.moe import ZBV as MOE
 from tests.support.moe import MoeCase
