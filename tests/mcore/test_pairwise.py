@@ -148,7 +148,7 @@ def _train_early(trainer: Trainer) -> Outcome:
     """Like `Trainer.train`, with every step taken before it is known to be right."""
     case = trainer.case
     steps = post_validation(
-        trainer.optimizer, is_eager=True, patience=0, rollback="exact", snapshot_on_host=False, on_host=trainer.host.on_host
+        trainer.optimizer, optimistic=True, patience=0, rollback="exact", snapshot_on_host=False, on_host=trainer.host.on_host
     )
     norms: list[float] = []
 

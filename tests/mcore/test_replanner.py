@@ -15,7 +15,7 @@ from megatron.zerobubble.mcore.zb_schedules import ScheduleChoice
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.search.search import Effort, Goal, Objective, objective_ms
+from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions, objective_ms
 from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.profiling.profiler import Profiler
@@ -44,7 +44,7 @@ def test_a_plan_that_could_deadlock_is_not_taken(monkeypatch: pytest.MonkeyPatch
     choice = ScheduleChoice(name="zb-interleaved", num_ranks=2, num_chunks=2)
     safe = build_plan("interleaved-1f1b", num_ranks=2, num_microbatches=4)
     schedule = mock.Mock(choice=choice, device=torch.device("cuda"))
-    replanner = Replanner(schedule, Window(start=1, end=1), Goal(budget=0.0), num_microbatches=4)
+    replanner = Replanner(schedule, Window(start=1, end=1), SearchOptions(budget=0.0), num_microbatches=4)
     replanner._costs, replanner._current = CostModel.uniform(choice.placement), {4: safe}
     assert replanner._search(4) is safe
 
@@ -63,10 +63,10 @@ def _train(rank: int, case: Case, window: Window | None) -> dict[str, Any]:
     trainer = Trainer(case, seed=1234 + 100 * rank)
     schedule = trainer.schedule
     drawn = schedule.plan(case.num_microbatches)
-    goal = Goal(budget=0.2 * Effort.FAST.budget)
+    options = SearchOptions(budget=0.2 * Effort.FAST.budget)
     kept: list[Any] = []
     replanner = (
-        None if window is None else Replanner(schedule, window, goal, num_microbatches=case.num_microbatches, keep=kept.append)
+        None if window is None else Replanner(schedule, window, options, num_microbatches=case.num_microbatches, keep=kept.append)
     )
     stages = case.choice.placement.rank_to_stages[rank]
     losses = []
@@ -106,8 +106,8 @@ def _evaluate(trainer: Trainer) -> list[float]:
 
 def _gain(drawn: Any, now: Any, replanner: Replanner) -> tuple[float, float]:
     assert replanner.costs is not None
-    goal = replanner._goal
-    return objective_ms(drawn, replanner.costs, goal.objective), objective_ms(now, replanner.costs, goal.objective)
+    options = replanner._options
+    return objective_ms(drawn, replanner.costs, options.objective), objective_ms(now, replanner.costs, options.objective)
 
 
 def test_training_does_not_notice(four_ranks: RankPool) -> None:
@@ -150,7 +150,7 @@ def _train_within(rank: int, case: Case) -> dict[str, Any]:
     replanner = Replanner(
         trainer.schedule,
         Window(start=2, end=3),
-        Goal(budget=0.2 * Effort.FAST.budget),
+        SearchOptions(budget=0.2 * Effort.FAST.budget),
         num_microbatches=case.num_microbatches,
         room=room,
         state=lambda: 7,

@@ -137,12 +137,12 @@ def _trainer(scenario: Scenario) -> _Trainer:
     return kinds.get(type(scenario.case), _Trainer)(scenario)
 
 
-def train(rank: int, scenario: Scenario, is_eager: bool) -> History:
+def train(rank: int, scenario: Scenario, optimistic: bool) -> History:
     """Train."""
     trainer = _trainer(scenario)
     post = post_validation(
         trainer.optimizer,
-        is_eager=is_eager,
+        optimistic=optimistic,
         patience=scenario.patience,
         rollback=scenario.rollback,
         snapshot_on_host=scenario.on_host,
@@ -224,7 +224,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def compare_with_stock(rank: int, case: Case) -> tuple[list[str], list[tuple[float, float]]]:
     """What differs between our synchronous steps and megatron-core's own, and the norms of both."""
-    ours = train(rank, Scenario("", case), is_eager=False)
+    ours = train(rank, Scenario("", case), optimistic=False)
     trainer = _Trainer(Scenario("", case))
     norms, num_stepped = [], 0
     for iteration in range(ITERATIONS):
@@ -243,8 +243,8 @@ def compare_with_stock(rank: int, case: Case) -> tuple[list[str], list[tuple[flo
 
 def compare(rank: int, scenario: Scenario) -> tuple[list[str], list[int], list[int], list[tuple[Any, ...]]]:
     """What differs between early and synchronous steps, which were corrected and on how many ranks, and what the steps were."""
-    synchronous = train(rank, scenario, is_eager=False)
-    early = train(rank, scenario, is_eager=True)
+    synchronous = train(rank, scenario, optimistic=False)
+    early = train(rank, scenario, optimistic=True)
     assert synchronous.amended == []
     return differences(synchronous, early), early.amended, early.undone, early.steps
 
@@ -252,7 +252,7 @@ def compare(rank: int, scenario: Scenario) -> tuple[list[str], list[int], list[i
 def compare_nearly(rank: int, scenario: Scenario) -> tuple[float, list[int], list[tuple[int, ...]]]:
     """How far master weights and Adam's averages are apart in the end, as a share of the largest in a tensor; which steps were
     corrected, and where."""
-    synchronous = train(rank, scenario, is_eager=False)
-    early = train(rank, scenario, is_eager=True)
+    synchronous = train(rank, scenario, optimistic=False)
+    early = train(rank, scenario, optimistic=True)
     apart = [float((a - b).abs().max() / (b.abs().max() or 1.0)) for a, b in zip(early.state, synchronous.state, strict=True)]
     return max(apart), early.amended, early.undone

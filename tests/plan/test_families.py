@@ -13,7 +13,7 @@ from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.planner import placement_of
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_info
 from megatron.zerobubble.plan.search.bound import lower_bound
-from megatron.zerobubble.plan.search.search import Goal, smallest_memory
+from megatron.zerobubble.plan.search.search import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
 
@@ -95,14 +95,14 @@ def test_within_a_memory_limit(request: tuple[str, int, int, Placement, CostMode
     """A family that is searched for keeps any limit that can be kept; a fixed order keeps it or is refused."""
     name, p, m, placement, costs = request
     limit = smallest_memory(placement, m, costs) * times_least
-    goal = Goal(memory_limit=limit, budget=0.0)
+    options = SearchOptions(memory_limit=limit, budget=0.0)
     if name in ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2"):
         peak = max(peak_memory(build_plan(name, num_ranks=p, num_microbatches=m, costs=costs), costs))
         if peak > limit + 1e-9:
             with pytest.raises(PlanError, match="memory peaks at"):
-                build_plan(name, num_ranks=p, num_microbatches=m, costs=costs, goal=goal)
+                build_plan(name, num_ranks=p, num_microbatches=m, costs=costs, options=options)
             return
-    simulation = simulate(build_plan(name, num_ranks=p, num_microbatches=m, costs=costs, goal=goal), costs)
+    simulation = simulate(build_plan(name, num_ranks=p, num_microbatches=m, costs=costs, options=options), costs)
     assert max(simulation.peak_memory) <= limit + 1e-9
     check_dependencies(simulation)
 
@@ -113,5 +113,11 @@ def test_just_too_little_memory_is_refused(name: str) -> None:
     costs = CostModel.uniform(placement, forward_ms=3.0, activation_after_backward=0.5)
     least = smallest_memory(placement, 5, costs)
     with pytest.raises(ConfigError, match=f"the smallest that works is {math.ceil(least * 1e6) / 1e6}"):
-        build_plan(name, num_ranks=3, num_microbatches=5, costs=costs, goal=Goal(memory_limit=least * 0.99, budget=0.0))
+        build_plan(
+            name,
+            num_ranks=3,
+            num_microbatches=5,
+            costs=costs,
+            options=SearchOptions(memory_limit=least * 0.99, budget=0.0),
+        )
     assert schedule_info(name).name == name

@@ -13,7 +13,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, Result, make_plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.search.search import Goal, Objective
+from megatron.zerobubble.plan.search.search import Objective, SearchOptions
 
 BUDGET = 20_000.0
 Searched = list[tuple[str, float, float]]
@@ -36,15 +36,15 @@ def auto(monkeypatch: pytest.MonkeyPatch, costs_of: CostsOf, limit: float | None
     """What `auto` finds, and (schedule, limit, share of the budget) of what was searched, in order."""
     searched: Searched = []
 
-    def build(name: str, *, goal: Goal, **others: Any) -> Any:
+    def build(name: str, *, options: SearchOptions, **others: Any) -> Any:
         if name in planner._SEARCHED:
-            assert goal.memory_limit is not None
-            searched.append((name, goal.memory_limit, goal.budget / BUDGET))
-        return build_plan(name, goal=goal, **others)
+            assert options.memory_limit is not None
+            searched.append((name, options.memory_limit, options.budget / BUDGET))
+        return build_plan(name, options=options, **others)
 
     monkeypatch.setattr(planner, "build_plan", build)
-    goal = Goal(memory_limit=limit, budget=BUDGET)
-    return make_plan(AUTO, num_ranks=4, num_microbatches=8, costs_of=costs_of, goal=goal), searched
+    options = SearchOptions(memory_limit=limit, budget=BUDGET)
+    return make_plan(AUTO, num_ranks=4, num_microbatches=8, costs_of=costs_of, options=options), searched
 
 
 @pytest.mark.parametrize(("costs_of", "enough"), [(long_last, 1.5), (full_first, 3.0)])
@@ -66,8 +66,8 @@ def slow_links(placement: Placement) -> CostModel:
 def test_a_v_is_searched_with_more_where_its_bound_says_that_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     result, searched = auto(monkeypatch, slow_links, 2.0)
     assert ("zbv", 2.0) in {(name, given) for name, given, _ in searched}
-    goal = Goal(memory_limit=2.0, budget=0.1 * BUDGET)
-    zbv = make_plan("zbv", num_ranks=4, num_microbatches=8, costs_of=slow_links, goal=goal)
+    options = SearchOptions(memory_limit=2.0, budget=0.1 * BUDGET)
+    zbv = make_plan("zbv", num_ranks=4, num_microbatches=8, costs_of=slow_links, options=options)
     assert result.objective_ms(Objective.SPAN) <= zbv.objective_ms(Objective.SPAN)
 
 

@@ -11,7 +11,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
-from megatron.zerobubble.plan.search.search import Goal, smallest_memory
+from megatron.zerobubble.plan.search.search import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
 
@@ -31,12 +31,12 @@ def test_the_limit_holds_after_every_b(name: str, times: float) -> None:
     costs = _costs(name)
     plan = build_plan(name, num_ranks=4, num_microbatches=8, costs=costs)
     limit = times * smallest_memory(plan.placement, 8, costs)
-    plan = build_plan(name, num_ranks=4, num_microbatches=8, costs=costs, goal=Goal(memory_limit=limit, budget=2e4))
+    plan = build_plan(name, num_ranks=4, num_microbatches=8, costs=costs, options=SearchOptions(memory_limit=limit, budget=2e4))
     validate(plan, memory_limit=limit, costs=costs)
     assert max(peak_memory(plan, costs)) <= limit + 1e-9
-    goal = Goal(memory_limit=0.99 * smallest_memory(plan.placement, 8, costs))
+    options = SearchOptions(memory_limit=0.99 * smallest_memory(plan.placement, 8, costs))
     with pytest.raises(ConfigError, match="smallest"):
-        build_plan(name, num_ranks=4, num_microbatches=8, costs=costs, goal=goal)
+        build_plan(name, num_ranks=4, num_microbatches=8, costs=costs, options=options)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -44,7 +44,10 @@ def test_the_own_limit_of_a_schedule_leaves_room_for_w_to_wait(name: str) -> Non
     """Without a limit a family has as many microbatches as ever, each at the most it holds; so it is not slower."""
     costs = _costs(name)
     light = replace(costs, activation_after_backward=costs.activation)
-    plans = [build_plan(name, num_ranks=4, num_microbatches=8, costs=each, goal=Goal(budget=2e4)) for each in (costs, light)]
+    plans = [
+        build_plan(name, num_ranks=4, num_microbatches=8, costs=each, options=SearchOptions(budget=2e4))
+        for each in (costs, light)
+    ]
     heavy_ms, light_ms = (simulate(plan, costs).span_ms for plan in plans)
     assert heavy_ms <= 1.05 * light_ms, "a search of few steps"
     assert all(map(math.isfinite, peak_memory(plans[0], costs)))

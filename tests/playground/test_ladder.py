@@ -10,7 +10,7 @@ import pytest
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
-from megatron.zerobubble.plan.search.search import Effort, Goal, Objective
+from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions
 from megatron.zerobubble.playground.ladder import Rung, climb, pareto
 from megatron.zerobubble.playground.problem import Problem, read_problem
 
@@ -37,8 +37,8 @@ def test_the_last_rung_is_what_the_planner_finds_with_that_effort() -> None:
     asked = problem("zbv", effort="fast", memory_limit=0.8)
     rungs = list(climb(asked))
     check(rungs, limit=0.8)
-    goal = Goal(memory_limit=0.8, objective=Objective.MAKESPAN, budget=Effort.FAST.budget)
-    same = make_plan("zbv", num_ranks=4, num_microbatches=8, costs_of=asked.costs_of, goal=goal)
+    options = SearchOptions(memory_limit=0.8, objective=Objective.MAKESPAN, budget=Effort.FAST.budget)
+    same = make_plan("zbv", num_ranks=4, num_microbatches=8, costs_of=asked.costs_of, options=options)
     assert rungs[-1].result.simulation.plan == same.simulation.plan
     assert rungs[0].spent == 0.0, "something is there before the search, although the drawing breaks the limit"
 

@@ -1,4 +1,4 @@
-"""What a training job puts together, on the ranks of a `RankPool`: from flags to a `Trainee` that trains, saves and loads."""
+"""What a training job sets up, on the ranks of a `RankPool`: from flags to a `TrainingState` that trains, saves and loads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job, Launch, set_up_model_parallel
 from megatron.zerobubble.training.setup import assemble, schedule_choice
-from megatron.zerobubble.training.step import Trainee, Training
+from megatron.zerobubble.training.step import Training, TrainingState
 from tests.support.gpt import _forget_groups
 
 VOCABULARY = 64
@@ -30,9 +30,9 @@ RUN += " --hidden-dropout 0 --use-cpu-initialization"
 
 
 @contextmanager
-def trainee_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Trainee, Any]]:
+def training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[TrainingState, Any]]:
     """This rank's part of a job with `flags` beside `MODEL` and `RUN`, and the job's store. All ranks must call this."""
-    with quiet_third_parties(), _may_fork(), _trainee_of(rank, flags) as job:
+    with quiet_third_parties(), _may_fork(), _training_state_of(rank, flags) as job:
         yield job
 
 
@@ -47,7 +47,7 @@ def _may_fork() -> Iterator[None]:
 
 
 @contextmanager
-def _trainee_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Trainee, Any]]:
+def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[TrainingState, Any]]:
     world_size = dist.get_world_size()
     settings = settings_from_argv([*MODEL.split(), *RUN.split(), *flags], world_size=world_size)
     store = dist.PrefixStore(f"job {_turn()}", dist.distributed_c10d._get_default_store())
@@ -62,7 +62,7 @@ def _trainee_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Trainee, Any]
     set_up_model_parallel(settings, **({} if choice.is_stock else embedding_ranks(choice.placement)))
     batch = settings.batch
     init_num_microbatches_calculator(rank, None, settings.global_batch_size, batch.micro_batch_size, settings.data_parallel_size)
-    trainee = assemble(
+    training_state = assemble(
         settings,
         job,
         choice,
@@ -70,24 +70,24 @@ def _trainee_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Trainee, Any]
         model_provider=pretrain_gpt.model_provider,
         forward_step_provider=pretrain_gpt.forward_step_provider,
     )
-    yield trainee, store
-    if trainee.steps is not None:
-        trainee.steps.close()
-    for chunk in trainee.chunks:  # cycles that Python cannot see, as in tests.support.gpt
+    yield training_state, store
+    if training_state.steps is not None:
+        training_state.steps.close()
+    for chunk in training_state.chunks:  # cycles that Python cannot see, as in tests.support.gpt
         chunk.grad_accs.clear()
-    for part in getattr(trainee.optimizer, "chained_optimizers", [trainee.optimizer]):
+    for part in getattr(training_state.optimizer, "chained_optimizers", [training_state.optimizer]):
         vars(part).clear()
-    vars(trainee.schedule).clear()
+    vars(training_state.schedule).clear()
     _forget_groups()
     unset_num_microbatches_calculator()
     host.uninstall()
 
 
-def train(trainee: Trainee, *, first: int, last: int) -> list[float]:
+def train(training_state: TrainingState, *, first: int, last: int) -> list[float]:
     """Iterations `first` to `last` on data that depends on their number only; the sum of losses of each, over all ranks."""
-    training, losses = Training(trainee), []
+    training, losses = Training(training_state), []
     for iteration in range(first, last + 1):
-        iterators = [_batches(trainee.settings, iteration) for _ in trainee.chunks]
+        iterators = [_batches(training_state.settings, iteration) for _ in training_state.chunks]
         results = training.iterate(iterators if len(iterators) > 1 else iterators[0])
         (result,) = results or training.flush()
         loss = result.loss.clone()

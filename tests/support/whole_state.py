@@ -17,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
-from megatron.zerobubble.training.step import Trainee
+from megatron.zerobubble.training.step import TrainingState
 
 Tensors = dict[str, Tensor]
 """By global name of the parameter, `/`, and what it is: `weight`, `master`, or a state of the optimizer such as `exp_avg`."""
@@ -43,17 +43,17 @@ class _Piece:
     """Whether a shard is a part of the gate above a part of what it gates."""
 
 
-def whole_state(trainee: Trainee, *, vocabulary: int) -> Tensors:
+def whole_state(training_state: TrainingState, *, vocabulary: int) -> Tensors:
     """Weights, master weights and optimizer state of the whole job, by global name. All ranks must call this.
 
     Args:
-        trainee: this rank's part of the job.
+        training_state: this rank's part of the job.
         vocabulary: rows of embedding and head that are no padding, which depends on the tensor-parallel size.
 
     Returns:
         On rank 0 all of it, empty on the others. Where the weights are the master weights they are there twice.
     """
-    own = list(_pieces(trainee))
+    own = list(_pieces(training_state))
     everybody: list[list[_Piece]] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
     dist.gather_object(own, everybody, dst=0)
     by_name: dict[str, list[_Piece]] = {}
@@ -72,13 +72,13 @@ def whole_state(trainee: Trainee, *, vocabulary: int) -> Tensors:
     }
 
 
-def _pieces(trainee: Trainee) -> Iterator[_Piece]:
-    for chunk in trainee.chunks:
+def _pieces(training_state: TrainingState) -> Iterator[_Piece]:
+    for chunk in training_state.chunks:
         stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         for name, parameter in stage.named_parameters():
             about = _about(stage, _global_name(stage, name), parameter)
             yield _piece("weight", parameter, 0, about)
-            first, master, states = _optimized(trainee.optimizer, parameter)
+            first, master, states = _optimized(training_state.optimizer, parameter)
             if master is not None:
                 yield _piece("master", master, first, about)
                 for kind, value in states.items():

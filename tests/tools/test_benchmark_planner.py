@@ -15,7 +15,7 @@ from megatron.zerobubble.cli.published import read_configs
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import make_plan
-from megatron.zerobubble.plan.search.search import Effort, Goal
+from megatron.zerobubble.plan.search.search import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from tools.benchmarks.planner import LIMITS, POINTS, PUBLISHED, ROOT, SECTIONS, Settings, main, missed, uneven
 
@@ -52,8 +52,8 @@ def rows_of(report: dict[str, Any], section: str) -> list[dict[str, Any]]:
     return rows
 
 
-def goal(limit: float) -> Goal:
-    return Goal(memory_limit=limit, budget=BUDGET)
+def options(limit: float) -> SearchOptions:
+    return SearchOptions(memory_limit=limit, budget=BUDGET)
 
 
 def test_the_report_says_where_it_comes_from(report: dict[str, Any], folder: Path) -> None:
@@ -79,7 +79,7 @@ def test_points_are_what_a_simulation_says(report: dict[str, Any]) -> None:
             num_ranks=row["p"],
             num_microbatches=row["m"],
             costs_of=lambda placement: CostModel.uniform(placement, **TIMES),
-            goal=goal(row["limit"]),
+            options=options(row["limit"]),
         )
         scored = simulate(found.simulation.plan, CostModel.uniform(found.simulation.plan.placement, **TIMES))
         assert row["ours"] == scored.bubble_rate
@@ -116,7 +116,11 @@ def test_uneven_runs_both_orders_under_the_true_times(report: dict[str, Any]) ->
     assert [row["point"] for row in rows] == ["zb@1", "zbv@1", "v-half"]
     for row in rows:
         for key, costs_of in (("ours", true), ("flattened", flat)):
-            problem: dict[str, Any] = {"num_ranks": row["p"], "num_microbatches": row["m"], "goal": goal(row["limit"])}
+            problem: dict[str, Any] = {
+                "num_ranks": row["p"],
+                "num_microbatches": row["m"],
+                "options": options(row["limit"]),
+            }
             plan = make_plan(row["schedule"], costs_of=costs_of, **problem).simulation.plan
             assert row[key] == simulate(plan, true(plan.placement)).bubble_rate
 
@@ -141,9 +145,9 @@ def test_fast_takes_only_its_sizes(report: dict[str, Any]) -> None:
 
 
 def test_efforts() -> None:
-    assert [Settings().goal(p, 1.0).budget for p in (16, 17)] == [Effort.DEFAULT.budget, Effort.MAX.budget]
-    assert {Settings(effort="fast").goal(p, 1.0).budget for p in (16, 17)} == {Effort.FAST.budget}
-    assert Settings(effort="fast", budget=7.0).goal(8, 1.0).budget == 7.0
+    assert [Settings().options(p, 1.0).budget for p in (16, 17)] == [Effort.DEFAULT.budget, Effort.MAX.budget]
+    assert {Settings(effort="fast").options(p, 1.0).budget for p in (16, 17)} == {Effort.FAST.budget}
+    assert Settings(effort="fast", budget=7.0).options(8, 1.0).budget == 7.0
 
 
 def test_misses_are_reported() -> None:

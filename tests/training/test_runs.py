@@ -222,7 +222,7 @@ class Killed(step.Training):
     def iterate(self, data_iterator):
         results = super().iterate(data_iterator)
         self.iteration = getattr(self, "iteration", 0) + 1
-        if self.iteration == 5 and self._trainee.steps.is_unvalidated and int(os.environ["RANK"]) == 0:
+        if self.iteration == 5 and self._training_state.steps.is_unvalidated and int(os.environ["RANK"]) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return results
 

@@ -32,7 +32,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, make_plan
 from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.search import Effort, Goal, best_core
+from megatron.zerobubble.plan.search.search import Effort, SearchOptions, best_core
 from megatron.zerobubble.plan.simulate import simulate
 
 FORMAT = "zerobubble-planner-benchmark/1"
@@ -85,10 +85,12 @@ class Settings(NamedTuple):
     uneven: tuple[tuple[int, int], ...] = ((8, 24), (16, 48))
     fast: tuple[tuple[int, int], ...] = ((32, 256),)
 
-    def goal(self, num_ranks: int, memory_limit: float) -> Goal:
-        """The goal of one search."""
+    def options(self, num_ranks: int, memory_limit: float) -> SearchOptions:
+        """The search options of one search."""
         effort = Effort(self.effort or ("max" if num_ranks > 16 else "default"))
-        return Goal(memory_limit=memory_limit, seed=self.seed, budget=effort.budget if self.budget is None else self.budget)
+        return SearchOptions(
+            memory_limit=memory_limit, seed=self.seed, budget=effort.budget if self.budget is None else self.budget
+        )
 
 
 class Task(NamedTuple):
@@ -96,7 +98,7 @@ class Task(NamedTuple):
 
     config: Config
     schedule: str
-    goal: Goal
+    options: SearchOptions
     labels: Row
     rival_costs_of: CostsOf | None = None
     """Plan for these too, and run that order under the config's costs."""
@@ -104,19 +106,19 @@ class Task(NamedTuple):
 
 def measure(task: Task) -> Row:
     """Plan; the clock runs from the request to the simulated plan and its bound."""
-    config, goal = task.config, task.goal
+    config, options = task.config, task.options
     p, m = config.num_ranks, config.num_microbatches
     begin = time.perf_counter()
-    result = make_plan(task.schedule, num_ranks=p, num_microbatches=m, costs_of=config.costs_of, goal=goal)
+    result = make_plan(task.schedule, num_ranks=p, num_microbatches=m, costs_of=config.costs_of, options=options)
     seconds = time.perf_counter() - begin
     simulation = result.simulation
-    row: Row = {"row": config.row, "model": config.model, "p": p, "m": m, "limit": goal.memory_limit} | task.labels
+    row: Row = {"row": config.row, "model": config.model, "p": p, "m": m, "limit": options.memory_limit} | task.labels
     row |= {"schedule": result.name, "ours": simulation.bubble_rate, "bound": result.bound.bubble_rate}
-    row |= {"peak_memory": max(simulation.peak_memory), "seconds": seconds, "budget": goal.budget}
+    row |= {"peak_memory": max(simulation.peak_memory), "seconds": seconds, "budget": options.budget}
     if row.get("reference"):
         row["ratio"] = round(row["ours"], 4) / row["reference"]
     if task.rival_costs_of is not None:
-        rival = make_plan(task.schedule, num_ranks=p, num_microbatches=m, costs_of=task.rival_costs_of, goal=goal)
+        rival = make_plan(task.schedule, num_ranks=p, num_microbatches=m, costs_of=task.rival_costs_of, options=options)
         plan = rival.simulation.plan
         row["flattened"] = simulate(plan, config.costs_of(plan.placement)).bubble_rate
     return row
@@ -139,7 +141,7 @@ def point_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
             reference = config.reference[point.published]
             limit = max(point.memory, reference.peak_memory) if point.at_peak else point.memory
             labels = {"point": point.name, "published": point.published, "reference": reference.bubble_rate}
-            tasks.append(Task(config, point.schedule, settings.goal(config.num_ranks, limit), labels))
+            tasks.append(Task(config, point.schedule, settings.options(config.num_ranks, limit), labels))
     return tasks
 
 
@@ -151,14 +153,14 @@ def auto_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
             fitting = [(r.bubble_rate, name) for name, r in config.reference.items() if r.peak_memory <= limit + EXACT]
             best, name = min(fitting, default=(None, None))
             labels = {"point": f"{AUTO}@{limit:g}", "published": name, "reference": best}
-            tasks.append(Task(config, AUTO, settings.goal(config.num_ranks, limit), labels))
+            tasks.append(Task(config, AUTO, settings.options(config.num_ranks, limit), labels))
     return tasks
 
 
 def ideal_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
     """zbv at 1F1B's memory and zb at twice that, with the default costs: every pass 1, free links."""
     return [
-        Task(Config(0, "", p, m, CostModel.uniform, {}), name, settings.goal(p, limit), {"point": f"{name}@{limit:g}"})
+        Task(Config(0, "", p, m, CostModel.uniform, {}), name, settings.options(p, limit), {"point": f"{name}@{limit:g}"})
         for p in settings.ideal
         for m in (2 * p, 3 * p)
         for name, limit in (("zbv", 1.0), ("zb", 2.0))
@@ -184,9 +186,9 @@ def uneven_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
     for size in settings.uneven:
         those = [config for config in configs if (config.num_ranks, config.num_microbatches) == size]
         chosen = settings._replace(points=(PAIRED[0], PAIRED[2], PAIRED[3]))
-        for config, schedule, goal, labels, _ in point_tasks(those[:1], chosen):
+        for config, schedule, options, labels, _ in point_tasks(those[:1], chosen):
             true, flat = partial(uneven, config.costs_of), partial(uneven, config.costs_of, flat=True)
-            tasks.append(Task(config._replace(costs_of=true), schedule, goal, {"point": labels["point"]}, flat))
+            tasks.append(Task(config._replace(costs_of=true), schedule, options, {"point": labels["point"]}, flat))
     return tasks
 
 

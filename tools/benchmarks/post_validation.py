@@ -70,7 +70,7 @@ class CalmOptimizer:
 
 def iteration_ms(program: Program, rank: int, links: ProcessGroupLinks, work: SleepingWork, *, early: bool, count: int) -> float:
     """Milliseconds from the start of one iteration to the start of the next, over `count` of them after a first."""
-    post = PostValidation(CalmOptimizer(), Relay(range(program.plan.num_ranks), rank), is_eager=early)
+    post = PostValidation(CalmOptimizer(), Relay(range(program.plan.num_ranks), rank), optimistic=early)
     starts = []
     dist.barrier()
     for _ in range(count + 2):

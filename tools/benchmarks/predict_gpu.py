@@ -23,7 +23,7 @@ from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import make_plan
-from megatron.zerobubble.plan.search.search import Effort, Goal
+from megatron.zerobubble.plan.search.search import Effort, SearchOptions
 from tools.benchmarks.wgrad.shapes import LayerShape
 
 FORMAT = "zerobubble-gpu-prediction/1"
@@ -134,7 +134,7 @@ def predict(passes: Passes, num_ranks: int, args: argparse.Namespace, peak_tflop
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
             costs_of=partial(passes.costs, schedule, layers, comm_ms),
-            goal=Goal(budget=Effort(args.effort).budget) if args.effort else Goal(budget=0.0),
+            options=SearchOptions(budget=Effort(args.effort).budget) if args.effort else SearchOptions(budget=0.0),
         )
         run = result.simulation
         classic_ms = rows[0].makespan_ms if rows else run.makespan_ms

@@ -23,7 +23,7 @@ from megatron.zerobubble.plan.render.summary import headline, measures, summary
 from megatron.zerobubble.plan.render.svg import render_svg
 from megatron.zerobubble.plan.render.trace import render_chrome_trace
 from megatron.zerobubble.plan.search.bound import lower_bound
-from megatron.zerobubble.plan.search.search import Effort, Goal, Objective
+from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
 from megatron.zerobubble.plan.validate import validate
@@ -131,7 +131,7 @@ def _result(args: argparse.Namespace, memory_limit: float | None) -> Result:
     """Without a limit and an effort: the drawn order. Else the best one found."""
     name = args.schedule
     effort = Effort(args.effort or "default")
-    goal = Goal(memory_limit=memory_limit, objective=Objective(args.objective), seed=args.seed, budget=effort.budget)
+    options = SearchOptions(memory_limit=memory_limit, objective=Objective(args.objective), seed=args.seed, budget=effort.budget)
     pending = args.max_pending_backward
     pending = None if pending is None else parse_max_pending_backward(pending, args.num_ranks)
     if name != AUTO and memory_limit is None and args.effort is None:
@@ -150,7 +150,7 @@ def _result(args: argparse.Namespace, memory_limit: float | None) -> Result:
         num_ranks=args.num_ranks,
         num_microbatches=args.num_microbatches,
         costs_of=lambda placement: _costs(args, placement),
-        goal=goal,
+        options=options,
         num_chunks=args.num_chunks,
         max_pending_backward=pending,
     )
@@ -236,7 +236,7 @@ def run_compare(args: argparse.Namespace) -> None:
                 num_ranks=config.num_ranks,
                 num_microbatches=config.num_microbatches,
                 costs_of=config.costs_of,
-                goal=Goal(memory_limit=reference.peak_memory, seed=args.seed, budget=Effort(args.effort).budget),
+                options=SearchOptions(memory_limit=reference.peak_memory, seed=args.seed, budget=Effort(args.effort).budget),
             )
             print(
                 f"{config.model:6} {config.num_ranks:3} {config.num_microbatches:4}  {name:8} "

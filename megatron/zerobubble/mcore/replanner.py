@@ -23,7 +23,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.search import Goal, Objective, best_core, objective_ms
+from megatron.zerobubble.plan.search.search import Objective, SearchOptions, best_core, objective_ms
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE, validate
 from megatron.zerobubble.profiling.profile import RankProfile, combine, costs_within, unit_bytes
@@ -70,8 +70,8 @@ def budget_of(seconds: float) -> float:
     return seconds * (_COMPILED_EVALUATIONS_PER_S if compiled else _PYTHON_EVALUATIONS_PER_S)
 
 
-def refined(choice: ScheduleChoice, num_microbatches: int, costs: CostModel, goal: Goal) -> Plan:
-    """The best plan found for `costs` with the choice's placement, within the goal's memory limit or else the schedule's own."""
+def refined(choice: ScheduleChoice, num_microbatches: int, costs: CostModel, options: SearchOptions) -> Plan:
+    """The best plan found for `costs` with the choice's placement, within the memory limit of `options` or the schedule's own."""
     name, pending = choice.family
     return build_plan(
         name,
@@ -80,7 +80,7 @@ def refined(choice: ScheduleChoice, num_microbatches: int, costs: CostModel, goa
         num_chunks=choice.num_chunks,
         max_pending_backward=pending,
         costs=costs,
-        goal=goal,
+        options=options,
     )
 
 
@@ -116,7 +116,7 @@ class Replanner:
     Args:
         schedule: whose iterations are timed, and who runs the plans.
         window: when.
-        goal: objective, seed and budget of a search. The memory limit is the choice's, or follows from `room`.
+        options: objective, seed and budget of a search. The memory limit is the choice's, or follows from `room`.
         num_microbatches: what most iterations will have. Searches for other numbers, on the way there, get a tenth of the budget.
         room: called on every rank at the end of a window: bytes that its activations may take, after what was measured. They are
             then the limit, rank by rank.
@@ -128,7 +128,7 @@ class Replanner:
         self,
         schedule: PipelineSchedule,
         window: Window,
-        goal: Goal,
+        options: SearchOptions,
         *,
         num_microbatches: int,
         room: Callable[[RankProfile], int] | None = None,
@@ -137,7 +137,7 @@ class Replanner:
     ) -> None:
         self._schedule = schedule
         self._window = window
-        self._goal = goal
+        self._options = options
         self._usual = num_microbatches
         self._room, self._state = room, state
         self._unit = 0.0
@@ -222,7 +222,7 @@ class Replanner:
         """The best of the order so far and what is found; says what it promises."""
         assert self._costs is not None
         begin = time.perf_counter()
-        choice, costs, objective = self._schedule.choice, self._costs, self._goal.objective
+        choice, costs, objective = self._schedule.choice, self._costs, self._options.objective
         so_far = choice.as_run(self._current.get(num_microbatches) or choice.plan(num_microbatches))
         plan = so_far
         try:
@@ -255,13 +255,13 @@ class Replanner:
                 raise ConfigError(f"weights, gradients and optimizer state alone fill the memory limit on rank {', '.join(full)}")
             costs, limit = costs_within(costs, choice.placement, num_microbatches, self._rooms), 1.0
         share = 1.0 if num_microbatches == self._usual else 0.1
-        goal = replace(self._goal, budget=share * self._goal.budget, memory_limit=limit)
-        found = choice.as_run(refined(choice, num_microbatches, costs, goal))
+        options = replace(self._options, budget=share * self._options.budget, memory_limit=limit)
+        found = choice.as_run(refined(choice, num_microbatches, costs, options))
         program_of(found, self._schedule.device)  # refuses what could deadlock in one hardware queue
         plans = [found]
         if limit is None or max(peak_memory(so_far, costs)) <= limit + MEMORY_TOLERANCE:
             plans.append(so_far)
-        return min(plans, key=lambda plan: objective_ms(plan, costs, self._goal.objective))
+        return min(plans, key=lambda plan: objective_ms(plan, costs, self._options.objective))
 
 
 def _objective_of(simulation: Simulation, objective: Objective) -> float:

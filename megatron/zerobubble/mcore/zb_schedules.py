@@ -30,7 +30,7 @@ from megatron.zerobubble.plan.communication import Program, place_communication,
 from megatron.zerobubble.plan.deadlock import finishes
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
-from megatron.zerobubble.plan.search.search import Goal
+from megatron.zerobubble.plan.search.search import SearchOptions
 from megatron.zerobubble.plan.timeline import Activity, Timeline
 from megatron.zerobubble.plan.transforms import forward_only as only_forward
 from megatron.zerobubble.plan.transforms import group_weight_gradients
@@ -98,7 +98,7 @@ class ScheduleChoice:
             num_microbatches=num_microbatches,
             num_chunks=self.num_chunks,
             max_pending_backward=self.max_pending_backward,
-            goal=None if self.memory_limit is None else Goal(memory_limit=self.memory_limit, budget=0.0),
+            options=None if self.memory_limit is None else SearchOptions(memory_limit=self.memory_limit, budget=0.0),
         )
 
     def as_run(self, plan: Plan) -> Plan:

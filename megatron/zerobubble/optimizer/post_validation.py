@@ -234,7 +234,7 @@ class PostValidation:
     `step` when the gradients are final; `validate` before anything touches the gradients again; `flush` before anyone is shown
     weights (a checkpoint, an evaluation, the end). A training loop of your own, around a `PipelineSchedule`::
 
-        steps = megatron.zerobubble.post_validation(optimizer, is_eager=True)
+        steps = megatron.zerobubble.post_validation(optimizer, optimistic=True)
 
         def learn(verdict):                    # the truth about a step, once each
             if verdict is not None and verdict.is_stepped:
@@ -260,13 +260,13 @@ class PostValidation:
     Args:
         optimizer: what steps.
         relay: to the other ranks of the pipeline.
-        is_eager: False: every step waits for the truth. `validate` still tells it, and never amends.
+        optimistic: False: every step waits for the truth. `validate` still tells it, and never amends.
         patience: after an amended step, how many steps wait for the truth and find nothing to clip and no overflow before one
             is taken without it again. 0: every step is taken without it.
     """
 
-    def __init__(self, optimizer: Steppable, relay: Relay, *, is_eager: bool, patience: int = 10) -> None:
-        self.is_eager = is_eager
+    def __init__(self, optimizer: Steppable, relay: Relay, *, optimistic: bool, patience: int = 10) -> None:
+        self.optimistic = optimistic
         self._optimizer = optimizer
         self._relay = relay
         self._patience = patience
@@ -284,7 +284,7 @@ class PostValidation:
         assert self._pending is None
         assert self._verdict is None
         own = self._optimizer.prepare()
-        if self.is_eager and self._calm >= self._patience:
+        if self.optimistic and self._calm >= self._patience:
             self._step_now(own)
         else:
             truth = self._relay.total(own)

@@ -19,7 +19,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan, check_at_least_one, check_num_chunks, schedule_info
 from megatron.zerobubble.plan.search.bound import Bound, lower_bound
-from megatron.zerobubble.plan.search.search import Goal, Objective, check_memory_limit, smallest_memory
+from megatron.zerobubble.plan.search.search import Objective, SearchOptions, check_memory_limit, smallest_memory
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 
 AUTO = "auto"
@@ -106,7 +106,7 @@ def make_plan(
     num_ranks: int,
     num_microbatches: int,
     costs_of: CostsOf,
-    goal: Goal,
+    options: SearchOptions,
     num_chunks: int | None = None,
     max_pending_backward: int | None = None,
 ) -> Result:
@@ -120,8 +120,8 @@ def make_plan(
     if name == AUTO:
         if num_chunks is not None or max_pending_backward is not None:
             raise ConfigError("auto chooses the number of chunks and of pending microbatches; drop them or name a schedule")
-        return _auto(num_ranks, num_microbatches, costs_of, goal)
-    return _one(name, num_ranks, num_microbatches, num_chunks, costs_of, goal, max_pending_backward)
+        return _auto(num_ranks, num_microbatches, costs_of, options)
+    return _one(name, num_ranks, num_microbatches, num_chunks, costs_of, options, max_pending_backward)
 
 
 def _one(
@@ -130,7 +130,7 @@ def _one(
     num_microbatches: int,
     num_chunks: int | None,
     costs_of: CostsOf,
-    goal: Goal,
+    options: SearchOptions,
     max_pending_backward: int | None = None,
 ) -> Result:
     check_num_chunks(schedule_info(name), num_chunks)
@@ -142,43 +142,43 @@ def _one(
         num_chunks=num_chunks,
         max_pending_backward=max_pending_backward,
         costs=costs,
-        goal=goal,
+        options=options,
     )
     simulation = simulate(plan, costs)
-    limit = max(simulation.peak_memory) if goal.memory_limit is None else goal.memory_limit
+    limit = max(simulation.peak_memory) if options.memory_limit is None else options.memory_limit
     return Result(simulation, lower_bound(plan.placement, num_microbatches, costs, limit), plan.placement.num_chunks)
 
 
-def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, goal: Goal) -> Result:
-    if goal.memory_limit is None:
-        goal = replace(goal, memory_limit=math.inf)
-    families, least = _feasible(num_ranks, num_microbatches, costs_of, goal)
+def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Result:
+    if options.memory_limit is None:
+        options = replace(options, memory_limit=math.inf)
+    families, least = _feasible(num_ranks, num_microbatches, costs_of, options)
     if not families:
         if not least:
             raise PlanError("the costs fit no placement: give one value a rank (linear) or two (V, interleaved)")
-        raise ConfigError(f"no schedule keeps memory limit {goal.memory_limit}: the smallest that works is {min(least):.6g}")
+        raise ConfigError(f"no schedule keeps memory limit {options.memory_limit}: the smallest that works is {min(least):.6g}")
 
     def search(family: _Family, share: float) -> Result:
-        own = replace(goal, budget=share * goal.budget, memory_limit=family.limit)
+        own = replace(options, budget=share * options.budget, memory_limit=family.limit)
         return _one(family.name, num_ranks, num_microbatches, family.num_chunks, costs_of, own)
 
     def time_of(found: tuple[_Family, Result]) -> float:
-        return found[1].objective_ms(goal.objective)
+        return found[1].objective_ms(options.objective)
 
     tried: list[tuple[_Family, Result]] = []
     for family in families:
-        if not family.may_beat(min(map(time_of, tried), default=math.inf), goal.objective):
+        if not family.may_beat(min(map(time_of, tried), default=math.inf), options.objective):
             continue
         with suppress(PlanError):  # its one order does not keep the limit
             tried.append((family, search(family, _FIRST_SHARE)))
     if not tried:
-        raise ConfigError(f"no schedule keeps memory limit {goal.memory_limit}: the smallest that works is {min(least):.6g}")
+        raise ConfigError(f"no schedule keeps memory limit {options.memory_limit}: the smallest that works is {min(least):.6g}")
     tried.sort(key=time_of)
     rest = 1 - _FIRST_SHARE * sum(family.name in _SEARCHED for family, _ in tried)
     close = [found for found in tried[:2] if time_of(found) <= (1 + _CLOSE) * time_of(tried[0])]
     for place, (family, result) in enumerate(close):
         best = min(map(time_of, tried[:place]), default=math.inf)
-        if family.name in _SEARCHED and goal.budget > 0 and family.may_beat(best, goal.objective):
+        if family.name in _SEARCHED and options.budget > 0 and family.may_beat(best, options.objective):
             tried[place] = min((family, result), (family, search(family, rest)), key=time_of)
     tried.sort(key=time_of)
     bounds = [family.bound for family in families]
@@ -212,10 +212,12 @@ class _Family(NamedTuple):
         return self.bound.span_ms if objective is Objective.SPAN else self.bound.makespan_ms
 
 
-def _feasible(num_ranks: int, num_microbatches: int, costs_of: CostsOf, goal: Goal) -> tuple[list[_Family], list[float]]:
+def _feasible(
+    num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: SearchOptions
+) -> tuple[list[_Family], list[float]]:
     """Families that the costs are for and the limit allows, by ascending bound; and the smallest limits of those first ones."""
-    assert goal.memory_limit is not None
-    families, least, limit = [], [], goal.memory_limit
+    assert options.memory_limit is not None
+    families, least, limit = [], [], options.memory_limit
     for name, num_chunks in _FAMILIES:
         try:
             placement = placement_of(name, num_ranks, num_chunks)
@@ -228,9 +230,9 @@ def _feasible(num_ranks: int, num_microbatches: int, costs_of: CostsOf, goal: Go
         enough = _enough(family, placement, num_microbatches, costs)
         if enough < limit:
             tighter = family._replace(limit=enough, bound=lower_bound(placement, num_microbatches, costs, enough))
-            family = tighter if not family.may_beat(tighter.bound_ms(goal.objective), goal.objective) else family
+            family = tighter if not family.may_beat(tighter.bound_ms(options.objective), options.objective) else family
         families.append(family)
-    return sorted(families, key=lambda family: family.bound_ms(goal.objective)), least
+    return sorted(families, key=lambda family: family.bound_ms(options.objective)), least
 
 
 def _enough(family: _Family, placement: Placement, num_microbatches: int, costs: CostModel) -> float:

@@ -22,7 +22,7 @@ from megatron.zerobubble.plan.generators.zb_h2 import zb_h2
 from megatron.zerobubble.plan.generators.zb_interleaved import zb_interleaved, zb_interleaved_memory
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search.search import Goal, drawing_of, memory_of, search, smallest_memory
+from megatron.zerobubble.plan.search.search import SearchOptions, drawing_of, memory_of, search, smallest_memory
 from megatron.zerobubble.plan.validate import validate
 
 
@@ -37,7 +37,7 @@ class Request:
     """None: not asked for, which is p where nothing else decides it."""
     costs: CostModel | None = None
     """None: every stage alike, F=B=W and free links."""
-    goal: Goal | None = None
+    options: SearchOptions | None = None
     """None: the drawn pattern where there is one, else a search without a budget."""
 
     @property
@@ -49,16 +49,16 @@ class Request:
         """The given costs, or the default ones."""
         return CostModel.uniform(placement) if self.costs is None else self.costs
 
-    def goal_within(self, placement: Placement, memory_limit: float) -> Goal:
-        """The goal; where it has no limit, the family's own, in microbatches of the fullest rank instead of whole ones."""
-        goal = self.goal or Goal(budget=0.0)
-        if goal.memory_limit is not None:
-            return goal
+    def options_within(self, placement: Placement, memory_limit: float) -> SearchOptions:
+        """The search options; without a memory limit, the family's own, in microbatches of the fullest rank, not of a whole one."""
+        options = self.options or SearchOptions(budget=0.0)
+        if options.memory_limit is not None:
+            return options
         costs = self.costs_of(placement).reserved
         costs.check_fits(placement)
         fullest = max(math.fsum(costs.activation[stage] for stage in stages) for stages in placement.rank_to_stages)
         least = smallest_memory(placement, self.num_microbatches, costs)
-        return replace(goal, memory_limit=max(memory_limit * fullest, least))
+        return replace(options, memory_limit=max(memory_limit * fullest, least))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class ScheduleInfo:
     takes_max_pending_backward: bool
     """Whether the number of pending microbatches is a choice."""
     is_searched: bool
-    """Whether costs and a goal change its order; the others are one order each."""
+    """Whether costs and search options change its order; the others are one order each."""
     description: str
     """One line."""
     reference: str
@@ -110,55 +110,55 @@ def _info(
 
 
 def _zb(request: Request) -> Plan:
-    """The drawn pattern; with costs or a goal, the best plan found from the patterns of several memory points."""
+    """The drawn pattern; with costs or search options, the best plan found from the patterns of several memory points."""
     p, m = request.num_ranks, request.num_microbatches
     drawn = zb(p, m, request.pending)
-    if request.goal is None:
+    if request.options is None:
         return drawn
     placement = Placement.linear(p)
     limit = None if request.max_pending_backward is None else request.pending / min(p, m)
-    costs, goal = request.costs_of(placement), request.goal_within(placement, limit or 1.0)
+    costs, options = request.costs_of(placement), request.options_within(placement, limit or 1.0)
     costs.check_fits(placement)
-    memory = memory_of(goal, placement, m)
+    memory = memory_of(options, placement, m)
     pendings = [k for k in (1, -(-p // 2), p, -(-3 * p // 2), 2 * p) if k <= memory][-2:]
     drawings = [drawing_of(partial(zb, p, max_pending_backward=k)) for k in {*pendings, request.pending}]
     drawings += map(drawing_of, timed_zb(p, costs, memory))
-    return search("zb", placement, m, costs, goal, drawings=drawings)
+    return search("zb", placement, m, costs, options, drawings=drawings)
 
 
 def _zbv(request: Request) -> Plan:
     p, m = request.num_ranks, request.num_microbatches
-    if request.goal is None:
+    if request.options is None:
         return zbv(p, m)
     placement = Placement.v(p)
-    goal = request.goal_within(placement, 1.0)
-    drawings = v_drawings(p, memory_of(goal, placement, m))
-    return search("zbv", placement, m, request.costs_of(placement), goal, drawings=drawings)
+    options = request.options_within(placement, 1.0)
+    drawings = v_drawings(p, memory_of(options, placement, m))
+    return search("zbv", placement, m, request.costs_of(placement), options, drawings=drawings)
 
 
 def _v_half(request: Request) -> Plan:
     p, m = request.num_ranks, request.num_microbatches
     placement = Placement.v(p)
-    return v_half(p, m, request.costs_of(placement), request.goal_within(placement, v_half_memory(p, m)))
+    return v_half(p, m, request.costs_of(placement), request.options_within(placement, v_half_memory(p, m)))
 
 
 def _v_min(request: Request) -> Plan:
     p, m = request.num_ranks, request.num_microbatches
     placement = Placement.v(p)
-    return v_min(p, m, request.costs_of(placement), request.goal_within(placement, v_min_memory(p, m)))
+    return v_min(p, m, request.costs_of(placement), request.options_within(placement, v_min_memory(p, m)))
 
 
 def _one_f_one_b_v(request: Request) -> Plan:
     p, m = request.num_ranks, request.num_microbatches
     placement = Placement.v(p)
-    return one_f_one_b_v(p, m, request.costs_of(placement), request.goal_within(placement, one_f_one_b_v_memory(p, m)))
+    return one_f_one_b_v(p, m, request.costs_of(placement), request.options_within(placement, one_f_one_b_v_memory(p, m)))
 
 
 def _zb_interleaved(request: Request) -> Plan:
     p, m, v = request.num_ranks, request.num_microbatches, request.num_chunks
     placement = Placement.loop(p, v)
-    goal = request.goal_within(placement, zb_interleaved_memory(p, m, v))
-    return zb_interleaved(p, m, v, request.costs_of(placement), goal)
+    options = request.options_within(placement, zb_interleaved_memory(p, m, v))
+    return zb_interleaved(p, m, v, request.costs_of(placement), options)
 
 
 _ALL = (
@@ -272,7 +272,7 @@ def build_plan(
     num_chunks: int | None = None,
     max_pending_backward: int | None = None,
     costs: CostModel | None = None,
-    goal: Goal | None = None,
+    options: SearchOptions | None = None,
 ) -> Plan:
     """Generate and validate a plan.
 
@@ -283,14 +283,14 @@ def build_plan(
         num_chunks: v, stages a rank; only the interleaved schedules leave a choice (2 where not given).
         max_pending_backward: most microbatches between F and W on a rank; only `zb` takes it (p where not given).
         costs: times and memory per stage; F=B=W, free links and everything held until W where not given.
-        goal: search for the best order of the family, under the goal's memory limit or the family's own. Schedules that are
-            a fixed order are held against the limit instead. Without a goal: the drawn order, or where the family has none,
-            the best of a few list schedules.
+        options: search for the best order of the family, under their memory limit or the family's own; a schedule that is one fixed
+            order is checked against the limit instead. None: the hand-written order, or for a family without one the best of a
+            few list schedules.
 
     Raises:
         ConfigError: an unknown name, a number below 1, an option that the schedule does not take, or a memory limit under
             which no plan of the placement exists.
-        PlanError: costs for another number of stages, or a fixed order that breaks the goal's limit.
+        PlanError: costs for another number of stages, or a fixed order that breaks the search options' limit.
     """
     info = schedule_info(name)
     check_at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -308,12 +308,12 @@ def build_plan(
             num_chunks=info.default_num_chunks if num_chunks is None else num_chunks,
             max_pending_backward=max_pending_backward,
             costs=costs,
-            goal=goal,
+            options=options,
         )
     )
     if costs is not None:
         costs.check_fits(plan.placement)
-    validate(plan, memory_limit=None if goal is None else goal.memory_limit, costs=costs)
+    validate(plan, memory_limit=None if options is None else options.memory_limit, costs=costs)
     return plan
 
 

@@ -14,7 +14,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.search.bound import lower_bound
-from megatron.zerobubble.plan.search.search import Effort, Goal
+from megatron.zerobubble.plan.search.search import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 from megatron.zerobubble.playground.problem import Problem
@@ -99,7 +99,7 @@ def _searched(problem: Problem, budget: float) -> Result:
         num_ranks=problem.num_ranks,
         num_microbatches=problem.num_microbatches,
         costs_of=problem.costs_of,
-        goal=Goal(memory_limit=problem.memory_limit, objective=problem.objective, seed=problem.seed, budget=budget),
+        options=SearchOptions(memory_limit=problem.memory_limit, objective=problem.objective, seed=problem.seed, budget=budget),
         num_chunks=problem.num_chunks,
         max_pending_backward=problem.max_pending_backward,
     )

@@ -49,7 +49,7 @@ from megatron.zerobubble.training.resilience.early_exit import Departure
 from megatron.zerobubble.training.resilience.failure import JobGuard
 from megatron.zerobubble.training.resilience.watchdog import watchdog
 from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, assemble, schedule_choice
-from megatron.zerobubble.training.step import StepResult, Trainee, Training, evaluate
+from megatron.zerobubble.training.step import StepResult, Training, TrainingState, evaluate
 
 __all__ = ["pretrain"]
 
@@ -117,7 +117,7 @@ def pretrain(
             settings.batch.micro_batch_size,
             settings.data_parallel_size,
         )
-        trainee = assemble(
+        training_state = assemble(
             settings,
             job,
             choice,
@@ -125,38 +125,38 @@ def pretrain(
             model_provider=model_provider,
             forward_step_provider=forward_step_provider,
         )
-        watch = trainee.schedule.watch
+        watch = training_state.schedule.watch
         if watch is not None:
             guard.doing = watch.text
         with watchdog(settings, job, watch):
-            _Run(trainee, job, tokenizer).to_the_end()
+            _Run(training_state, job, tokenizer).to_the_end()
     _tear_down(job)
 
 
 class _Run:
     """One call of `pretrain`, after everything is put together."""
 
-    def __init__(self, trainee: Trainee, job: Job, tokenizer: Any) -> None:
-        self.trainee = trainee
-        self.training = Training(trainee)
-        self.keeper = PlanKeeper(trainee.settings.zero_bubble.zero_bubble_save_plan)
-        self.replanner = make_replanner(trainee, self.keeper, ranks_on_host=job.launch.ranks_on_host)
+    def __init__(self, training_state: TrainingState, job: Job, tokenizer: Any) -> None:
+        self.training_state = training_state
+        self.training = Training(training_state)
+        self.keeper = PlanKeeper(training_state.settings.zero_bubble.zero_bubble_save_plan)
+        self.replanner = make_replanner(training_state, self.keeper, ranks_on_host=job.launch.ranks_on_host)
         self.iterations_here = 0
         self.untold: deque[_Iteration] = deque()
-        self.settings = trainee.settings
+        self.settings = training_state.settings
         self.job = job
-        self.reads_by_chunk = [chunk_reads(chunk, trainee.settings) for chunk in trainee.chunks]
+        self.reads_by_chunk = [chunk_reads(chunk, training_state.settings) for chunk in training_state.chunks]
         self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=any(self.reads_by_chunk))
         run = self.settings.run
         self.departure = Departure(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
-        self.saver = None if self.settings.checkpoint.save is None else Saver(trainee, job.store)
+        self.saver = None if self.settings.checkpoint.save is None else Saver(training_state, job.store)
         self.progress = Progress()
         if self.settings.checkpoint.load is not None:
-            restored = checkpointing.load(trainee)
+            restored = checkpointing.load(training_state)
             if restored is not None:
                 self.progress = Progress(restored.iteration, restored.consumed_samples)
         self.metrics = Metrics(
-            self.settings, rank=job.launch.rank, start_iteration=self.progress.iteration, timers=trainee.timers
+            self.settings, rank=job.launch.rank, start_iteration=self.progress.iteration, timers=training_state.timers
         )
 
     def to_the_end(self) -> None:
@@ -170,17 +170,17 @@ class _Run:
         if self.saver is not None:
             self.saver.finish()
         if self.settings.zero_bubble.schedule != "stock":
-            self.keeper.finish(self.trainee.schedule, self.settings.num_microbatches)
+            self.keeper.finish(self.training_state.schedule, self.settings.num_microbatches)
         self._summarize()
         self.metrics.close()
         self.departure.close()
-        self.trainee.schedule.close()
-        if self.trainee.steps is not None:
-            self.trainee.steps.close()
+        self.training_state.schedule.close()
+        if self.training_state.steps is not None:
+            self.training_state.steps.close()
 
     def _train(self) -> None:
         run, logs, progress = self.settings.run, self.settings.logging, self.progress
-        self.trainee.schedule.recordings.choose(self.settings.zero_bubble.trace_iterations, done=progress.iteration)
+        self.training_state.schedule.recordings.choose(self.settings.zero_bubble.trace_iterations, done=progress.iteration)
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
         while progress.iteration < run.train_iters:
             self._iterate(data_iterator)
@@ -211,7 +211,7 @@ class _Run:
         self.iterations_here += 1
         if self.replanner is not None:
             self.replanner.before(self.iterations_here, get_num_microbatches())
-        timer = self.trainee.timers("iteration", log_level=0)
+        timer = self.training_state.timers("iteration", log_level=0)
         timer.start(barrier=False)
         results = self.training.iterate(data_iterator)
         timer.stop()
@@ -230,7 +230,7 @@ class _Run:
             self._flush()  # a plan for another number may be searched for, which nothing under way must wait for
             _log.info("%d microbatches from iteration %d on", get_num_microbatches(), self.progress.iteration + 1)
             if self.settings.zero_bubble.schedule != "stock":
-                self.trainee.schedule.plan(get_num_microbatches())
+                self.training_state.schedule.plan(get_num_microbatches())
 
     def _replan(self) -> None:
         """At the end of a window of timed iterations: plan from what was measured, with nothing under way between the ranks."""
@@ -258,7 +258,7 @@ class _Run:
 
     def _evaluate(self) -> None:
         """Every evaluation reads the same samples, so that its losses can be compared."""
-        loss = evaluate(self.trainee, self._iterators(self.datasets.valid, consumed=0))
+        loss = evaluate(self.training_state, self._iterators(self.datasets.valid, consumed=0))
         self.progress.evaluated_iteration = self.progress.iteration
         self.metrics.tell(validation_loss=loss, iteration=self.progress.iteration)
 
@@ -317,7 +317,7 @@ class _Run:
         if speed is not None:
             _log.info("speed: %.0f tokens per second", speed)
         memory = None if self.replanner is None else self.replanner.memory
-        if show_pipeline(self.trainee.schedule, self.settings, self.metrics, memory=memory):
+        if show_pipeline(self.training_state.schedule, self.settings, self.metrics, memory=memory):
             self._warn_of_shared_cores()
         self._tell_balance()
         if self.settings.checkpoint.save is not None:
@@ -328,8 +328,8 @@ class _Run:
         """Which layout of stages would be faster, if asked for. All ranks must call this."""
         if not self.settings.zero_bubble.zero_bubble_balance_stages:
             return
-        layers = self.settings.stage_layers(self.trainee.schedule.choice.placement)
-        tell_balance(self.trainee.schedule, layers, None if self.replanner is None else self.replanner.costs)
+        layers = self.settings.stage_layers(self.training_state.schedule.choice.placement)
+        tell_balance(self.training_state.schedule, layers, None if self.replanner is None else self.replanner.costs)
 
     def _warn_of_shared_cores(self) -> None:
         """On the CPU of one machine the ranks may take turns on its cores; no schedule can then be faster than another."""

@@ -26,7 +26,7 @@ from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training import mcore_config
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job
-from megatron.zerobubble.training.step import ForwardStep, Trainee
+from megatron.zerobubble.training.step import ForwardStep, TrainingState
 
 __all__ = ["ModelProvider", "ModelSetup", "assemble", "schedule_choice"]
 
@@ -75,7 +75,7 @@ def assemble(
     vocab_size: int,
     model_provider: ModelProvider,
     forward_step_provider: ForwardStepProvider,
-) -> Trainee:
+) -> TrainingState:
     """Build this rank's part of the model, and what trains it."""
     timers = Timers(settings.logging.timing_log_level, settings.logging.timing_log_option)
     with job.host.on_host():
@@ -106,7 +106,7 @@ def assemble(
     if not choice.is_stock:
         steps = post_validation(
             optimizer,
-            is_eager=zero_bubble.enable_optimizer_post_validation,
+            optimistic=zero_bubble.enable_optimizer_post_validation,
             patience=zero_bubble.post_validation_patience,
             rollback=zero_bubble.post_validation_rollback,
             snapshot_on_host=zero_bubble.post_validation_snapshot == "host",
@@ -119,7 +119,7 @@ def assemble(
     schedule = PipelineSchedule(choice, built.chunks, store=built.store, config=config, timeout=timeout)
     if settings.watchdog_s is not None:
         schedule.watch = Watch(job.host.device)
-    return Trainee(
+    return TrainingState(
         settings=settings,
         chunks=built.chunks,
         schedule=schedule,

@@ -22,7 +22,7 @@ from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdic
 from megatron.zerobubble.plan.timeline import Activity
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["LOSS", "ForwardStep", "StepResult", "Trainee", "Training", "evaluate", "run_passes"]
+__all__ = ["LOSS", "ForwardStep", "StepResult", "Training", "TrainingState", "evaluate", "run_passes"]
 
 LOSS = "lm loss"
 """Under this name the loss function reports [sum of losses, number of tokens] of a microbatch."""
@@ -32,7 +32,7 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trainee:
+class TrainingState:
     """What is trained on this rank, put together: see `assembly`."""
 
     settings: Settings
@@ -91,16 +91,16 @@ class Training:
     """Iterations of one rank.
 
     Args:
-        trainee: what is trained.
+        training_state: what is trained.
     """
 
-    def __init__(self, trainee: Trainee) -> None:
-        self._trainee = trainee
+    def __init__(self, training_state: TrainingState) -> None:
+        self._training_state = training_state
         self._taken: _Taken | None = None
         self._results: list[StepResult] = []
-        self._is_eager = trainee.steps is not None and trainee.steps.is_eager
-        if self._is_eager:
-            trainee.schedule.before_gradients = self._before_gradients
+        self._optimistic = training_state.steps is not None and training_state.steps.optimistic
+        if self._optimistic:
+            training_state.schedule.before_gradients = self._before_gradients
 
     def iterate(self, data_iterator: Any) -> list[StepResult]:
         """Forward, backward, optimizer. All ranks must call this.
@@ -108,52 +108,52 @@ class Training:
         Returns:
             The results that became known: of the iteration before, of this one, both or neither, in order.
         """
-        trainee = self._trainee
-        if not self._is_eager:
+        training_state = self._training_state
+        if not self._optimistic:
             self._zero_gradients()
-        reports = run_passes(trainee, data_iterator, num_microbatches=get_num_microbatches(), forward_only=False)
+        reports = run_passes(training_state, data_iterator, num_microbatches=get_num_microbatches(), forward_only=False)
         self._taken = _Taken(
-            loss=_total(reports, trainee.device),
+            loss=_total(reports, training_state.device),
             samples=get_current_running_global_batch_size(),
-            lr=_learning_rate(trainee.optimizer),
-            loss_scale=float(trainee.optimizer.get_loss_scale().item()),
+            lr=_learning_rate(training_state.optimizer),
+            loss_scale=float(training_state.optimizer.get_loss_scale().item()),
         )
-        trainee.timers("optimizer", log_level=1).start(barrier=False)
-        watch = trainee.schedule.watch
+        training_state.timers("optimizer", log_level=1).start(barrier=False)
+        watch = training_state.schedule.watch
         with (
-            trainee.schedule.recorder.span(Activity.OPTIMIZER),
+            training_state.schedule.recorder.span(Activity.OPTIMIZER),
             nullcontext() if watch is None else watch.doing("steps its optimizer with other ranks"),
         ):
             self._step()
-        trainee.timers("optimizer").stop()
+        training_state.timers("optimizer").stop()
         return self._told()
 
     def _step(self) -> None:
-        trainee = self._trainee
-        if trainee.steps is None:
-            with trainee.on_host():
-                is_stepped, norm, zeros = trainee.optimizer.step()
+        training_state = self._training_state
+        if training_state.steps is None:
+            with training_state.on_host():
+                is_stepped, norm, zeros = training_state.optimizer.step()
             self._finish(bool(is_stepped), norm, zeros, undone=None)
         else:
-            trainee.steps.step()
-            if not trainee.steps.is_unvalidated:
-                self._settle(trainee.steps.validate())
+            training_state.steps.step()
+            if not training_state.steps.is_unvalidated:
+                self._settle(training_state.steps.validate())
 
     def flush(self) -> list[StepResult]:
         """After this the weights are those of the synchronous optimizer. All ranks must call this; returns what became known."""
-        self._settle(self._trainee.steps.flush() if self._trainee.steps is not None else None)
+        self._settle(self._training_state.steps.flush() if self._training_state.steps is not None else None)
         return self._told()
 
     def _before_gradients(self) -> bool:
-        assert self._trainee.steps is not None
-        verdict = self._trainee.steps.validate()
+        assert self._training_state.steps is not None
+        verdict = self._training_state.steps.validate()
         self._settle(verdict)
         self._zero_gradients()
         return verdict is not None and verdict.is_amended
 
     def _settle(self, verdict: Verdict | None) -> None:
         if verdict is not None:
-            logs = self._trainee.settings.logging
+            logs = self._training_state.settings.logging
             zeros = verdict.zeros if logs.log_num_zeros_in_grad else None
             norm = verdict.norm if verdict.is_stepped else None
             self._finish(verdict.is_stepped, norm, zeros, undone=verdict.undone if verdict.is_amended else None)
@@ -162,7 +162,7 @@ class Training:
         taken, self._taken = self._taken, None
         assert taken is not None
         if is_stepped:
-            self._trainee.scheduler.step(increment=taken.samples)
+            self._training_state.scheduler.step(increment=taken.samples)
         self._results.append(
             StepResult(
                 loss=taken.loss,
@@ -176,9 +176,9 @@ class Training:
         )
 
     def _zero_gradients(self) -> None:
-        for chunk in self._trainee.chunks:
+        for chunk in self._training_state.chunks:
             chunk.zero_grad_buffer()
-        self._trainee.optimizer.zero_grad()
+        self._training_state.optimizer.zero_grad()
 
     def _told(self) -> list[StepResult]:
         results, self._results = self._results, []
@@ -186,18 +186,19 @@ class Training:
 
 
 @torch.no_grad()
-def evaluate(trainee: Trainee, data_iterator: Any) -> float:
+def evaluate(training_state: TrainingState, data_iterator: Any) -> float:
     """The mean loss over --eval-iters global batches, whole ones even while the batch size ramps up. All ranks must call this."""
-    num_microbatches = trainee.settings.num_microbatches
-    for chunk in trainee.chunks:
+    num_microbatches = training_state.settings.num_microbatches
+    for chunk in training_state.chunks:
         chunk.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=trainee.device)
-    with parameters_in_place(trainee):
-        for _ in range(trainee.settings.run.eval_iters):
+    total = torch.zeros(2, dtype=torch.float64, device=training_state.device)
+    with parameters_in_place(training_state):
+        for _ in range(training_state.settings.run.eval_iters):
             total += _total(
-                run_passes(trainee, data_iterator, num_microbatches=num_microbatches, forward_only=True), trainee.device
+                run_passes(training_state, data_iterator, num_microbatches=num_microbatches, forward_only=True),
+                training_state.device,
             )
-    for chunk in trainee.chunks:
+    for chunk in training_state.chunks:
         chunk.train()
     return mean_losses(total.unsqueeze(0))[0]
 
@@ -214,30 +215,30 @@ def mean_losses(totals: torch.Tensor) -> list[float]:
 
 
 @contextmanager
-def parameters_in_place(trainee: Trainee) -> Iterator[None]:
+def parameters_in_place(training_state: TrainingState) -> Iterator[None]:
     """With --overlap-param-gather the weights of the last step arrive during the next forward pass; here they are waited for."""
-    overlaps = trainee.settings.parallel.overlap_param_gather
-    for chunk in trainee.chunks if overlaps else ():
+    overlaps = training_state.settings.parallel.overlap_param_gather
+    for chunk in training_state.chunks if overlaps else ():
         chunk.disable_forward_pre_hook(param_sync=True)
     yield
-    for chunk in trainee.chunks if overlaps else ():
+    for chunk in training_state.chunks if overlaps else ():
         chunk.enable_forward_pre_hook()
 
 
 def run_passes(
-    trainee: Trainee, data_iterator: Any, *, num_microbatches: int, forward_only: bool
+    training_state: TrainingState, data_iterator: Any, *, num_microbatches: int, forward_only: bool
 ) -> list[dict[str, torch.Tensor]]:
     """All passes of an iteration or an evaluation, and no step. All ranks must call this.
 
     Returns:
         What the loss function reported of each microbatch; empty where the loss is not computed.
     """
-    settings = trainee.settings
+    settings = training_state.settings
     return list(
-        trainee.schedule.forward_backward_func(
-            forward_step_func=trainee.forward_step,
+        training_state.schedule.forward_backward_func(
+            forward_step_func=training_state.forward_step,
             data_iterator=data_iterator,
-            model=trainee.chunks,
+            model=training_state.chunks,
             num_microbatches=num_microbatches,
             seq_length=settings.model.seq_length,
             micro_batch_size=settings.batch.micro_batch_size,

@@ -16,7 +16,7 @@ from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError, 
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
-from megatron.zerobubble.plan.search.search import Goal
+from megatron.zerobubble.plan.search.search import SearchOptions
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
@@ -170,7 +170,7 @@ def _check_plan(settings: Settings) -> None:
         num_microbatches=settings.num_microbatches,
         num_chunks=settings.num_chunks,
         max_pending_backward=settings.max_pending_backward,
-        goal=None if limit is None else Goal(memory_limit=limit, budget=0.0),
+        options=None if limit is None else SearchOptions(memory_limit=limit, budget=0.0),
     )
     if zero_bubble.zero_bubble_save_plan is not None:
         _check_writable(

@@ -9,7 +9,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.search.bound import lower_bound
-from megatron.zerobubble.plan.search.search import Goal, Objective, objective_ms, search
+from megatron.zerobubble.plan.search.search import Objective, SearchOptions, objective_ms, search
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan.exact import optimum
 from tests.plan.search.test_search import COMPILED, problems
@@ -19,7 +19,7 @@ from tests.plan.search.test_search import COMPILED, problems
 def test_no_plan_is_below_the_bound(problem: tuple[Placement, int, CostModel, float]) -> None:
     placement, m, costs, limit = problem
     for within in (limit, None):
-        plan = search("any", placement, m, costs, Goal(memory_limit=within, budget=0.0))
+        plan = search("any", placement, m, costs, SearchOptions(memory_limit=within, budget=0.0))
         simulation = simulate(plan, costs)
         bound = lower_bound(placement, m, costs, within)
         assert bound.span_ms <= simulation.span_ms * (1 + 1e-6) + 1e-6
@@ -77,7 +77,7 @@ def test_a_plan_is_proven_to_be_the_best(
         comm_ms=comm,
         activation_after_backward=kept,
     )
-    plan = build_plan("zbv", num_ranks=p, num_microbatches=m, costs=costs, goal=Goal(memory_limit=limit, budget=3e7))
+    plan = build_plan("zbv", num_ranks=p, num_microbatches=m, costs=costs, options=SearchOptions(memory_limit=limit, budget=3e7))
     assert simulate(plan, costs).span_ms == pytest.approx(lower_bound(placement, m, costs, limit).span_ms, rel=1e-8)
 
 
@@ -109,7 +109,7 @@ def test_against_the_exact_solver(
     )
     best = optimum(placement, m, costs, limit, makespan=objective is Objective.MAKESPAN)
     bound = lower_bound(placement, m, costs, limit)
-    plan = search("x", placement, m, costs, Goal(memory_limit=limit, objective=objective, budget=3e7))
+    plan = search("x", placement, m, costs, SearchOptions(memory_limit=limit, objective=objective, budget=3e7))
     found = objective_ms(plan, costs, objective)
     least = bound.span_ms if objective is Objective.SPAN else bound.makespan_ms
     assert math.floor(least) <= best <= found + 1e-6

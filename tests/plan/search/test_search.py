@@ -18,7 +18,15 @@ from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.search import search as search_module
 from megatron.zerobubble.plan.search.core import PythonCore, Random
 from megatron.zerobubble.plan.search.policies import Blocks, flat_durations
-from megatron.zerobubble.plan.search.search import Goal, Objective, best_core, drawing_of, objective_ms, search, smallest_memory
+from megatron.zerobubble.plan.search.search import (
+    Objective,
+    SearchOptions,
+    best_core,
+    drawing_of,
+    objective_ms,
+    search,
+    smallest_memory,
+)
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
 
@@ -67,8 +75,8 @@ def test_any_problem_has_a_valid_plan_within_its_memory(
     problem: tuple[Placement, int, CostModel, float], objective: Objective
 ) -> None:
     placement, m, costs, limit = problem
-    goal = Goal(memory_limit=limit, objective=objective, budget=2e5 if COMPILED else 0.0)
-    plan = search("any", placement, m, costs, goal)
+    options = SearchOptions(memory_limit=limit, objective=objective, budget=2e5 if COMPILED else 0.0)
+    plan = search("any", placement, m, costs, options)
     validate(plan, memory_limit=limit, costs=costs)
     simulate(plan, costs)
 
@@ -80,7 +88,13 @@ def test_families_over_a_grid(name: str) -> None:
             placement = placement_of(name, p, 2)
             costs = CostModel.uniform(placement, **MEASURED)
             for limit in (None, smallest_memory(placement, m, costs), 0.8 + 1 / p):
-                plan = build_plan(name, num_ranks=p, num_microbatches=m, costs=costs, goal=Goal(memory_limit=limit, budget=0.0))
+                plan = build_plan(
+                    name,
+                    num_ranks=p,
+                    num_microbatches=m,
+                    costs=costs,
+                    options=SearchOptions(memory_limit=limit, budget=0.0),
+                )
                 assert plan.schedule == name
                 assert plan.placement == placement
                 assert max(peak_memory(plan, costs)) <= (limit or math.inf) + 1e-9
@@ -95,8 +109,8 @@ def test_more_microbatches_than_the_smaller_instance(name: str, p: int, m: int, 
     placement = placement_of(name, p, 2)
     costs = CostModel.uniform(placement, **MEASURED | {"comm_ms": comm_ms})
     for limit in (0.75, 1.5):
-        goal = Goal(memory_limit=max(limit, smallest_memory(placement, m, costs)), budget=4e5 if COMPILED else 2e4)
-        validate(build_plan(name, num_ranks=p, num_microbatches=m, costs=costs, goal=goal))
+        options = SearchOptions(memory_limit=max(limit, smallest_memory(placement, m, costs)), budget=4e5 if COMPILED else 2e4)
+        validate(build_plan(name, num_ranks=p, num_microbatches=m, costs=costs, options=options))
 
 
 def test_an_order_without_a_cycle_is_not_unrolled() -> None:
@@ -141,8 +155,8 @@ def test_v_half_and_v_min_are_where_the_paper_says(p: int) -> None:
 @given(problems(), st.integers(0, 2**40))
 def test_both_cores_are_twins(problem: tuple[Placement, int, CostModel, float], seed: int) -> None:
     placement, m, costs, limit = problem
-    goal = Goal(memory_limit=limit, seed=seed, budget=4e4)
-    plans = [search("twin", placement, m, costs, goal, core=core) for core in (PythonCore, best_core())]
+    options = SearchOptions(memory_limit=limit, seed=seed, budget=4e4)
+    plans = [search("twin", placement, m, costs, options, core=core) for core in (PythonCore, best_core())]
     assert plans[0] == plans[1]
 
 
@@ -151,13 +165,13 @@ def test_the_same_seed_gives_the_same_plan_and_more_budget_no_worse_a_start() ->
     costs = CostModel.uniform(placement, **MEASURED)
 
     def plan_of(seed: int) -> Plan:
-        return search("x", placement, 8, costs, Goal(memory_limit=0.75, seed=seed, budget=3e5))
+        return search("x", placement, 8, costs, SearchOptions(memory_limit=0.75, seed=seed, budget=3e5))
 
     assert plan_of(3) == plan_of(3)
     drawn = zbv(4, 8)
     for objective in Objective:
-        goal = Goal(memory_limit=1.0, objective=objective, budget=3e5)
-        found = search("x", placement, 8, costs, goal, drawings=[drawing_of(lambda m: zbv(4, m))])
+        options = SearchOptions(memory_limit=1.0, objective=objective, budget=3e5)
+        found = search("x", placement, 8, costs, options, drawings=[drawing_of(lambda m: zbv(4, m))])
         assert objective_ms(found, costs, objective) <= objective_ms(drawn, costs, objective) + 1e-9
 
 
@@ -170,8 +184,8 @@ def test_no_worse_than_the_published_scheduler(name: str, limit: float, referenc
     """p=8, m=24, the 6.2B model: bubble rates of the reference scheduler, at its own peak memory."""
     placement = placement_of(name, 8, 1)
     costs = CostModel.uniform(placement, **MEASURED)
-    goal = Goal(memory_limit=limit, budget=budget)
-    plan = build_plan(name, num_ranks=8, num_microbatches=24, costs=costs, goal=goal)
+    options = SearchOptions(memory_limit=limit, budget=budget)
+    plan = build_plan(name, num_ranks=8, num_microbatches=24, costs=costs, options=options)
     assert round(simulate(plan, costs).bubble_rate, 4) <= reference
 
 
@@ -180,16 +194,16 @@ def test_too_little_memory_says_the_smallest_that_works(name: str) -> None:
     placement = placement_of(name, 4, 2)
     costs = CostModel.uniform(placement)
     with pytest.raises(ConfigError, match=r"the smallest that works is 0\.25") as caught:
-        build_plan(name, num_ranks=4, num_microbatches=8, costs=costs, goal=Goal(memory_limit=0.2))
+        build_plan(name, num_ranks=4, num_microbatches=8, costs=costs, options=SearchOptions(memory_limit=0.2))
     assert "\n" not in str(caught.value)
-    build_plan(name, num_ranks=4, num_microbatches=8, costs=costs, goal=Goal(memory_limit=0.25, budget=0.0))
+    build_plan(name, num_ranks=4, num_microbatches=8, costs=costs, options=SearchOptions(memory_limit=0.25, budget=0.0))
 
 
 def test_a_fixed_order_is_held_against_the_limit() -> None:
     with pytest.raises(PlanError, match="memory peaks at"):
-        build_plan("zb-h2", num_ranks=4, num_microbatches=8, goal=Goal(memory_limit=1.0))
+        build_plan("zb-h2", num_ranks=4, num_microbatches=8, options=SearchOptions(memory_limit=1.0))
     with pytest.raises(ConfigError, match="memory limit is nan"):
-        build_plan("zbv", num_ranks=4, num_microbatches=8, goal=Goal(memory_limit=math.nan))
+        build_plan("zbv", num_ranks=4, num_microbatches=8, options=SearchOptions(memory_limit=math.nan))
     with pytest.raises(PlanError, match="one value a stage"):
         build_plan("1f1b", num_ranks=4, num_microbatches=8, costs=CostModel.uniform(Placement.v(4)))
 

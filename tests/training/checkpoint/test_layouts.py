@@ -17,7 +17,7 @@ import torch
 from megatron.zerobubble.training.checkpoint import load as checkpointing
 from megatron.zerobubble.training.checkpoint.save import Saver
 from tests.support.ranks import RankPool
-from tests.support.training_states import VOCABULARY, train, trainee_of
+from tests.support.training_states import VOCABULARY, train, training_state_of
 from tests.support.whole_state import Tensors, whole_state
 
 P2, P4, T2 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4", "--tensor-model-parallel-size 2"
@@ -89,24 +89,24 @@ def walk(rank: int, chain: list[str], folder: str) -> Walk:
     seen, first = Walk(), Tensors()
     for number, flags in enumerate(chain):
         load = ["--load", f"{folder}/{number - 1}"] if number else []
-        with trainee_of(rank, [*flags.split(), "--save", f"{folder}/{number}", *load]) as (trainee, store):
+        with training_state_of(rank, [*flags.split(), "--save", f"{folder}/{number}", *load]) as (training_state, store):
             if load:
-                restored = checkpointing.load(trainee)
+                restored = checkpointing.load(training_state)
                 assert restored == checkpointing.Restored(2, 16)
             else:
-                train(trainee, first=1, last=2)
-            state = whole_state(trainee, vocabulary=VOCABULARY)
+                train(training_state, first=1, last=2)
+            state = whole_state(training_state, vocabulary=VOCABULARY)
             if rank == 0:
-                state["loss/scale"] = trainee.optimizer.get_loss_scale()
+                state["loss/scale"] = training_state.optimizer.get_loss_scale()
             first = first or state
             seen.differing.append([name for name in sorted(first.keys() | state.keys()) if not _same(name, first, state)])
             seen.states.append({name.partition("/")[2] for name, tensor in state.items() if tensor.any()})
-            saver = Saver(trainee, store)
+            saver = Saver(training_state, store)
             saver.save(iteration=2, consumed_samples=16)
             if number == 0:
-                seen.expected = train(trainee, first=3, last=4)
+                seen.expected = train(training_state, first=3, last=4)
             if number == len(chain) - 1:
-                seen.actual = train(trainee, first=3, last=4)
+                seen.actual = train(training_state, first=3, last=4)
             saver.finish()
     return seen
 

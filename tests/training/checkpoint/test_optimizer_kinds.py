@@ -9,7 +9,7 @@ import pytest
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint import load as checkpointing
 from megatron.zerobubble.training.checkpoint.save import Saver
-from tests.support.training_states import train, trainee_of
+from tests.support.training_states import train, training_state_of
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -17,15 +17,15 @@ DISTRIBUTED = ["--use-distributed-optimizer"]
 
 
 def saved(flags: list[str], folder: Path) -> None:
-    with trainee_of(0, [*flags, "--save", str(folder)]) as (trainee, store):
-        train(trainee, first=1, last=2)
-        Saver(trainee, store).save(iteration=2, consumed_samples=16)
+    with training_state_of(0, [*flags, "--save", str(folder)]) as (training_state, store):
+        train(training_state, first=1, last=2)
+        Saver(training_state, store).save(iteration=2, consumed_samples=16)
 
 
 def continued(flags: list[str], folder: Path) -> list[float]:
-    with trainee_of(0, [*flags, "--load", str(folder)]) as (trainee, _):
-        assert checkpointing.load(trainee) == checkpointing.Restored(2, 16)
-        return train(trainee, first=3, last=4)
+    with training_state_of(0, [*flags, "--load", str(folder)]) as (training_state, _):
+        assert checkpointing.load(training_state) == checkpointing.Restored(2, 16)
+        return train(training_state, first=3, last=4)
 
 
 @pytest.mark.parametrize("precision", [pytest.param([], id="fp32", marks=pytest.mark.slow), pytest.param(["--bf16"], id="bf16")])

@@ -26,7 +26,7 @@ from megatron.zerobubble.training.checkpoint import load as checkpointing
 from megatron.zerobubble.training.checkpoint.directory import tracked_iteration
 from megatron.zerobubble.training.checkpoint.save import Saver
 from tests.support.ranks import RankPool
-from tests.support.training_states import train, trainee_of
+from tests.support.training_states import train, training_state_of
 from tests.training.launch import TINY_BATCH, TINY_MODEL, launch
 
 V4 = ["--pipeline-model-parallel-size", "4", "--zero-bubble-v-schedule"]
@@ -47,9 +47,9 @@ def failing_saves(rank: int, folder: str) -> list[str]:
     """What is said about a save for which rank 2 has no room, at once and in the background, and when its writer is killed."""
     said = []
     for mode in ([], ["--async-save"]):
-        with trainee_of(rank, [*V4, "--save", folder, *mode]) as (trainee, store):
-            train(trainee, first=1, last=1)
-            saver = Saver(trainee, store)
+        with training_state_of(rank, [*V4, "--save", folder, *mode]) as (training_state, store):
+            train(training_state, first=1, last=1)
+            saver = Saver(training_state, store)
             _save(saver, 1)
             said.append(_failure(saver, 2, full_disk if rank == 2 else _nothing))
             if mode:
@@ -99,12 +99,12 @@ def test_a_write_that_fails_is_raised_on_every_rank_with_its_reason(four_ranks: 
 
 def polled_save(rank: int, folder: str) -> list[int]:
     """The iterations at whose end a save in the background was still under way, on this rank."""
-    with trainee_of(rank, [*V4, "--save", folder, "--async-save"]) as (trainee, store):
-        train(trainee, first=1, last=1)
-        saver, seen = Saver(trainee, store), []
+    with training_state_of(rank, [*V4, "--save", folder, "--async-save"]) as (training_state, store):
+        train(training_state, first=1, last=1)
+        saver, seen = Saver(training_state, store), []
         saver.save(iteration=1, consumed_samples=8)
         for iteration in range(2, 200):
-            train(trainee, first=2, last=2)
+            train(training_state, first=2, last=2)
             saver.poll(iteration)
             if not saver.is_under_way:
                 break
@@ -138,8 +138,8 @@ class Attack:
 
 
 def load_tampered(rank: int, folder: str) -> str:
-    with trainee_of(rank, [*V4, "--load", folder]) as (trainee, _), pytest.raises(CheckpointError) as caught:
-        checkpointing.load(trainee)
+    with training_state_of(rank, [*V4, "--load", folder]) as (training_state, _), pytest.raises(CheckpointError) as caught:
+        checkpointing.load(training_state)
     return str(caught.value)
 
 

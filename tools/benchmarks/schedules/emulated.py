@@ -13,7 +13,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.planner import CostsOf, make_plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.search.search import Goal
+from megatron.zerobubble.plan.search.search import SearchOptions
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.runtime.executor import Executor
@@ -86,8 +86,8 @@ def plan_emulations(
         found.append(Emulation(name=name, baseline=baseline or first, plan=plan, costs=times.true(plan.placement)))
 
     def searched(name: str, schedule: str, limit: str, costs_of: CostsOf) -> Plan:
-        goal = Goal(memory_limit=_limit(name, limit), budget=budget)
-        result = make_plan(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, costs_of=costs_of, goal=goal)
+        options = SearchOptions(memory_limit=_limit(name, limit), budget=budget)
+        result = make_plan(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, costs_of=costs_of, options=options)
         return result.simulation.plan
 
     for name in dict.fromkeys(names):

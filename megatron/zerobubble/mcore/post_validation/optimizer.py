@@ -27,7 +27,7 @@ __all__ = ["StagedOptimizer", "post_validation"]
 def post_validation(
     optimizer: Any,
     *,
-    is_eager: bool,
+    optimistic: bool,
     patience: int = 10,
     rollback: str = "exact",
     snapshot_on_host: bool = False,
@@ -38,7 +38,7 @@ def post_validation(
 
     Args:
         optimizer: what `get_megatron_optimizer` returned.
-        is_eager: step before the truth is known; see `PostValidation`.
+        optimistic: step before the truth is known; see `PostValidation`.
         patience: see `PostValidation`.
         rollback: "exact", from a copy, or "inverse", without one; see `optimizer.rollback`.
         snapshot_on_host: keep the copy in host memory.
@@ -51,7 +51,7 @@ def post_validation(
     pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     relay = Relay(pipeline, parallel_state.get_pipeline_model_parallel_rank(), timeout=timeout)
     staged = StagedOptimizer(optimizer, rollback=rollback, snapshot_on_host=snapshot_on_host, on_host=on_host, timeout=timeout)
-    return PostValidation(staged, relay, is_eager=is_eager, patience=patience)
+    return PostValidation(staged, relay, optimistic=optimistic, patience=patience)
 
 
 class StagedOptimizer:

@@ -36,7 +36,7 @@ from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule, ScheduleCho
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
-from megatron.zerobubble.plan.search.search import Goal, Objective
+from megatron.zerobubble.plan.search.search import Objective, SearchOptions
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
 __all__ = ["StockLoop", "StockLoopOptions"]
@@ -276,8 +276,8 @@ class StockLoop:
         if options.timed is None:
             return None
         # A stock optimizer waits for all ranks, so what counts is the time from the first op of any rank to the last of any.
-        goal = Goal(objective=Objective.MAKESPAN, budget=budget_of(options.planning_seconds))
-        return Replanner(schedule, options.timed, goal, num_microbatches=num_microbatches)
+        search = SearchOptions(objective=Objective.MAKESPAN, budget=budget_of(options.planning_seconds))
+        return Replanner(schedule, options.timed, search, num_microbatches=num_microbatches)
 
     def _place_finalize(self, config: Any, placement: Placement) -> None:
         """Let the loop's own finalisation of gradients, whenever it sets one, be followed by what the placement needs."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search.search import Goal, search
+from megatron.zerobubble.plan.search.search import SearchOptions, search
 
 
 def one_f_one_b_v_memory(num_ranks: int, num_microbatches: int) -> float:
@@ -23,6 +23,6 @@ def one_f_one_b_v_memory(num_ranks: int, num_microbatches: int) -> float:
     return min(-(-2 * num_ranks // 3) + 0.5, unit) / unit
 
 
-def one_f_one_b_v(num_ranks: int, num_microbatches: int, costs: CostModel, goal: Goal) -> Plan:
-    """1F1B-V for any p >= 1 and m >= 1, within the goal's limit."""
-    return search("1f1b-v", Placement.v(num_ranks), num_microbatches, costs, goal, fused=True)
+def one_f_one_b_v(num_ranks: int, num_microbatches: int, costs: CostModel, options: SearchOptions) -> Plan:
+    """1F1B-V for any p >= 1 and m >= 1, within the search options' limit."""
+    return search("1f1b-v", Placement.v(num_ranks), num_microbatches, costs, options, fused=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.generators.building_blocks import v_drawings
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search.search import Goal, memory_of, search
+from megatron.zerobubble.plan.search.search import SearchOptions, memory_of, search
 
 
 def v_min_memory(num_ranks: int, num_microbatches: int) -> float:
@@ -25,8 +25,8 @@ def v_min_memory(num_ranks: int, num_microbatches: int) -> float:
     return min(-(-num_ranks // 3) + (num_ranks % 3 != 1), unit) / unit
 
 
-def v_min(num_ranks: int, num_microbatches: int, costs: CostModel, goal: Goal) -> Plan:
-    """V-Min for any p >= 1 and m >= 1, within the goal's limit."""
+def v_min(num_ranks: int, num_microbatches: int, costs: CostModel, options: SearchOptions) -> Plan:
+    """V-Min for any p >= 1 and m >= 1, within the search options' limit."""
     placement = Placement.v(num_ranks)
-    drawings = v_drawings(num_ranks, memory_of(goal, placement, num_microbatches))
-    return search("v-min", placement, num_microbatches, costs, goal, drawings=drawings)
+    drawings = v_drawings(num_ranks, memory_of(options, placement, num_microbatches))
+    return search("v-min", placement, num_microbatches, costs, options, drawings=drawings)

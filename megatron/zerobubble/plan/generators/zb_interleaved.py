@@ -16,7 +16,7 @@ from functools import partial
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.generators.interleaved_1f1b import interleaved_1f1b
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search.search import Goal, drawing_of, search
+from megatron.zerobubble.plan.search.search import SearchOptions, drawing_of, search
 
 
 def zb_interleaved_memory(num_ranks: int, num_microbatches: int, num_chunks: int) -> float:
@@ -24,7 +24,7 @@ def zb_interleaved_memory(num_ranks: int, num_microbatches: int, num_chunks: int
     return (num_ranks + (num_ranks - 1) / num_chunks) / min(num_ranks, num_microbatches)
 
 
-def zb_interleaved(num_ranks: int, num_microbatches: int, num_chunks: int, costs: CostModel, goal: Goal) -> Plan:
-    """Zero-bubble interleaved for any p >= 1, v >= 1 and m >= 1, within the goal's limit."""
+def zb_interleaved(num_ranks: int, num_microbatches: int, num_chunks: int, costs: CostModel, options: SearchOptions) -> Plan:
+    """Zero-bubble interleaved for any p >= 1, v >= 1 and m >= 1, within the search options' limit."""
     drawn = drawing_of(partial(interleaved_1f1b, num_ranks, num_chunks=num_chunks))
-    return search("zb-interleaved", Placement.loop(num_ranks, num_chunks), num_microbatches, costs, goal, drawings=[drawn])
+    return search("zb-interleaved", Placement.loop(num_ranks, num_chunks), num_microbatches, costs, options, drawings=[drawn])

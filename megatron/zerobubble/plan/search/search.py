@@ -99,7 +99,7 @@ class Effort(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Goal:
+class SearchOptions:
     """What to look for."""
 
     memory_limit: float | None = None
@@ -135,9 +135,9 @@ def check_memory_limit(placement: Placement, num_microbatches: int, costs: CostM
         )
 
 
-def memory_of(goal: Goal, placement: Placement, num_microbatches: int) -> float:
-    """The goal's limit in microbatches of a whole rank; 0 where it is not a number, which `search` refuses."""
-    limit = math.inf if goal.memory_limit is None else goal.memory_limit
+def memory_of(options: SearchOptions, placement: Placement, num_microbatches: int) -> float:
+    """The search options' limit in microbatches of a whole rank; 0 where it is not a number, which `search` refuses."""
+    limit = math.inf if options.memory_limit is None else options.memory_limit
     return limit * min(placement.num_ranks, num_microbatches) + MEMORY_TOLERANCE if limit >= 0 else 0.0
 
 
@@ -152,7 +152,7 @@ def search(
     placement: Placement,
     num_microbatches: int,
     costs: CostModel,
-    goal: Goal,
+    options: SearchOptions,
     *,
     drawings: Sequence[Drawing] = (),
     fused: bool = False,
@@ -165,7 +165,7 @@ def search(
         placement: stage -> rank.
         num_microbatches: m, at least 1.
         costs: times and memory of every stage.
-        goal: limit, objective, seed and budget.
+        options: limit, objective, seed and budget.
         drawings: patterns to begin from besides the list schedules; those that cannot keep the limit are left out.
         fused: build plans of F and BW only.
         core: `PythonCore` or the compiled one; the compiled one where it was built if not given.
@@ -173,9 +173,9 @@ def search(
     Raises:
         ConfigError: no plan keeps the limit; says the smallest that works.
     """
-    check_memory_limit(placement, num_microbatches, costs, goal.memory_limit)
+    check_memory_limit(placement, num_microbatches, costs, options.memory_limit)
     # The list schedule admits an F by the memory it takes; B may not find less room than it needs.
-    finder = _Finder(placement, num_microbatches, costs.reserved, goal, fused, core or best_core())
+    finder = _Finder(placement, num_microbatches, costs.reserved, options, fused, core or best_core())
     order = finder.find(drawings)
     return _plan_of(order, schedule, placement, num_microbatches, fused=fused)
 
@@ -200,28 +200,34 @@ class _Finder:
         placement: Placement,
         num_microbatches: int,
         costs: CostModel,
-        goal: Goal,
+        options: SearchOptions,
         fused: bool,
         core: type[Any],
         *,
         stops_at_bound: bool = True,
     ) -> None:
-        self._placement, self._costs, self._goal, self._fused, self._core = placement, costs, goal, fused, core
+        self._placement, self._costs, self._options, self._fused, self._core = (
+            placement,
+            costs,
+            options,
+            fused,
+            core,
+        )
         self._m = num_microbatches
         self._small_m = min(num_microbatches, max(3 * placement.num_ranks, 24))
-        limit = math.inf if goal.memory_limit is None else float(goal.memory_limit)
+        limit = math.inf if options.memory_limit is None else float(options.memory_limit)
         self._limit = limit * min(placement.num_ranks, num_microbatches)
         self._full = self._make_core(num_microbatches)
         self._small = self._full if self._small_m == num_microbatches else self._make_core(self._small_m)
-        bound = lower_bound(placement, num_microbatches, costs, goal.memory_limit)
-        least = bound.span_ms if goal.objective is Objective.SPAN else bound.makespan_ms
+        bound = lower_bound(placement, num_microbatches, costs, options.memory_limit)
+        least = bound.span_ms if options.objective is Objective.SPAN else bound.makespan_ms
         self._bound = least if stops_at_bound else -math.inf
         self._blocks = Blocks(placement, costs, self._limit, fused=fused)
         self.kept_blocks: list[Block] = []
         self.milestones: list[Order] = []
         self._best_drawn = math.inf
         self._small_drawings: list[Order] = []
-        self._seeds = _seeds(goal.seed)
+        self._seeds = _seeds(options.seed)
         self._busiest = max(
             math.fsum(costs.forward_ms[s] + costs.backward_ms[s] + costs.wgrad_ms[s] for s in stages)
             for stages in placement.rank_to_stages
@@ -238,21 +244,21 @@ class _Finder:
             list(map(float, costs.activation)),
             list(map(float, costs.activation_after_backward)),
             self._limit,
-            self._goal.objective is Objective.MAKESPAN,
+            self._options.objective is Objective.MAKESPAN,
         )
         return core
 
     def find(self, drawings: Sequence[Drawing]) -> Order:
         """Run the three stages."""
-        budget = self._goal.budget
+        budget = self._options.budget
         drawn = [] if self._fused else self._draw(drawings)
         if drawn and self._is_best(drawn[0]):
             return drawn[0][1]
         solved: list[tuple[float, Order]] = []
         if self._m > self._small_m and budget > 0 and not self._fused:
-            goal = replace(self._goal, budget=0.5 * budget)
+            options = replace(self._options, budget=0.5 * budget)
             # Not to the bound only: of its orders the one that is wanted is the one that is best when it is longer.
-            few = _Finder(self._placement, self._small_m, self._costs, goal, self._fused, self._core, stops_at_bound=False)
+            few = _Finder(self._placement, self._small_m, self._costs, options, self._fused, self._core, stops_at_bound=False)
             few._small_drawings = self._small_drawings
             found = few.find(drawings)
             solved = [self._scored(order) for order in self._unrolled([found, *few.milestones])]

@@ -28,7 +28,7 @@ from megatron.zerobubble.training.checkpoint.directory import existing_directory
 from megatron.zerobubble.training.checkpoint.inspect import inspect_checkpoint
 from megatron.zerobubble.training.checkpoint.optimizer_kinds import OptimizerKind, ask_for, stored_kind, translate
 from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load, prepare_to_save
-from megatron.zerobubble.training.step import Trainee
+from megatron.zerobubble.training.step import TrainingState
 
 __all__ = ["Restored", "agree", "load", "state_to_save", "without_optimizer"]
 
@@ -51,25 +51,25 @@ class Restored:
     """Samples consumed."""
 
 
-def state_to_save(trainee: Trainee, *, iteration: int, consumed_samples: int) -> dict[str, Any]:
+def state_to_save(training_state: TrainingState, *, iteration: int, consumed_samples: int) -> dict[str, Any]:
     """What a checkpoint holds, as megatron-core's `dist_checkpointing.save` takes it: tensors of this rank, and what is common.
 
-    All ranks must call this, inside `trainee.on_host()` and `parameters_in_place`.
+    All ranks must call this, inside `training_state.on_host()` and `parameters_in_place`.
 
     Args:
-        trainee: what to save.
+        training_state: what to save.
         iteration: iterations done.
         consumed_samples: samples consumed.
     """
-    flags = trainee.settings.checkpoint
-    state = _model_state(trainee)
+    flags = training_state.settings.checkpoint
+    state = _model_state(training_state)
     if flags.save_optim:
-        prepare_to_save(trainee.optimizer)
-        state["optimizer"] = trainee.optimizer.sharded_state_dict(dict(state), metadata=dict(_SHARDING))
-        state["scheduler"] = trainee.scheduler.state_dict()
+        prepare_to_save(training_state.optimizer)
+        state["optimizer"] = training_state.optimizer.sharded_state_dict(dict(state), metadata=dict(_SHARDING))
+        state["scheduler"] = training_state.scheduler.state_dict()
     if flags.save_rng:
         state["rng"] = _rng_state()
-    state["header"] = _header(trainee) | {
+    state["header"] = _header(training_state) | {
         "iteration": iteration,
         "consumed_samples": consumed_samples,
         "has_rng": flags.save_rng,
@@ -77,7 +77,7 @@ def state_to_save(trainee: Trainee, *, iteration: int, consumed_samples: int) ->
     return state
 
 
-def load(trainee: Trainee) -> Restored | None:
+def load(training_state: TrainingState) -> Restored | None:
     """Load the checkpoint that --load and --ckpt-step name, into the model, optimizer, scheduler and generators.
 
     All ranks must call this.
@@ -88,7 +88,7 @@ def load(trainee: Trainee) -> Restored | None:
     Raises:
         CheckpointError: it is missing, damaged, contains foreign code, or belongs to another model.
     """
-    flags = trainee.settings.checkpoint
+    flags = training_state.settings.checkpoint
     assert flags.load is not None
     iteration = flags.ckpt_step if flags.ckpt_step is not None else tracked_iteration(flags.load)
     if iteration is None:
@@ -97,7 +97,7 @@ def load(trainee: Trainee) -> Restored | None:
     directory = existing_directory(flags.load, iteration)
     agree(lambda: inspect_checkpoint(directory))
     try:
-        restored = _load_from(trainee, directory)
+        restored = _load_from(training_state, directory)
     except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError, AssertionError, OSError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -113,18 +113,18 @@ def _reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__} {error}".split())
 
 
-def _load_from(trainee: Trainee, directory: Path) -> Restored:
-    flags, optimizer = trainee.settings.checkpoint, trainee.optimizer
+def _load_from(training_state: TrainingState, directory: Path) -> Restored:
+    flags, optimizer = training_state.settings.checkpoint, training_state.optimizer
     common = dist_checkpointing.load_common_state_dict(str(directory))
     header = common.get("header", {})
-    _check_header(header, trainee, directory)
+    _check_header(header, training_state, directory)
     loads_optimizer = flags.load_optim and not flags.finetune
     if loads_optimizer:
-        _check_optimizer(common, trainee, directory)
-    same_layout = header["layout"] == _layout(trainee)
+        _check_optimizer(common, training_state, directory)
+    same_layout = header["layout"] == _layout(training_state)
     loads_rng = flags.load_rng and not flags.finetune and same_layout and header["has_rng"]
-    with trainee.on_host():
-        wanted = _model_state(trainee)
+    with training_state.on_host():
+        wanted = _model_state(training_state)
         if loads_optimizer:
             prepare_to_load(optimizer)
             own = optimizer.sharded_state_dict(dict(wanted), is_loading=True, metadata=dict(_SHARDING))
@@ -132,10 +132,10 @@ def _load_from(trainee: Trainee, directory: Path) -> Restored:
         if loads_rng:
             wanted["rng"] = _rng_state()
         state = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
-        for name, stage in _named_stages(trainee):
+        for name, stage in _named_stages(training_state):
             stage.load_state_dict(state[name])
         if loads_optimizer:
-            _load_optimizer(trainee, state | {"optimizer": common["optimizer"]}, asked=wanted[_PARTS])
+            _load_optimizer(training_state, state | {"optimizer": common["optimizer"]}, asked=wanted[_PARTS])
         else:
             optimizer.reload_model_params()
     if loads_rng:
@@ -149,55 +149,55 @@ def _load_from(trainee: Trainee, directory: Path) -> Restored:
 # -- what a checkpoint holds ------------------------------------------------------------------------------------------
 
 
-def _named_stages(trainee: Trainee) -> Iterator[tuple[str, Any]]:
+def _named_stages(training_state: TrainingState) -> Iterator[tuple[str, Any]]:
     """`model`, or `model0`, `model1` where a rank has several chunks. Only the nesting differs: tensors have global names."""
-    for index, chunk in enumerate(trainee.chunks):
+    for index, chunk in enumerate(training_state.chunks):
         stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-        yield ("model" if len(trainee.chunks) == 1 else f"model{index}"), stage
+        yield ("model" if len(training_state.chunks) == 1 else f"model{index}"), stage
 
 
-def _model_state(trainee: Trainee) -> dict[str, Any]:
-    return {name: stage.sharded_state_dict(metadata={}) for name, stage in _named_stages(trainee)}
+def _model_state(training_state: TrainingState) -> dict[str, Any]:
+    return {name: stage.sharded_state_dict(metadata={}) for name, stage in _named_stages(training_state)}
 
 
-def _layout(trainee: Trainee) -> dict[str, Any]:
-    settings = trainee.settings
+def _layout(training_state: TrainingState) -> dict[str, Any]:
+    settings = training_state.settings
     return {
         "pipeline": settings.pipeline_size,
         "tensor": settings.parallel.tensor_model_parallel_size,
         "data": settings.data_parallel_size,
         "chunks": settings.num_chunks,
-        "stages": settings.stage_layers(trainee.schedule.choice.placement).text,
+        "stages": settings.stage_layers(training_state.schedule.choice.placement).text,
     }
 
 
-def _header(trainee: Trainee) -> dict[str, Any]:
-    model = trainee.settings.model
+def _header(training_state: TrainingState) -> dict[str, Any]:
+    model = training_state.settings.model
     names = ("num_layers", "hidden_size", "num_attention_heads", "swiglu", "normalization", "position_embedding_type")
     return {
         "format": _FORMAT,
-        "layout": _layout(trainee),
+        "layout": _layout(training_state),
         "model": {name: getattr(model, name) for name in names},
     }
 
 
-def _check_header(header: dict[str, Any], trainee: Trainee, directory: Path) -> None:
+def _check_header(header: dict[str, Any], training_state: TrainingState, directory: Path) -> None:
     if header.get("format") != _FORMAT:
         raise CheckpointError(f"{directory} has format {header.get('format')!r}; this version reads {_FORMAT!r}")
-    for name, value in _header(trainee)["model"].items():
+    for name, value in _header(training_state)["model"].items():
         if header["model"].get(name) != value:
             flag = "--" + name.replace("_", "-")
             raise CheckpointError(f"{directory} holds a model with {flag} {header['model'].get(name)}, got {value}")
 
 
-def _check_optimizer(common: dict[str, Any], trainee: Trainee, directory: Path) -> None:
+def _check_optimizer(common: dict[str, Any], training_state: TrainingState, directory: Path) -> None:
     """The checkpoint has an optimizer, and its learning rate schedule is that of the flags, or it is said which one wins."""
     if "scheduler" not in common:
         raise CheckpointError(f"{directory} holds no optimizer; give --no-load-optim, or --finetune to start anew")
-    optim = trainee.settings.optim
+    optim = training_state.settings.optim
     if optim.override_opt_param_scheduler or optim.use_checkpoint_opt_param_scheduler:
         return
-    for name, value in trainee.scheduler.state_dict().items():
+    for name, value in training_state.scheduler.state_dict().items():
         if name != "num_steps" and common["scheduler"].get(name) != value:
             raise CheckpointError(
                 f"{directory} was trained with {name} {common['scheduler'].get(name)}, the flags say {value}; give "
@@ -205,18 +205,18 @@ def _check_optimizer(common: dict[str, Any], trainee: Trainee, directory: Path) 
             )
 
 
-def _load_optimizer(trainee: Trainee, state: dict[str, Any], *, asked: dict[int, Any]) -> None:
+def _load_optimizer(training_state: TrainingState, state: dict[str, Any], *, asked: dict[int, Any]) -> None:
     """Optimizer and scheduler, from what was `asked` for and what is common to all ranks. The optimizer's groups carry learning
     rates of their own, which follow the same decision."""
-    optimizer, common = trainee.optimizer, state["optimizer"]
+    optimizer, common = training_state.optimizer, state["optimizer"]
     groups = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
     load_state(optimizer, translate(state[_PARTS], asked=asked, common=common, optimizer=optimizer))
     if stored_kind(common) is OptimizerKind.PLAIN:
         optimizer.reload_model_params()  # which are its master weights
-    if trainee.settings.optim.override_opt_param_scheduler:
+    if training_state.settings.optim.override_opt_param_scheduler:
         for group, (max_lr, min_lr) in zip(optimizer.param_groups, groups, strict=True):
             group["max_lr"], group["min_lr"] = max_lr, min_lr
-    trainee.scheduler.load_state_dict(state["scheduler"])
+    training_state.scheduler.load_state_dict(state["scheduler"])
 
 
 def _rng_state() -> dict[str, ShardedTensor]:

@@ -28,7 +28,7 @@ from megatron.zerobubble.training.checkpoint.directory import iteration_director
 from megatron.zerobubble.training.checkpoint.load import agree, state_to_save, without_optimizer
 from megatron.zerobubble.training.checkpoint.writer import SaveStrategy
 from megatron.zerobubble.training.resilience.failure import Store
-from megatron.zerobubble.training.step import Trainee, parameters_in_place
+from megatron.zerobubble.training.step import TrainingState, parameters_in_place
 
 __all__ = ["Saver"]
 
@@ -39,14 +39,14 @@ class Saver:
     """One rank's saves, for a whole run with --save. Every rank needs one, and calls it alike.
 
     Args:
-        trainee: what is saved.
+        training_state: what is saved.
         store: the job's store.
     """
 
-    def __init__(self, trainee: Trainee, store: Store) -> None:
-        flags = trainee.settings.checkpoint
+    def __init__(self, training_state: TrainingState, store: Store) -> None:
+        flags = training_state.settings.checkpoint
         assert flags.save is not None
-        self._trainee = trainee
+        self._training_state = training_state
         self._store = store
         self._folder = flags.save
         self._retain_interval = flags.save_retain_interval
@@ -70,7 +70,7 @@ class Saver:
         self.finish()
         agree(lambda: self._prepare(iteration))
         self._num_saves += 1
-        with self._trainee.on_host(), parameters_in_place(self._trainee):
+        with self._training_state.on_host(), parameters_in_place(self._training_state):
             request = self._request(iteration, consumed_samples)
             if not self._is_async:
                 self._conclude(iteration, request.execute_sync)
@@ -118,7 +118,7 @@ class Saver:
 
     def _request(self, iteration: int, consumed_samples: int) -> Any:
         return dist_checkpointing.save(
-            state_to_save(self._trainee, iteration=iteration, consumed_samples=consumed_samples),
+            state_to_save(self._training_state, iteration=iteration, consumed_samples=consumed_samples),
             str(writing_directory(self._folder, iteration)),
             SaveStrategy(),
             async_sharded_save=True,

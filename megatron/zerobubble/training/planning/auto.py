@@ -22,14 +22,14 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.part_costs import PartCosts
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, make_plan
-from megatron.zerobubble.plan.search.search import Goal, Objective
+from megatron.zerobubble.plan.search.search import Objective, SearchOptions
 from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
 from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, assemble, schedule_choice
-from megatron.zerobubble.training.step import Trainee, run_passes
+from megatron.zerobubble.training.step import TrainingState, run_passes
 
 __all__ = ["choose_schedule", "costs_from"]
 
@@ -55,7 +55,7 @@ def choose_schedule(
     """
     probed = _probed(settings)
     set_up_model_parallel(probed, **embedding_ranks(probed.placement))
-    trainee = assemble(
+    training_state = assemble(
         probed,
         job,
         schedule_choice(probed),
@@ -63,11 +63,11 @@ def choose_schedule(
         model_provider=model_provider,
         forward_step_provider=forward_step_provider,
     )
-    profile = _profile(trainee, tokenizer, on_gpu=not job.host.enabled)
-    own = Measured(profile=profile, link_ms=tuple(trainee.schedule.link_times().values()))
+    profile = _profile(training_state, tokenizer, on_gpu=not job.host.enabled)
+    own = Measured(profile=profile, link_ms=tuple(training_state.schedule.link_times().values()))
     costs = measured_costs(own.gathered(), probed.placement)
-    _take_down(trainee)
-    del trainee
+    _take_down(training_state)
+    del training_state
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -114,17 +114,17 @@ def _probed(settings: Settings) -> Settings:
     raise ConfigError(f"--num-layers {settings.model.num_layers} do not divide over {settings.pipeline_size} pipeline ranks")
 
 
-def _profile(trainee: Trainee, tokenizer: Any, *, on_gpu: bool) -> RankProfile:
+def _profile(training_state: TrainingState, tokenizer: Any, *, on_gpu: bool) -> RankProfile:
     """Run a few iterations without a step."""
-    settings = trainee.settings
+    settings = training_state.settings
     num_microbatches = min(settings.num_microbatches, _MOST_MICROBATCHES)
-    reads_by_chunk = [chunk_reads(chunk, settings) for chunk in trainee.chunks]
+    reads_by_chunk = [chunk_reads(chunk, settings) for chunk in training_state.chunks]
     datasets = build_datasets(settings, tokenizer, reads=any(reads_by_chunk))
-    profiler = Profiler(trainee.device)
+    profiler = Profiler(training_state.device)
     for number in range(_ITERATIONS):
-        for chunk in trainee.chunks:
+        for chunk in training_state.chunks:
             chunk.zero_grad_buffer()
-        trainee.schedule.profiler = profiler if number > 0 else None
+        training_state.schedule.profiler = profiler if number > 0 else None
         first_batch = chunk_iterators(  # every iteration measures the same samples, so that a short dataset is long enough
             datasets.train,
             settings,
@@ -133,21 +133,21 @@ def _profile(trainee: Trainee, tokenizer: Any, *, on_gpu: bool) -> RankProfile:
             rank=parallel_state.get_data_parallel_rank(),
             on_gpu=on_gpu,
         )
-        run_passes(trainee, first_batch, num_microbatches=num_microbatches, forward_only=False)
+        run_passes(training_state, first_batch, num_microbatches=num_microbatches, forward_only=False)
     return profiler.profile()
 
 
-def _take_down(trainee: Trainee) -> None:
-    trainee.schedule.close()
-    if trainee.steps is not None:
-        trainee.steps.close()
+def _take_down(training_state: TrainingState) -> None:
+    training_state.schedule.close()
+    if training_state.steps is not None:
+        training_state.steps.close()
     parallel_state.destroy_model_parallel()
 
 
 def _choice(costs: CostModel, probed: Settings, settings: Settings) -> tuple[str, int] | ConfigError:
     """Plan all families for what was measured under `probed`; says what is taken and what comes next."""
     early = settings.zero_bubble.enable_optimizer_post_validation
-    goal = Goal(
+    options = SearchOptions(
         memory_limit=settings.plan_memory_limit or 1.0,
         objective=Objective.SPAN if early else Objective.MAKESPAN,
         seed=settings.run.seed,
@@ -160,11 +160,11 @@ def _choice(costs: CostModel, probed: Settings, settings: Settings) -> tuple[str
             num_ranks=settings.pipeline_size,
             num_microbatches=settings.num_microbatches,
             costs_of=costs_from(costs, probed, settings),
-            goal=goal,
+            options=options,
         )
     except ConfigError as error:
         return error
     except PlanError as error:
         return ConfigError(str(error))
-    _log.info("%s", result.verdict(goal.objective))
+    _log.info("%s", result.verdict(options.objective))
     return result.name, result.num_chunks

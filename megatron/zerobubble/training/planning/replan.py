@@ -9,11 +9,11 @@ import torch.distributed as dist
 from megatron.zerobubble.mcore.memory import device_bytes, state_bytes
 from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
-from megatron.zerobubble.plan.search.search import Goal, Objective
+from megatron.zerobubble.plan.search.search import Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.training.checkpoint.atomic_files import replace_text
-from megatron.zerobubble.training.step import Trainee
+from megatron.zerobubble.training.step import TrainingState
 
 __all__ = ["PlanKeeper", "make_replanner"]
 
@@ -44,14 +44,14 @@ class PlanKeeper:
             self._is_written = True
 
 
-def make_replanner(trainee: Trainee, keeper: PlanKeeper, *, ranks_on_host: int) -> Replanner | None:
+def make_replanner(training_state: TrainingState, keeper: PlanKeeper, *, ranks_on_host: int) -> Replanner | None:
     """What times iterations and plans anew; None where the flags, or the schedule, leave nothing to plan."""
-    settings, zero_bubble = trainee.settings, trainee.settings.zero_bubble
+    settings, zero_bubble = training_state.settings, training_state.settings.zero_bubble
     timed = zero_bubble.timed_iterations
     if timed is None:
         return None
     early = zero_bubble.enable_optimizer_post_validation
-    goal = Goal(
+    options = SearchOptions(
         objective=Objective.SPAN if early else Objective.MAKESPAN,
         seed=settings.run.seed,
         budget=budget_of(zero_bubble.zero_bubble_planning_seconds),
@@ -60,17 +60,17 @@ def make_replanner(trainee: Trainee, keeper: PlanKeeper, *, ranks_on_host: int) 
     limit = zero_bubble.memory_limit
 
     def held() -> int:
-        return state_bytes(trainee.chunks, trainee.optimizer)
+        return state_bytes(training_state.chunks, training_state.optimizer)
 
     def room(profile: RankProfile) -> int:
         assert limit is not None
-        total = limit.total_bytes or device_bytes(trainee.device, ranks_on_host=ranks_on_host)
+        total = limit.total_bytes or device_bytes(training_state.device, ranks_on_host=ranks_on_host)
         return total - held() - profile.workspace_bytes
 
     return Replanner(
-        trainee.schedule,
+        training_state.schedule,
         window,
-        goal,
+        options,
         num_microbatches=settings.num_microbatches,
         room=None if limit is None or limit.is_relative else room,
         state=held,
