@@ -15,7 +15,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tools.preprocess_data import Encoder, preprocess
 
     prefix = tmp_path_factory.mktemp("corpus") / "source"
-    files = sorted((ROOT / "megatron" / "zerobubble" / "training").glob("*.py"))
+    files = sorted((ROOT / "megatron" / "zerobubble" / "training").rglob("*.py"))
     preprocess(
         documents=(Path(file).read_text(encoding="utf-8") for file in files),
         encoder=Encoder("ByteLevelTokenizer", None, None),

@@ -50,7 +50,7 @@ class Request:
         return CostModel.uniform(placement) if self.costs is None else self.costs
 
     def options_within(self, placement: Placement, memory_limit: float) -> SearchOptions:
-        """The search options; without a memory limit, the family's own, in microbatches of the fullest rank, not of a whole one."""
+        """The search options; without a memory limit, the family's own, in microbatches of the fullest rank."""
         options = self.options or SearchOptions(budget=0.0)
         if options.memory_limit is not None:
             return options
@@ -283,7 +283,7 @@ def build_plan(
         num_chunks: v, stages a rank; only the interleaved schedules leave a choice (2 where not given).
         max_pending_backward: most microbatches between F and W on a rank; only `zb` takes it (p where not given).
         costs: times and memory per stage; F=B=W, free links and everything held until W where not given.
-        options: search for the best order of the family, under their memory limit or the family's own; a schedule that is one fixed
+        options: search for the best order of the family, under their memory limit or the family's own; a schedule of one fixed
             order is checked against the limit instead. None: the hand-written order, or for a family without one the best of a
             few list schedules.
 
