@@ -9,27 +9,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.zerobubble.install import add_zero_bubble_args as add_zero_bubble_args
-    from megatron.zerobubble.install import install as install
     from megatron.zerobubble.mcore.build import build_chunks as build_chunks
     from megatron.zerobubble.mcore.post_validation.optimizer import post_validation as post_validation
     from megatron.zerobubble.mcore.stock_loop.patches import uninstall as uninstall
     from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule as PipelineSchedule
-    from megatron.zerobubble.mcore.zb_schedules import ScheduleChoice as ScheduleChoice
     from megatron.zerobubble.optimizer.post_validation import PostValidation as PostValidation
     from megatron.zerobubble.optimizer.post_validation import Verdict as Verdict
+    from megatron.zerobubble.overlay import add_zero_bubble_args as add_zero_bubble_args
+    from megatron.zerobubble.overlay import install as install
+    from megatron.zerobubble.plan.registry import schedule_spec as schedule_spec
+    from megatron.zerobubble.plan.schedule_spec import ScheduleSpec as ScheduleSpec
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "PipelineSchedule": "mcore.zb_schedules",
     "PostValidation": "optimizer.post_validation",
-    "ScheduleChoice": "mcore.zb_schedules",
+    "ScheduleSpec": "plan.schedule_spec",
     "Verdict": "optimizer.post_validation",
-    "add_zero_bubble_args": "install",
+    "add_zero_bubble_args": "overlay",
     "build_chunks": "mcore.build",
-    "install": "install",
+    "install": "overlay",
     "post_validation": "mcore.post_validation.optimizer",
+    "schedule_spec": "plan.registry",
     "uninstall": "mcore.stock_loop.patches",
 }
 

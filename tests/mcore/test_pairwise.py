@@ -76,7 +76,7 @@ class PairCase(Case):
         plain = replace(self, post_validation=False)
         if not self.dropout:
             return plain.unpipelined
-        is_v = self.choice.placement.name == "V"
+        is_v = self.spec.placement.name == "V"
         return replace(plain, schedule="1f1b-v" if is_v else _FUSED[self.num_chunks], max_pending_backward=None)
 
     def tolerance(self) -> float:
@@ -163,7 +163,7 @@ def _train_early(trainer: Trainer) -> Outcome:
         trainer.zero_gradients()
         return is_wrong
 
-    trainer.schedule.before_gradients = before_gradients
+    trainer.schedule.hooks.before_gradients = before_gradients
     losses, gradients = [], dict[str, torch.Tensor]()
     for step in range(case.num_steps):
         losses.append(trainer.forward_backward(step))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,10 +12,10 @@ import torch
 
 from megatron.zerobubble.mcore.memory import state_bytes
 from megatron.zerobubble.mcore.replanner import Replanner, Window
-from megatron.zerobubble.mcore.zb_schedules import ScheduleChoice
+from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Plan
-from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.registry import build_plan, initial_plan, schedule_spec
 from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions, objective_ms
 from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.profiling.profile import RankProfile
@@ -38,14 +39,15 @@ def test_windows(window: Window, timed: list[int], ends: list[int]) -> None:
     assert [i for i in range(1, 13) if window.ends(i)] == ends
 
 
-def test_a_plan_that_could_deadlock_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_could_deadlock_is_not_taken() -> None:
     """On a GPU whose kernels share one hardware queue: the search goes on, the run as well, with the order so far."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    choice = ScheduleChoice(name="zb-interleaved", num_ranks=2, num_chunks=2)
+    spec = schedule_spec("zb-interleaved", num_ranks=2, num_chunks=2)
     safe = build_plan("interleaved-1f1b", num_ranks=2, num_microbatches=4)
-    schedule = mock.Mock(choice=choice, device=torch.device("cuda"))
+    schedule = mock.Mock(device=torch.device("cuda"), _has_single_queue=True)
+    schedule.spec = spec
+    schedule.place = partial(PipelineSchedule.place, schedule)
     replanner = Replanner(schedule, Window(start=1, end=1), SearchOptions(budget=0.0), num_microbatches=4)
-    replanner._costs, replanner._current = CostModel.uniform(choice.placement), {4: safe}
+    replanner._costs, replanner._current = CostModel.uniform(spec.placement), {4: safe}
     assert replanner._search(4) is safe
 
 
@@ -68,7 +70,7 @@ def _train(rank: int, case: Case, window: Window | None) -> dict[str, Any]:
     replanner = (
         None if window is None else Replanner(schedule, window, options, num_microbatches=case.num_microbatches, keep=kept.append)
     )
-    stages = case.choice.placement.rank_to_stages[rank]
+    stages = case.spec.placement.rank_to_stages[rank]
     losses = []
     measured = RankProfile(times_ms=_typical(rank, stages), memory={})
     link_times = schedule.link_times
@@ -139,7 +141,7 @@ def test_a_drawn_schedule_is_refined_within_its_memory(four_ranks: RankPool) -> 
 def _train_within(rank: int, case: Case) -> dict[str, Any]:
     """Rank 0 has room for three microbatches, the others for five; measured, not pretended."""
     trainer = Trainer(case)
-    trainer.schedule.replan(replace(case.choice, memory_limit=1 / case.num_ranks).plan)
+    trainer.schedule.replan(partial(initial_plan, replace(case.spec, memory_limit=1 / case.num_ranks)))
 
     rooms: list[int] = []
 
@@ -161,7 +163,7 @@ def _train_within(rank: int, case: Case) -> dict[str, Any]:
         trainer.forward_backward(iteration)
     frugal = trainer.schedule.plan(case.num_microbatches)
     replanner.after(3, case.num_microbatches)
-    profiler = trainer.schedule.profiler = Profiler(torch.device("cpu"))
+    profiler = trainer.schedule.hooks.profiler = Profiler(torch.device("cpu"))
     trainer.forward_backward(4)
     plan, costs = trainer.schedule.plan(case.num_microbatches), replanner.costs
     assert costs is not None

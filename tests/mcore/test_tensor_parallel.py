@@ -78,7 +78,7 @@ def products_in_flight(rank: int, case: Case) -> list[dict[str, int]]:
         case = replace(case, wgrad=replace(case.wgrad, runs_ahead=mode != "off"))
         trainer = Trainer(case)
         if mode == "measured":
-            trainer.schedule.profiler = Profiler(trainer.schedule.device)
+            trainer.schedule.hooks.profiler = Profiler(trainer.schedule.device)
         with Flights(trainer) as flights:
             trainer.forward_backward(0)
         trainer.close()
@@ -159,7 +159,7 @@ def held_after_backward(rank: int, base: Case) -> dict[str, int]:
     found = {}
     for gather in WgradGather:
         trainer = Trainer(sequence_parallel(base, gather))
-        profiler = trainer.schedule.profiler = Profiler(trainer.schedule.device)
+        profiler = trainer.schedule.hooks.profiler = Profiler(trainer.schedule.device)
         trainer.forward_backward(0)
         found[gather.value] = int(sum(memory.after_backward for memory in profiler.profile().memory.values()))
         modules = [module for chunk in trainer.built.chunks for module in chunk.modules()]

@@ -176,7 +176,7 @@ def _run(trainer: _Trainer, post: PostValidation) -> History:
         trainer.zero_gradients()
         return repeats
 
-    trainer.schedule.before_gradients = before_gradients
+    trainer.schedule.hooks.before_gradients = before_gradients
     for iteration in range(ITERATIONS):
         trainer.iteration = iteration
         history.losses.append(trainer.forward_backward(iteration))

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
-from megatron.zerobubble.plan.planner import placement_of
-from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_info
+from megatron.zerobubble.plan.registry import build_plan, known_schedules, placement_of, schedule_info
 from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.search.search import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
@@ -27,7 +26,7 @@ def requests(draw: st.DrawFn, most_ranks: int = 16) -> tuple[str, int, int, Plac
     name = draw(st.sampled_from(NAMES))
     p = draw(st.integers(1, most_ranks))
     m = draw(st.integers(1, 3 * p))
-    placement = placement_of(name, p)
+    placement = placement_of(name, num_ranks=p)
     lists = [draw(st.lists(times, min_size=placement.num_stages, max_size=placement.num_stages)) for _ in range(4)]
     share = draw(st.floats(0.0, 1.0))
     costs = CostModel(
@@ -109,7 +108,7 @@ def test_within_a_memory_limit(request: tuple[str, int, int, Placement, CostMode
 
 @pytest.mark.parametrize("name", ["zb", "zbv", "v-half", "v-min", "1f1b-v", "zb-interleaved"])
 def test_just_too_little_memory_is_refused(name: str) -> None:
-    placement = placement_of(name, 3)
+    placement = placement_of(name, num_ranks=3)
     costs = CostModel.uniform(placement, forward_ms=3.0, activation_after_backward=0.5)
     least = smallest_memory(placement, 5, costs)
     with pytest.raises(ConfigError, match=f"the smallest that works is {math.ceil(least * 1e6) / 1e6}"):

@@ -11,14 +11,13 @@ import pytest
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import Result
-from megatron.zerobubble.plan.registry import build_plan, known_schedules
+from megatron.zerobubble.plan.registry import build_plan, initial_plan, known_schedules
 from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.search.search import Objective
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.playground.drawing import draw_plan
 from megatron.zerobubble.playground.exports import Export, export, flags, stem_of
 from megatron.zerobubble.playground.recorded import read_trace
-from megatron.zerobubble.training.setup import schedule_choice
 from tests.training.test_arguments import settings
 
 NAMES = [info.name for info in known_schedules()]
@@ -42,7 +41,7 @@ def test_pretrain_gpt_takes_the_flags_and_runs_the_plan(
     monkeypatch.chdir(tmp_path)
     Path(f"{stem_of(plan)}.json").write_text(drawn["plan"])
     made = settings(MODEL + " ".join(flags(plan, objective)), base="")
-    assert schedule_choice(made).plan(8) == plan
+    assert initial_plan(made.schedule_spec, 8) == plan
     assert made.zero_bubble.enable_optimizer_post_validation is (objective is Objective.SPAN)
 
 

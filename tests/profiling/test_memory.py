@@ -59,7 +59,7 @@ def _measure(rank: int, case: Case) -> dict[str, Any]:
     trainer = Trainer(case)
     trainer.forward_backward(0)  # tables and masks that stay
     trainer.zero_gradients()
-    profiler = trainer.schedule.profiler = Profiler(torch.device("cpu"))
+    profiler = trainer.schedule.hooks.profiler = Profiler(torch.device("cpu"))
     trainer.forward_backward(1)
     plan = trainer.schedule.plan(case.num_microbatches)
     trainer.close()
@@ -83,7 +83,7 @@ def test_the_peak_of_another_plan_is_predicted(four_ranks: RankPool, measured: C
     """Within 5 %, for every rank of every schedule; an embedding is on the first rank, a head on the last (under V the first).
     Where layers are recomputed so little is held that a single tensor kept too long is seen."""
     ranks = four_ranks.run(_measure, measured)[0]["ranks"]
-    placement = measured.choice.placement
+    placement = measured.spec.placement
     costs, unit = combine(ranks, placement), unit_bytes(ranks, placement)
     if measured.recompute is None:
         assert max(costs.activation_after_backward) < 0.9 * max(costs.activation)

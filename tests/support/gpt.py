@@ -27,8 +27,10 @@ from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
 from megatron.zerobubble.mcore.model.layout import embedding_ranks, pipeline_layout
-from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule, ScheduleChoice
+from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
+from megatron.zerobubble.plan.registry import schedule_spec
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.training.layer_specs import stage_layers
 from megatron.zerobubble.wgrad.sharing import WgradPolicy
 
@@ -104,10 +106,10 @@ class Case:
         return "-".join([self.schedule, f"p{self.num_ranks}", f"m{self.num_microbatches}", *extras])
 
     @property
-    def choice(self) -> ScheduleChoice:
+    def spec(self) -> ScheduleSpec:
         """The schedule under test."""
-        return ScheduleChoice(
-            name=self.schedule,
+        return schedule_spec(
+            self.schedule,
             num_ranks=self.num_ranks,
             num_chunks=self.num_chunks,
             max_pending_backward=self.max_pending_backward,
@@ -144,7 +146,7 @@ class Trainer:
         self.case = case
         self.device = torch.device(torch.cuda.current_device())
         self.host = HostDevice(enabled=self.device.type == "cpu")
-        choice = case.choice
+        spec = case.spec
         virtual = case.num_chunks if case.num_chunks > 1 else None
         if parallel_state.model_parallel_is_initialized():  # by a test that ended early
             _forget_groups()
@@ -153,7 +155,7 @@ class Trainer:
             case.num_ranks,
             virtual,
             context_parallel_size=case.context_parallel,
-            **embedding_ranks(choice.placement),
+            **embedding_ranks(spec.placement),
             **self._further_sizes(),
         )
         torch.manual_seed(seed)
@@ -161,13 +163,13 @@ class Trainer:
         self.config = self._config()
         with self.host.on_host():
             self.built: ModelChunks = build_chunks(
-                self._provide, config=self.config, ddp_config=self._ddp_config(), choice=choice, wgrad=case.wgrad
+                self._provide, config=self.config, ddp_config=self._ddp_config(), spec=spec, wgrad=case.wgrad
             )
             if initial is not None:
                 self._load(initial)
             self.optimizer = self._optimizer()
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self.schedule = PipelineSchedule(choice, self.built.chunks, store=self.built.store, config=self.config)
+        self.schedule = PipelineSchedule(spec, self.built.chunks, store=self.built.store, config=self.config)
 
     def close(self) -> None:
         """Give back every process group, with everything that holds one. The trainer is of no use afterwards."""
@@ -207,7 +209,7 @@ class Trainer:
         elif case.recompute is not None:
             modules = None if case.recompute == "selective" else case.recompute.split()
             shape |= {"recompute_granularity": "selective", "recompute_modules": modules}
-        placement = case.choice.placement
+        placement = case.spec.placement
         layers = StageLayers.parse(case.layout) if case.layout else StageLayers.spread(case.num_layers, placement)
         return TransformerConfig(
             num_layers=case.num_layers,

@@ -30,7 +30,7 @@ def train_watched(rank: int, case: Case, num_iterations: int, warmup: int, leaks
             if op.microbatch == 0:
                 leaked.append(torch.empty(100))
 
-        trainer.schedule.observe = leak
+        trainer.schedule.hooks.observe = leak
     found = watch(trainer.schedule, iterate, num_microbatches=case.num_microbatches, num_iterations=num_iterations, warmup=warmup)
     trainer.close()
     return found

@@ -51,7 +51,7 @@ class FurtherTokensTrainer(Trainer):
 
     def _config(self) -> Any:
         case, config = self.case, super()._config()
-        placement = case.choice.placement
+        placement = case.spec.placement
         layers = StageLayers.parse(case.layout) if case.layout else StageLayers.spread(case.num_layers, placement)
         fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
         layout = pipeline_layout(layers, placement, num_heads=case.num_heads)

@@ -18,7 +18,7 @@ from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job, Launch, set_up_model_parallel
-from megatron.zerobubble.training.setup import assemble, schedule_choice
+from megatron.zerobubble.training.setup import assemble
 from megatron.zerobubble.training.step import Training, TrainingState
 from tests.support.gpt import _forget_groups
 
@@ -58,14 +58,14 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
     if parallel_state.model_parallel_is_initialized():  # by a test that ended early
         _forget_groups()
     unset_num_microbatches_calculator()
-    choice = schedule_choice(settings)
-    set_up_model_parallel(settings, **({} if choice.is_stock else embedding_ranks(choice.placement)))
+    spec = settings.schedule_spec
+    set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
     batch = settings.batch
     init_num_microbatches_calculator(rank, None, settings.global_batch_size, batch.micro_batch_size, settings.data_parallel_size)
     training_state = assemble(
         settings,
         job,
-        choice,
+        spec,
         vocab_size=VOCABULARY,
         model_provider=pretrain_gpt.model_provider,
         forward_step_provider=pretrain_gpt.forward_step_provider,

@@ -20,7 +20,7 @@ from megatron.zerobubble.mcore.model.aux_loss_scale import name_missing_gemm
 from megatron.zerobubble.mcore.model.embeddings import make_finalize, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
-from megatron.zerobubble.mcore.zb_schedules import ScheduleChoice
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.wgrad.gemm import choose_kernel
 from megatron.zerobubble.wgrad.sharing import WgradPolicy
 from megatron.zerobubble.wgrad.store import WeightGradStore
@@ -46,7 +46,7 @@ def build_chunks(
     *,
     config: Any,
     ddp_config: DistributedDataParallelConfig,
-    choice: ScheduleChoice,
+    spec: ScheduleSpec,
     wgrad: WgradPolicy | None = None,
 ) -> ModelChunks:
     """Build this rank's chunks and prepare `config` for the schedule.
@@ -58,7 +58,7 @@ def build_chunks(
             post_process set.
         config: TransformerConfig of the model.
         ddp_config: how gradients are accumulated and reduced. Not changed; the chunks get a copy.
-        choice: the schedule.
+        spec: the schedule.
         wgrad: how weight gradients use the tensor-parallel link. Must be the same on every rank.
 
     Raises:
@@ -67,19 +67,19 @@ def build_chunks(
         ConfigError: something that the schedule cannot honour, or gradients that are to be sharded and cannot be.
     """
     check_megatron_core()
-    check_config(config, choice)
+    check_config(config, spec)
     if config.num_moe_experts is not None:
         name_missing_gemm()
-    if not choice.is_stock:
+    if not spec.is_stock:
         config.delay_wgrad_compute = True  # for Transformer Engine; the config's own checks want MoE overlap with it
-    models = [_build(model_provider, choice, chunk) for chunk in range(choice.num_chunks)]
+    models = [_build(model_provider, spec, chunk) for chunk in range(spec.num_chunks)]
     device = torch.cuda.current_device()
     models = [model.to(device) for model in models]
     if config.fp16 or config.bf16:
         models = [StageFloat16Module(config, model) for model in models]
     tie_chunks(models)
     store = None
-    if not choice.is_stock:
+    if not spec.is_stock:
         store = make_store(config, ddp_config, torch.device(device), wgrad)
         for model in models:
             split_weight_gradients(model, store)
@@ -88,20 +88,20 @@ def build_chunks(
         models,
         config=config,
         ddp_config=ddp_config,
-        is_stock=choice.is_stock,
-        shards_gradients=choice.shard_gradients is not None,
+        is_stock=spec.is_stock,
+        shards_gradients=spec.shard_gradients is not None,
     )
-    config.finalize_model_grads_func = make_finalize(choice.placement)
+    config.finalize_model_grads_func = make_finalize(spec.placement)
     if ddp_config.overlap_grad_reduce:
         syncs = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
     return ModelChunks(chunks, store)
 
 
-def _build(model_provider: ModelProvider, choice: ScheduleChoice, chunk: int) -> nn.Module:
-    placement = choice.placement
+def _build(model_provider: ModelProvider, spec: ScheduleSpec, chunk: int) -> nn.Module:
+    placement = spec.placement
     stage = placement.rank_to_stages[parallel_state.get_pipeline_model_parallel_rank()][chunk]
-    vp_stage = chunk if choice.num_chunks > 1 else None
+    vp_stage = chunk if spec.num_chunks > 1 else None
     model = model_provider(stage == 0, stage == placement.num_stages - 1, vp_stage)
     release_unused_head(model)
     for parameter in model.parameters():
@@ -123,9 +123,9 @@ def make_store(
     return WeightGradStore(kernel, rank=parallel_state.get_pipeline_model_parallel_rank(), policy=policy)
 
 
-def check_config(config: Any, choice: ScheduleChoice) -> None:
+def check_config(config: Any, spec: ScheduleSpec) -> None:
     """Refuse by name what the split or the executor cannot honour. Raises ConfigError."""
-    if choice.is_stock:
+    if spec.is_stock:
         return
     refused = {
         "defer_embedding_wgrad_compute": "W already defers the head's weight gradient",
@@ -139,4 +139,4 @@ def check_config(config: Any, choice: ScheduleChoice) -> None:
     }
     for name, why in refused.items():
         if getattr(config, name, None):
-            raise ConfigError(f"{name} does not go with schedule {choice.name!r}: {why}. Turn it off or use the stock schedule")
+            raise ConfigError(f"{name} does not go with schedule {spec.name!r}: {why}. Turn it off or use the stock schedule")

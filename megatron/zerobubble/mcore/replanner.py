@@ -18,10 +18,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule, ScheduleChoice, program_of
+from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
 from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.search import Objective, SearchOptions, best_core, objective_ms
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
@@ -30,7 +30,7 @@ from megatron.zerobubble.profiling.profile import RankProfile, combine, costs_wi
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.profiling.report import RankMemory
 
-__all__ = ["Measured", "Replanner", "Window", "budget_of", "measured_costs", "refined"]
+__all__ = ["Measured", "Replanner", "Window", "budget_of", "measured_costs"]
 
 _log = logging.getLogger(__name__)
 
@@ -70,20 +70,6 @@ def budget_of(seconds: float) -> float:
     return seconds * (_COMPILED_EVALUATIONS_PER_S if compiled else _PYTHON_EVALUATIONS_PER_S)
 
 
-def refined(choice: ScheduleChoice, num_microbatches: int, costs: CostModel, options: SearchOptions) -> Plan:
-    """The best plan found for `costs` with the choice's placement, within the memory limit of `options` or the schedule's own."""
-    name, pending = choice.family
-    return build_plan(
-        name,
-        num_ranks=choice.num_ranks,
-        num_microbatches=num_microbatches,
-        num_chunks=choice.num_chunks,
-        max_pending_backward=pending,
-        costs=costs,
-        options=options,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """What one rank of the world brings to planning."""
@@ -116,7 +102,7 @@ class Replanner:
     Args:
         schedule: whose iterations are timed, and who runs the plans.
         window: when.
-        options: objective, seed and budget of a search. The memory limit is the choice's, or follows from `room`.
+        options: objective, seed and budget of a search. The memory limit is the spec's, or follows from `room`.
         num_microbatches: what most iterations will have. Searches for other numbers, on the way there, get a tenth of the budget.
         room: called on every rank at the end of a window: bytes that its activations may take, after what was measured. They are
             then the limit, rank by rank.
@@ -160,7 +146,7 @@ class Replanner:
         if self._profiler is None and self._window.holds(iteration):
             self._profiler = Profiler(self._schedule.device)
             self._measured_with = num_microbatches
-        self._schedule.profiler = self._profiler
+        self._schedule.hooks.profiler = self._profiler
 
     def is_due(self, iteration: int) -> bool:
         """Whether `after` will plan. Nothing may be under way between ranks then."""
@@ -176,14 +162,14 @@ class Replanner:
         assert self._profiler is not None
         link_ms = self._schedule.link_times()
         profile = self._profiler.profile()
-        self._profiler = self._schedule.profiler = None
+        self._profiler = self._schedule.hooks.profiler = None
         own = Measured(
             profile=profile,
             link_ms=tuple(link_ms.values()),
             state_bytes=self._state(),
             room_bytes=0 if self._room is None else self._room(profile),
         )
-        everybody, placement = own.gathered(), self._schedule.choice.placement
+        everybody, placement = own.gathered(), self._schedule.spec.placement
         self._costs = measured_costs(everybody, placement)
         self._unit, self._rooms = unit_bytes([each.profile for each in everybody], placement), None
         members = [[each for each in everybody if stages[0] in each.profile.memory] for stages in placement.rank_to_stages]
@@ -222,8 +208,8 @@ class Replanner:
         """The best of the order so far and what is found; says what it promises."""
         assert self._costs is not None
         begin = time.perf_counter()
-        choice, costs, objective = self._schedule.choice, self._costs, self._options.objective
-        so_far = choice.as_run(self._current.get(num_microbatches) or choice.plan(num_microbatches))
+        spec, costs, objective = self._schedule.spec, self._costs, self._options.objective
+        so_far = executed_plan(spec, self._current.get(num_microbatches) or initial_plan(spec, num_microbatches))
         plan = so_far
         try:
             plan = self._better(so_far, num_microbatches)
@@ -239,7 +225,7 @@ class Replanner:
             100 * before.bubble_rate,
             _objective_of(now, objective),
             100 * now.bubble_rate,
-            _mib(max(now.peak_memory) * min(choice.num_ranks, num_microbatches) * self._unit),
+            _mib(max(now.peak_memory) * min(spec.num_ranks, num_microbatches) * self._unit),
         )
         if self._keep is not None:
             self._keep(now)
@@ -248,16 +234,16 @@ class Replanner:
     def _better(self, so_far: Plan, num_microbatches: int) -> Plan:
         """What is found within the memory, or the order so far if that is better and keeps to it, too."""
         assert self._costs is not None
-        choice, costs, limit = self._schedule.choice, self._costs, self._schedule.choice.memory_limit
+        spec, costs, limit = self._schedule.spec, self._costs, self._schedule.spec.memory_limit
         if self._rooms is not None:
             if min(self._rooms) <= 0:
                 full = [f"{rank} ({_mib(-room * self._unit)} too much)" for rank, room in enumerate(self._rooms) if room <= 0]
                 raise ConfigError(f"weights, gradients and optimizer state alone fill the memory limit on rank {', '.join(full)}")
-            costs, limit = costs_within(costs, choice.placement, num_microbatches, self._rooms), 1.0
+            costs, limit = costs_within(costs, spec.placement, num_microbatches, self._rooms), 1.0
         share = 1.0 if num_microbatches == self._usual else 0.1
         options = replace(self._options, budget=share * self._options.budget, memory_limit=limit)
-        found = choice.as_run(refined(choice, num_microbatches, costs, options))
-        program_of(found, self._schedule.device)  # refuses what could deadlock in one hardware queue
+        found = executed_plan(spec, plan_of(spec.searched, num_microbatches, costs=costs, options=options))
+        self._schedule.place(found)  # refuses what could deadlock in one hardware queue
         plans = [found]
         if limit is None or max(peak_memory(so_far, costs)) <= limit + MEMORY_TOLERANCE:
             plans.append(so_far)

@@ -248,7 +248,7 @@ class PostValidation:
             optimizer.zero_grad()
             return verdict is not None and verdict.is_amended     # True: those forwards run again
 
-        schedule.before_gradients = before_gradients
+        schedule.hooks.before_gradients = before_gradients
         for iteration in range(1, 1 + train_iters):
             schedule.forward_backward_func(forward_step_func=forward_step, data_iterator=data, model=chunks, **sizes)
             steps.step()

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.registry import build_plan, check_at_least_one, check_num_chunks, schedule_info
+from megatron.zerobubble.plan.registry import check_at_least_one, plan_of, schedule_info, schedule_spec
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.bound import Bound, lower_bound
 from megatron.zerobubble.plan.search.search import Objective, SearchOptions, check_memory_limit, smallest_memory
 from megatron.zerobubble.plan.simulate import Simulation, simulate
@@ -92,14 +93,6 @@ class Result:
         }
 
 
-def placement_of(name: str, num_ranks: int, num_chunks: int | None = None) -> Placement:
-    """The placement of a schedule."""
-    info = schedule_info(name)
-    if info.placement == "V":
-        return Placement.v(num_ranks)
-    return Placement.loop(num_ranks, info.default_num_chunks if num_chunks is None else num_chunks)
-
-
 def make_plan(
     name: str,
     *,
@@ -121,29 +114,13 @@ def make_plan(
         if num_chunks is not None or max_pending_backward is not None:
             raise ConfigError("auto chooses the number of chunks and of pending microbatches; drop them or name a schedule")
         return _auto(num_ranks, num_microbatches, costs_of, options)
-    return _one(name, num_ranks, num_microbatches, num_chunks, costs_of, options, max_pending_backward)
+    spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=num_chunks, max_pending_backward=max_pending_backward)
+    return _one(spec, num_microbatches, costs_of, options)
 
 
-def _one(
-    name: str,
-    num_ranks: int,
-    num_microbatches: int,
-    num_chunks: int | None,
-    costs_of: CostsOf,
-    options: SearchOptions,
-    max_pending_backward: int | None = None,
-) -> Result:
-    check_num_chunks(schedule_info(name), num_chunks)
-    costs = costs_of(placement_of(name, num_ranks, num_chunks))
-    plan = build_plan(
-        name,
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        num_chunks=num_chunks,
-        max_pending_backward=max_pending_backward,
-        costs=costs,
-        options=options,
-    )
+def _one(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Result:
+    costs = costs_of(spec.placement)
+    plan = plan_of(spec, num_microbatches, costs=costs, options=options)
     simulation = simulate(plan, costs)
     limit = max(simulation.peak_memory) if options.memory_limit is None else options.memory_limit
     return Result(simulation, lower_bound(plan.placement, num_microbatches, costs, limit), plan.placement.num_chunks)
@@ -160,7 +137,7 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: Sea
 
     def search(family: _Family, share: float) -> Result:
         own = replace(options, budget=share * options.budget, memory_limit=family.limit)
-        return _one(family.name, num_ranks, num_microbatches, family.num_chunks, costs_of, own)
+        return _one(family.spec, num_microbatches, costs_of, own)
 
     def time_of(found: tuple[_Family, Result]) -> float:
         return found[1].objective_ms(options.objective)
@@ -174,11 +151,11 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: Sea
     if not tried:
         raise ConfigError(f"no schedule keeps memory limit {options.memory_limit}: the smallest that works is {min(least):.6g}")
     tried.sort(key=time_of)
-    rest = 1 - _FIRST_SHARE * sum(family.name in _SEARCHED for family, _ in tried)
+    rest = 1 - _FIRST_SHARE * sum(family.spec.name in _SEARCHED for family, _ in tried)
     close = [found for found in tried[:2] if time_of(found) <= (1 + _CLOSE) * time_of(tried[0])]
     for place, (family, result) in enumerate(close):
         best = min(map(time_of, tried[:place]), default=math.inf)
-        if family.name in _SEARCHED and options.budget > 0 and family.may_beat(best, options.objective):
+        if family.spec.name in _SEARCHED and options.budget > 0 and family.may_beat(best, options.objective):
             tried[place] = min((family, result), (family, search(family, rest)), key=time_of)
     tried.sort(key=time_of)
     bounds = [family.bound for family in families]
@@ -196,8 +173,7 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: Sea
 class _Family(NamedTuple):
     """A schedule that `auto` may choose."""
 
-    name: str
-    num_chunks: int
+    spec: ScheduleSpec
     limit: float
     """Of memory: the one asked for, or less where that is enough."""
     bound: Bound
@@ -220,13 +196,14 @@ def _feasible(
     families, least, limit = [], [], options.memory_limit
     for name, num_chunks in _FAMILIES:
         try:
-            placement = placement_of(name, num_ranks, num_chunks)
+            spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=num_chunks)
+            placement = spec.placement
             costs = costs_of(placement)
             least.append(smallest_memory(placement, num_microbatches, costs))
             check_memory_limit(placement, num_microbatches, costs, limit)
         except (PlanError, ConfigError):
             continue  # costs for another placement, or not enough memory for any order on this one
-        family = _Family(name, num_chunks, limit, lower_bound(placement, num_microbatches, costs, limit))
+        family = _Family(spec, limit, lower_bound(placement, num_microbatches, costs, limit))
         enough = _enough(family, placement, num_microbatches, costs)
         if enough < limit:
             tighter = family._replace(limit=enough, bound=lower_bound(placement, num_microbatches, costs, enough))
@@ -237,6 +214,6 @@ def _feasible(
 
 def _enough(family: _Family, placement: Placement, num_microbatches: int, costs: CostModel) -> float:
     """What most likely is enough memory for a search; where a rank's stages hold more than the unit, so much more."""
-    if family.name not in _SEARCHED or schedule_info(family.name).placement != "V":
+    if family.spec.name not in _SEARCHED or schedule_info(family.spec.name).placement != "V":
         return math.inf
     return _ENOUGH_FOR_V * smallest_memory(placement, num_microbatches, costs) * min(placement.num_ranks, num_microbatches)

@@ -22,39 +22,51 @@ from megatron.zerobubble.plan.generators.zb_h2 import zb_h2
 from megatron.zerobubble.plan.generators.zb_interleaved import zb_interleaved, zb_interleaved_memory
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
 from megatron.zerobubble.plan.search.search import SearchOptions, drawing_of, memory_of, search, smallest_memory
+from megatron.zerobubble.plan.transforms import group_weight_gradients
 from megatron.zerobubble.plan.validate import validate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a plan is wanted for, with every default filled in."""
+    """What a generator is asked for."""
 
-    num_ranks: int
+    spec: ScheduleSpec
+    """Which schedule, on which placement."""
     num_microbatches: int
-    num_chunks: int
-    max_pending_backward: int | None
-    """None: not asked for, which is p where nothing else decides it."""
+    """m."""
     costs: CostModel | None = None
     """None: every stage alike, F=B=W and free links."""
     options: SearchOptions | None = None
     """None: the drawn pattern where there is one, else a search without a budget."""
 
     @property
+    def num_ranks(self) -> int:
+        """p."""
+        return self.spec.num_ranks
+
+    @property
+    def num_chunks(self) -> int:
+        """v."""
+        return self.spec.num_chunks
+
+    @property
     def pending(self) -> int:
         """Most microbatches between F and W on a rank."""
-        return self.num_ranks if self.max_pending_backward is None else self.max_pending_backward
+        return self.num_ranks if self.spec.max_pending_backward is None else self.spec.max_pending_backward
 
-    def costs_of(self, placement: Placement) -> CostModel:
+    @property
+    def stage_costs(self) -> CostModel:
         """The given costs, or the default ones."""
-        return CostModel.uniform(placement) if self.costs is None else self.costs
+        return CostModel.uniform(self.spec.placement) if self.costs is None else self.costs
 
-    def options_within(self, placement: Placement, memory_limit: float) -> SearchOptions:
+    def options_within(self, memory_limit: float) -> SearchOptions:
         """The search options; without a memory limit, the family's own, in microbatches of the fullest rank."""
         options = self.options or SearchOptions(budget=0.0)
         if options.memory_limit is not None:
             return options
-        costs = self.costs_of(placement).reserved
+        placement, costs = self.spec.placement, self.stage_costs.reserved
         costs.check_fits(placement)
         fullest = max(math.fsum(costs.activation[stage] for stage in stages) for stages in placement.rank_to_stages)
         least = smallest_memory(placement, self.num_microbatches, costs)
@@ -115,50 +127,44 @@ def _zb(request: Request) -> Plan:
     drawn = zb(p, m, request.pending)
     if request.options is None:
         return drawn
-    placement = Placement.linear(p)
-    limit = None if request.max_pending_backward is None else request.pending / min(p, m)
-    costs, options = request.costs_of(placement), request.options_within(placement, limit or 1.0)
-    costs.check_fits(placement)
-    memory = memory_of(options, placement, m)
+    limit = None if request.spec.max_pending_backward is None else request.pending / min(p, m)
+    costs, options = request.stage_costs, request.options_within(limit or 1.0)
+    costs.check_fits(request.spec.placement)
+    memory = memory_of(options, request.spec.placement, m)
     pendings = [k for k in (1, -(-p // 2), p, -(-3 * p // 2), 2 * p) if k <= memory][-2:]
     drawings = [drawing_of(partial(zb, p, max_pending_backward=k)) for k in {*pendings, request.pending}]
     drawings += map(drawing_of, timed_zb(p, costs, memory))
-    return search("zb", placement, m, costs, options, drawings=drawings)
+    return search("zb", request.spec.placement, m, costs, options, drawings=drawings)
 
 
 def _zbv(request: Request) -> Plan:
     p, m = request.num_ranks, request.num_microbatches
     if request.options is None:
         return zbv(p, m)
-    placement = Placement.v(p)
-    options = request.options_within(placement, 1.0)
-    drawings = v_drawings(p, memory_of(options, placement, m))
-    return search("zbv", placement, m, request.costs_of(placement), options, drawings=drawings)
+    options = request.options_within(1.0)
+    drawings = v_drawings(p, memory_of(options, request.spec.placement, m))
+    return search("zbv", request.spec.placement, m, request.stage_costs, options, drawings=drawings)
 
 
 def _v_half(request: Request) -> Plan:
     p, m = request.num_ranks, request.num_microbatches
-    placement = Placement.v(p)
-    return v_half(p, m, request.costs_of(placement), request.options_within(placement, v_half_memory(p, m)))
+    return v_half(p, m, request.stage_costs, request.options_within(v_half_memory(p, m)))
 
 
 def _v_min(request: Request) -> Plan:
     p, m = request.num_ranks, request.num_microbatches
-    placement = Placement.v(p)
-    return v_min(p, m, request.costs_of(placement), request.options_within(placement, v_min_memory(p, m)))
+    return v_min(p, m, request.stage_costs, request.options_within(v_min_memory(p, m)))
 
 
 def _one_f_one_b_v(request: Request) -> Plan:
     p, m = request.num_ranks, request.num_microbatches
-    placement = Placement.v(p)
-    return one_f_one_b_v(p, m, request.costs_of(placement), request.options_within(placement, one_f_one_b_v_memory(p, m)))
+    return one_f_one_b_v(p, m, request.stage_costs, request.options_within(one_f_one_b_v_memory(p, m)))
 
 
 def _zb_interleaved(request: Request) -> Plan:
     p, m, v = request.num_ranks, request.num_microbatches, request.num_chunks
-    placement = Placement.loop(p, v)
-    options = request.options_within(placement, zb_interleaved_memory(p, m, v))
-    return zb_interleaved(p, m, v, request.costs_of(placement), options)
+    options = request.options_within(zb_interleaved_memory(p, m, v))
+    return zb_interleaved(p, m, v, request.stage_costs, options)
 
 
 _ALL = (
@@ -264,6 +270,55 @@ def schedule_info(name: str) -> ScheduleInfo:
     raise ConfigError(f"unknown schedule {name!r}: choose one of {', '.join(names)}{hint}")
 
 
+def placement_of(name: str, *, num_ranks: int, num_chunks: int | None = None) -> Placement:
+    """The placement of a schedule, or for `stock` of megatron-core's own.
+
+    Args:
+        name: `stock` or one of `known_schedules`.
+        num_ranks: p.
+        num_chunks: v, where the schedule leaves a choice; None: 1 for `stock`, else the schedule's default.
+    """
+    if name == STOCK:
+        return Placement.loop(num_ranks, num_chunks or 1)
+    info = schedule_info(name)
+    if info.placement == "V":
+        return Placement.v(num_ranks)
+    return Placement.loop(num_ranks, info.default_num_chunks if num_chunks is None else num_chunks)
+
+
+def schedule_spec(
+    name: str,
+    *,
+    num_ranks: int,
+    num_chunks: int | None = None,
+    max_pending_backward: int | None = None,
+    memory_limit: float | None = None,
+    shard_gradients: int | None = None,
+    loaded_plan: Plan | None = None,
+) -> ScheduleSpec:
+    """Make a `ScheduleSpec`, whose fields the arguments are, from a schedule's name and the size of the pipeline.
+
+    Args:
+        name: `stock` or one of `known_schedules`.
+        num_ranks: p, at least 1.
+        num_chunks: v, stages per rank; only the interleaved schedules and `stock` leave a choice (2 and 1 where not given).
+
+    Raises:
+        ConfigError: an unknown name, a number below 1, or an option that the schedule does not take.
+    """
+    check_at_least_one(num_ranks=num_ranks)
+    if name != STOCK:
+        _check_options(schedule_info(name), num_chunks, max_pending_backward)
+    return ScheduleSpec(
+        name=name,
+        placement=placement_of(name, num_ranks=num_ranks, num_chunks=num_chunks),
+        max_pending_backward=max_pending_backward,
+        memory_limit=memory_limit,
+        shard_gradients=shard_gradients,
+        loaded_plan=loaded_plan,
+    )
+
+
 def build_plan(
     name: str,
     *,
@@ -274,47 +329,52 @@ def build_plan(
     costs: CostModel | None = None,
     options: SearchOptions | None = None,
 ) -> Plan:
+    """`plan_of` for a schedule by name; the arguments are those of `schedule_spec` and `plan_of`."""
+    spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=num_chunks, max_pending_backward=max_pending_backward)
+    return plan_of(spec, num_microbatches, costs=costs, options=options)
+
+
+def plan_of(
+    spec: ScheduleSpec, num_microbatches: int, *, costs: CostModel | None = None, options: SearchOptions | None = None
+) -> Plan:
     """Generate and validate a plan.
 
     Args:
-        name: one of `known_schedules`.
-        num_ranks: p, at least 1.
+        spec: the schedule. Its memory limit counts where `options` has one: see `initial_plan`.
         num_microbatches: m, at least 1.
-        num_chunks: v, stages a rank; only the interleaved schedules leave a choice (2 where not given).
-        max_pending_backward: most microbatches between F and W on a rank; only `zb` takes it (p where not given).
-        costs: times and memory per stage; F=B=W, free links and everything held until W where not given.
+        costs: times and memory per stage; None: F=B=W, free links, and all activation memory kept until W.
         options: search for the best order of the family, under their memory limit or the family's own; a schedule of one fixed
             order is checked against the limit instead. None: the hand-written order, or for a family without one the best of a
             few list schedules.
 
     Raises:
-        ConfigError: an unknown name, a number below 1, an option that the schedule does not take, or a memory limit under
-            which no plan of the placement exists.
+        ConfigError: an unknown name, a number below 1, or a memory limit under which no plan of the placement exists.
         PlanError: costs for another number of stages, or a fixed order that breaks the search options' limit.
     """
-    info = schedule_info(name)
-    check_at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    check_num_chunks(info, num_chunks)
-    if max_pending_backward is not None:
-        check_at_least_one(max_pending_backward=max_pending_backward)
-        if not info.takes_max_pending_backward:
-            raise ConfigError(
-                f"schedule {name!r} has a fixed number of pending microbatches; drop max_pending_backward or choose 'zb'"
-            )
-    plan = info.generate(
-        Request(
-            num_ranks=num_ranks,
-            num_microbatches=num_microbatches,
-            num_chunks=info.default_num_chunks if num_chunks is None else num_chunks,
-            max_pending_backward=max_pending_backward,
-            costs=costs,
-            options=options,
-        )
-    )
+    info = schedule_info(spec.name)
+    check_at_least_one(num_microbatches=num_microbatches)
+    plan = info.generate(Request(spec=spec, num_microbatches=num_microbatches, costs=costs, options=options))
     if costs is not None:
         costs.check_fits(plan.placement)
     validate(plan, memory_limit=None if options is None else options.memory_limit, costs=costs)
     return plan
+
+
+def initial_plan(spec: ScheduleSpec, num_microbatches: int) -> Plan:
+    """The validated plan that a run begins with, before anything was measured: loaded, or generated under the spec's limit."""
+    if spec.loaded_plan is not None and spec.loaded_plan.num_microbatches == num_microbatches:
+        return spec.loaded_plan
+    options = None if spec.memory_limit is None else SearchOptions(memory_limit=spec.memory_limit, budget=0.0)
+    return plan_of(spec, num_microbatches, options=options)
+
+
+def executed_plan(spec: ScheduleSpec, plan: Plan) -> Plan:
+    """What training executes of a plan: with sharded gradients, its Ws in groups of `spec.shard_gradients` microbatches."""
+    if spec.shard_gradients is None:
+        return plan
+    grouped = group_weight_gradients(plan, spec.shard_gradients)
+    validate(grouped)
+    return grouped
 
 
 def parse_max_pending_backward(text: str, num_ranks: int) -> int:
@@ -328,13 +388,19 @@ def parse_max_pending_backward(text: str, num_ranks: int) -> int:
     return int(digits) * (num_ranks if stripped.endswith("p") else 1)
 
 
-def check_num_chunks(info: ScheduleInfo, num_chunks: int | None) -> None:
-    """Raise ConfigError where a schedule cannot have so many stages a rank; None is always right."""
-    if num_chunks is None:
-        return
-    check_at_least_one(num_chunks=num_chunks)
-    if info.num_chunks not in (None, num_chunks):
-        raise ConfigError(f"schedule {info.name!r} has {info.num_chunks} stage(s) a rank, not {num_chunks}; drop num_chunks")
+def _check_options(info: ScheduleInfo, num_chunks: int | None, max_pending_backward: int | None) -> None:
+    """Raise ConfigError for a number of stages per rank, or of pending microbatches, that the schedule does not take."""
+    if num_chunks is not None:
+        check_at_least_one(num_chunks=num_chunks)
+        if info.num_chunks not in (None, num_chunks):
+            wanted = f"{info.num_chunks} stage(s) per rank"
+            raise ConfigError(f"schedule {info.name!r} has {wanted}, not {num_chunks}; drop num_chunks")
+    if max_pending_backward is not None:
+        check_at_least_one(max_pending_backward=max_pending_backward)
+        if not info.takes_max_pending_backward:
+            raise ConfigError(
+                f"schedule {info.name!r} has a fixed number of pending microbatches; drop max_pending_backward or choose 'zb'"
+            )
 
 
 def check_at_least_one(**values: int) -> None:

@@ -41,6 +41,8 @@ class Launch:
     """Processes of the job."""
     has_threads_set: bool
     """Whether OMP_NUM_THREADS says how many threads a process may use."""
+    has_single_queue: bool = False
+    """Whether CUDA_DEVICE_MAX_CONNECTIONS=1: all kernels of a GPU share one hardware queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         ranks_on_host=max(1, number("LOCAL_WORLD_SIZE", number("WORLD_SIZE", 1))),
         world_size=number("WORLD_SIZE", 1),
         has_threads_set="OMP_NUM_THREADS" in environment,
+        has_single_queue=environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1",
     )
 
 

@@ -48,7 +48,7 @@ from megatron.zerobubble.training.planning.replan import PlanKeeper, make_replan
 from megatron.zerobubble.training.resilience.early_exit import Departure
 from megatron.zerobubble.training.resilience.failure import JobGuard
 from megatron.zerobubble.training.resilience.watchdog import watchdog
-from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, assemble, schedule_choice
+from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, assemble
 from megatron.zerobubble.training.step import StepResult, Training, TrainingState, evaluate
 
 __all__ = ["pretrain"]
@@ -108,8 +108,8 @@ def pretrain(
                 model_provider=model_provider,
                 forward_step_provider=forward_step_provider,
             )
-        choice = schedule_choice(settings)
-        set_up_model_parallel(settings, **({} if choice.is_stock else embedding_ranks(choice.placement)))
+        spec = settings.schedule_spec
+        set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
         init_num_microbatches_calculator(
             launch.rank,
             list(settings.batch.rampup_batch_size) or None,
@@ -120,12 +120,12 @@ def pretrain(
         training_state = assemble(
             settings,
             job,
-            choice,
+            spec,
             vocab_size=tokenizer.vocab_size,
             model_provider=model_provider,
             forward_step_provider=forward_step_provider,
         )
-        watch = training_state.schedule.watch
+        watch = training_state.schedule.hooks.watch
         if watch is not None:
             guard.doing = watch.text
         with watchdog(settings, job, watch):
@@ -328,7 +328,7 @@ class _Run:
         """Which layout of stages would be faster, if asked for. All ranks must call this."""
         if not self.settings.zero_bubble.zero_bubble_balance_stages:
             return
-        layers = self.settings.stage_layers(self.training_state.schedule.choice.placement)
+        layers = self.settings.stage_layers(self.training_state.schedule.spec.placement)
         tell_balance(self.training_state.schedule, layers, None if self.replanner is None else self.replanner.costs)
 
     def _warn_of_shared_cores(self) -> None:

@@ -21,14 +21,15 @@ from megatron.zerobubble.mcore.build import build_chunks
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
 from megatron.zerobubble.mcore.model.layout import pipeline_layout
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
-from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule, ScheduleChoice
+from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training import mcore_config
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job
 from megatron.zerobubble.training.step import ForwardStep, TrainingState
 
-__all__ = ["ModelProvider", "ModelSetup", "assemble", "schedule_choice"]
+__all__ = ["ModelProvider", "ModelSetup", "assemble"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,23 +55,10 @@ ForwardStepProvider = Callable[[ModelSetup], ForwardStep]
 """setup -> what a microbatch does in a chunk."""
 
 
-def schedule_choice(settings: Settings) -> ScheduleChoice:
-    """The schedule that the flags name, with the numbers it needs."""
-    return ScheduleChoice(
-        name=settings.zero_bubble.schedule,
-        num_ranks=settings.pipeline_size,
-        num_chunks=settings.num_chunks,
-        max_pending_backward=settings.max_pending_backward,
-        memory_limit=settings.plan_memory_limit,
-        given=settings.zero_bubble.plan,
-        shard_gradients=settings.zero_bubble.zero_bubble_shard_gradients,
-    )
-
-
 def assemble(
     settings: Settings,
     job: Job,
-    choice: ScheduleChoice,
+    spec: ScheduleSpec,
     *,
     vocab_size: int,
     model_provider: ModelProvider,
@@ -79,8 +67,8 @@ def assemble(
     """Build this rank's part of the model, and what trains it."""
     timers = Timers(settings.logging.timing_log_level, settings.logging.timing_log_option)
     with job.host.on_host():
-        layers, num_heads = settings.stage_layers(choice.placement), settings.model.mtp_num_layers or 0
-        layout = pipeline_layout(layers, choice.placement, num_heads=num_heads)
+        layers, num_heads = settings.stage_layers(spec.placement), settings.model.mtp_num_layers or 0
+        layout = pipeline_layout(layers, spec.placement, num_heads=num_heads)
         config = mcore_config.transformer_config(settings, on_gpu=not job.host.enabled, layout=layout)
         config.timers = timers
         setup = ModelSetup(
@@ -93,7 +81,7 @@ def assemble(
             partial(model_provider, setup),
             config=config,
             ddp_config=mcore_config.ddp_config(settings),
-            choice=choice,
+            spec=spec,
             wgrad=mcore_config.wgrad_policy(settings),
         )
         optimizer = get_megatron_optimizer(
@@ -103,7 +91,7 @@ def assemble(
         scheduler = mcore_config.scheduler(settings, optimizer)
     zero_bubble, steps = settings.zero_bubble, None
     timeout = timedelta(minutes=settings.parallel.distributed_timeout_minutes)
-    if not choice.is_stock:
+    if not spec.is_stock:
         steps = post_validation(
             optimizer,
             optimistic=zero_bubble.enable_optimizer_post_validation,
@@ -116,9 +104,16 @@ def assemble(
     if settings.precision.fp16:
         config.grad_scale_func = optimizer.scale_loss
     _count_parameters(built.chunks)
-    schedule = PipelineSchedule(choice, built.chunks, store=built.store, config=config, timeout=timeout)
+    schedule = PipelineSchedule(
+        spec,
+        built.chunks,
+        store=built.store,
+        config=config,
+        timeout=timeout,
+        has_single_queue=job.launch.has_single_queue,
+    )
     if settings.watchdog_s is not None:
-        schedule.watch = Watch(job.host.device)
+        schedule.hooks.watch = Watch(job.host.device)
     return TrainingState(
         settings=settings,
         chunks=built.chunks,

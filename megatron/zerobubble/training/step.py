@@ -100,7 +100,7 @@ class Training:
         self._results: list[StepResult] = []
         self._optimistic = training_state.steps is not None and training_state.steps.optimistic
         if self._optimistic:
-            training_state.schedule.before_gradients = self._before_gradients
+            training_state.schedule.hooks.before_gradients = self._before_gradients
 
     def iterate(self, data_iterator: Any) -> list[StepResult]:
         """Forward, backward, optimizer. All ranks must call this.
@@ -119,7 +119,7 @@ class Training:
             loss_scale=float(training_state.optimizer.get_loss_scale().item()),
         )
         training_state.timers("optimizer", log_level=1).start(barrier=False)
-        watch = training_state.schedule.watch
+        watch = training_state.schedule.hooks.watch
         with (
             training_state.schedule.recorder.span(Activity.OPTIMIZER),
             nullcontext() if watch is None else watch.doing("steps its optimizer with other ranks"),

@@ -15,7 +15,7 @@ from packaging.version import Version
 from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError, PlanError
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import AUTO
-from megatron.zerobubble.plan.registry import build_plan, schedule_info
+from megatron.zerobubble.plan.registry import plan_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.search.search import SearchOptions
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.training.config.settings import Settings
@@ -163,15 +163,13 @@ def _check_plan(settings: Settings) -> None:
     zero_bubble = settings.zero_bubble
     if zero_bubble.schedule == "stock":
         return
+    if zero_bubble.schedule == AUTO:
+        spec = schedule_spec("zb", num_ranks=settings.pipeline_size, num_chunks=settings.num_chunks)
+    else:
+        spec = settings.schedule_spec
     limit = settings.plan_memory_limit
-    generated = build_plan(
-        "zb" if zero_bubble.schedule == AUTO else zero_bubble.schedule,
-        num_ranks=settings.pipeline_size,
-        num_microbatches=settings.num_microbatches,
-        num_chunks=settings.num_chunks,
-        max_pending_backward=settings.max_pending_backward,
-        options=None if limit is None else SearchOptions(memory_limit=limit, budget=0.0),
-    )
+    options = None if limit is None else SearchOptions(memory_limit=limit, budget=0.0)
+    generated = plan_of(spec, settings.num_microbatches, options=options)
     if zero_bubble.zero_bubble_save_plan is not None:
         _check_writable(
             "--zero-bubble-save-plan",

@@ -63,7 +63,7 @@ def _gradients_by_op(rank: int, case: MoeCase) -> list[tuple[OpKind, bool, bool]
         seen.append((op.kind, now["router"] != before["router"], now["experts"] != before["experts"]))
         before.update(now)
 
-    trainer.schedule.observe = observe
+    trainer.schedule.hooks.observe = observe
     trainer.zero_gradients()
     trainer.forward_backward(0)
     trainer.close()

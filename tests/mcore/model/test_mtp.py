@@ -57,5 +57,5 @@ def _assert_equal(ranks: RankPool, case: FurtherTokensCase) -> None:
             assert difference.gradients < tolerance, (rank, difference)
             assert case.dtype is not torch.float32 or SUMS.issuperset(difference.unequal), (rank, difference)
     heads = [any(name.startswith("mtp.layers.") for name in difference.names) for difference in differences]
-    last = case.choice.placement.stage_to_rank[-1]
+    last = case.spec.placement.stage_to_rank[-1]
     assert heads == [rank // (4 // case.num_ranks) == last for rank in range(4)], "they sit with the loss"

@@ -24,7 +24,7 @@ def _forwards_per_op(rank: int, case: Case) -> list[tuple[Op, list[int]]]:
     trainer = Trainer(case)
     counts: dict[int, int] = {}
     seen = []
-    placement = case.choice.placement
+    placement = case.spec.placement
 
     def count(layer: Any, *_: Any) -> None:
         counts[layer.layer_number] = counts.get(layer.layer_number, 0) + 1
@@ -38,7 +38,7 @@ def _forwards_per_op(rank: int, case: Case) -> list[tuple[Op, list[int]]]:
         seen.append((op, [counts.pop(layer.layer_number, 0) for layer in layers]))
         assert not counts, "a layer of another stage ran"
 
-    trainer.schedule.observe = observe
+    trainer.schedule.hooks.observe = observe
     trainer.forward_backward(0)
     trainer.close()
     return seen
@@ -61,7 +61,7 @@ def test_w_multiplies_what_b_recomputed(four_ranks: RankPool, case: Case) -> Non
     """GEMMs of linears: F and W as without recomputation, B as much more as the layers' forward."""
     plain = four_ranks.run(_gemms_per_op, case)
     again = four_ranks.run(_gemms_per_op, replace(case, recompute="full"))
-    last = case.choice.placement.num_stages - 1
+    last = case.spec.placement.num_stages - 1
     for before, after in zip(plain, again, strict=True):
         assert before.keys() == after.keys()
         for text, count in before.items():

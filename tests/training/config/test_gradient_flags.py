@@ -7,7 +7,6 @@ import pytest
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.initialize import Launch, choose_device
 from megatron.zerobubble.training.mcore_config import ddp_config
-from megatron.zerobubble.training.setup import schedule_choice
 from tests.training.test_arguments import settings
 
 P2 = "--pipeline-model-parallel-size 2 --global-batch-size 8 "
@@ -18,13 +17,13 @@ STOCK_2 = P2 + "--use-distributed-optimizer --zero-bubble-shard-gradients 2"
 
 def test_they_reach_megatron_core_and_the_schedule() -> None:
     made = settings(SHARD_2 + "--ddp-bucket-size 1000 --ddp-average-in-collective")
-    assert schedule_choice(made).shard_gradients == 2
+    assert made.schedule_spec.shard_gradients == 2
     config = ddp_config(made)
     assert (config.bucket_size, config.average_in_collective, config.grad_reduce_in_fp32) == (1000, True, False)
     assert not ddp_config(settings("--bf16 --grad-reduce-in-bf16")).grad_reduce_in_fp32
     assert ddp_config(settings("--bf16")).grad_reduce_in_fp32
     assert ddp_config(settings("--accumulate-allreduce-grads-in-fp32")).grad_reduce_in_fp32
-    assert schedule_choice(settings(SHARD)).shard_gradients is None
+    assert settings(SHARD).schedule_spec.shard_gradients is None
 
 
 @pytest.mark.parametrize(

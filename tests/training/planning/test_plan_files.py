@@ -12,9 +12,8 @@ import pytest
 
 from megatron.zerobubble.errors import ConfigError, DeadlockError, PlanError, UserError
 from megatron.zerobubble.plan.costs import CostModel
-from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.registry import build_plan, initial_plan
 from megatron.zerobubble.plan.simulate import peak_memory
-from megatron.zerobubble.training.setup import schedule_choice
 from tests.training.test_arguments import BASE, settings
 
 RUN = BASE + "--pipeline-model-parallel-size 4 --global-batch-size 6 "
@@ -42,10 +41,10 @@ def test_a_plan_that_fits_is_what_runs(tmp_path: Path, flags: str) -> None:
     made = settings(RUN + _file(tmp_path, reorder) + flags, base="")
     assert made.zero_bubble.schedule == ("v-min" if "v-min" in flags else "zbv")
     assert made.num_chunks == 2
-    plan = schedule_choice(made).plan(6)
+    plan = initial_plan(made.schedule_spec, 6)
     assert plan == made.zero_bubble.plan
     assert plan != build_plan("zbv", num_ranks=4, num_microbatches=6)
-    assert schedule_choice(made).plan(7).num_microbatches == 7, "other numbers of microbatches are generated"
+    assert initial_plan(made.schedule_spec, 7).num_microbatches == 7, "other numbers of microbatches are generated"
     assert made.zero_bubble.timed_iterations is None, "the best plan is there already"
     again = settings(RUN + _file(tmp_path) + flags + " --zero-bubble-replan-interval 50", base="")
     assert again.zero_bubble.timed_iterations == (100, 110)
@@ -151,7 +150,7 @@ def test_what_is_timed(flags: str, timed: tuple[int, int] | None) -> None:
     ],
 )
 def test_memory(flags: str, schedule: str, limit: float | None) -> None:
-    choice = schedule_choice(settings(RUN + flags, base=""))
-    assert (choice.name, choice.memory_limit) == (schedule, limit)
-    plan = choice.plan(6)
+    spec = settings(RUN + flags, base="").schedule_spec
+    assert (spec.name, spec.memory_limit) == (schedule, limit)
+    plan = initial_plan(spec, 6)
     assert max(peak_memory(plan, CostModel.uniform(plan.placement))) <= (limit or {"v-half": 0.75, "v-min": 0.5}[schedule])

@@ -123,23 +123,23 @@ def watch(
     iterate()  # the optimizer's state, tables and masks that stay
     predicted = _predict(schedule, iterate, num_microbatches)
     meter, held = MemoryMeter(schedule.device), []
-    schedule.profiler = meter
+    schedule.hooks.profiler = meter
     for _ in range(num_iterations):
         iterate()
         held.append(_look(meter, schedule.device))
-    schedule.profiler = None
+    schedule.hooks.profiler = None
     return RankLedger(predicted=predicted, warmup=warmup, held=tuple(held))
 
 
 def _predict(schedule: PipelineSchedule, iterate: Callable[[], Any], num_microbatches: int) -> int:
     """This rank's peak of activations by the plan, from one iteration that is measured."""
     profiler = Profiler(schedule.device)
-    schedule.profiler = profiler
+    schedule.hooks.profiler = profiler
     iterate()
-    schedule.profiler = None
+    schedule.hooks.profiler = None
     profiles: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(profiles, profiler.profile())
-    plan, placement = schedule.plan(num_microbatches), schedule.choice.placement
+    plan, placement = schedule.plan(num_microbatches), schedule.spec.placement
     unit = unit_bytes(profiles, placement) * min(plan.num_ranks, num_microbatches)
     return round(peak_memory(plan, combine(profiles, placement))[dist.get_rank()] * unit)
 

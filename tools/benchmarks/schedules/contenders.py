@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.planner import placement_of
-from megatron.zerobubble.plan.registry import schedule_info
+from megatron.zerobubble.plan.registry import placement_of, schedule_info
 
 
 class Runtime(enum.Enum):
@@ -36,7 +35,7 @@ class Entrant:
 
     def placement(self, num_ranks: int) -> Placement:
         """Stage -> rank."""
-        return placement_of(self.schedule, num_ranks)
+        return placement_of(self.schedule, num_ranks=num_ranks)
 
 
 STOCK_1F1B, TORCH_1F1B, TORCH_ZBV = "stock-1f1b", "torch-1f1b", "torch-zbv"
@@ -88,7 +87,7 @@ def entrants(names: Sequence[str], num_ranks: int, numbers_of_microbatches: Sequ
 
 def _ours(name: str, *, has_peer: bool) -> Entrant:
     schedule = schedule_info(name).name
-    is_v = placement_of(schedule, 2) == Placement.v(2)  # as torch-zbv's, so that stages are of the same size
+    is_v = placement_of(schedule, num_ranks=2) == Placement.v(2)  # as torch-zbv's, so that stages are of the same size
     peer = TORCH_ZBV if has_peer and is_v else None
     return Entrant(name=name, runtime=Runtime.OURS, schedule=schedule, baseline=STOCK_1F1B, peer=peer)
 

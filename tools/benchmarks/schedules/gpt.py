@@ -26,9 +26,10 @@ from megatron.zerobubble.mcore.build import build_chunks
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
 from megatron.zerobubble.mcore.model.layout import pipeline_layout
-from megatron.zerobubble.mcore.zb_schedules import STOCK, PipelineSchedule, ScheduleChoice
+from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.plan.registry import schedule_info
+from megatron.zerobubble.plan.registry import schedule_info, schedule_spec
+from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
 from megatron.zerobubble.plan.simulate import TimedOp
 from tools.benchmarks.schedules.contenders import Entrant, Runtime, Sizes
 
@@ -72,23 +73,23 @@ class GPTContender:
     def __init__(self, entrant: Entrant, sizes: Sizes, num_ranks: int, host: HostDevice) -> None:
         self._sizes = sizes
         self._host = host
-        self._choice = self._make_choice(entrant, num_ranks)
+        self._spec = self._make_spec(entrant, num_ranks)
         self._losses: list[Any] = []
         self._take_over()
         torch.manual_seed(SEED)
         model_parallel_cuda_manual_seed(SEED)
         with host.on_host():
-            self._config = _transformer_config(sizes, self._choice)
+            self._config = _transformer_config(sizes, self._spec)
             built = build_chunks(
                 self._provide,
                 config=self._config,
                 ddp_config=self._ddp_config(),
-                choice=self._choice,
+                spec=self._spec,
             )
             self._chunks, self._store = built.chunks, built.store
             self._optimizer = get_megatron_optimizer(self._optimizer_config(), self._chunks)
             step_on_shards(self._optimizer, self._chunks)
-        self._schedule = PipelineSchedule(self._choice, self._chunks, store=built.store, config=self._config)
+        self._schedule = PipelineSchedule(self._spec, self._chunks, store=built.store, config=self._config)
         self._schedule.recordings.every = 1
 
     def iterate(self, num_microbatches: int) -> None:
@@ -127,9 +128,9 @@ class GPTContender:
         """Give back the process groups. Every rank must call it."""
         self._schedule.close()
 
-    def _make_choice(self, entrant: Entrant, num_ranks: int) -> ScheduleChoice:
+    def _make_spec(self, entrant: Entrant, num_ranks: int) -> ScheduleSpec:
         name = STOCK if entrant.runtime is Runtime.STOCK else entrant.schedule
-        return ScheduleChoice(name=name, num_ranks=num_ranks, num_chunks=schedule_info(entrant.schedule).default_num_chunks)
+        return schedule_spec(name, num_ranks=num_ranks, num_chunks=schedule_info(entrant.schedule).default_num_chunks)
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(grad_reduce_in_fp32=True)
@@ -147,7 +148,7 @@ class GPTContender:
 
     def _take_over(self) -> None:
         """megatron-core's stock schedules ask the global state how many chunks a rank has."""
-        chunks = self._choice.num_chunks
+        chunks = self._spec.num_chunks
         parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks if chunks > 1 else None)
 
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
@@ -177,15 +178,15 @@ def _mean(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor
     return loss, {"loss": loss.detach().clone()}  # megatron-core divides the loss in place
 
 
-def _transformer_config(sizes: Sizes, choice: ScheduleChoice) -> TransformerConfig:
-    layout = pipeline_layout(StageLayers.spread(sizes.num_layers, choice.placement), choice.placement)
-    interleaves = choice.is_stock and choice.num_chunks > 1
+def _transformer_config(sizes: Sizes, spec: ScheduleSpec) -> TransformerConfig:
+    layout = pipeline_layout(StageLayers.spread(sizes.num_layers, spec.placement), spec.placement)
+    interleaves = spec.is_stock and spec.num_chunks > 1
     return TransformerConfig(
         num_layers=sizes.num_layers,
         hidden_size=sizes.hidden_size,
         num_attention_heads=sizes.num_attention_heads,
-        pipeline_model_parallel_size=choice.num_ranks,
-        virtual_pipeline_model_parallel_size=choice.num_chunks if choice.num_chunks > 1 else None,
+        pipeline_model_parallel_size=spec.num_ranks,
+        virtual_pipeline_model_parallel_size=spec.num_chunks if spec.num_chunks > 1 else None,
         pipeline_model_parallel_layout=layout,
         pipeline_dtype=torch.float32,
         params_dtype=torch.float32,

@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.ddp.zero2 import Reductions, ShardedGradientsDDP
-from megatron.zerobubble.mcore.zb_schedules import ScheduleChoice
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.profiling.profiler import Profiler
 from tools.benchmarks.schedules.contenders import Entrant, Sizes
 from tools.benchmarks.schedules.gpt import GPTContender
@@ -51,9 +51,9 @@ class ShardingContender(GPTContender):
             waiting = max(waiting, store.pending_bytes)
 
         profiler = Profiler(torch.device("cpu"))
-        self._schedule.observe, self._schedule.profiler = observe, profiler
+        self._schedule.hooks.observe, self._schedule.hooks.profiler = observe, profiler
         self.iterate(num_microbatches)
-        self._schedule.observe = self._schedule.profiler = None
+        self._schedule.hooks.observe = self._schedule.hooks.profiler = None
         passes = profiler.profile()
         kept = sum(self._kept(chunk) for chunk in self._chunks)
         whole = self._reductions.peak_bytes if self._reductions is not None else 0
@@ -87,8 +87,8 @@ class ShardingContender(GPTContender):
     def _reductions(self) -> Reductions | None:
         return next((chunk.reductions for chunk in self._chunks if isinstance(chunk, ShardedGradientsDDP)), None)
 
-    def _make_choice(self, entrant: Entrant, num_ranks: int) -> ScheduleChoice:
-        return replace(super()._make_choice(entrant, num_ranks), shard_gradients=self._group_size)
+    def _make_spec(self, entrant: Entrant, num_ranks: int) -> ScheduleSpec:
+        return replace(super()._make_spec(entrant, num_ranks), shard_gradients=self._group_size)
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(

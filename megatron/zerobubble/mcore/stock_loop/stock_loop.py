@@ -15,7 +15,7 @@ The contract with the loop: it builds as many chunks a rank as the schedule has,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,11 @@ from megatron.zerobubble.mcore.model.embeddings import Finalize, make_finalize, 
 from megatron.zerobubble.mcore.model.layout import StageLayout
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
 from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
-from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule, ScheduleChoice
-from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
+from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
+from megatron.zerobubble.plan.registry import schedule_info
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.search import Objective, SearchOptions
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
@@ -48,23 +49,21 @@ class StockLoopOptions:
 
     schedule: str
     """A name of `megatron.zerobubble.plan.registry`."""
-    max_pending_backward: str | None = None
-    """For `zb`: most microbatches between F and W on a rank; `1p` and `2p` count in pipeline ranks."""
-    memory_limit: float | None = None
-    """Most activation memory on any rank, 1.0 is 1F1B's rank 0; None: the schedule's own."""
-    plan: Plan | None = None
-    """Run this plan where the number of microbatches is its own."""
+    spec_of: Callable[[int, int], ScheduleSpec]
+    """(pipeline ranks, chunks per rank) -> that schedule with its limits. Raises ConfigError."""
     timed: Window | None = None
     """Training iterations, counted from the first one after `install`, that are timed for a better order; None: none are."""
     planning_seconds: float = 10.0
     """About how long one rank searches after that."""
+    has_single_queue: bool = False
+    """Whether all kernels of a GPU share one hardware queue; see `PipelineSchedule`."""
 
     @property
     def is_v(self) -> bool:
         """Whether the first and the last stage are on the same rank."""
         return schedule_info(self.schedule).placement == "V"
 
-    def choice(self, *, num_ranks: int, num_chunks: int | None) -> ScheduleChoice:
+    def spec(self, *, num_ranks: int, num_chunks: int | None) -> ScheduleSpec:
         """The schedule for a pipeline of this size.
 
         Args:
@@ -87,15 +86,7 @@ class StockLoopOptions:
                 f"virtual_pipeline_model_parallel_size {num_chunks}: give {wanted if wanted > 1 else None} there and in "
                 "initialize_model_parallel, and build the chunks as for megatron-core's interleaved schedule"
             )
-        pending = self.max_pending_backward
-        return ScheduleChoice(
-            name=self.schedule,
-            num_ranks=num_ranks,
-            num_chunks=wanted,
-            max_pending_backward=None if pending is None else parse_max_pending_backward(pending, num_ranks),
-            memory_limit=self.memory_limit,
-            given=self.plan,
-        )
+        return self.spec_of(num_ranks, wanted)
 
 
 @dataclass(eq=False)
@@ -104,7 +95,7 @@ class _Adopted:
 
     module: nn.Module
     config: Any
-    choice: ScheduleChoice
+    spec: ScheduleSpec
     store: WeightGradStore
     wrapped: nn.Module | None = None
 
@@ -147,9 +138,9 @@ class StockLoop:
             return
         layout = config.pipeline_model_parallel_layout
         if layout is None or isinstance(layout, str):
-            choice = self.options.choice(num_ranks=num_ranks, num_chunks=config.virtual_pipeline_model_parallel_size)
-            layers = StageLayers.spread(config.num_layers, choice.placement) if layout is None else StageLayers.parse(layout)
-            config.pipeline_model_parallel_layout = StageLayout(layers, choice.placement, num_heads=config.mtp_num_layers or 0)
+            spec = self.options.spec(num_ranks=num_ranks, num_chunks=config.virtual_pipeline_model_parallel_size)
+            layers = StageLayers.spread(config.num_layers, spec.placement) if layout is None else StageLayers.parse(layout)
+            config.pipeline_model_parallel_layout = StageLayout(layers, spec.placement, num_heads=config.mtp_num_layers or 0)
         elif not isinstance(layout, StageLayout):
             raise ConfigError(
                 f"pipeline_model_parallel_layout is a {type(layout).__name__}, whose stages sit in a loop, and schedule "
@@ -189,11 +180,11 @@ class StockLoop:
             ConfigError: the schedule does not go with the loop's settings.
             SplitError: a weight's gradient cannot be deferred.
         """
-        choice = self.options.choice(
+        spec = self.options.spec(
             num_ranks=parallel_state.get_pipeline_model_parallel_world_size(),
             num_chunks=config.virtual_pipeline_model_parallel_size,
         )
-        check_config(config, choice)
+        check_config(config, spec)
         release_unused_head(module)
         accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
         key = config.params_dtype, accumulator
@@ -203,7 +194,7 @@ class StockLoop:
             self._check_ends(module)
             self._tie(config, module)
         split_weight_gradients(module, self._stores[key])
-        self._adopted.append(_Adopted(module, config, choice, self._stores[key]))
+        self._adopted.append(_Adopted(module, config, spec, self._stores[key]))
         return dataclasses.replace(ddp_config, delay_wgrad_compute=True)
 
     def wrapped(self, ddp: nn.Module) -> None:
@@ -238,7 +229,7 @@ class StockLoop:
         """One call of the loop's forward-backward function; arguments and result are megatron-core's. All ranks must call it."""
         chunks = model if isinstance(model, list) else [model]
         running = next((each for each in self._running if each.chunks == chunks), None) or self._start(chunks, num_microbatches)
-        self._place_finalize(get_model_config(chunks[0]), running.schedule.choice.placement)
+        self._place_finalize(get_model_config(chunks[0]), running.schedule.spec.placement)
         replanner = None if forward_only else running.replanner
         if replanner is not None:
             running.iterations += 1
@@ -261,12 +252,18 @@ class StockLoop:
             )
         adopted = [known[id(chunk)] for chunk in chunks]
         first = adopted[0]
-        if len(chunks) != first.choice.num_chunks or any(each.store is not first.store for each in adopted):
+        if len(chunks) != first.spec.num_chunks or any(each.store is not first.store for each in adopted):
             raise ConfigError(
-                f"schedule {self.options.schedule} takes a model of {first.choice.num_chunks} chunk(s) of one dtype, got "
+                f"schedule {self.options.schedule} takes a model of {first.spec.num_chunks} chunk(s) of one dtype, got "
                 f"{len(chunks)}: give the list of all of this rank's chunks"
             )
-        schedule = PipelineSchedule(first.choice, chunks, store=first.store, config=get_model_config(chunks[0]))
+        schedule = PipelineSchedule(
+            first.spec,
+            chunks,
+            store=first.store,
+            config=get_model_config(chunks[0]),
+            has_single_queue=self.options.has_single_queue,
+        )
         running = _Running(list(chunks), schedule, self._make_replanner(schedule, num_microbatches))
         self._running.append(running)
         return running

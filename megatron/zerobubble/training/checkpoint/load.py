@@ -167,7 +167,7 @@ def _layout(training_state: TrainingState) -> dict[str, Any]:
         "tensor": settings.parallel.tensor_model_parallel_size,
         "data": settings.data_parallel_size,
         "chunks": settings.num_chunks,
-        "stages": settings.stage_layers(training_state.schedule.choice.placement).text,
+        "stages": settings.stage_layers(training_state.schedule.spec.placement).text,
     }
 
 

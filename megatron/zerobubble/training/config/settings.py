@@ -8,7 +8,8 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.planner import AUTO
-from megatron.zerobubble.plan.registry import schedule_info
+from megatron.zerobubble.plan.registry import placement_of, schedule_info
+from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
 from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
 from megatron.zerobubble.training.config.moe import MoeConfig, layer_pattern
 from megatron.zerobubble.training.config.parallel import ParallelConfig
@@ -138,9 +139,7 @@ class Settings:
     def placement(self) -> Placement:
         """Stage -> rank."""
         name = self.zero_bubble.schedule
-        if name not in ("stock", AUTO) and schedule_info(name).placement == "V":
-            return Placement.v(self.pipeline_size)
-        return Placement.loop(self.pipeline_size, self.num_chunks)
+        return placement_of(STOCK if name == AUTO else name, num_ranks=self.pipeline_size, num_chunks=self.num_chunks)
 
     def stage_layers(self, placement: Placement) -> StageLayers:
         """How many layers each stage of `placement` holds: as the layout says, padded where that is allowed, or spread evenly.
@@ -186,11 +185,11 @@ class Settings:
         return self.num_chunks if self.num_chunks > 1 else None
 
     @property
-    def max_pending_backward(self) -> int | None:
-        """Microbatches a rank may hold between F and W; None where the schedule's name says it."""
-        if self.zero_bubble.schedule != "zb":
-            return None
-        return self.zero_bubble.max_pending_microbatches(num_ranks=self.pipeline_size)
+    def schedule_spec(self) -> ScheduleSpec:
+        """The schedule that the flags name, as the planner and `PipelineSchedule` take it. Not for `auto`. Raises UserError."""
+        return self.zero_bubble.schedule_spec(
+            num_ranks=self.pipeline_size, num_chunks=self.num_chunks, memory_limit=self.plan_memory_limit
+        )
 
     @property
     def plan_memory_limit(self) -> float | None:

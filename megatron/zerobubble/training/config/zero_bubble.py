@@ -15,7 +15,8 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import AUTO
-from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, schedule_info
+from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, schedule_info, schedule_spec
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.training.config.memory_limit import MemoryLimit
 from megatron.zerobubble.training.config.require import not_negative, one_of, positive
 
@@ -287,6 +288,28 @@ class ZeroBubbleConfig:
         if not all(word.isdecimal() and int(word) > 0 for word in words):
             raise ConfigError(f"--zero-bubble-trace-iterations {given!r} must be iterations from 1 on, for example 100,200")
         return frozenset(map(int, words))
+
+    def schedule_spec(self, *, num_ranks: int, num_chunks: int, memory_limit: float | None) -> ScheduleSpec:
+        """The schedule that these flags name, on a pipeline of this size. Not for `auto`, which names none.
+
+        Args:
+            num_ranks: pipeline ranks, p.
+            num_chunks: stages per rank, v.
+            memory_limit: of plans before anything was measured, relative to 1F1B's activation memory; None: the schedule's own.
+
+        Raises:
+            ConfigError: --zero-bubble-max-pending-backward is no number, or the schedule does not take these sizes.
+            PlanError: the file of --zero-bubble-load-plan holds no plan.
+        """
+        return schedule_spec(
+            self.schedule,
+            num_ranks=num_ranks,
+            num_chunks=num_chunks,
+            max_pending_backward=self.max_pending_microbatches(num_ranks=num_ranks) if self.schedule == "zb" else None,
+            memory_limit=memory_limit,
+            shard_gradients=self.zero_bubble_shard_gradients,
+            loaded_plan=self.plan,
+        )
 
     def max_pending_microbatches(self, *, num_ranks: int) -> int | None:
         """What --zero-bubble-max-pending-backward says, in microbatches; None where it is not given."""

@@ -51,7 +51,7 @@ def show_pipeline(schedule: Any, settings: Settings, metrics: Metrics, *, memory
     if not timelines:
         if directory is not None:
             _log.warning("no trace: only schedules of our executor are recorded, from the second iteration on")
-        if schedule.choice.is_stock and schedule.choice.num_ranks > 1:
+        if schedule.spec.is_stock and schedule.spec.num_ranks > 1:
             _log.info("%s", _STOCK)
             return True
         return False

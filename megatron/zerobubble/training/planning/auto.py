@@ -28,7 +28,7 @@ from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
-from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, assemble, schedule_choice
+from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, assemble
 from megatron.zerobubble.training.step import TrainingState, run_passes
 
 __all__ = ["choose_schedule", "costs_from"]
@@ -58,7 +58,7 @@ def choose_schedule(
     training_state = assemble(
         probed,
         job,
-        schedule_choice(probed),
+        probed.schedule_spec,
         vocab_size=tokenizer.vocab_size,
         model_provider=model_provider,
         forward_step_provider=forward_step_provider,
@@ -124,7 +124,7 @@ def _profile(training_state: TrainingState, tokenizer: Any, *, on_gpu: bool) -> 
     for number in range(_ITERATIONS):
         for chunk in training_state.chunks:
             chunk.zero_grad_buffer()
-        training_state.schedule.profiler = profiler if number > 0 else None
+        training_state.schedule.hooks.profiler = profiler if number > 0 else None
         first_batch = chunk_iterators(  # every iteration measures the same samples, so that a short dataset is long enough
             datasets.train,
             settings,

@@ -38,7 +38,7 @@ def tell_balance(schedule: PipelineSchedule, layers: StageLayers, costs: CostMod
     if times is None:
         _log.warning("stages: not measured, because no iteration after the first one has been recorded")
     else:
-        _log.info("%s", proposal(times, layers, schedule.choice.placement))
+        _log.info("%s", proposal(times, layers, schedule.spec.placement))
 
 
 def measured_parts(schedule: PipelineSchedule, layers: StageLayers, costs: CostModel | None) -> PartTimes | None:

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.training.config.flags import add_group, flag_of
 from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.training.initialize import read_launch
 
 __all__ = ["add_zero_bubble_args", "install"]
 
@@ -93,6 +96,19 @@ def install(
         _install(config)
 
 
+@dataclass(frozen=True)
+class _SpecOf:
+    """(pipeline ranks, chunks per rank) -> the schedule that the flags name. Equal for equal flags."""
+
+    config: ZeroBubbleConfig
+
+    def __call__(self, num_ranks: int, num_chunks: int) -> ScheduleSpec:
+        limit = self.config.memory_limit
+        return self.config.schedule_spec(
+            num_ranks=num_ranks, num_chunks=num_chunks, memory_limit=None if limit is None else limit.relative
+        )
+
+
 def _from_flags(args: argparse.Namespace) -> ZeroBubbleConfig:
     fields = [field for field in dataclasses.fields(ZeroBubbleConfig) if hasattr(args, field.name)]
     if not fields:
@@ -125,14 +141,12 @@ def _install(config: ZeroBubbleConfig) -> None:
     from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoopOptions
 
     timed = config.timed_iterations
-    pending = config.zero_bubble_max_pending_backward if config.schedule == "zb" else None
     install_options(
         StockLoopOptions(
             schedule=config.schedule,
-            max_pending_backward=pending,
-            memory_limit=None if config.memory_limit is None else config.memory_limit.relative,
-            plan=config.plan,
+            spec_of=_SpecOf(config),
             timed=None if timed is None else Window(start=timed[0], end=timed[1], interval=config.zero_bubble_replan_interval),
             planning_seconds=config.zero_bubble_planning_seconds,
+            has_single_queue=read_launch().has_single_queue,
         )
     )

@@ -1,0 +1,186 @@
+"""One iteration of one rank: a program's ops on the executor, with whatever records, profiles or validates beside them.
+
+    Program + Iteration -> StageWork -> Executor -> losses
+
+`IterationHooks` are the optional parts: None everywhere costs nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.zerobubble.mcore.ddp.wrap import start_first_gathers
+from megatron.zerobubble.mcore.post_validation.rewind import Rewind
+from megatron.zerobubble.mcore.stage_work import ChunkWork, Iteration
+from megatron.zerobubble.plan.communication import Program
+from megatron.zerobubble.plan.ir import OpKind, Plan
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.plan.timeline import Activity
+from megatron.zerobubble.profiling.memory import MemoryMeter
+from megatron.zerobubble.profiling.profiler import Profiler
+from megatron.zerobubble.profiling.recorder import OpRecorder
+from megatron.zerobubble.profiling.recordings import Recordings
+from megatron.zerobubble.runtime.executor import Executor
+from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
+from megatron.zerobubble.runtime.recording import Recorder, together
+from megatron.zerobubble.runtime.watch import Watch
+from megatron.zerobubble.wgrad.store import WeightGradStore
+
+
+@dataclass(eq=False)
+class IterationHooks:
+    """What else happens in a rank's iterations. Set the fields between two iterations; None: nothing."""
+
+    profiler: Profiler | MemoryMeter | None = None
+    """Measures the times and memory of the passes of every training iteration, or their memory alone."""
+    observe: Callable[[ChunkWork, Any], None] | None = None
+    """Called after every op with the work in progress and the op; for tests and tools."""
+    before_gradients: Callable[[], bool] | None = None
+    """Called in every training iteration after its first forward passes and before anything touches gradients. True: the last
+    optimizer step was wrong and has been redone, so those forward passes run again, with the same data and random state."""
+    watch: Watch | None = None
+    """Records what this rank does, for a watchdog that looks after ranks that hang."""
+
+
+class IterationRunner:
+    """Runs programs over one rank's chunks.
+
+    Args:
+        spec: the schedule.
+        chunks: this rank's model chunks, wrapped by DDP, in the order of their stages.
+        store: the store that the chunks' linears were split into.
+        config: the chunks' TransformerConfig.
+        links: to the other pipeline ranks.
+        recorder: records what happens around the passes.
+        recordings: which training iterations are recorded.
+        device: where tensors live.
+        rank: pipeline rank.
+    """
+
+    def __init__(
+        self,
+        spec: ScheduleSpec,
+        chunks: Sequence[nn.Module],
+        *,
+        store: WeightGradStore,
+        config: Any,
+        links: ProcessGroupLinks,
+        recorder: OpRecorder,
+        recordings: Recordings,
+        device: torch.device,
+        rank: int,
+    ) -> None:
+        self._spec = spec
+        self._chunks = chunks
+        self._store = store
+        self._config = config
+        self._links = links
+        self._recorder = recorder
+        self._recordings = recordings
+        self._device = device
+        self._rank = rank
+
+    def run(self, program: Program, iteration: Iteration, hooks: IterationHooks) -> ChunkWork:
+        """All passes of one call of the schedule; the work holds its losses. Every rank of the pipeline must call it."""
+        is_training = not iteration.forward_only
+        work = self._work(iteration)
+        recorder = self._recorder_of(program.plan, hooks) if is_training else None
+        executor = self._executor(program, work, recorder, hooks)
+        if is_training:
+            start_first_gathers(self._chunks)
+        self._store.keeps_order = hooks.profiler is not None  # the plan decides what each op takes and holds
+        self._store.due_at_once = _due_at_once(program, self._rank)
+        try:
+            with hooks.profiler if hooks.profiler is not None and is_training else nullcontext():
+                if hooks.before_gradients is not None and is_training:
+                    work, executor = self._validated(program, iteration, work, executor, recorder, hooks)
+                executor.run()
+        except BaseException:
+            self._store.clear()
+            raise
+        work.finish()
+        return work
+
+    def _validated(
+        self,
+        program: Program,
+        iteration: Iteration,
+        work: ChunkWork,
+        executor: Executor,
+        recorder: Recorder | None,
+        hooks: IterationHooks,
+    ) -> tuple[ChunkWork, Executor]:
+        """Run the forward passes before the fence and validate the last step; start over if they ran with wrong weights."""
+        assert hooks.before_gradients is not None
+        rewind = Rewind(iteration.data_iterators, self._chunks)
+        executor.begin(program.fence[self._rank])
+        _report(hooks, "asks the other ranks whether its last step was right")
+        with self._recorder.span(Activity.VALIDATE):
+            is_wrong = hooks.before_gradients()
+        if not is_wrong:
+            rewind.release()
+            return work, executor
+        _report(hooks, "gives up its first forwards")
+        executor.abandon(program.unread(self._rank))
+        work.abandon()
+        rewind.rewind()
+        if recorder is not None:
+            recorder.rewind()
+        work = self._work(iteration)
+        return work, self._executor(program, work, recorder, hooks)
+
+    def _work(self, iteration: Iteration) -> ChunkWork:
+        return ChunkWork(
+            self._chunks,
+            self._spec.placement,
+            self._store,
+            self._config,
+            iteration,
+            self._device,
+            wgrad_group_size=self._spec.shard_gradients or 1,
+        )
+
+    def _executor(self, program: Program, work: ChunkWork, recorder: Recorder | None, hooks: IterationHooks) -> Executor:
+        observer = None if hooks.observe is None else _Observer(work, hooks.observe)
+        recorders = together([each for each in (observer, recorder, hooks.watch) if each is not None])
+        return Executor(program, self._rank, self._links, work, recorders)
+
+    def _recorder_of(self, plan: Plan, hooks: IterationHooks) -> Recorder | None:
+        """What records this training iteration, whatever its work is."""
+        is_disturbed = hooks.profiler is not None or hooks.observe is not None
+        recording = self._recordings.begin(plan, is_disturbed=is_disturbed)
+        return together([each for each in (hooks.profiler, recording) if each is not None])
+
+
+def _report(hooks: IterationHooks, what: str) -> None:
+    if hooks.watch is not None:
+        hooks.watch.tell(what)
+
+
+def _due_at_once(program: Program, rank: int) -> frozenset[tuple[int, int]]:
+    """The (chunk, microbatch) pairs of a rank whose W comes right after their B."""
+    ops = [step.op for step in program.steps[rank]]
+    chunk_of = program.plan.placement.chunk_of
+    return frozenset(
+        (chunk_of(op.stage), op.microbatch)
+        for op, after in itertools.pairwise(ops)
+        if (op.kind, after.kind) == (OpKind.B, OpKind.W) and (op.stage, op.microbatch) == (after.stage, after.microbatch)
+    )
+
+
+class _Observer(Recorder):
+    """A recorder that shows the work in progress after every op."""
+
+    def __init__(self, work: ChunkWork, show: Callable[[ChunkWork, Any], None]) -> None:
+        self._work, self._show = work, show
+
+    def end(self, op: Any) -> None:
+        """Show."""
+        self._show(self._work, op)
