@@ -12,7 +12,8 @@ from megatron.zerobubble.plan import planner
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, Result, make_plan
-from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.registry import plan_of
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.search import Objective, SearchOptions
 
 BUDGET = 20_000.0
@@ -36,13 +37,13 @@ def auto(monkeypatch: pytest.MonkeyPatch, costs_of: CostsOf, limit: float | None
     """What `auto` finds, and (schedule, limit, share of the budget) of what was searched, in order."""
     searched: Searched = []
 
-    def build(name: str, *, options: SearchOptions, **others: Any) -> Any:
-        if name in planner._SEARCHED:
+    def build(spec: ScheduleSpec, *arguments: Any, options: SearchOptions, **others: Any) -> Any:
+        if spec.name in planner._SEARCHED:
             assert options.memory_limit is not None
-            searched.append((name, options.memory_limit, options.budget / BUDGET))
-        return build_plan(name, options=options, **others)
+            searched.append((spec.name, options.memory_limit, options.budget / BUDGET))
+        return plan_of(spec, *arguments, options=options, **others)
 
-    monkeypatch.setattr(planner, "build_plan", build)
+    monkeypatch.setattr(planner, "plan_of", build)
     options = SearchOptions(memory_limit=limit, budget=BUDGET)
     return make_plan(AUTO, num_ranks=4, num_microbatches=8, costs_of=costs_of, options=options), searched
 
