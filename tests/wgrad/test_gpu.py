@@ -77,7 +77,7 @@ def test_w_on_another_stream_than_b_sees_what_b_wrote() -> None:
 def test_the_allocator_gets_back_in_w_what_b_left(dtype: torch.dtype) -> None:
     """Inputs and output gradients: no copy, and nothing they came from. The sizes are multiples of the allocator's blocks."""
     from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
-    from megatron.zerobubble.wgrad.store import SplitWeight
+    from megatron.zerobubble.wgrad.split_weight import SplitWeight
 
     kernel = choose_kernel(CUDA, input_dtype=dtype, accumulator_dtype=torch.float32)
     store = WeightGradStore(kernel)

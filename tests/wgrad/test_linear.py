@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.zerobubble.errors import WeightGradStoreError
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
-from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
+from megatron.zerobubble.wgrad.split_weight import SplitWeight
+from megatron.zerobubble.wgrad.store import WeightGradStore
 
 SEQUENCE, BATCH, IN, OUT = 5, 2, 12, 8
 GEMMS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv", "addmv_", "matmul", "linear", "dot"}

@@ -135,7 +135,8 @@ def run_ours(case: Case, group: dist.ProcessGroup) -> tuple[dict[str, list[Tenso
     from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
     from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
     from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
-    from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
+    from megatron.zerobubble.wgrad.split_weight import SplitWeight
+    from megatron.zerobubble.wgrad.store import WeightGradStore
 
     weight, bias = shards(case, group)
     parameter = torch.nn.Parameter(weight)

@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
 from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
-from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
+from megatron.zerobubble.wgrad.split_weight import SplitWeight
+from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.support.ranks import RankPool
 from tests.wgrad.test_linear_parallel import CollectiveCount
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron.zerobubble.errors import WeightGradStoreError
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
-from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
+from megatron.zerobubble.wgrad.split_weight import SplitWeight
+from megatron.zerobubble.wgrad.store import WeightGradStore
 
 PLAIN = WgradKernel(KernelKind.PLAIN, plain_accumulate)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import WeightGradStoreError
-from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
+from megatron.zerobubble.wgrad.split_weight import SplitWeight
+from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.wgrad.test_store import PLAIN, operands, put, weight
 
 

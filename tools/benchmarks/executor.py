@@ -226,7 +226,7 @@ class TinyLinear(torch.nn.Module):
     def __init__(self, store: Any) -> None:
         super().__init__()
         from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
-        from megatron.zerobubble.wgrad.store import SplitWeight
+        from megatron.zerobubble.wgrad.split_weight import SplitWeight
 
         self.weight = torch.nn.Parameter(torch.zeros(SHAPE[-1], SHAPE[-1]))
         self.decoder = None

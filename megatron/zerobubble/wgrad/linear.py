@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.zerobubble.wgrad.sharing import Gathered, WgradGather, own_slice, reduce_scatter
-from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
+from megatron.zerobubble.wgrad.split_weight import SplitWeight
+from megatron.zerobubble.wgrad.store import WeightGradStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.model.wgrad_split import deferring_modules
-from megatron.zerobubble.wgrad.store import SplitWeight
+from megatron.zerobubble.wgrad.split_weight import SplitWeight
 
 # torch 2.13 renamed the collective and warns at every call of the old name, which older releases alone have.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

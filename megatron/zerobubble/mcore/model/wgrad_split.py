@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from megatron.zerobubble.errors import SplitError
 from megatron.zerobubble.wgrad.deferring import DeferringModule
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
-from megatron.zerobubble.wgrad.store import SplitWeight, WeightGradStore
+from megatron.zerobubble.wgrad.split_weight import SplitWeight
+from megatron.zerobubble.wgrad.store import WeightGradStore
 
 _SPLIT = (ColumnParallelLinear, RowParallelLinear)
 _STAYS_IN_B = (VocabParallelEmbedding, nn.Embedding, LanguageModelEmbedding, Router, SharedExpertMLP)
