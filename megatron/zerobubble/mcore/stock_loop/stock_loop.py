@@ -1,15 +1,15 @@
-"""What a training loop written for megatron-core leaves to be done before a schedule of ours can run its model.
+"""A schedule of ours in a stock loop, one that is written for megatron-core and builds its own model, DDP and optimizer.
 
-Our own loop calls `build_chunks`; a stock loop builds its configuration, chunks, DDP and optimizer itself. `StockLoop` does the
-rest at the four points that every such loop passes (`install` puts it there):
+Our own loop calls `build_chunks`. `StockLoop` does the same work at the four points that every stock loop passes, where
+`install` calls it:
 
-1. a TransformerConfig is made: where V puts the layers, and that Transformer Engine is to leave weight gradients for later;
+1. a TransformerConfig is made: the layers of each stage under V, and Transformer Engine's `delay_wgrad_compute`;
 2. a model chunk is built: whether it holds the first or the last stage;
 3. DDP wraps the chunk: the B/W split, tied embeddings, and DDP's part of the contract (`mcore.model.wgrad_split`);
-4. the forward-backward function is called: `PipelineSchedule`, and what `finalize_model_grads` lacks under V.
+4. the forward-backward function is called: `PipelineSchedule`, and under V the gradients that `finalize_model_grads` leaves out.
 
-The contract with the loop: it builds as many chunks a rank as the schedule has, as for megatron-core's own interleaved schedule
-(virtual pipeline size, `vp_stage`, one data iterator a chunk), and wraps each with megatron-core's DistributedDataParallel.
+The loop must build as many chunks per rank as the schedule has, as for megatron-core's own interleaved schedule (virtual
+pipeline size, `vp_stage`, one data iterator per chunk), and wrap each with megatron-core's DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ __all__ = ["StockLoop", "StockLoopOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class StockLoopOptions:
-    """What a stock loop is to run."""
+    """Which schedule a stock loop runs, and how it is planned."""
 
     schedule: str
     """A name of `megatron.zerobubble.plan.registry`."""
     spec_of: Callable[[int, int], ScheduleSpec]
     """(pipeline ranks, chunks per rank) -> that schedule with its limits. Raises ConfigError."""
     timed: Window | None = None
-    """Training iterations, counted from the first one after `install`, that are timed for a better order; None: none are."""
+    """Training iterations, counted from the first one after `install`, that are profiled for re-planning; None: none."""
     planning_seconds: float = 10.0
-    """About how long one rank searches after that."""
+    """About how long one rank then searches for a better order."""
     has_single_queue: bool = False
     """Whether all kernels of a GPU share one hardware queue; see `PipelineSchedule`."""
 
@@ -71,7 +71,7 @@ class StockLoopOptions:
             num_chunks: v, as the loop chose it; None is 1.
 
         Raises:
-            ConfigError: the schedule cannot run like that; says how the loop is to be started.
+            ConfigError: the schedule cannot run with these sizes; the message names those that the loop must be started with.
         """
         if num_ranks < 2:
             raise ConfigError(
@@ -82,7 +82,7 @@ class StockLoopOptions:
         wanted = info.num_chunks if info.num_chunks is not None else max(2, given)
         if given != wanted:
             raise ConfigError(
-                f"schedule {self.schedule} has {wanted} model chunk(s) a rank, the loop was started with "
+                f"schedule {self.schedule} has {wanted} model chunk(s) per rank, the loop was started with "
                 f"virtual_pipeline_model_parallel_size {num_chunks}: give {wanted if wanted > 1 else None} there and in "
                 "initialize_model_parallel, and build the chunks as for megatron-core's interleaved schedule"
             )
@@ -91,7 +91,7 @@ class StockLoopOptions:
 
 @dataclass(eq=False)
 class _Adopted:
-    """A chunk that DDP has wrapped."""
+    """A chunk that has been split, and the DDP wrapper around it."""
 
     module: nn.Module
     config: Any
@@ -102,7 +102,7 @@ class _Adopted:
 
 @dataclass(eq=False)
 class _Running:
-    """A model, and what runs it."""
+    """A model, the schedule that runs it, and its re-planning."""
 
     chunks: list[nn.Module]
     schedule: PipelineSchedule
@@ -114,13 +114,13 @@ class StockLoop:
     """One installation's chunks, stores and schedules.
 
     Args:
-        options: what to run.
+        options: the schedule, and how it is planned.
     """
 
     def __init__(self, options: StockLoopOptions) -> None:
         self.options = options
         self.undo: list[tuple[Any, str, Any]] = []
-        """(owner, name, what was there) of everything `install` replaced, in that order."""
+        """(owner, name, original value) of everything that `install` replaced, in that order."""
         self._configs: list[Any] = []
         self._adopted: list[_Adopted] = []
         self._running: list[_Running] = []
@@ -130,10 +130,10 @@ class StockLoop:
     # -- 1. a TransformerConfig is made -----------------------------------------------------------------------------------
 
     def configure(self, config: Any) -> None:
-        """Say where V puts the layers, before megatron-core checks a new `config`. Raises ConfigError."""
+        """Set the layers of each stage under V, before megatron-core checks a new `config`. Raises ConfigError."""
         num_ranks = config.pipeline_model_parallel_size
         if num_ranks > 1:
-            config.delay_wgrad_compute = False  # our own, where a config is made from another one
+            config.delay_wgrad_compute = False  # set by `configured`, if this config is made from another one
         if not self.options.is_v or num_ranks < 2:
             return
         layout = config.pipeline_model_parallel_layout
@@ -148,7 +148,7 @@ class StockLoop:
             )
 
     def configured(self, config: Any) -> None:
-        """After megatron-core's checks, which want MoE overlap with this: Transformer Engine leaves weight gradients for W."""
+        """Let Transformer Engine leave weight gradients to W. After megatron-core's checks, which demand MoE overlap for this."""
         if config.pipeline_model_parallel_size > 1:
             config.delay_wgrad_compute = True
             self._configs.append(config)
@@ -159,7 +159,7 @@ class StockLoop:
         """Whether this rank's chunk `vp_stage` holds the first and the last stage. Raises ConfigError without a number."""
         if vp_stage is None:
             raise ConfigError(
-                f"schedule {self.options.schedule} has two model chunks a rank: build each with its vp_stage, as for "
+                f"schedule {self.options.schedule} has two model chunks per rank: build each with its vp_stage, as for "
                 "megatron-core's interleaved schedule"
             )
         placement = self.placement
@@ -168,13 +168,13 @@ class StockLoop:
 
     @property
     def placement(self) -> Placement:
-        """Stage -> rank. For schedules in a V, once the pipeline ranks are known."""
+        """Stage -> rank of a schedule in a V. The pipeline's process groups must exist."""
         return Placement.v(parallel_state.get_pipeline_model_parallel_world_size())
 
     # -- 3. DDP wraps it --------------------------------------------------------------------------------------------------
 
     def adopt(self, config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> DistributedDataParallelConfig:
-        """Split the chunk, and say with which configuration DDP is to wrap it.
+        """Split the chunk, and return the configuration with which DDP must wrap it.
 
         Raises:
             ConfigError: the schedule does not go with the loop's settings.
@@ -198,7 +198,7 @@ class StockLoop:
         return dataclasses.replace(ddp_config, delay_wgrad_compute=True)
 
     def wrapped(self, ddp: nn.Module) -> None:
-        """DDP has wrapped the chunk that was adopted last. Its buckets are as the loop wants them."""
+        """Take the DDP wrapper of the chunk that was adopted last. Its buckets are the loop's own."""
         take_turns_by_bucket(ddp)
         self._adopted[-1].wrapped = ddp
 
@@ -214,7 +214,7 @@ class StockLoop:
             )
 
     def _tie(self, config: Any, module: nn.Module) -> None:
-        """Under V: the head of the second chunk starts from the embedding of the first."""
+        """Under V with tied embeddings: start the head of the second chunk from the embedding of the first."""
         number = get_attr_wrapped_model(module, "vp_stage")
         earlier = [each.module for each in self._adopted if each.config is config]
         if number == 0:
@@ -272,12 +272,12 @@ class StockLoop:
         options = self.options
         if options.timed is None:
             return None
-        # A stock optimizer waits for all ranks, so what counts is the time from the first op of any rank to the last of any.
+        # A stock optimizer waits for all ranks: the iteration takes from the first op of any rank to the last op of any.
         search = SearchOptions(objective=Objective.MAKESPAN, budget=budget_of(options.planning_seconds))
         return Replanner(schedule, options.timed, search, num_microbatches=num_microbatches)
 
     def _place_finalize(self, config: Any, placement: Placement) -> None:
-        """Let the loop's own finalisation of gradients, whenever it sets one, be followed by what the placement needs."""
+        """Wrap the loop's `finalize_model_grads_func`, whenever it sets one, by what the placement needs besides."""
         given = config.finalize_model_grads_func
         if given is None or any(config is known and given is ours for known, _, ours in self._finalizers):
             return
@@ -288,7 +288,7 @@ class StockLoop:
     # -- the end ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give back process groups, split and finalisation. Every rank of the world must call it."""
+        """Undo the split and `finalize_model_grads_func`, and destroy process groups. Every rank of the world must call it."""
         for running in self._running:
             running.schedule.close()
         for each in self._adopted:
