@@ -9,7 +9,7 @@ PLAYGROUND ?=
 SOURCES := megatron tools tests pretrain_gpt.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train lint format type test test-slow test-gpu bench playground clean
+.PHONY: help setup data train lint format type test test-slow test-gpu bench playground docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -57,6 +57,11 @@ bench: setup  ## the executor's own overhead per op
 
 playground: setup  ## plan schedules in the browser, on this machine only
 	$(BIN)/zerobubble playground $(PLAYGROUND)
+
+docs: setup  ## build the documentation site into site/; warnings are errors
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	$(BIN)/python -m tools.docs.flags --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove what make train wrote; the environment stays
 	rm -rf data runs
