@@ -1,0 +1,113 @@
+"""Write docs/flags.md: every flag of pretrain_gpt.py with its values, default and help text.
+
+The page is generated from the parser that reads the command line, so it has the groups and texts of --help. A test and
+`make docs` compare the page with the parser. Needs no torch.
+
+Run it after a change of a flag::
+
+    python -m tools.docs.flags            # rewrites docs/flags.md
+    python -m tools.docs.flags --check    # exit code 1 if the page is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from megatron.zerobubble.training.arguments import build_parser
+
+__all__ = ["COMMAND", "PAGE", "main", "page"]
+
+COMMAND = "python -m tools.docs.flags"
+PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
+
+_INTRODUCTION = f"""\
+<!-- Generated from the config dataclasses by `{COMMAND}`. Do not edit. -->
+
+# All flags
+
+The flags of `pretrain_gpt.py` and `zerobubble train`, in the groups of `--help`. Names and meanings are Megatron-LM's where
+it has the flag. The zero-bubble group comes first; [Flags by example](flags-examples.md) shows how its flags go together. In a
+training loop of your own, `megatron.zerobubble.add_zero_bubble_args(parser)` adds the ones that `install` honors.
+"""
+
+_FIRST = "Zero bubble"
+_FLAG = re.compile(r"(?<![\w`-])--?[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    groups = [group for group in build_parser()._action_groups if group.title and _flags(group._group_actions)]
+    groups.sort(key=lambda group: group.title != _FIRST)
+    sections = [_section(group.title or "", group.description, _flags(group._group_actions)) for group in groups]
+    return "\n".join([_INTRODUCTION, *sections])
+
+
+def _flags(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
+    """Those that set something: not --help."""
+    return [action for action in actions if action.option_strings and action.dest != "help"]
+
+
+def _section(title: str, description: str | None, actions: Sequence[argparse.Action]) -> str:
+    lines = [f"## {title}", ""]
+    if description:
+        lines += [_prose(" ".join(description.split())), ""]
+    lines += ["| flag | value | default | meaning |", "|---|---|---|---|", *map(_row, actions), ""]
+    return "\n".join(lines)
+
+
+def _row(action: argparse.Action) -> str:
+    text = (action.help or "").replace("%%", "%").removesuffix(" Required.").removesuffix(f" Default: {action.default}.")
+    return f"| `{action.option_strings[0]}` | {_values(action)} | {_default(action)} | {_prose(text)} |"
+
+
+def _values(action: argparse.Action) -> str:
+    """What follows the flag; nothing after a switch."""
+    if action.nargs == 0:
+        return ""
+    metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+    words = [str(choice) for choice in action.choices] if action.choices else _alternatives(metavar)
+    *others, last = [f"`{word}`" for word in words]
+    text = f"{', '.join(others)} or {last}" if others else last
+    return f"{text} ..." if action.nargs == "*" else text
+
+
+def _alternatives(metavar: str) -> list[str]:
+    return metavar.split("|") if metavar.replace("|", "") else [metavar]
+
+
+def _default(action: argparse.Action) -> str:
+    if action.required:
+        return "required"
+    if action.nargs == 0 or action.default is None or action.default == ():
+        return ""
+    return f"`{action.default}`"
+
+
+def _prose(text: str) -> str:
+    """Help text as Markdown in a table: flags as code, and nothing that a table or HTML would take for its own."""
+    escaped = text.replace("|", "&#124;").replace("<", "&lt;").replace("*", r"\*")
+    return _FLAG.sub(lambda found: f"`{found[0]}`" if len(found[0]) > 2 else found[0], escaped)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check the page. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description="Write docs/flags.md from the config dataclasses.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page is out of date")
+    parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE", help="the page (default: docs/flags.md)")
+    args = parser.parse_args(argv)
+    wanted = page()
+    if not args.check:
+        args.output.write_text(wanted, encoding="utf-8")
+        return 0
+    if args.output.is_file() and args.output.read_text(encoding="utf-8") == wanted:
+        return 0
+    print(f"{args.output} is not what the flags are: run `{COMMAND}`", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
