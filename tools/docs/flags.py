@@ -55,13 +55,15 @@ def _section(title: str, description: str | None, actions: Sequence[argparse.Act
     lines = [f"## {title}", ""]
     if description:
         lines += [_prose(" ".join(description.split())), ""]
-    lines += ["| flag | value | default | meaning |", "|---|---|---|---|", *map(_row, actions), ""]
+    lines += ["| flag and value | default | meaning |", "|---|---|---|", *map(_row, actions), ""]
     return "\n".join(lines)
 
 
 def _row(action: argparse.Action) -> str:
     text = (action.help or "").replace("%%", "%").removesuffix(" Required.").removesuffix(f" Default: {action.default}.")
-    return f"| `{action.option_strings[0]}` | {_values(action)} | {_default(action)} | {_prose(text)} |"
+    values = _values(action)
+    flag = f"`{action.option_strings[0]}`" + (f"<br>{values}" if values else "")
+    return f"| {flag} | {_default(action)} | {_prose(text)} |"
 
 
 def _values(action: argparse.Action) -> str:
