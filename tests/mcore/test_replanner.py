@@ -16,8 +16,8 @@ from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.registry import build_plan, initial_plan, schedule_spec
-from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions, objective_ms
-from megatron.zerobubble.plan.simulate import peak_memory
+from megatron.zerobubble.plan.search.search import Effort, SearchOptions
+from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.profiling.profiler import Profiler
 from tests.support.gpt import Case, Trainer
@@ -109,7 +109,8 @@ def _evaluate(trainer: Trainer) -> list[float]:
 def _gain(drawn: Any, now: Any, replanner: Replanner) -> tuple[float, float]:
     assert replanner.costs is not None
     options = replanner._options
-    return objective_ms(drawn, replanner.costs, options.objective), objective_ms(now, replanner.costs, options.objective)
+    before, after = simulate(drawn, replanner.costs), simulate(now, replanner.costs)
+    return options.objective.of(before), options.objective.of(after)
 
 
 def test_training_does_not_notice(four_ranks: RankPool) -> None:
@@ -170,7 +171,7 @@ def _train_within(rank: int, case: Case) -> dict[str, Any]:
     with trainer.host.on_host():
         trainer.optimizer.step()
     result = {
-        "faster": objective_ms(plan, costs, Objective.SPAN) < objective_ms(frugal, costs, Objective.SPAN),
+        "faster": simulate(plan, costs).span_ms < simulate(frugal, costs).span_ms,
         "held": profiler.profile().peak_bytes / rooms[0],
         "memory": replanner.memory,
         "state": state_bytes(trainer.built.chunks, trainer.optimizer),

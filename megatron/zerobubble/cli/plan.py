@@ -188,7 +188,7 @@ def run_pareto(args: argparse.Namespace) -> None:
     best: Result | None = None
     for limit in limits:
         found = _result(args, limit)
-        if best is None or found.objective_ms(objective) < best.objective_ms(objective):
+        if best is None or objective.of(found.simulation) < objective.of(best.simulation):
             best = found
         best = replace(best, bound=found.bound)
         points.append({"memory_limit": limit, "schedule": best.name} | best.metrics())

@@ -23,7 +23,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
 from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions, best_core, objective_ms
+from megatron.zerobubble.plan.search.search import SearchOptions, best_core
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE, validate
 from megatron.zerobubble.profiling.profile import RankProfile, combine, costs_within, unit_bytes
@@ -221,9 +221,9 @@ class Replanner:
             "with the order so far (bubble %.1f%%), %.1f ms from now on (%.1f%%), at most %s of activations on a rank",
             time.perf_counter() - begin,
             costs.times_text,
-            _objective_of(before, objective),
+            objective.of(before),
             100 * before.bubble_rate,
-            _objective_of(now, objective),
+            objective.of(now),
             100 * now.bubble_rate,
             _mib(max(now.peak_memory) * min(spec.num_ranks, num_microbatches) * self._unit),
         )
@@ -247,11 +247,7 @@ class Replanner:
         plans = [found]
         if limit is None or max(peak_memory(so_far, costs)) <= limit + MEMORY_TOLERANCE:
             plans.append(so_far)
-        return min(plans, key=lambda plan: objective_ms(plan, costs, self._options.objective))
-
-
-def _objective_of(simulation: Simulation, objective: Objective) -> float:
-    return simulation.span_ms if objective is Objective.SPAN else simulation.makespan_ms
+        return min(plans, key=lambda plan: self._options.objective.of(simulate(plan, costs)))
 
 
 def _mib(count: float) -> str:

@@ -67,20 +67,16 @@ class Result:
 
     def verdict(self, objective: Objective) -> str:
         """For `auto`, in a line: what is taken, and by how much the next best schedule is slower."""
-        mine = self.objective_ms(objective)
+        mine = objective.of(self.simulation)
         told = f"auto takes {self._title()}, {objective.value} {mine:.3f} ms"
         if self.runner_up is None:
             return f"{told}; the lower bounds of all others are above it"
-        second = self.runner_up.objective_ms(objective)
+        second = objective.of(self.runner_up.simulation)
         return f"{told}; runner-up {self.runner_up._title()}, {second:.3f} ms ({100 * (second / mine - 1):.1f} % more)"
 
     def _title(self) -> str:
         chunks = "" if self.num_chunks == 1 else f" with {self.num_chunks} stages a rank"
         return f"{self.name}{chunks}"
-
-    def objective_ms(self, objective: Objective) -> float:
-        """Span or makespan."""
-        return self.simulation.span_ms if objective is Objective.SPAN else self.simulation.makespan_ms
 
     def metrics(self) -> dict[str, object]:
         """The `metrics` of the JSON form, with bounds and gaps."""
@@ -140,7 +136,7 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: Sea
         return _one(family.spec, num_microbatches, costs_of, own)
 
     def time_of(found: tuple[_Family, Result]) -> float:
-        return found[1].objective_ms(options.objective)
+        return options.objective.of(found[1].simulation)
 
     tried: list[tuple[_Family, Result]] = []
     for family in families:
@@ -181,11 +177,7 @@ class _Family(NamedTuple):
 
     def may_beat(self, best_ms: float, objective: Objective) -> bool:
         """Whether its bound leaves room below the time."""
-        return self.bound_ms(objective) < best_ms * (1 - 1e-9)
-
-    def bound_ms(self, objective: Objective) -> float:
-        """Of span or makespan."""
-        return self.bound.span_ms if objective is Objective.SPAN else self.bound.makespan_ms
+        return objective.of(self.bound) < best_ms * (1 - 1e-9)
 
 
 def _feasible(
@@ -207,9 +199,9 @@ def _feasible(
         enough = _enough(family, placement, num_microbatches, costs)
         if enough < limit:
             tighter = family._replace(limit=enough, bound=lower_bound(placement, num_microbatches, costs, enough))
-            family = tighter if not family.may_beat(tighter.bound_ms(options.objective), options.objective) else family
+            family = tighter if not family.may_beat(options.objective.of(tighter.bound), options.objective) else family
         families.append(family)
-    return sorted(families, key=lambda family: family.bound_ms(options.objective)), least
+    return sorted(families, key=lambda family: options.objective.of(family.bound)), least
 
 
 def _enough(family: _Family, placement: Placement, num_microbatches: int, costs: CostModel) -> float:

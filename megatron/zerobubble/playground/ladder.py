@@ -52,7 +52,7 @@ def climb(problem: Problem) -> Iterator[Rung]:
     done = 0.0
     for budget in budgets:
         found = _searched(problem, budget)
-        if best is None or not found.objective_ms(problem.objective) > best.objective_ms(problem.objective):
+        if best is None or not problem.objective.of(found.simulation) > problem.objective.of(best.simulation):
             best = found
         done += budget
         yield Rung(result=best, spent=done / sum(budgets) if done else 1.0)
@@ -87,7 +87,7 @@ def pareto(problem: Problem) -> Iterator[tuple[float, Result | None]]:
         except ConfigError:
             yield limit, None  # too little for any schedule
             continue
-        if best is None or found.objective_ms(problem.objective) < best.objective_ms(problem.objective):
+        if best is None or problem.objective.of(found.simulation) < problem.objective.of(best.simulation):
             best = found
         best = replace(best, bound=found.bound)
         yield limit, best
@@ -117,7 +117,7 @@ def _drawn(problem: Problem) -> Result | None:
             results.append(_one_drawn(replace(problem, schedule=name)))
         except PlanError:
             continue  # the table is for another number of stages
-    return min(filter(None, results), key=lambda result: result.objective_ms(problem.objective), default=None)
+    return min(filter(None, results), key=lambda result: problem.objective.of(result.simulation), default=None)
 
 
 def _one_drawn(problem: Problem) -> Result | None:

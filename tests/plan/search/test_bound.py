@@ -9,7 +9,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.search.bound import lower_bound
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions, objective_ms, search
+from megatron.zerobubble.plan.search.search import Objective, SearchOptions, search
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan.exact import optimum
 from tests.plan.search.test_search import COMPILED, problems
@@ -110,7 +110,6 @@ def test_against_the_exact_solver(
     best = optimum(placement, m, costs, limit, makespan=objective is Objective.MAKESPAN)
     bound = lower_bound(placement, m, costs, limit)
     plan = search("x", placement, m, costs, SearchOptions(memory_limit=limit, objective=objective, budget=3e7))
-    found = objective_ms(plan, costs, objective)
-    least = bound.span_ms if objective is Objective.SPAN else bound.makespan_ms
-    assert math.floor(least) <= best <= found + 1e-6
+    found = objective.of(simulate(plan, costs))
+    assert math.floor(objective.of(bound)) <= best <= found + 1e-6
     assert found <= 1.02 * best

@@ -23,7 +23,6 @@ from megatron.zerobubble.plan.search.search import (
     SearchOptions,
     best_core,
     drawing_of,
-    objective_ms,
     search,
     smallest_memory,
 )
@@ -172,7 +171,7 @@ def test_the_same_seed_gives_the_same_plan_and_more_budget_no_worse_a_start() ->
     for objective in Objective:
         options = SearchOptions(memory_limit=1.0, objective=objective, budget=3e5)
         found = search("x", placement, 8, costs, options, drawings=[drawing_of(lambda m: zbv(4, m))])
-        assert objective_ms(found, costs, objective) <= objective_ms(drawn, costs, objective) + 1e-9
+        assert objective.of(simulate(found, costs)) <= objective.of(simulate(drawn, costs)) + 1e-9
 
 
 @pytest.mark.skipif(not COMPILED, reason="takes the compiled core")

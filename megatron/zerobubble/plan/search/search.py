@@ -28,7 +28,7 @@ from functools import cache
 from itertools import accumulate
 from operator import itemgetter
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs import CostModel
@@ -36,7 +36,6 @@ from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.search.core import EPSILON, Core, Order, PythonCore
 from megatron.zerobubble.plan.search.policies import Block, Blocks, flat_durations
-from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.transforms import split_fused
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 
@@ -76,13 +75,29 @@ Drawing = Callable[[int], Order]
 """A pattern for any number of microbatches."""
 
 
+class IterationTimes(Protocol):
+    """Anything with both iteration times of a plan: a `Simulation`, a `Bound`."""
+
+    @property
+    def span_ms(self) -> float:
+        """Milliseconds per iteration with optimizer post-validation."""
+
+    @property
+    def makespan_ms(self) -> float:
+        """Milliseconds per iteration with the synchronous optimizer."""
+
+
 class Objective(enum.Enum):
-    """What a plan is judged by."""
+    """Which iteration time a search minimizes; `of` reads it from a simulation or a bound."""
 
     SPAN = "span"
-    """The optimizer steps without waiting for other ranks (post-validation)."""
+    """Iteration time with post-validation: the optimizer steps without waiting for other ranks."""
     MAKESPAN = "makespan"
-    """The optimizer waits for all ranks."""
+    """Iteration time with the synchronous optimizer, which waits for all ranks."""
+
+    def of(self, times: IterationTimes) -> float:
+        """The iteration time that this objective minimizes, in milliseconds."""
+        return times.span_ms if self is Objective.SPAN else times.makespan_ms
 
 
 class Effort(enum.Enum):
@@ -139,12 +154,6 @@ def memory_of(options: SearchOptions, placement: Placement, num_microbatches: in
     """The search options' limit in microbatches of a whole rank; 0 where it is not a number, which `search` refuses."""
     limit = math.inf if options.memory_limit is None else options.memory_limit
     return limit * min(placement.num_ranks, num_microbatches) + MEMORY_TOLERANCE if limit >= 0 else 0.0
-
-
-def objective_ms(plan: Plan, costs: CostModel, objective: Objective) -> float:
-    """Span or makespan of a plan."""
-    simulation = simulate(plan, costs)
-    return simulation.span_ms if objective is Objective.SPAN else simulation.makespan_ms
 
 
 def search(
@@ -220,8 +229,7 @@ class _Finder:
         self._full = self._make_core(num_microbatches)
         self._small = self._full if self._small_m == num_microbatches else self._make_core(self._small_m)
         bound = lower_bound(placement, num_microbatches, costs, options.memory_limit)
-        least = bound.span_ms if options.objective is Objective.SPAN else bound.makespan_ms
-        self._bound = least if stops_at_bound else -math.inf
+        self._bound = options.objective.of(bound) if stops_at_bound else -math.inf
         self._blocks = Blocks(placement, costs, self._limit, fused=fused)
         self.kept_blocks: list[Block] = []
         self.milestones: list[Order] = []
