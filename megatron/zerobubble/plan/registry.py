@@ -1,4 +1,4 @@
-"""Name -> generator. The door to `generators/`: what it hands out has been validated."""
+"""Schedule name -> generator: builds and validates plans, and lists the known schedules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs import CostModel
-from megatron.zerobubble.plan.generators.building_blocks import v_drawings
+from megatron.zerobubble.plan.generators.building_blocks import v_seed_orders
 from megatron.zerobubble.plan.generators.interleaved_1f1b import interleaved_1f1b
 from megatron.zerobubble.plan.generators.one_f_one_b import one_f_one_b
 from megatron.zerobubble.plan.generators.one_f_one_b_v import one_f_one_b_v, one_f_one_b_v_memory
@@ -23,23 +23,23 @@ from megatron.zerobubble.plan.generators.zb_interleaved import zb_interleaved, z
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
-from megatron.zerobubble.plan.search.search import SearchOptions, drawing_of, memory_of, search, smallest_memory
+from megatron.zerobubble.plan.search.search import SearchOptions, memory_of, search, seed_order_of, smallest_memory
 from megatron.zerobubble.plan.transforms import group_weight_gradients
 from megatron.zerobubble.plan.validate import validate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a generator is asked for."""
+    """The arguments of a generator: schedule, number of microbatches, costs and search options."""
 
     spec: ScheduleSpec
-    """Which schedule, on which placement."""
+    """The schedule with its placement and limits."""
     num_microbatches: int
     """m."""
     costs: CostModel | None = None
-    """None: every stage alike, F=B=W and free links."""
+    """None: uniform stages, F=B=W and free links."""
     options: SearchOptions | None = None
-    """None: the drawn pattern where there is one, else a search without a budget."""
+    """None: the hand-written pattern, or for a schedule without one a search without a budget."""
 
     @property
     def num_ranks(self) -> int:
@@ -53,16 +53,21 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Most microbatches between F and W on a rank."""
+        """Most microbatches between F and W per rank, p by default."""
         return self.num_ranks if self.spec.max_pending_backward is None else self.spec.max_pending_backward
 
     @property
     def stage_costs(self) -> CostModel:
-        """The given costs, or the default ones."""
+        """The requested costs, or uniform ones with F=B=W and free links."""
         return CostModel.uniform(self.spec.placement) if self.costs is None else self.costs
 
     def options_within(self, memory_limit: float) -> SearchOptions:
-        """The search options; without a memory limit, the family's own, in microbatches of the fullest rank."""
+        """The search options, with a memory limit.
+
+        Args:
+            memory_limit: the schedule's own limit, for requests without one; 1.0 is 1F1B's rank 0. With uneven stages it is
+                scaled to the rank with the most activation memory per microbatch.
+        """
         options = self.options or SearchOptions(budget=0.0)
         if options.memory_limit is not None:
             return options
@@ -75,26 +80,26 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleInfo:
-    """One schedule the planner knows."""
+    """A known schedule: its name, placement, options and generator."""
 
     name: str
-    """As on the command line."""
+    """The value of the schedule flags."""
     placement: str
     """`linear`, `loop` or `V`."""
     num_chunks: int | None
-    """Stages a rank; None where any number is taken."""
+    """Virtual stages (VPP) per rank; None: any number."""
     default_num_chunks: int
-    """Stages a rank where none is asked for."""
+    """Virtual stages (VPP) per rank by default."""
     takes_max_pending_backward: bool
-    """Whether the number of pending microbatches is a choice."""
+    """Whether the number of pending microbatches can be chosen."""
     is_searched: bool
-    """Whether costs and search options change its order; the others are one order each."""
+    """Whether costs and search options change the order of ops; otherwise it is one hand-written pattern."""
     description: str
-    """One line."""
+    """One line for help texts."""
     reference: str
-    """Where it was published."""
+    """The paper and section that published it."""
     generate: Callable[[Request], Plan]
-    """Builds the plan."""
+    """Builds the plan, without validating it."""
 
 
 def _info(
@@ -122,19 +127,18 @@ def _info(
 
 
 def _zb(request: Request) -> Plan:
-    """The drawn pattern; with costs or search options, the best plan found from the patterns of several memory points."""
+    """The hand-written pattern; with search options, the best plan found from the patterns of several memory points."""
     p, m = request.num_ranks, request.num_microbatches
-    drawn = zb(p, m, request.pending)
     if request.options is None:
-        return drawn
+        return zb(p, m, request.pending)
     limit = None if request.spec.max_pending_backward is None else request.pending / min(p, m)
     costs, options = request.stage_costs, request.options_within(limit or 1.0)
     costs.check_fits(request.spec.placement)
     memory = memory_of(options, request.spec.placement, m)
     pendings = [k for k in (1, -(-p // 2), p, -(-3 * p // 2), 2 * p) if k <= memory][-2:]
-    drawings = [drawing_of(partial(zb, p, max_pending_backward=k)) for k in {*pendings, request.pending}]
-    drawings += map(drawing_of, timed_zb(p, costs, memory))
-    return search("zb", request.spec.placement, m, costs, options, drawings=drawings)
+    seed_orders = [seed_order_of(partial(zb, p, max_pending_backward=k)) for k in {*pendings, request.pending}]
+    seed_orders += map(seed_order_of, timed_zb(p, costs, memory))
+    return search("zb", request.spec.placement, m, costs, options, seed_orders=seed_orders)
 
 
 def _zbv(request: Request) -> Plan:
@@ -142,8 +146,8 @@ def _zbv(request: Request) -> Plan:
     if request.options is None:
         return zbv(p, m)
     options = request.options_within(1.0)
-    drawings = v_drawings(p, memory_of(options, request.spec.placement, m))
-    return search("zbv", request.spec.placement, m, request.stage_costs, options, drawings=drawings)
+    seed_orders = v_seed_orders(p, memory_of(options, request.spec.placement, m))
+    return search("zbv", request.spec.placement, m, request.stage_costs, options, seed_orders=seed_orders)
 
 
 def _v_half(request: Request) -> Plan:
@@ -171,14 +175,14 @@ _ALL = (
     _info(
         "1f1b",
         "linear",
-        "fused backward, one stage a rank",
+        "fused backward, one stage per rank",
         "arXiv 2104.04473, section 2.2.1",
         lambda request: one_f_one_b(request.num_ranks, request.num_microbatches),
     ),
     _info(
         "interleaved-1f1b",
         "loop",
-        "fused backward, several stages a rank, going round",
+        "fused backward, several stages per rank, interleaved (round-robin) placement",
         "arXiv 2104.04473, section 2.2.2",
         lambda request: interleaved_1f1b(request.num_ranks, request.num_microbatches, request.num_chunks),
         num_chunks=None,
@@ -200,7 +204,7 @@ _ALL = (
     _info(
         "zb",
         "linear",
-        "zero bubble for any number of pending microbatches a rank",
+        "zero bubble for any number of pending microbatches per rank",
         "arXiv 2401.10241, section 3",
         _zb,
         takes_max_pending_backward=True,
@@ -209,7 +213,7 @@ _ALL = (
     _info(
         "zbv",
         "V",
-        "no bubble at 1F1B's memory, two stages a rank in a V",
+        "no bubble at 1F1B's memory, two stages per rank in a V",
         "arXiv 2401.10241, section 6",
         _zbv,
         num_chunks=2,
@@ -218,7 +222,7 @@ _ALL = (
     _info(
         "v-half",
         "V",
-        "about half of 1F1B's memory, two stages a rank in a V",
+        "about half of 1F1B's memory, two stages per rank in a V",
         "arXiv 2405.15362, section 3",
         _v_half,
         num_chunks=2,
@@ -227,7 +231,7 @@ _ALL = (
     _info(
         "v-min",
         "V",
-        "about a third of 1F1B's memory, two stages a rank in a V",
+        "about a third of 1F1B's memory, two stages per rank in a V",
         "arXiv 2405.15362, section 3",
         _v_min,
         num_chunks=2,
@@ -236,7 +240,7 @@ _ALL = (
     _info(
         "1f1b-v",
         "V",
-        "fused backward at two thirds of 1F1B's memory, two stages a rank in a V",
+        "fused backward at two thirds of 1F1B's memory, two stages per rank in a V",
         "arXiv 2405.15362, section 3",
         _one_f_one_b_v,
         num_chunks=2,
@@ -245,7 +249,7 @@ _ALL = (
     _info(
         "zb-interleaved",
         "loop",
-        "B and W split, several stages a rank, going round",
+        "B and W split, several stages per rank, interleaved (round-robin) placement",
         "arXiv 2104.04473 and 2401.10241",
         _zb_interleaved,
         num_chunks=None,
@@ -255,12 +259,12 @@ _ALL = (
 
 
 def known_schedules() -> tuple[ScheduleInfo, ...]:
-    """Every schedule, in the order a reader should meet them."""
+    """Every schedule, in the order in which help texts list them."""
     return _ALL
 
 
 def schedule_info(name: str) -> ScheduleInfo:
-    """Look a schedule up. Raises ConfigError listing the known names and the closest."""
+    """The schedule of that name. Raises ConfigError with the known names and the closest match."""
     names = [info.name for info in _ALL]
     for info in _ALL:
         if info.name == name:
@@ -276,7 +280,8 @@ def placement_of(name: str, *, num_ranks: int, num_chunks: int | None = None) ->
     Args:
         name: `stock` or one of `known_schedules`.
         num_ranks: p.
-        num_chunks: v, where the schedule leaves a choice; None: 1 for `stock`, else the schedule's default.
+        num_chunks: v, virtual stages (VPP) per rank, for interleaved schedules and `stock`; None: 1 for `stock`, else the
+            schedule's default.
     """
     if name == STOCK:
         return Placement.loop(num_ranks, num_chunks or 1)
@@ -296,12 +301,16 @@ def schedule_spec(
     shard_gradients: int | None = None,
     loaded_plan: Plan | None = None,
 ) -> ScheduleSpec:
-    """Make a `ScheduleSpec`, whose fields the arguments are, from a schedule's name and the size of the pipeline.
+    """Make a `ScheduleSpec` from a schedule's name and the size of the pipeline. The arguments are its fields.
 
     Args:
         name: `stock` or one of `known_schedules`.
         num_ranks: p, at least 1.
-        num_chunks: v, stages per rank; only the interleaved schedules and `stock` leave a choice (2 and 1 where not given).
+        num_chunks: v, virtual stages (VPP) per rank; only the interleaved schedules and `stock` take it (defaults 2 and 1).
+        max_pending_backward: most microbatches between F and W per rank; only `zb` takes it (default p).
+        memory_limit: most activation memory per rank; 1.0 is 1F1B's rank 0.
+        shard_gradients: number of microbatches whose W run together, with sharded gradients.
+        loaded_plan: a plan to run instead of a generated one.
 
     Raises:
         ConfigError: an unknown name, a number below 1, or an option that the schedule does not take.
@@ -340,16 +349,16 @@ def plan_of(
     """Generate and validate a plan.
 
     Args:
-        spec: the schedule. Its memory limit counts where `options` has one: see `initial_plan`.
+        spec: the schedule. Its memory limit is not used here, only that of `options`: see `initial_plan`.
         num_microbatches: m, at least 1.
-        costs: times and memory per stage; None: F=B=W, free links, and all activation memory kept until W.
-        options: search for the best order of the family, under their memory limit or the family's own; a schedule of one fixed
-            order is checked against the limit instead. None: the hand-written order, or for a family without one the best of a
-            few list schedules.
+        costs: times and activation memory per stage; None: F=B=W, free links, and activations kept in full until W.
+        options: search for the schedule's best order, under their memory limit or, without one, the schedule's own. A schedule
+            that is a single hand-written pattern is only checked against the limit. None: the hand-written pattern, or for a
+            schedule without one the best of a few list schedules.
 
     Raises:
         ConfigError: an unknown name, a number below 1, or a memory limit under which no plan of the placement exists.
-        PlanError: costs for another number of stages, or a fixed order that breaks the search options' limit.
+        PlanError: costs for another number of stages, or a hand-written pattern that exceeds the memory limit.
     """
     info = schedule_info(spec.name)
     check_at_least_one(num_microbatches=num_microbatches)
@@ -361,7 +370,7 @@ def plan_of(
 
 
 def initial_plan(spec: ScheduleSpec, num_microbatches: int) -> Plan:
-    """The validated plan that a run begins with, before anything was measured: loaded, or generated under the spec's limit."""
+    """The validated plan that a run starts with, before any profiling: loaded, or generated under the spec's memory limit."""
     if spec.loaded_plan is not None and spec.loaded_plan.num_microbatches == num_microbatches:
         return spec.loaded_plan
     options = None if spec.memory_limit is None else SearchOptions(memory_limit=spec.memory_limit, budget=0.0)
@@ -369,7 +378,7 @@ def initial_plan(spec: ScheduleSpec, num_microbatches: int) -> Plan:
 
 
 def executed_plan(spec: ScheduleSpec, plan: Plan) -> Plan:
-    """What training executes of a plan: with sharded gradients, its Ws in groups of `spec.shard_gradients` microbatches."""
+    """The plan that training executes: with sharded gradients, Ws run in groups of `spec.shard_gradients` microbatches."""
     if spec.shard_gradients is None:
         return plan
     grouped = group_weight_gradients(plan, spec.shard_gradients)
@@ -389,7 +398,7 @@ def parse_max_pending_backward(text: str, num_ranks: int) -> int:
 
 
 def _check_options(info: ScheduleInfo, num_chunks: int | None, max_pending_backward: int | None) -> None:
-    """Raise ConfigError for a number of stages per rank, or of pending microbatches, that the schedule does not take."""
+    """Raise ConfigError for a number of stages per rank, or of pending microbatches, that the schedule does not support."""
     if num_chunks is not None:
         check_at_least_one(num_chunks=num_chunks)
         if info.num_chunks not in (None, num_chunks):

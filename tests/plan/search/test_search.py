@@ -22,8 +22,8 @@ from megatron.zerobubble.plan.search.search import (
     Objective,
     SearchOptions,
     best_core,
-    drawing_of,
     search,
+    seed_order_of,
     smallest_memory,
 )
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
@@ -167,11 +167,11 @@ def test_the_same_seed_gives_the_same_plan_and_more_budget_no_worse_a_start() ->
         return search("x", placement, 8, costs, SearchOptions(memory_limit=0.75, seed=seed, budget=3e5))
 
     assert plan_of(3) == plan_of(3)
-    drawn = zbv(4, 8)
+    pattern = zbv(4, 8)
     for objective in Objective:
         options = SearchOptions(memory_limit=1.0, objective=objective, budget=3e5)
-        found = search("x", placement, 8, costs, options, drawings=[drawing_of(lambda m: zbv(4, m))])
-        assert objective.of(simulate(found, costs)) <= objective.of(simulate(drawn, costs)) + 1e-9
+        found = search("x", placement, 8, costs, options, seed_orders=[seed_order_of(lambda m: zbv(4, m))])
+        assert objective.of(simulate(found, costs)) <= objective.of(simulate(pattern, costs)) + 1e-9
 
 
 @pytest.mark.skipif(not COMPILED, reason="takes the compiled core")

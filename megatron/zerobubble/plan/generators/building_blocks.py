@@ -1,15 +1,15 @@
-"""Repeated building blocks on a grid: every V schedule with F=B=W, one microbatch a period (arXiv 2405.15362, section 3).
+"""Repeated building blocks on a grid: every V schedule with F=B=W, one microbatch per period (arXiv 2405.15362, section 3).
 
-A block starts F of stage 0 at tick 0 and takes one tick a pass. From rank to rank it moves on by four strides: F down, F up, B
-down, B up; and it may pause at each of the three turns. Repeated every six ticks it is a schedule if no rank has two passes in
-the same tick modulo six; W takes the next free ticks. How long a microbatch stays on a rank is the memory: strides of 1 give
-the paper's V-Min, two of 1 and two of 2 its V-Half, strides of 3 its V-ZB. p=2, strides of 1, one microbatch by ticks, small
-letters for the way up::
+A block starts F of stage 0 at tick 0, and every pass takes one tick. From rank to rank it advances by four strides: F down, F up,
+B down, B up; and it may pause at each of the three turns. Repeated every six ticks it is a schedule if no rank has two passes in
+the same tick modulo six; W takes the next free ticks. The time from F to B on a rank determines its activation memory: strides of
+1 give the paper's V-Min, two of 1 and two of 2 its V-Half, strides of 3 its V-ZB. p=2, strides of 1, one microbatch by ticks,
+small letters for the way up::
 
     rank 0  F . . f b w . B W . .
     rank 1  . F f . . b B . . W w
 
-`grid_blocks` lists all of them up to stride 3. They are drawn for equal passes; the search starts from them for any.
+`grid_blocks` lists all of them up to stride 3. They assume passes of equal length; a search starts from them whatever the times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.search.core import Order
-from megatron.zerobubble.plan.search.search import Drawing, drawing_of
+from megatron.zerobubble.plan.search.search import SeedOrder, seed_order_of
 
 _PERIOD = 6
 _STRIDES = (1, 2, 3)
@@ -31,32 +31,37 @@ _MOST_SHARE = 1.25
 
 @dataclass(frozen=True)
 class GridBlock:
-    """One block."""
+    """When one microbatch passes every rank, in ticks; the block repeats every six ticks."""
 
     ticks: tuple[tuple[int, ...], ...]
-    """Per rank, when microbatch 0 starts F, B, W of the chunk on the way down and of the one on the way up."""
+    """Per rank, the ticks at which microbatch 0 starts F, B, W of the chunk on the way down, then of the chunk on the way up."""
 
     @property
     def residence(self) -> float:
-        """Microbatches between F and B on the fullest rank, a stage counting half of one."""
+        """Microbatches between F and B on the rank with most of them, each of its two stages counting half."""
         return max((b0 - f0 + b1 - f1) / (2 * _PERIOD) for f0, b0, _, f1, b1, _ in self.ticks)
 
     def order(self, num_microbatches: int) -> Order:
-        """The block repeated, every pass as soon as its order allows."""
+        """The block repeated for every microbatch, as op codes per rank (see `search.core`)."""
         return [_row(ticks, num_microbatches) for ticks in self.ticks]
 
 
-def v_drawings(num_ranks: int, memory: float) -> list[Drawing]:
-    """What a search for a V schedule within `memory` microbatches begins with: ZB-V by hand, and blocks that need about that."""
+def v_seed_orders(num_ranks: int, memory: float) -> list[SeedOrder]:
+    """The seed orders of a search on the V placement: the hand-written ZB-V and grid blocks of about the given memory.
+
+    Args:
+        num_ranks: p.
+        memory: the limit per rank, in activations of microbatches.
+    """
     fitting = [block for block in grid_blocks(num_ranks) if block.residence <= _MOST_SHARE * memory]
     most = max((block.residence for block in fitting), default=0.0)
     blocks = [block for block in fitting if block.residence >= _LEAST_SHARE * most]
-    return [drawing_of(partial(zbv, num_ranks)), *(block.order for block in blocks)]
+    return [seed_order_of(partial(zbv, num_ranks)), *(block.order for block in blocks)]
 
 
 @lru_cache(maxsize=8)
 def grid_blocks(num_ranks: int) -> tuple[GridBlock, ...]:
-    """Every block for p ranks whose strides of F are in order not above those of B."""
+    """Every block for p ranks with strides up to 3; of two that mirror each other, only the one with the smaller strides of F."""
     blocks = []
     for down, up, back, home in itertools.product(_STRIDES, repeat=4):
         if (down, up) > (back, home):
@@ -69,7 +74,7 @@ def grid_blocks(num_ranks: int) -> tuple[GridBlock, ...]:
 
 
 def _ticks(num_ranks: int, strides: tuple[int, ...], turns: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The block of four strides and three turns; empty where passes collide."""
+    """The ticks of the block with four strides and three turns; empty if two passes collide on a rank."""
     down, up, back, home = strides
     last = num_ranks - 1
     f1_last = down * last + turns[0]
@@ -88,13 +93,13 @@ def _ticks(num_ranks: int, strides: tuple[int, ...], turns: tuple[int, ...]) -> 
 
 
 def _wgrad_ticks(b0: int, b1: int, free: list[int]) -> tuple[int, int]:
-    """The two free ticks of a period, so that W waits least for its B in sum."""
+    """Assigns the two free ticks of a period to the two Ws so that their summed delay after B is smallest."""
     after = [[b + 1 + (tick - b - 1) % _PERIOD for tick in free] for b in (b0, b1)]
     return min((after[0][0], after[1][1]), (after[0][1], after[1][0]), key=sum)
 
 
 def _row(ticks: tuple[int, ...], num_microbatches: int) -> bytes:
-    """One rank's passes in the order of their ticks: a cycle of all six, but for the ends."""
+    """One rank's op codes in the order of their ticks: a cycle of all six passes, cut at warmup and cooldown."""
     periods = [tick // _PERIOD for tick in ticks]
     cycle = sorted(range(len(ticks)), key=lambda code: ticks[code] % _PERIOD)
     changes = sorted({*periods, *(period + num_microbatches for period in periods)})

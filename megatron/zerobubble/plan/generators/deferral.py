@@ -1,4 +1,4 @@
-"""The row of a schedule with one stage a rank: some forwards ahead, and W deferred behind B by a fixed count.
+"""One rank's ops in a schedule with one stage per rank: some warmup forwards, and W deferred behind B by a fixed count.
 
 ::
 
@@ -14,7 +14,7 @@ from megatron.zerobubble.plan.ir import Op, OpKind
 def deferred_wgrad_row(stage: int, num_microbatches: int, *, num_ahead: int, delay: int) -> list[Op]:
     """One rank's ops: `num_ahead` forwards, then one B, one W, one F in turn; W lags `delay` microbatches behind B.
 
-    The rank holds at most `num_ahead` microbatches between F and B and `delay` between B and W.
+    At most `num_ahead` microbatches are between F and B, and at most `delay` between B and W.
 
     Args:
         stage: the rank's only stage.

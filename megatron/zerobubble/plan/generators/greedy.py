@@ -1,8 +1,8 @@
 """A deterministic list scheduler on a clock where F, B and W take one tick each and links are free.
 
-For points that have no drawn pattern. At each tick every rank takes the first of these that can run: B, F (while
+For memory limits without a hand-written pattern. At each tick every rank runs the first of these that is ready: B, F (while
 fewer than `max_pending` microbatches are between their F and their W), W. It never deadlocks: the oldest pending
-microbatch can always go on.
+microbatch can always proceed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PRIORITY = (OpKind.B, OpKind.F, OpKind.W)
 
 
 def greedy_plan(schedule: str, placement: Placement, num_microbatches: int, *, max_pending: int) -> Plan:
-    """Schedule a placement with one stage a rank, holding at most `max_pending` >= 1 microbatches on each."""
+    """Schedule a placement with one stage per rank, with at most `max_pending` >= 1 microbatches between F and W per rank."""
     rows: list[list[Op]] = [[] for _ in range(placement.num_ranks)]
     upcoming = [dict.fromkeys(_PRIORITY, 0) for _ in rows]
     ended_before: set[Op] = set()

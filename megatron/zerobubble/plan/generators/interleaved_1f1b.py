@@ -1,15 +1,15 @@
-"""Interleaved 1F1B: v stages a rank, going round, with a fused backward (arXiv 2104.04473, section 2.2.2).
+"""Interleaved 1F1B: v stages per rank, placed round-robin, with a fused backward (arXiv 2104.04473, section 2.2.2).
 
-The microbatches go in groups of p: a group runs through a rank's first stage, then through its second, and so on;
-backward the stages come in reverse. p=2, v=2, m=4 (stages 0 and 2 on rank 0, 1 and 3 on rank 1), small letters for the
-second stage of a rank::
+Microbatches run in groups of p: a group runs through a rank's first stage, then through its second, and so on;
+the backward passes visit the stages in reverse. p=2, v=2, m=4 (stages 0 and 2 on rank 0, 1 and 3 on rank 1), small
+letters for the second stage of a rank::
 
     rank 0  F0 F1 f0 f1 F2 .. bw0-- F3 bw1-- f2 BW0-- f3 BW1-- .. bw2-- .. bw3-- BW2-- BW3--
     rank 1     F0 F1 f0 bw0-- f1 bw1-- F2 BW0-- F3 BW1-- f2 bw2-- f3 bw3-- BW2-- BW3--
 
 Bubble, with equal stages and m a multiple of p: ((p-1)/v) / (m + (p-1)/v) of the span. Memory: 1 + (p-1)/(p*v) of
-1F1B's on rank 0, with m >= 2p. A last group that is not full is drawn full, and then the microbatches that do not
-exist are struck out.
+1F1B's on rank 0, with m >= 2p. If m is not a multiple of p, the schedule is built for the next multiple and the excess
+microbatches are removed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> 
 
 
 def _in_groups(stages: list[int], kind: OpKind, num_microbatches: int, group: int) -> list[Op]:
-    """All ops of one kind of one rank: group by group, in each group stage by stage."""
+    """All ops of one kind on one rank: group by group, within a group stage by stage."""
     return [
         Op(stage, kind, microbatch)
         for first in range(0, num_microbatches, group)

@@ -7,7 +7,7 @@ p=4, m=6, one tick each for F and for the two halves of BW::
     rank 2        F0 F1 ..... BW0-- F2 BW1-- F3 BW2-- F4 BW3-- F5 BW4-- .. BW5--
     rank 3           F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3-- F4 BW4-- F5 BW5--
 
-Bubble, with equal stages: (p-1)/(m+p-1) of the span. Memory: rank i holds min(p-i, m) microbatches.
+Bubble, with equal stages: (p-1)/(m+p-1) of the span. Activation memory of rank i: min(p-i, m) microbatches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Plan:
-    """1F1B for any p >= 1 and m >= 1, one stage a rank."""
+    """1F1B for any p >= 1 and m >= 1, one stage per rank."""
     m = num_microbatches
     rows = []
     for rank in range(num_ranks):

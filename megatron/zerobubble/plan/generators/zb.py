@@ -1,10 +1,10 @@
-"""ZB: zero bubble on a linear placement for any number k of pending microbatches a rank (arXiv 2401.10241, section 3).
+"""ZB: zero bubble on a linear placement for any number k of pending microbatches per rank (arXiv 2401.10241, section 3).
 
-A microbatch is pending on a rank from its F until its W. The paper's ZB-1p and ZB-2p are the points k=p and k=2p; by
-hand:
+A microbatch is pending on a rank from its F until its W. The paper's ZB-1p and ZB-2p are the points k=p and k=2p. The
+hand-written patterns:
 
-- k >= p: each further microbatch lets one more forward go ahead of the first B on the ranks that still wait for it,
-  and W lags by what is left of k. k=p is ZB-H1, k=2p-1 is ZB-H2, and more than that buys nothing while F=B=W. p=4,
+- k >= p: each additional microbatch lets one more forward run before the first B on the ranks that still wait for it,
+  and W lags by the remainder of k. k=p is ZB-H1, k=2p-1 is ZB-H2, and a larger k gains nothing while F=B=W. p=4,
   k=5, m=6::
 
       rank 0  F0 F1 F2 F3 F4 ..... B0 W0 F5 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5
@@ -12,9 +12,9 @@ hand:
       rank 2        F0 F1 F2 B0 F3 B1 F4 B2 W0 F5 B3 W1 B4 W2 B5 W3 W4 W5
       rank 3           F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 F5 B5 W1 W2 W3 W4 W5
 
-- k < p: too few microbatches to keep the ranks busy; the list scheduler (`greedy`) fills what there is.
+- k < p: too few microbatches to keep the ranks busy; the list scheduler (`greedy`) builds the order.
 
-Bubble with F=B=W and free links, k >= p: max(2p-1-k, 2p-1-m, 0). Memory: at most k microbatches of M_B on every rank.
+Bubble with F=B=W and free links, k >= p: max(2p-1-k, 2p-1-m, 0). Activation memory per rank: at most k*M_B.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DELAY_SHARES = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)
 
 
 def zb(num_ranks: int, num_microbatches: int, max_pending_backward: int) -> Plan:
-    """ZB for any p >= 1, m >= 1 and k >= 1, one stage a rank."""
+    """ZB for any p >= 1, m >= 1 and k = `max_pending_backward` >= 1, one stage per rank."""
     p, pending = num_ranks, min(max_pending_backward, 2 * num_ranks - 1)
     if pending < p:
         return greedy_plan("zb", Placement.linear(p), num_microbatches, max_pending=pending)
@@ -46,18 +46,25 @@ def zb(num_ranks: int, num_microbatches: int, max_pending_backward: int) -> Plan
 
 
 def timed_zb(num_ranks: int, costs: CostModel, memory: float) -> list[Callable[[int], Plan]]:
-    """The same pattern for measured times: a rank runs as many forwards ahead as fit the time until its first B arrives.
+    """Variants of the pattern for measured times: a rank runs forwards until its first B arrives; W waits as memory allows.
 
-    What memory that leaves, of `memory` microbatches, holds pending W. How much of either is best depends on how the ranks fall
-    into step, so there are several shares to try: each is a plan for any number of microbatches. Those with too many forwards
-    ahead break the limit.
+    The best numbers of warmup forwards and of pending W depend on how the ranks interleave, so there are several variants to try.
+    Those with too many warmup forwards exceed the memory.
+
+    Args:
+        num_ranks: p.
+        costs: measured times and activation memory per stage.
+        memory: the limit per rank, in activations of microbatches.
+
+    Returns:
+        For each variant a function from the number of microbatches to a plan.
     """
     shares = itertools.product(_EXTRA_FORWARDS, _DELAY_SHARES)
     return [partial(_timed, num_ranks, costs, memory, extra, share) for extra, share in shares]
 
 
 def _timed(num_ranks: int, costs: CostModel, memory: float, extra: int, share: float, num_microbatches: int) -> Plan:
-    """`extra` forwards ahead on all ranks but the last; `share` of the memory left for pending W."""
+    """One variant: `extra` more warmup forwards on all ranks but the last, and `share` of the remaining memory for pending W."""
     rows = []
     until_backward = 0.0
     for rank in reversed(range(num_ranks)):

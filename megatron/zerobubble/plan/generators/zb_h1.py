@@ -1,15 +1,15 @@
-"""ZB-H1: a third of 1F1B's bubble at 1F1B's memory (arXiv 2401.10241, section 2.1).
+"""ZB-H1 (ZB-1p): a third of 1F1B's bubble at 1F1B's memory (arXiv 2401.10241, section 2.1).
 
-1F1B's order with the backward split. B goes as early as 1F1B lets it; rank i runs W i microbatches after B, so that
-all ranks hold the same number of microbatches. p=4, m=6, the digit is the microbatch::
+1F1B's order with the backward split into B and W. B runs as early as in 1F1B; rank i runs W i microbatches after B, so that
+every rank has activations of the same number of microbatches. p=4, m=6, the digit is the microbatch::
 
     rank 0  F0 F1 F2 F3 ........ B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5
     rank 1     F0 F1 F2 ..... B0 F3 B1 W0 F4 B2 W1 F5 B3 W2 B4 W3 B5 W4 W5
     rank 2        F0 F1 .. B0 F2 B1 F3 B2 W0 F4 B3 W1 F5 B4 W2 B5 W3 W4 W5
     rank 3           F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 F5 B5 W2 W3 W4 W5
 
-Bubble with F=B=W and free links: (p-1)*(T_F + T_B - T_W) = p-1 for m >= p, and 2p-1-m below. Memory of rank i:
-(p-i)*M_B + i*M_W, at most 1F1B's p*M_B.
+Bubble with F=B=W and free links: (p-1)*(T_F + T_B - T_W) = p-1 for m >= p, and 2p-1-m below. Activation memory:
+(p-i)*M_B + i*M_W on rank i, at most 1F1B's p*M_B.
 """
 
 from __future__ import annotations
@@ -19,6 +19,6 @@ from megatron.zerobubble.plan.ir import Placement, Plan
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Plan:
-    """ZB-H1 for any p >= 1 and m >= 1, one stage a rank."""
+    """ZB-H1 for any p >= 1 and m >= 1, one stage per rank."""
     rows = [deferred_wgrad_row(rank, num_microbatches, num_ahead=num_ranks - rank, delay=rank) for rank in range(num_ranks)]
     return Plan.of("zb-h1", Placement.linear(num_ranks), num_microbatches, rows)

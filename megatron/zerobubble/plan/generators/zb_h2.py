@@ -1,13 +1,14 @@
-"""ZB-H2: no bubble at twice 1F1B's memory (arXiv 2401.10241, section 2.2).
+"""ZB-H2 (ZB-2p): no bubble at twice 1F1B's memory (arXiv 2401.10241, section 2.2).
 
-Enough forwards go ahead of the first B to fill the ramp, and rank i runs W 2i microbatches after B. The optimizer of
-a rank steps when its own W are done, so that the ranks end one after the other, as they began. p=3, m=6::
+Enough forwards run before the first B to fill the warmup, and rank i runs W 2i microbatches after B. With post-validation a
+rank's optimizer steps when its own W are done, so the ranks finish one after another, as they started. p=3, m=6::
 
     rank 0  F0 F1 F2 F3 F4 B0 W0 F5 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5
     rank 1     F0 F1 F2 B0 F3 B1 F4 B2 W0 F5 B3 W1 B4 W2 B5 W3 W4 W5
     rank 2        F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 F5 B5 W1 W2 W3 W4 W5
 
-Bubble with F=B=W and free links: 0 for m >= 2p-1, and 2p-1-m below. Memory of rank i: (2p-2i-1)*M_B + 2i*M_W.
+Bubble with F=B=W and free links: 0 for m >= 2p-1, and 2p-1-m below. Activation memory on rank i:
+(2p-2i-1)*M_B + 2i*M_W.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron.zerobubble.plan.ir import Placement, Plan
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Plan:
-    """ZB-H2 for any p >= 1 and m >= 1, one stage a rank."""
+    """ZB-H2 for any p >= 1 and m >= 1, one stage per rank."""
     rows = [
         deferred_wgrad_row(rank, num_microbatches, num_ahead=2 * (num_ranks - rank) - 1, delay=2 * rank)
         for rank in range(num_ranks)

@@ -1,10 +1,10 @@
-"""ZB-V: no bubble at 1F1B's memory, with two stages a rank laid out in a V (arXiv 2401.10241, section 6).
+"""ZB-V: no bubble at 1F1B's memory, with two stages per rank in a V (arXiv 2401.10241, section 6).
 
-Rank 0 holds the first and the last stage, so the loss is where the data came in, and memory is balanced over the
-ranks. Seven phases; c0 is the chunk on the way down, c1 on the way up, and each phase continues where the last one
-stopped::
+Rank 0 has the first and the last stage, so the loss is computed where the data is read, and activation memory is balanced
+over the ranks. Seven phases; c0 is the chunk on the way down, c1 on the way up, and each phase continues where the previous
+one stopped::
 
-    1  F c0                 x 2(p-i)-1    until microbatch 0 is back from its turn at rank p-1
+    1  F c0                 x 2(p-i)-1    until microbatch 0 is back from rank p-1
     2  F c1, F c0           x i           until the first B arrives
     3  F c1, B c1, W c1     x p-i         until the first B of c0 arrives
     4  F c0, B c0, W c0,    until no F    steady
@@ -18,9 +18,9 @@ p=2, m=4, capitals c0, small letters c1::
     rank 0  F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3
     rank 1     F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
 
-Bubble with F=B=W=1 a rank and free links: 0 for m >= 2p, 2p-m for p < m < 2p, and 2p-1-m for m <= p. Memory: 2p stage
-activations on every rank, which is 1F1B's p microbatches. Fewer than 2p microbatches are served by drawing 2p and
-striking out those that do not exist.
+Bubble with F=B=W=1 per rank and free links: 0 for m >= 2p, 2p-m for p < m < 2p, and 2p-1-m for m <= p. Activation memory
+per rank: 2p stages, which is 1F1B's p microbatches. For m < 2p the schedule is built for 2p microbatches and the excess ones
+are removed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.zerobubble.plan.transforms import first_microbatches
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Plan:
-    """ZB-V for any p >= 1 and m >= 1, two stages a rank."""
+    """ZB-V for any p >= 1 and m >= 1, two stages per rank."""
     p = num_ranks
     m = max(num_microbatches, 2 * p)
     rows = [_row(rank, p, m) for rank in range(p)]
@@ -38,7 +38,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Plan:
 
 
 def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Op]:
-    """The seven phases of one rank. What a phase asks for beyond the last microbatch is left out."""
+    """The seven phases of one rank. Ops beyond the last microbatch are left out."""
     p, m = num_ranks, num_microbatches
     row: list[Op] = []
     upcoming: dict[tuple[int, OpKind], int] = {}

@@ -1,17 +1,17 @@
-"""Search: the best order for given times and a given memory.
+"""Search for the best order of ops under measured times and a memory limit.
 
-Three stages, each on the real objective (in-order execution with the true times), each within its share of the budget:
+Three stages. Each scores a candidate by running it in order with the true times, and each has its share of the budget:
 
 1. *Breed* building blocks (`policies`) and list-schedule them. A block has few numbers whatever the number of microbatches, and
    changing one changes the whole steady state. With many microbatches this happens on a smaller instance; the block unrolls it.
-2. *Draw*: patterns drawn by hand or on a grid, as they are, and with W moved into the bubbles.
+2. Score *seed orders*: hand-written patterns and repeated grid blocks, as they are, and with W moved into the bubbles.
 3. *Anneal* the best of both: first without W, which then follows F and B into the bubbles, and by moving many ops at once; then
-   single ops of the full order, most of them on the critical path, which mends ends and seams. A worse candidate is accepted
-   while it is within a threshold that falls to zero (threshold accepting: Dueck and Scheuer, Journal of Computational Physics 90,
-   1990).
+   by moving single ops of the full order, most of them on the critical path, which repairs warmup, cooldown and the joints
+   between repeated cycles. A worse candidate is accepted while it is within a threshold that falls to zero (threshold accepting:
+   Dueck and Scheuer, Journal of Computational Physics 90, 1990).
 
-A budget is a number of op evaluations, not seconds: the same arguments and seed give the same plan on every machine, with the
-compiled core and without.
+A budget is a number of op evaluations, not seconds: the same arguments and seed give the same plan on every machine, with or
+without the compiled core.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _FEWEST_BLOCKS = 48
 _RANDOM_BLOCKS = 300
 _KEPT_BLOCKS = 20
 _BLOCK_WEIGHT = 500
-"""How many op evaluations a block costs besides its list schedule, per stage."""
-_MOST_MENDED, _MOST_DRAWN, _MOST_UNROLLED = 16, 6, 4
+"""Op evaluations charged per stage for trying a block, on top of its list schedule."""
+_MOST_IMPROVED, _MOST_SEED_ORDERS, _MOST_UNROLLED = 16, 6, 4
 _CYCLE_AT = tuple(0.2 + 0.025 * step for step in range(25))
 _MOST_CYCLES, _USUAL_PATIENCE = 3, 0.45
 _MOST_STARTS, _NEAR = 2, 1.005
@@ -68,11 +68,11 @@ _ROUNDS = {
         (False, 0.3, 0.004),
     ),
 }
-"""Annealing: whether W is left out, share of the budget, first threshold as a share of the busiest rank's time for a microbatch.
-Which rounds follow depends on which of the first ones did best."""
+"""Annealing rounds: whether W is left out, share of the budget, and initial threshold as a share of the bottleneck rank's time
+per microbatch. The key is whether the best of the first rounds left W out."""
 
-Drawing = Callable[[int], Order]
-"""A pattern for any number of microbatches."""
+SeedOrder = Callable[[int], Order]
+"""Number of microbatches -> an order that a search starts from, for example a hand-written pattern."""
 
 
 class IterationTimes(Protocol):
@@ -101,7 +101,7 @@ class Objective(enum.Enum):
 
 
 class Effort(enum.Enum):
-    """How long to look: a budget in op evaluations. The compiled core does about 10^8 a second."""
+    """How long to search, as a budget in op evaluations. The compiled core does about 10^8 per second."""
 
     FAST = "fast"
     DEFAULT = "default"
@@ -109,27 +109,30 @@ class Effort(enum.Enum):
 
     @property
     def budget(self) -> float:
-        """Op evaluations of a whole search."""
+        """Op evaluations of one search."""
         return {"fast": 6e7, "default": 1.5e9, "max": 1.1e10}[self.value]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """What to look for."""
+    """Memory limit, objective, random seed and budget of a search."""
 
     memory_limit: float | None = None
-    """Most activation memory on any rank, 1.0 is 1F1B's rank 0; None: no limit."""
+    """Most activation memory per rank, 1.0 being that of 1F1B's rank 0; None: no limit."""
     objective: Objective = Objective.SPAN
-    """What to minimise."""
+    """Which iteration time to minimize."""
     seed: int = 0
-    """Another seed, another search."""
+    """Seed of the random numbers."""
     budget: float = Effort.DEFAULT.budget
-    """Op evaluations to spend; `auto` may take up to 1.8 times as many. 0 tries a few starting policies and nothing else."""
+    """Op evaluations to spend; `auto` spends up to 1.8 times this. With 0 only the seed orders and 48 blocks are tried."""
 
 
 def smallest_memory(placement: Placement, num_microbatches: int, costs: CostModel) -> float:
-    """The smallest limit under which a plan is found: one microbatch at a time, all chunks of the fullest rank, each chunk at the
-    most it holds (see `CostModel.reserved`)."""
+    """The smallest feasible memory limit; 1.0 is 1F1B's rank 0.
+
+    It is the activation memory of a single microbatch on the rank that needs most, each of its chunks counted at its maximum
+    (see `CostModel.reserved`).
+    """
     costs.check_fits(placement)
     costs = costs.reserved
     unit = min(placement.num_ranks, num_microbatches)
@@ -137,11 +140,11 @@ def smallest_memory(placement: Placement, num_microbatches: int, costs: CostMode
 
 
 def check_memory_limit(placement: Placement, num_microbatches: int, costs: CostModel, limit: float | None) -> None:
-    """Raise ConfigError where no plan can keep the limit, naming the smallest that works."""
+    """Raise ConfigError if no plan fits the memory limit; the message names the smallest one that works."""
     if limit is None:
         return
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or math.isnan(limit):
-        raise ConfigError(f"memory limit is {limit!r}; it must be a number, 1.0 is what 1F1B holds on rank 0")
+        raise ConfigError(f"memory limit is {limit!r}; it must be a number; 1.0 is the activation memory of 1F1B's rank 0")
     least = smallest_memory(placement, num_microbatches, costs)
     if limit < least - MEMORY_TOLERANCE:
         raise ConfigError(
@@ -151,7 +154,7 @@ def check_memory_limit(placement: Placement, num_microbatches: int, costs: CostM
 
 
 def memory_of(options: SearchOptions, placement: Placement, num_microbatches: int) -> float:
-    """The search options' limit in microbatches of a whole rank; 0 where it is not a number, which `search` refuses."""
+    """The memory limit in microbatches of one rank's activations; 0 for NaN and negatives, which `search` rejects."""
     limit = math.inf if options.memory_limit is None else options.memory_limit
     return limit * min(placement.num_ranks, num_microbatches) + MEMORY_TOLERANCE if limit >= 0 else 0.0
 
@@ -163,11 +166,11 @@ def search(
     costs: CostModel,
     options: SearchOptions,
     *,
-    drawings: Sequence[Drawing] = (),
+    seed_orders: Sequence[SeedOrder] = (),
     fused: bool = False,
     core: type[Any] | None = None,
 ) -> Plan:
-    """The best plan found on a placement. `registry.build_plan` validates what it hands out.
+    """Search a placement for the best plan. The result is not validated here: `registry.build_plan` does that.
 
     Args:
         schedule: the plan's name.
@@ -175,23 +178,23 @@ def search(
         num_microbatches: m, at least 1.
         costs: times and memory of every stage.
         options: limit, objective, seed and budget.
-        drawings: patterns to begin from besides the list schedules; those that cannot keep the limit are left out.
+        seed_orders: orders to start from besides the list schedules; those that exceed the limit are dropped.
         fused: build plans of F and BW only.
-        core: `PythonCore` or the compiled one; the compiled one where it was built if not given.
+        core: `PythonCore` or the compiled one; by default the compiled one if the install built it.
 
     Raises:
-        ConfigError: no plan keeps the limit; says the smallest that works.
+        ConfigError: no plan fits the memory limit; the message names the smallest one that works.
     """
     check_memory_limit(placement, num_microbatches, costs, options.memory_limit)
-    # The list schedule admits an F by the memory it takes; B may not find less room than it needs.
+    # The list schedule admits an F by the memory that F allocates; a B must not then need more than is free.
     finder = _Finder(placement, num_microbatches, costs.reserved, options, fused, core or best_core())
-    order = finder.find(drawings)
+    order = finder.find(seed_orders)
     return _plan_of(order, schedule, placement, num_microbatches, fused=fused)
 
 
 @cache
 def best_core() -> type[Any]:
-    """The compiled core where the install built it, else its Python twin; says once what is lost."""
+    """The compiled core if the install built it, else its Python twin, with one warning about the lost speed."""
     try:
         compiled = importlib.import_module("megatron.zerobubble.plan.search._core")
     except ImportError:
@@ -202,7 +205,7 @@ def best_core() -> type[Any]:
 
 
 class _Finder:
-    """One search."""
+    """The state of one search."""
 
     def __init__(
         self,
@@ -233,16 +236,16 @@ class _Finder:
         self._blocks = Blocks(placement, costs, self._limit, fused=fused)
         self.kept_blocks: list[Block] = []
         self.milestones: list[Order] = []
-        self._best_drawn = math.inf
-        self._small_drawings: list[Order] = []
-        self._seeds = _seeds(options.seed)
-        self._busiest = max(
+        self._best_seed_score = math.inf
+        self._small_seed_orders: list[Order] = []
+        self._random_seeds = _random_seeds(options.seed)
+        self._bottleneck_ms = max(
             math.fsum(costs.forward_ms[s] + costs.backward_ms[s] + costs.wgrad_ms[s] for s in stages)
             for stages in placement.rank_to_stages
         )
 
     def _make_core(self, m: int) -> Core:
-        """A core for m microbatches whose limit is that of the whole instance, in microbatches."""
+        """A core for m microbatches, under the memory limit of the whole instance."""
         costs = self._costs
         core: Core = self._core(
             m,
@@ -256,19 +259,19 @@ class _Finder:
         )
         return core
 
-    def find(self, drawings: Sequence[Drawing]) -> Order:
-        """Run the three stages."""
+    def find(self, seed_orders: Sequence[SeedOrder]) -> Order:
+        """Run the three stages and return the best order found."""
         budget = self._options.budget
-        drawn = [] if self._fused else self._draw(drawings)
-        if drawn and self._is_best(drawn[0]):
-            return drawn[0][1]
+        seeded = [] if self._fused else self._score_seed_orders(seed_orders)
+        if seeded and self._is_best(seeded[0]):
+            return seeded[0][1]
         solved: list[tuple[float, Order]] = []
         if self._m > self._small_m and budget > 0 and not self._fused:
             options = replace(self._options, budget=0.5 * budget)
-            # Not to the bound only: of its orders the one that is wanted is the one that is best when it is longer.
+            # It must not stop at its bound: among its orders we want the one that is best once it is unrolled.
             few = _Finder(self._placement, self._small_m, self._costs, options, self._fused, self._core, stops_at_bound=False)
-            few._small_drawings = self._small_drawings
-            found = few.find(drawings)
+            few._small_seed_orders = self._small_seed_orders
+            found = few.find(seed_orders)
             solved = [self._scored(order) for order in self._unrolled([found, *few.milestones])]
             blocks, left = few.kept_blocks, 0.5 * budget
         else:
@@ -277,17 +280,17 @@ class _Finder:
             left = budget - (self._small.work - begin)
         orders = [self._full.decode(self._blocks.policy(block)) for block in blocks]
         bred = sorted((self._scored(order) for order in orders if order), key=_score)
-        best = min((*drawn, *bred, *solved), key=_score)
+        best = min((*seeded, *bred, *solved), key=_score)
         if budget <= 0 or self._fused:
             return best[1]
-        starts = sorted([*bred[:1], *solved, *drawn[:_MOST_STARTS]], key=_score)
+        starts = sorted([*bred[:1], *solved, *seeded[:_MOST_STARTS]], key=_score)
         near = [start for start in starts[:_MOST_STARTS] if start[0] <= _NEAR * best[0]]
         return self._anneal(best, (near * 2)[:_MOST_STARTS], left)
 
     def _unrolled(self, orders: Sequence[Order]) -> list[Order]:
-        """The best of orders of the smaller instance, its steady cycle repeated where that works best; nothing where none has.
+        """The best of the smaller instance's orders, unrolled: its steady cycle repeated. Empty if none has such a cycle.
 
-        What is best there is not always best unrolled: late moves may improve the whole and spoil every cycle.
+        The best order of the smaller instance need not be the best unrolled: late moves may improve it and spoil every cycle.
         """
         times = self._m - self._small_m
         candidates = []
@@ -306,20 +309,20 @@ class _Finder:
         return sorted(filter(None, filled), key=self._full.evaluate)[:1]
 
     def _is_best(self, scored: tuple[float, Order]) -> bool:
-        """Whether the bound is reached, within what it allows for rounding."""
+        """Whether an order reaches the lower bound, up to rounding."""
         return scored[0] <= self._bound * (1.0 + 1e-8)
 
     def _scored(self, order: Order) -> tuple[float, Order]:
         return self._full.evaluate(order)[1], order
 
     def _breed(self, budget: float) -> list[Block]:
-        """List-schedule blocks on the small instance: plain ones, random ones, then changes of the best; the best few."""
-        random = Random(next(self._seeds))
+        """The best few blocks, list-scheduled on the small instance: plain ones, random ones, then variations of the best."""
+        random = Random(next(self._random_seeds))
         plain = self._blocks.plain()
         kept: list[tuple[float, int, Block]] = []
         begin, count = self._small.work, 0
         while count < _FEWEST_BLOCKS or self._small.work - begin < budget:
-            behind = kept and kept[0][0] > self._best_drawn
+            behind = kept and kept[0][0] > self._best_seed_score
             if behind and self._small.work - begin > 0.25 * budget > 0:
                 break
             block = next(plain, None)
@@ -335,30 +338,37 @@ class _Finder:
         self.kept_blocks = [block for _, _, block in kept[:_MOST_UNROLLED]]
         return self.kept_blocks if self._m > self._small_m else self.kept_blocks[:1]
 
-    def _draw(self, drawings: Sequence[Drawing]) -> list[tuple[float, Order]]:
-        """The best drawings: many as they are and fewer mended on the small instance, the last ones in full; best first."""
-        if not self._small_drawings:
-            self._small_drawings = [self._squeezed(drawing(self._small_m)) for drawing in drawings]
-        small = list(enumerate(self._small_drawings))
-        as_drawn = [math.inf] * self._placement.num_ranks
+    def _score_seed_orders(self, seed_orders: Sequence[SeedOrder]) -> list[tuple[float, Order]]:
+        """The best seed orders with their scores, best first.
+
+        The small instance selects them: all of them as they are, then the best with W moved into the bubbles. Those that remain
+        are built in full.
+        """
+        if not self._small_seed_orders:
+            self._small_seed_orders = [self._squeezed(seed_order(self._small_m)) for seed_order in seed_orders]
+        small = list(enumerate(self._small_seed_orders))
+        as_given = [math.inf] * self._placement.num_ranks
         plain = sorted(
-            (self._small.evaluate(self._small.fill(order, as_drawn) or order)[0], index, order) for index, order in small
+            (self._small.evaluate(self._small.fill(order, as_given) or order)[0], index, order) for index, order in small
         )
-        mended = [(index, self._mended(self._small, order, _PATIENCES[1::3])) for _, index, order in plain[:_MOST_MENDED]]
-        chosen = sorted((self._small.evaluate(order)[0], index) for index, order in mended if order)[:_MOST_DRAWN]
-        self._best_drawn = chosen[0][0] if chosen else math.inf
-        full = [self._mended(self._full, self._squeezed(drawings[index](self._m)), _PATIENCES) for _, index in chosen]
+        improved = [(index, self._improved(self._small, order, _PATIENCES[1::3])) for _, index, order in plain[:_MOST_IMPROVED]]
+        chosen = sorted((self._small.evaluate(order)[0], index) for index, order in improved if order)[:_MOST_SEED_ORDERS]
+        self._best_seed_score = chosen[0][0] if chosen else math.inf
+        full = [self._improved(self._full, self._squeezed(seed_orders[index](self._m)), _PATIENCES) for _, index in chosen]
         return sorted((self._scored(order) for order in full if order), key=_score)
 
-    def _mended(self, core: Core, order: Order, patiences: Sequence[float]) -> Order:
-        """The best of the drawing as it is, with W of the end in the bubbles, and with every W there; empty where none fits."""
+    def _improved(self, core: Core, order: Order, patiences: Sequence[float]) -> Order:
+        """The best of a seed order as it is, with the Ws of its cooldown in the bubbles, and with all of them there.
+
+        Empty if none fits the memory limit.
+        """
         candidates = [core.fill(order, [math.inf] * len(order))]
         for rows in (_without_wgrad(order, tail=True), _without_wgrad(order)):
             candidates += [core.fill(rows, [patience] * len(rows)) for patience in patiences]
         return min(filter(None, candidates), key=core.evaluate, default=[])
 
     def _squeezed(self, order: Order) -> Order:
-        """Every F that does not fit the memory, and what needs it, put off until it does."""
+        """The order with every F that exceeds the memory limit, and the ops that need it, moved later until it fits."""
         return [self._squeezed_row(stages, row) for stages, row in zip(self._placement.rank_to_stages, order, strict=True)]
 
     def _squeezed_row(self, stages: Sequence[int], row: bytes) -> bytes:
@@ -389,7 +399,7 @@ class _Finder:
         return bytes(result + bytes(late))
 
     def _anneal(self, best: tuple[float, Order], starts: Sequence[tuple[float, Order]], budget: float) -> Order:
-        """Short rounds for each start, then round after round from the best so far, less and less patient."""
+        """Short rounds from each start, then longer ones from the best so far, with falling thresholds."""
         firsts = [(order, *first) for _, order in starts for first in _FIRST_ROUNDS]
         winner = False
         for order, filled, temperature in firsts:
@@ -412,15 +422,17 @@ class _Finder:
             rows = _without_wgrad(order)
             waits = min(_PATIENCES, key=lambda value: self._full.evaluate(self._full.fill(rows, [value] * len(rows)) or order))
             patience = [waits] * len(rows)
-        return self._scored(self._full.anneal(rows, patience, next(self._seeds), budget, temperature * self._busiest) or order)
+        return self._scored(
+            self._full.anneal(rows, patience, next(self._random_seeds), budget, temperature * self._bottleneck_ms) or order
+        )
 
 
 def _score(scored: tuple[float, Order]) -> float:
     return scored[0]
 
 
-def _seeds(seed: int) -> Iterator[int]:
-    """Seeds of the parts of one search."""
+def _random_seeds(seed: int) -> Iterator[int]:
+    """Random seeds for the parts of one search."""
     part = 0
     while True:
         yield (seed * 1_000_003 + part) & (2**63 - 1)
@@ -428,9 +440,10 @@ def _seeds(seed: int) -> Iterator[int]:
 
 
 def _repeated(rows: Order, times: int) -> list[Order]:
-    """Rows with the ops nearest to a share of the way that hold every code once repeated, for each of `_CYCLE_AT`.
+    """For each share in `_CYCLE_AT`, the rows with one cycle repeated `times` times.
 
-    Nothing, for all of them, where a row has no such ops.
+    A cycle is a run of ops in which every code of the row occurs once; of those, each row repeats the one nearest to that share
+    of its length. All results are empty if some row has no such cycle.
     """
     width = [len(set(row)) for row in rows]
     cycles = [
@@ -448,13 +461,13 @@ def _repeated(rows: Order, times: int) -> list[Order]:
 
 
 def _nearest(steps: Sequence[int], at: int) -> int:
-    """Of ascending steps the nearest; of two, the first."""
+    """The step nearest to `at`, the earlier one on a tie; `steps` ascend."""
     index = bisect.bisect_left(steps, at)
     return min(steps[max(0, index - 1) : index + 1], key=lambda step: abs(step - at))
 
 
 def _without_wgrad(order: Order, *, tail: bool = False) -> Order:
-    """Rows that leave W out; with `tail` only behind the last F."""
+    """The order without its Ws; with `tail`, only without those after the last F."""
     rows = []
     for row in order:
         begin = row.rfind(0) if tail else 0
@@ -462,9 +475,9 @@ def _without_wgrad(order: Order, *, tail: bool = False) -> Order:
     return rows
 
 
-def drawing_of(draw: Callable[[int], Plan]) -> Drawing:
-    """A generator of plans as a drawing."""
-    return lambda num_microbatches: _order_of(split_fused(draw(num_microbatches)))
+def seed_order_of(generate: Callable[[int], Plan]) -> SeedOrder:
+    """A seed order from a function that takes the number of microbatches and returns a plan; every BW becomes B and W."""
+    return lambda num_microbatches: _order_of(split_fused(generate(num_microbatches)))
 
 
 def _order_of(plan: Plan) -> Order:
