@@ -17,13 +17,13 @@ from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.search import search as search_module
 from megatron.zerobubble.plan.search.core import PythonCore, Random
+from megatron.zerobubble.plan.search.orders import CYCLE_AT, repeated, seed_order_of
 from megatron.zerobubble.plan.search.policies import Blocks, flat_durations
 from megatron.zerobubble.plan.search.search import (
     Objective,
     SearchOptions,
     best_core,
     search,
-    seed_order_of,
     smallest_memory,
 )
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
@@ -114,15 +114,15 @@ def test_more_microbatches_than_the_smaller_instance(name: str, p: int, m: int, 
 
 def test_an_order_without_a_cycle_is_not_unrolled() -> None:
     periodic, not_periodic = bytes([0, 1, 2] * 4), bytes([0, 0, 1, 1, 2, 2])
-    everywhere = len(search_module._CYCLE_AT)
-    assert search_module._repeated([periodic], 2) == [[bytes([0, 1, 2] * 6)]] * everywhere
-    assert search_module._repeated([periodic, not_periodic], 2) == [[]] * everywhere
+    everywhere = len(CYCLE_AT)
+    assert repeated([periodic], 2) == [[bytes([0, 1, 2] * 6)]] * everywhere
+    assert repeated([periodic, not_periodic], 2) == [[]] * everywhere
 
 
 def test_the_cycle_is_taken_where_it_is_asked_for() -> None:
     """Six codes in a cycle that changes half of the way through: early shares repeat the first, late ones the second."""
     row = bytes([0, 1, 2, 3, 4, 5] * 5 + [3, 4, 5, 0, 2, 1] * 5)
-    early, *_, late = (rows[0] for rows in search_module._repeated([row], 1))
+    early, *_, late = (rows[0] for rows in repeated([row], 1))
     assert early == bytes([0, 1, 2, 3, 4, 5] * 6 + [3, 4, 5, 0, 2, 1] * 5)
     assert late == bytes([0, 1, 2, 3, 4, 5] * 5 + [3, 4, 5, 0, 2, 1] * 6)
 

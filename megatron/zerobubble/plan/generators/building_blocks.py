@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.search.core import Order
-from megatron.zerobubble.plan.search.search import SeedOrder, seed_order_of
+from megatron.zerobubble.plan.search.orders import SeedOrder, seed_order_of
 
 _PERIOD = 6
 _STRIDES = (1, 2, 3)

@@ -16,13 +16,12 @@ without the compiled core.
 
 from __future__ import annotations
 
-import bisect
 import enum
 import importlib
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -32,26 +31,23 @@ from typing import Any, Protocol
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs import CostModel
-from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.search.core import EPSILON, Core, Order, PythonCore
+from megatron.zerobubble.plan.search.orders import SeedOrder, plan_of, repeated, without_wgrad
 from megatron.zerobubble.plan.search.policies import Block, Blocks, flat_durations
-from megatron.zerobubble.plan.transforms import split_fused
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 
 logger = logging.getLogger(__name__)
 
-_KINDS = (OpKind.F, OpKind.B, OpKind.W)
 _FEWEST_BLOCKS = 48
 _RANDOM_BLOCKS = 300
 _KEPT_BLOCKS = 20
 _BLOCK_WEIGHT = 500
 """Op evaluations charged per stage for trying a block, on top of its list schedule."""
 _MOST_IMPROVED, _MOST_SEED_ORDERS, _MOST_UNROLLED = 16, 6, 4
-_CYCLE_AT = tuple(0.2 + 0.025 * step for step in range(25))
 _MOST_CYCLES, _USUAL_PATIENCE = 3, 0.45
 _MOST_STARTS, _NEAR = 2, 1.005
-_WGRAD_CODES = bytes(range(2, 256, 3))
 _PATIENCES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.9, 1.5)
 _FIRST_SHARE = 0.06
 _FIRST_ROUNDS = ((True, 0.05), (True, 0.02), (False, 0.02), (False, 0.01))
@@ -70,9 +66,6 @@ _ROUNDS = {
 }
 """Annealing rounds: whether W is left out, share of the budget, and initial threshold as a share of the bottleneck rank's time
 per microbatch. The key is whether the best of the first rounds left W out."""
-
-SeedOrder = Callable[[int], Order]
-"""Number of microbatches -> an order that a search starts from, for example a hand-written pattern."""
 
 
 class IterationTimes(Protocol):
@@ -189,7 +182,7 @@ def search(
     # The list schedule admits an F by the memory that F allocates; a B must not then need more than is free.
     finder = _Finder(placement, num_microbatches, costs.reserved, options, fused, core or best_core())
     order = finder.find(seed_orders)
-    return _plan_of(order, schedule, placement, num_microbatches, fused=fused)
+    return plan_of(order, schedule, placement, num_microbatches, fused=fused)
 
 
 @cache
@@ -295,7 +288,7 @@ class _Finder:
         times = self._m - self._small_m
         candidates = []
         for order in orders:
-            for rows, bare in zip(_repeated(order, times), _repeated(_without_wgrad(order), times), strict=True):
+            for rows, bare in zip(repeated(order, times), repeated(without_wgrad(order), times), strict=True):
                 if rows:
                     candidates.append((self._full.fill(rows, [math.inf] * len(rows)), bare))
                 if bare:
@@ -363,7 +356,7 @@ class _Finder:
         Empty if none fits the memory limit.
         """
         candidates = [core.fill(order, [math.inf] * len(order))]
-        for rows in (_without_wgrad(order, tail=True), _without_wgrad(order)):
+        for rows in (without_wgrad(order, tail=True), without_wgrad(order)):
             candidates += [core.fill(rows, [patience] * len(rows)) for patience in patiences]
         return min(filter(None, candidates), key=core.evaluate, default=[])
 
@@ -419,7 +412,7 @@ class _Finder:
     def _round(self, order: Order, filled: bool, budget: float, temperature: float) -> tuple[float, Order]:
         rows, patience = order, [math.inf] * len(order)
         if filled:
-            rows = _without_wgrad(order)
+            rows = without_wgrad(order)
             waits = min(_PATIENCES, key=lambda value: self._full.evaluate(self._full.fill(rows, [value] * len(rows)) or order))
             patience = [waits] * len(rows)
         return self._scored(
@@ -437,66 +430,3 @@ def _random_seeds(seed: int) -> Iterator[int]:
     while True:
         yield (seed * 1_000_003 + part) & (2**63 - 1)
         part += 1
-
-
-def _repeated(rows: Order, times: int) -> list[Order]:
-    """For each share in `_CYCLE_AT`, the rows with one cycle repeated `times` times.
-
-    A cycle is a run of ops in which every code of the row occurs once; of those, each row repeats the one nearest to that share
-    of its length. All results are empty if some row has no such cycle.
-    """
-    width = [len(set(row)) for row in rows]
-    cycles = [
-        [step for step in range(len(row) - size + 1) if len(set(row[step : step + size])) == size]
-        for row, size in zip(rows, width, strict=True)
-    ]
-    if not all(cycles):
-        return [[] for _ in _CYCLE_AT]
-    longer = []
-    for share in _CYCLE_AT:
-        steps = [_nearest(some, int(share * len(row))) for some, row in zip(cycles, rows, strict=True)]
-        cut = zip(rows, steps, width, strict=True)
-        longer.append([row[:step] + row[step : step + size] * times + row[step:] for row, step, size in cut])
-    return longer
-
-
-def _nearest(steps: Sequence[int], at: int) -> int:
-    """The step nearest to `at`, the earlier one on a tie; `steps` ascend."""
-    index = bisect.bisect_left(steps, at)
-    return min(steps[max(0, index - 1) : index + 1], key=lambda step: abs(step - at))
-
-
-def _without_wgrad(order: Order, *, tail: bool = False) -> Order:
-    """The order without its Ws; with `tail`, only without those after the last F."""
-    rows = []
-    for row in order:
-        begin = row.rfind(0) if tail else 0
-        rows.append(row[:begin] + row[begin:].translate(None, delete=_WGRAD_CODES))
-    return rows
-
-
-def seed_order_of(generate: Callable[[int], Plan]) -> SeedOrder:
-    """A seed order from a function that takes the number of microbatches and returns a plan; every BW becomes B and W."""
-    return lambda num_microbatches: _order_of(split_fused(generate(num_microbatches)))
-
-
-def _order_of(plan: Plan) -> Order:
-    kind_code = {kind: code for code, kind in enumerate(_KINDS)}
-    chunk = [plan.placement.chunk_of(stage) for stage in range(plan.num_stages)]
-    return [bytes(3 * chunk[op.stage] + kind_code[op.kind] for op in row) for row in plan.ops]
-
-
-def _plan_of(order: Order, schedule: str, placement: Placement, num_microbatches: int, *, fused: bool) -> Plan:
-    rows = []
-    for rank, codes in enumerate(order):
-        counts = [0] * (3 * placement.num_chunks)
-        row = []
-        for code in codes:
-            stage, kind = placement.rank_to_stages[rank][code // 3], _KINDS[code % 3]
-            if not fused:
-                row.append(Op(stage, kind, counts[code]))
-            elif kind is not OpKind.W:
-                row.append(Op(stage, OpKind.BW if kind is OpKind.B else kind, counts[code]))
-            counts[code] += 1
-        rows.append(row)
-    return Plan.of(schedule, placement, num_microbatches, rows)

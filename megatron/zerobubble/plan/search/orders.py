@@ -1,0 +1,83 @@
+"""Orders (op codes per rank, see `core`): from and to plans, without W, and with a repeated steady cycle."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.search.core import Order
+from megatron.zerobubble.plan.transforms import split_fused
+
+SeedOrder = Callable[[int], Order]
+"""Number of microbatches -> an order that a search starts from, for example a hand-written pattern."""
+
+CYCLE_AT = tuple(0.2 + 0.025 * step for step in range(25))
+"""Shares of a row's length at which `repeated` looks for a cycle."""
+
+_KINDS = (OpKind.F, OpKind.B, OpKind.W)
+_WGRAD_CODES = bytes(range(2, 256, 3))
+
+
+def repeated(rows: Order, times: int) -> list[Order]:
+    """For each share in `CYCLE_AT`, the rows with one cycle repeated `times` times.
+
+    A cycle is a run of ops in which every code of the row occurs once; of those, each row repeats the one nearest to that share
+    of its length. All results are empty if some row has no such cycle.
+    """
+    width = [len(set(row)) for row in rows]
+    cycles = [
+        [step for step in range(len(row) - size + 1) if len(set(row[step : step + size])) == size]
+        for row, size in zip(rows, width, strict=True)
+    ]
+    if not all(cycles):
+        return [[] for _ in CYCLE_AT]
+    longer = []
+    for share in CYCLE_AT:
+        steps = [_nearest(some, int(share * len(row))) for some, row in zip(cycles, rows, strict=True)]
+        cut = zip(rows, steps, width, strict=True)
+        longer.append([row[:step] + row[step : step + size] * times + row[step:] for row, step, size in cut])
+    return longer
+
+
+def _nearest(steps: Sequence[int], at: int) -> int:
+    """The step nearest to `at`, the earlier one on a tie; `steps` ascend."""
+    index = bisect.bisect_left(steps, at)
+    return min(steps[max(0, index - 1) : index + 1], key=lambda step: abs(step - at))
+
+
+def without_wgrad(order: Order, *, tail: bool = False) -> Order:
+    """The order without its Ws; with `tail`, only without those after the last F."""
+    rows = []
+    for row in order:
+        begin = row.rfind(0) if tail else 0
+        rows.append(row[:begin] + row[begin:].translate(None, delete=_WGRAD_CODES))
+    return rows
+
+
+def seed_order_of(generate: Callable[[int], Plan]) -> SeedOrder:
+    """A seed order from a function that takes the number of microbatches and returns a plan; every BW becomes B and W."""
+    return lambda num_microbatches: _order_of(split_fused(generate(num_microbatches)))
+
+
+def _order_of(plan: Plan) -> Order:
+    kind_code = {kind: code for code, kind in enumerate(_KINDS)}
+    chunk = [plan.placement.chunk_of(stage) for stage in range(plan.num_stages)]
+    return [bytes(3 * chunk[op.stage] + kind_code[op.kind] for op in row) for row in plan.ops]
+
+
+def plan_of(order: Order, schedule: str, placement: Placement, num_microbatches: int, *, fused: bool) -> Plan:
+    """The plan of an order; with `fused`, every B becomes a BW and W is dropped."""
+    rows = []
+    for rank, codes in enumerate(order):
+        counts = [0] * (3 * placement.num_chunks)
+        row = []
+        for code in codes:
+            stage, kind = placement.rank_to_stages[rank][code // 3], _KINDS[code % 3]
+            if not fused:
+                row.append(Op(stage, kind, counts[code]))
+            elif kind is not OpKind.W:
+                row.append(Op(stage, OpKind.BW if kind is OpKind.B else kind, counts[code]))
+            counts[code] += 1
+        rows.append(row)
+    return Plan.of(schedule, placement, num_microbatches, rows)
