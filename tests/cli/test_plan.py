@@ -150,7 +150,11 @@ def test_auto_takes_the_best_and_pareto_never_rises(tool: ModuleType, tmp_path: 
     assert tool.main(["plan", "--schedule", "auto", *SMALL, "--num-chunks", "2"]) == 2
     assert "drop them" in capsys.readouterr().err
     assert tool.main(["plan", "--schedule", "auto", *SMALL, "--memory-limit", "1"]) == 0
-    assert re.search(r"^auto takes zbv with 2 stages a rank, span [\d.]+ ms; runner-up ", capsys.readouterr().out, re.MULTILINE)
+    expected = (
+        r"^auto chose zbv with 2 virtual stages \(VPP\) per rank: [\d.]+ ms per iteration with post-validation \(span\); "
+        r"runner-up .*: [\d.]+ ms \([\d.]+ % slower\)$"
+    )
+    assert re.search(expected, capsys.readouterr().out, re.MULTILINE)
 
 
 @compiled

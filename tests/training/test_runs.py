@@ -173,7 +173,8 @@ def test_auto_is_the_run_with_the_schedule_it_takes(corpus: str, tmp_path: Path)
     (tmp_path / "auto").mkdir()
     auto = Job(tmp_path / "auto", [*flags, "--zero-bubble-schedule", "auto", "--zero-bubble-memory-limit", "0.75"])
     assert re.search(r"^measured on zbv: F [\d.]+ [\d.]+ [\d.]+ [\d.]+, B .*, W .* ms by stage, links", auto.said, re.MULTILINE)
-    taken = re.search(r"^auto takes ([a-z0-9-]+)(?: with (\d) stages a rank)?, makespan [\d.]+ ms; ", auto.said, re.MULTILINE)
+    verdict = r"^auto chose ([a-z0-9-]+)(?: with (\d) virtual stages \(VPP\) per rank)?: [\d.]+ ms per iteration .*\(makespan\); "
+    taken = re.search(verdict, auto.said, re.MULTILINE)
     assert taken
     schedule, chunks = taken.groups(default="1")
     named = ["--zero-bubble-schedule", schedule]

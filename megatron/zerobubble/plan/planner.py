@@ -1,15 +1,15 @@
-"""The planner's front: a schedule's name, or `auto`, to a plan with its simulation and its bound.
+"""The planner's entry point: from a schedule name, or `auto`, to a plan with its simulation and its lower bound.
 
-`auto` asks every family for its best plan within the limit and returns the best of all: first each with a small share of the
-budget, except those whose bound says that they cannot win; then the leader, if it is searched for, with the rest, and the one
-behind it with as much again where the two are close. So `auto` spends at most 1.8 times its budget. Interleaved 1F1B, which most
-people run, is among the families.
+`auto` plans every schedule family within the memory limit and returns the best plan of all: first each family with a small share
+of the budget, except those whose lower bound shows that they cannot win; then the leader, if it is a searched family, with the
+rest of the budget, and the runner-up with the same amount if the two are close. So `auto` spends at most 1.8 times its budget.
+The families include interleaved 1F1B.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -24,10 +24,10 @@ from megatron.zerobubble.plan.search.search import Objective, SearchOptions, che
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 
 AUTO = "auto"
-"""The name that leaves the choice to the planner."""
+"""The schedule name with which the planner chooses the schedule."""
 
 CostsOf = Callable[[Placement], CostModel]
-"""Costs for a placement; raises PlanError where there are none for it."""
+"""Placement -> its costs. Raises PlanError for a placement whose costs are unknown."""
 
 _FAMILIES = (
     ("1f1b", 1),
@@ -41,45 +41,45 @@ _FAMILIES = (
 _SEARCHED = frozenset({"zb", "zb-interleaved", "zbv"})
 _FIRST_SHARE = 0.1
 _CLOSE = 0.02
-"""A schedule that is slower by less than this after the first share may still win."""
+"""A runner-up that is slower by less than this share after the first round may still win."""
 _ENOUGH_FOR_V = 1.5
-"""Of what 1F1B holds at most. Where the bound of a V is no lower with more, it is searched with this: under a looser limit the
-search walks among orders that only hold more. On rows 13 and 14 of docs/benchmarks/planner.md the V found with 1.5 is better than
-anything that was found with 2.0."""
+"""Memory limit for searches on the V placement, as a multiple of 1F1B's peak, if a larger one does not lower the bound: under a
+looser limit the search wanders among orders that only use more memory. In rows 13 and 14 of docs/benchmarks/planner.md the V
+found with 1.5 is better than anything found with 2.0."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A plan and how good it is."""
+    """A plan with its simulation and its lower bound; for `auto` also with the runner-up."""
 
     simulation: Simulation
     bound: Bound
-    """Under the limit asked for; where none was, under the plan's own peak memory. For `auto`: over all placements tried."""
+    """Lower bound under the requested memory limit, or else under the plan's own peak memory. For `auto`: over all placements."""
     num_chunks: int = 1
-    """Stages a rank."""
+    """Virtual stages (VPP) per rank."""
     runner_up: Result | None = None
-    """For `auto`: the best of the other schedules that were tried; None where the bound of each said that it cannot be better."""
+    """For `auto`: the best of the other schedules that were tried; None if the lower bounds rule all of them out."""
 
     @property
     def name(self) -> str:
-        """The plan's schedule."""
+        """The name of the plan's schedule."""
         return self.simulation.plan.schedule
 
     def verdict(self, objective: Objective) -> str:
-        """For `auto`, in a line: what is taken, and by how much the next best schedule is slower."""
+        """For `auto`, one line: the chosen schedule, its iteration time, and by how much the runner-up is slower."""
         mine = objective.of(self.simulation)
-        told = f"auto takes {self._title()}, {objective.value} {mine:.3f} ms"
+        chosen = f"auto chose {self._title()}: {mine:.3f} ms per iteration {objective.label}"
         if self.runner_up is None:
-            return f"{told}; the lower bounds of all others are above it"
+            return f"{chosen}; the lower bounds of all others are above it"
         second = objective.of(self.runner_up.simulation)
-        return f"{told}; runner-up {self.runner_up._title()}, {second:.3f} ms ({100 * (second / mine - 1):.1f} % more)"
+        return f"{chosen}; runner-up {self.runner_up._title()}: {second:.3f} ms ({100 * (second / mine - 1):.1f} % slower)"
 
     def _title(self) -> str:
-        chunks = "" if self.num_chunks == 1 else f" with {self.num_chunks} stages a rank"
+        chunks = "" if self.num_chunks == 1 else f" with {self.num_chunks} virtual stages (VPP) per rank"
         return f"{self.name}{chunks}"
 
     def metrics(self) -> dict[str, object]:
-        """The `metrics` of the JSON form, with bounds and gaps."""
+        """The `metrics` object of the plan's JSON form, with lower bounds and gaps."""
         return self.simulation.metrics() | {
             "bound_span_ms": self.bound.span_ms,
             "bound_makespan_ms": self.bound.makespan_ms,
@@ -99,11 +99,20 @@ def make_plan(
     num_chunks: int | None = None,
     max_pending_backward: int | None = None,
 ) -> Result:
-    """The best plan found of one schedule, or with `auto` of all.
+    """The best plan found for one schedule, or with `auto` for all of them.
+
+    Args:
+        name: one of `registry.known_schedules`, or `auto`.
+        num_ranks: pipeline ranks p, at least 1.
+        num_microbatches: microbatches per iteration m, at least 1.
+        costs_of: costs of the stages for any placement.
+        options: memory limit, objective, seed and budget of the search.
+        num_chunks: virtual stages (VPP) per rank, for interleaved schedules.
+        max_pending_backward: most microbatches between F and W per rank, for `zb`.
 
     Raises:
-        ConfigError: a wrong name or number, or a memory limit that no plan keeps (names the smallest that works).
-        PlanError: a fixed order that breaks the limit, or costs for another number of stages.
+        ConfigError: a wrong name or number, or a memory limit that no plan fits (the message names the smallest that works).
+        PlanError: a hand-written pattern that exceeds the limit, or costs for another number of stages.
     """
     check_at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches)
     if name == AUTO:
@@ -128,8 +137,8 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: Sea
     families, least = _feasible(num_ranks, num_microbatches, costs_of, options)
     if not families:
         if not least:
-            raise PlanError("the costs fit no placement: give one value a rank (linear) or two (V, interleaved)")
-        raise ConfigError(f"no schedule keeps memory limit {options.memory_limit}: the smallest that works is {min(least):.6g}")
+            raise PlanError("the costs fit no placement: give one value per rank (linear) or two (V, interleaved)")
+        raise _too_little_memory(options, least)
 
     def search(family: _Family, share: float) -> Result:
         own = replace(options, budget=share * options.budget, memory_limit=family.limit)
@@ -142,10 +151,10 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: Sea
     for family in families:
         if not family.may_beat(min(map(time_of, tried), default=math.inf), options.objective):
             continue
-        with suppress(PlanError):  # its one order does not keep the limit
+        with suppress(PlanError):  # its hand-written pattern exceeds the limit
             tried.append((family, search(family, _FIRST_SHARE)))
     if not tried:
-        raise ConfigError(f"no schedule keeps memory limit {options.memory_limit}: the smallest that works is {min(least):.6g}")
+        raise _too_little_memory(options, least)
     tried.sort(key=time_of)
     rest = 1 - _FIRST_SHARE * sum(family.spec.name in _SEARCHED for family, _ in tried)
     close = [found for found in tried[:2] if time_of(found) <= (1 + _CLOSE) * time_of(tried[0])]
@@ -166,24 +175,28 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: Sea
     )
 
 
+def _too_little_memory(options: SearchOptions, least: Sequence[float]) -> ConfigError:
+    return ConfigError(f"no schedule fits memory limit {options.memory_limit}: the smallest that works is {min(least):.6g}")
+
+
 class _Family(NamedTuple):
     """A schedule that `auto` may choose."""
 
     spec: ScheduleSpec
     limit: float
-    """Of memory: the one asked for, or less where that is enough."""
+    """Memory limit: the requested one, or a lower one under which the bound is the same."""
     bound: Bound
-    """Of its placement under that limit, and no higher than under the one asked for."""
+    """Lower bound of its placement under `limit`, no higher than under the requested one."""
 
     def may_beat(self, best_ms: float, objective: Objective) -> bool:
-        """Whether its bound leaves room below the time."""
+        """Whether its lower bound is below `best_ms`."""
         return objective.of(self.bound) < best_ms * (1 - 1e-9)
 
 
 def _feasible(
     num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: SearchOptions
 ) -> tuple[list[_Family], list[float]]:
-    """Families that the costs are for and the limit allows, by ascending bound; and the smallest limits of those first ones."""
+    """The families that the memory limit allows, by ascending bound, and the smallest limit of each family with costs."""
     assert options.memory_limit is not None
     families, least, limit = [], [], options.memory_limit
     for name, num_chunks in _FAMILIES:
@@ -205,7 +218,7 @@ def _feasible(
 
 
 def _enough(family: _Family, placement: Placement, num_microbatches: int, costs: CostModel) -> float:
-    """What most likely is enough memory for a search; where a rank's stages hold more than the unit, so much more."""
+    """The memory that most likely suffices for a search, scaled to the rank with the most activation memory per microbatch."""
     if family.spec.name not in _SEARCHED or schedule_info(family.spec.name).placement != "V":
         return math.inf
     return _ENOUGH_FOR_V * smallest_memory(placement, num_microbatches, costs) * min(placement.num_ranks, num_microbatches)

@@ -1,26 +1,26 @@
-"""What no plan can beat: lower bounds on span and makespan under a memory limit.
+"""Lower bounds on the span and the makespan of any plan under a memory limit.
 
 For one rank, from the start of its first op (the first F of its first stage) to the end of its last, each of these is a bound:
 
-1. *Work and ends.* Its own work, plus what it must idle at both ends. Before its first B it can only run F, and only as many as
-   fit the memory; but that B waits for microbatch 0 to go to the last stage and back. After its last F only what the memory holds
-   is left to do; but the last microbatch still has to go to the last stage and back. The two ends are added where not all F
-   fit the memory, for then the last F comes after the first B; else the larger counts.
-2. *Memory and time.* A microbatch holds a stage's activation at least from its F through all later stages and back to the end of
-   its B, and the rest during its W. The limit times the span is at least the sum over all microbatches.
+1. *Work and idle ends.* The rank's own work, plus its unavoidable idle time at both ends. Before its first B it can only run F,
+   and only as many as fit the memory; but that B waits for microbatch 0 to travel to the last stage and back. After its last F it
+   can only run the B and W of the microbatches in memory; but the last microbatch still has to travel to the last stage and back.
+   The two ends add up if not all F fit the memory, because then the last F comes after the first B; otherwise the larger counts.
+2. *Memory times time.* A microbatch occupies a stage's activation memory at least from its F through all later stages and back to
+   the end of its B, and the part kept for W also during W. The limit times the span is at least the sum over all microbatches.
 
-Two more span two ranks. The rank of stage 0 begins with the first F of all, which has to come to a rank, and from there the last
-gradient has to go back to stage 0:
+Two more involve two ranks. The rank of stage 0 starts with the very first F, which has to reach another rank, and from there the
+last gradient has to return to stage 0:
 
-3. *There, work, and back.* In between all F and B of that rank must run, and the W that the memory cannot hold back any longer.
-4. *There and back, make room, there and back.* Microbatch 0 goes to the last stage and comes back with the rank's first B. Until
-   then no memory was freed, so only so many F ran. From the start of that B to the end of the rank's last F, all other F must
-   run, and at least as many B and W as make room for them; then the last microbatch goes to the last stage and back to stage 0.
-   (Where not all F fit the memory, the last F does come after the first B.) This one is tight: ZBV at 1F1B's memory reaches it
-   for most of the published times.
+3. *Travel, work, travel.* In between, all F and B of that rank must run, and the W that memory does not allow to postpone.
+4. *Round trip, free memory, round trip.* Microbatch 0 travels to the last stage and returns with the rank's first B. Until then
+   the rank has freed no memory, which limits the number of F that ran. From the start of that B to the end of the rank's last F,
+   all other F must run, and at least the B and W that free memory for them; then the last microbatch travels to the last stage
+   and back to stage 0. (If not all F fit the memory, the last F does come after the first B.) This bound is tight: ZBV at 1F1B's
+   memory reaches it for most of the published times.
 
-Span is the largest of all. The makespan adds the way of microbatch 0 to the rank to 1 and 2. Every path is counted with its
-links. The bounds hold for B and W split; BW only waits longer.
+The span is at least the largest of these. For the makespan, the time of microbatch 0 to the rank is added to 1 and 2. Every path
+includes its links. The bounds are for split B and W; a fused BW can only be later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.zerobubble.plan.ir import Placement
 
 @dataclass(frozen=True)
 class Bound:
-    """Lower bounds of every plan for one problem."""
+    """Lower bounds for every plan of one placement, number of microbatches, costs and memory limit."""
 
     span_ms: float
     """No plan has a shorter span."""
@@ -45,20 +45,20 @@ class Bound:
     """No plan has a smaller bubble rate (of the span)."""
 
     def gap(self, span_ms: float) -> float:
-        """How far a span is above its bound, as a share of the bound; the optimum lies somewhere in between."""
+        """How far a span is above its lower bound, as a share of the bound; the optimum lies in between."""
         return span_ms / self.span_ms - 1.0 if self.span_ms > 0 else 0.0
 
     def makespan_gap(self, makespan_ms: float) -> float:
-        """Likewise for a makespan."""
+        """How far a makespan is above its lower bound, as a share of the bound."""
         return makespan_ms / self.makespan_ms - 1.0 if self.makespan_ms > 0 else 0.0
 
 
 def lower_bound(placement: Placement, num_microbatches: int, costs: CostModel, memory_limit: float | None = None) -> Bound:
-    """Bounds for `num_microbatches` on a placement, with `memory_limit` as in `validate` (None: no limit)."""
+    """Lower bounds for `num_microbatches` on a placement under a memory limit (1.0 is 1F1B's rank 0; None: no limit)."""
     costs.check_fits(placement)
     paths = _Paths(placement, costs)
     unit = min(placement.num_ranks, num_microbatches)
-    # A limit is kept within rounding, so it is as much larger here.
+    # Plans keep a limit up to rounding, so the bound uses a slightly larger one.
     limit = math.inf if memory_limit is None else memory_limit * unit * (1 + 1e-9) + 1e-9
     span = makespan = busiest = 0.0
     for stages in placement.rank_to_stages:
@@ -67,18 +67,18 @@ def lower_bound(placement: Placement, num_microbatches: int, costs: CostModel, m
             for times in (costs.forward_ms, costs.backward_ms, costs.wgrad_ms)
         )
         head, tail = _idle_ends(stages, num_microbatches, costs, paths, limit)
-        holds_all = num_microbatches * math.fsum(costs.activation[stage] for stage in stages) <= limit
+        all_fit = num_microbatches * math.fsum(costs.activation[stage] for stage in stages) <= limit
         work = forward + backward + wgrad
         own = max(
-            work + (max(head, tail) if holds_all else head + tail),
+            work + (max(head, tail) if all_fit else head + tail),
             _memory_time(stages, num_microbatches, costs, paths) / limit if limit > 0 else 0.0,
         )
         first = stages[0]
         put_off = _most([(costs.wgrad_ms[s], costs.activation_after_backward[s], num_microbatches) for s in stages], limit)
         until_last_backward = max(forward + backward + max(0.0, wgrad - put_off) + head, paths.there_and_back(first))
         round_trip = paths.down_to(first) + until_last_backward + paths.back_from(first)
-        if not holds_all:
-            round_trip = max(round_trip, _make_room(stages, num_microbatches, costs, paths, limit))
+        if not all_fit:
+            round_trip = max(round_trip, _round_trips_while_freeing(stages, num_microbatches, costs, paths, limit))
         span = max(span, own, round_trip)
         makespan = max(makespan, paths.down_to(first) + own, round_trip)
         busiest = max(busiest, work)
@@ -86,7 +86,7 @@ def lower_bound(placement: Placement, num_microbatches: int, costs: CostModel, m
 
 
 class _Paths:
-    """Times of one microbatch's way through the stages, links included."""
+    """Times of one microbatch's path through the stages, links included, in milliseconds."""
 
     def __init__(self, placement: Placement, costs: CostModel) -> None:
         ranks = placement.stage_to_rank
@@ -127,7 +127,7 @@ def _idle_ends(
         [(costs.forward_ms[s], costs.activation[s], num_microbatches) for s in stages],
         limit,
     )
-    # From the end of the last F of the rank to the end of its last W, both of the last microbatch.
+    # From the end of the rank's last F to the end of its last W, both of the last microbatch.
     until_end = (
         paths.there_and_back(first)
         - (paths.down_to(last) - paths.down_to(first))
@@ -140,17 +140,19 @@ def _idle_ends(
 
 
 def _most(items: Sequence[tuple[float, float, int]], limit: float) -> float:
-    """At most how much time fits a memory: (time, memory, count) items, cut where they do not fit whole."""
-    total, room = 0.0, limit
+    """The most time that (time, memory, count) items can take within a memory limit; the last item is counted in part."""
+    total, headroom = 0.0, limit
     for time, memory, count in sorted(items, key=lambda item: item[0] / item[1] if item[1] > 0 else math.inf, reverse=True):
-        share = count if memory <= 0 or count * memory <= room else max(0.0, room) / memory
+        share = count if memory <= 0 or count * memory <= headroom else max(0.0, headroom) / memory
         total += share * time
-        room -= share * memory
+        headroom -= share * memory
     return total
 
 
-def _make_room(stages: Sequence[int], num_microbatches: int, costs: CostModel, paths: _Paths, limit: float) -> float:
-    """From the first F of stage 0 to the end of its last W, by way of first B and last F of a rank that must free memory."""
+def _round_trips_while_freeing(
+    stages: Sequence[int], num_microbatches: int, costs: CostModel, paths: _Paths, limit: float
+) -> float:
+    """Bound 4: from the first F of stage 0 to the end of its last W, through the first B and the last F of a rank."""
     last = stages[-1]
     until_backward = paths.down_to(last) + paths.there_and_back(last) - costs.backward_ms[last]
     forwards = [(costs.forward_ms[s], costs.activation[s], num_microbatches) for s in stages]
@@ -161,13 +163,13 @@ def _make_room(stages: Sequence[int], num_microbatches: int, costs: CostModel, p
 
 
 def _freeing(stages: Sequence[int], num_microbatches: int, costs: CostModel) -> list[tuple[float, float, int]]:
-    """(time, memory freed, count) of what frees memory: B and W of a stage, as one where B alone would be the dearer way."""
+    """(time, memory freed, count) of the ops that free memory: a stage's B and W, combined if B frees less per ms."""
     items = []
     for s in stages:
         backward, wgrad = costs.backward_ms[s], costs.wgrad_ms[s]
         kept = costs.activation_after_backward[s]
         freed = costs.activation[s] - kept
-        if backward * kept <= wgrad * freed:  # B first, at its own price; a W is no cheaper
+        if backward * kept <= wgrad * freed:  # B frees at least as much memory per millisecond as W
             items += [(backward, freed, num_microbatches), (wgrad, kept, num_microbatches)]
         else:
             items.append((backward + wgrad, freed + kept, num_microbatches))
@@ -175,7 +177,7 @@ def _freeing(stages: Sequence[int], num_microbatches: int, costs: CostModel) -> 
 
 
 def _least(items: Sequence[tuple[float, float, int]], memory: float) -> float:
-    """At least how much time frees so much memory: (time, memory, count) items, cut where not all of one is needed."""
+    """The least time in which (time, memory freed, count) items free `memory`; the last item is counted in part."""
     total, needed = 0.0, memory
     for time, freed, count in sorted((item for item in items if item[1] > 0), key=lambda item: item[0] / item[1]):
         share = min(count, max(0.0, needed) / freed)
@@ -185,7 +187,7 @@ def _least(items: Sequence[tuple[float, float, int]], memory: float) -> float:
 
 
 def _memory_time(stages: Sequence[int], num_microbatches: int, costs: CostModel, paths: _Paths) -> float:
-    """Sum over all microbatches of memory times the shortest time it is held."""
+    """Sum over all microbatches of activation memory times the shortest time for which it is allocated."""
     return num_microbatches * math.fsum(
         costs.activation[s] * paths.there_and_back(s) + costs.activation_after_backward[s] * costs.wgrad_ms[s] for s in stages
     )

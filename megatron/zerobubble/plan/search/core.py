@@ -1,32 +1,31 @@
-"""The inner loop of the search: score an order, make an order from a policy, and change both a little, very often.
+"""The inner loop of the search: score an order, build an order from a policy, and anneal an order.
 
-This file and `core.cpp` are twins, and so are `moves.py` and `moves.hpp`: the same arithmetic in the same
-order and the same random numbers, so that the same seed gives the same plan with and without a compiler. What is changed here has
-to be changed there; a test compares them.
+This file and `core.cpp` are twins, and so are `moves.py` and `moves.hpp`: the same arithmetic in the same order and the same
+random numbers, so that the same seed gives the same plan with and without a compiler. Change both together; a test compares them.
 
-An *order* has one row a rank, and a row is a string of bytes ``3 * chunk + kind`` with kind 0, 1, 2 for F, B, W. Microbatches
-ascend per stage and kind (an invariant of every plan), so the bytes say everything.
+An *order* has one row per rank, and a row is a string of bytes ``3 * chunk + kind`` with kind 0, 1, 2 for F, B, W. Microbatches
+ascend per stage and kind (an invariant of every plan), so the bytes define the plan completely.
 
-Rows may leave W out. W is what fills a bubble, and where it fits follows from the order of F and B: a rank runs the oldest W
-that is due when its next op is at least `patience` times that W away, or when an F does not fit the memory before. What is left
-runs at the end. Changing an order without W therefore moves every W with it, which changes of a full order cannot. A
-patience of infinity runs W only where the rows say so.
+Rows may leave W out. W fills bubbles, and its places follow from the order of F and B: a rank runs its oldest pending W if its
+next op is at least `patience` times that W's duration away, or if an F would otherwise exceed the memory. The remaining Ws run at
+the end. Changing an order without W therefore moves every W with it, which changes of a full order cannot do. Infinite patience
+runs W only where the rows have it or the memory requires it.
 
-A *policy* makes an order of any length by list scheduling: whenever a rank is free it takes, of what can run, the op with the
-smallest ``offset[stage, kind] + microbatch * period``. The offsets are the building block of arXiv 2405.15362 (section 3); a rank
-may also wait up to `max_wait` for an op that is on its way, which costs `wait_weight` a millisecond in the comparison. The policy
-has times of its own, which need not be the true ones: regular patterns are often found with evened-out times. A cap on the
-microbatches between two chunks may sink over the first ones: many forwards fill the start of a pipeline, later their memory
-serves better for W that wait.
+A *policy* builds an order of any length by list scheduling: a free rank runs, of the ops that are ready, the one with the
+smallest ``offset[stage, kind] + microbatch * period``. The offsets are the building block of arXiv 2405.15362 (section 3). A rank
+may also wait up to `max_wait` for an op whose input is in flight, which costs `wait_weight` per millisecond in the comparison.
+The policy has times of its own, which may differ from the true ones: evened-out times often lead to regular patterns. The cap on
+microbatches between two chunks may fall after the first ones: many forwards fill the warmup, later their memory is better used
+for pending W.
 
 A policy never runs into a memory deadlock. With the chunks of a rank numbered in the order data flows and `n[c]` forwards of
 chunk c started, an F is only admitted while for every chunk c with a successor
 
     sum over chunks k <= c of (n[k] - n[c + 1]) * activation[k]  <=  limit - sum over chunks k > c of activation[k]
 
-Proof: take the oldest microbatch that is not finished, and let its next op be an F of chunk c (a B or W is never refused). No
-younger microbatch has passed this stage and older ones hold nothing, so everything held belongs to chunks below c, and by the
-inequality for c - 1 there is room for this activation.
+Proof: take the oldest unfinished microbatch, and let its next op be an F of chunk c (a B or W is never refused). No younger
+microbatch has passed this stage and older ones have freed their memory, so all activations in memory belong to chunks below c,
+and by the inequality for c - 1 this activation fits.
 
 All work is counted in op evaluations, never in seconds, so a budget gives the same plan on every machine.
 """
@@ -41,19 +40,19 @@ from typing import NamedTuple, Protocol
 from megatron.zerobubble.plan.search.moves import Moves, Random
 
 Order = list[bytes]
-"""Per rank its ops, see the module docstring."""
+"""Op codes per rank: bytes ``3 * chunk + kind`` with kind 0, 1, 2 for F, B, W."""
 
 Rows = Sequence[bytes | bytearray]
-"""Likewise, perhaps without W."""
+"""Op codes per rank, as in `Order`, possibly without W."""
 
 EPSILON = 1e-9
 """Rounding allowed in comparisons of times and memory."""
 
 DECODE_WEIGHT = 8
-"""How many op evaluations list scheduling of one op counts for."""
+"""Op evaluations charged for list-scheduling one op."""
 
 MOVE_WEIGHT = 40
-"""How many op evaluations drawing a move counts for."""
+"""Op evaluations charged for choosing a move."""
 
 MEAN_WEIGHT = 0.1
 """Share of the ranks' mean span in the score; the maximum alone is flat under most moves."""
@@ -64,12 +63,12 @@ single moves."""
 
 
 class Policy(NamedTuple):
-    """What a list schedule is made from."""
+    """The parameters of a list schedule."""
 
     durations: Sequence[float]
-    """F, B, W time of every stage, flat, as the policy sees them."""
+    """F, B, W time of every stage, flat, in milliseconds; they may differ from the true ones."""
     comm_ms: float
-    """Link time as the policy sees it."""
+    """P2P latency per message in milliseconds; it may differ from the true one."""
     offsets: Sequence[float]
     """Priority of every stage's F, B and W of microbatch 0, flat."""
     caps: Sequence[float]
@@ -81,37 +80,37 @@ class Policy(NamedTuple):
     max_wait: float
     """Longest wait for an op while another could run."""
     limit: float
-    """Memory the policy allows itself, in the unit of the core's limit; the smaller of both counts."""
+    """Memory limit of the policy, in the unit of the core's limit; the smaller of the two applies."""
     settled: float
-    """What is left of every cap in the end, as a share of it; above 0."""
+    """Share to which every cap falls; above 0."""
     settle_after: float
-    """Microbatches until then; above 0."""
+    """Number of microbatches over which it falls; above 0."""
 
 
 class Core(Protocol):
-    """What both twins offer."""
+    """The interface of `PythonCore` and of the compiled core."""
 
     work: float
     """Op evaluations so far."""
 
     def evaluate(self, order: Order) -> tuple[float, float]:
-        """Score (what the search minimises) and objective (span or makespan); both infinite where the order deadlocks."""
+        """Score, which the search minimizes, and objective (span or makespan) in ms; infinite if it deadlocks."""
 
     def decode(self, policy: Policy) -> Order:
-        """List-schedule a policy. Empty where it cannot finish."""
+        """List-schedule a policy. Empty if it cannot finish."""
 
     def fill(self, rows: Order, patience: Sequence[float]) -> Order:
-        """The order with every W in its place; patience per rank. Empty where the rows deadlock or cannot keep the memory."""
+        """The order with every W inserted; patience per rank. Empty if the rows deadlock or exceed the memory limit."""
 
     def anneal(self, rows: Order, patience: Sequence[float], seed: int, budget: float, temperature: float) -> Order:
         """Move ops within rows at random, with an acceptance threshold falling from `temperature` to 0, and fill the best.
 
-        Rows with a finite patience are changed by many ops at once more often, and their patience changes, too.
+        If some patience is finite (rows without W), more of the moves change many ops at once, and some change the patience.
         """
 
 
 class PythonCore:
-    """The twin without a compiler."""
+    """The core in pure Python, twin of `NativeCore` in core.cpp."""
 
     def __init__(
         self,
@@ -124,7 +123,18 @@ class PythonCore:
         limit: float,
         makespan: bool,
     ) -> None:
-        """Args: as in CostModel, `durations` flat over (stage, F B W); `limit` in the unit of `activation`, for every rank."""
+        """Take costs as in `CostModel`, with `durations` flat over (stage, F B W).
+
+        Args:
+            num_microbatches: m.
+            stage_to_rank: the placement.
+            durations: F, B, W time of every stage in milliseconds.
+            comm_ms: P2P latency per message.
+            activation: per stage, memory from F to B.
+            remaining: per stage, memory from B to W.
+            limit: most memory per rank, in the unit of `activation`.
+            makespan: minimize the makespan instead of the span.
+        """
         self.m = num_microbatches
         self.rank_of = list(stage_to_rank)
         self.num_stages = len(self.rank_of)
@@ -155,7 +165,7 @@ class PythonCore:
         return [bytes(row) for row in order] if self._run(rows, patience, order)[0] < math.inf else []
 
     def _run(self, rows: Rows, patience: Sequence[float], out: list[bytearray] | None) -> tuple[float, float]:
-        """Score and objective of rows that may leave W out; `out` gets them with every W."""
+        """Score and objective of rows that may leave W out; the rows with every W are appended to `out`."""
         ends = [-1.0] * (2 * self.num_stages * self.m)
         self.step_of = [-1] * (2 * self.num_stages * self.m)
         self._ranks = ranks = [
@@ -220,7 +230,7 @@ class PythonCore:
     def _choose(
         self, policy: Policy, rank: int, now: float, counts: list[int], ends: list[float], held: float
     ) -> tuple[int, int, float]:
-        """The op `rank` should start next and when: (stage, kind, start); stage -1 where nothing is in sight."""
+        """The op that `rank` starts next and when: (stage, kind, start); stage -1 if none is ready or in flight."""
         m = self.m
         best, chosen = math.inf, (-1, 0, 0.0)
         for chunk, stage in enumerate(self.stages[rank]):
@@ -245,7 +255,7 @@ class PythonCore:
         return chosen
 
     def _admits(self, policy: Policy, rank: int, chunk: int, counts: list[int], held: float) -> bool:
-        """Whether an F of `chunk` fits the limit, leaves room for what must follow, and is within its cap."""
+        """Whether an F of `chunk` fits the memory limit now and for all that must follow, and is within its cap."""
         stages = self.stages[rank]
         stage, last = stages[chunk], len(stages) - 1
         limit = min(self.limit, policy.limit)
@@ -306,7 +316,7 @@ class PythonCore:
         return self.fill(best, best_patience)
 
     def _find_critical(self) -> None:
-        """Of the last run, the ops that decide when its longest rank ends, last first: (rank, step)."""
+        """Find the critical path of the last run: the ops that determine when its longest rank ends, last first."""
         lengths = [rank.now - (0.0 if self.makespan else rank.first) for rank in self._ranks]
         rank = lengths.index(max(lengths))
         step = len(self._ranks[rank].row) - 1
@@ -321,7 +331,7 @@ class PythonCore:
 
 
 class _Rank:
-    """One rank while rows run."""
+    """The state of one rank while its row runs."""
 
     def __init__(self, core: PythonCore, stages: list[int], row: bytes | bytearray, patience: float, out: bytearray) -> None:
         self.core, self.stages, self.row, self.patience, self.out = core, stages, row, patience, out
@@ -332,7 +342,7 @@ class _Rank:
         self.awaited = -1
 
     def advance(self, ranks: list[_Rank], ends: list[float], stack: list[int]) -> bool:
-        """Run until an op has to wait for another rank or the row ends; whether the row can still go on."""
+        """Run until an op has to wait for another rank or the row ends; False if the row can never finish."""
         core, m, num_stages = self.core, self.core.m, self.core.num_stages
         begin = self.step
         while self.step < len(self.row):
@@ -380,7 +390,7 @@ class _Rank:
         return True
 
     def _fill(self, ready: float, needed: float) -> bool:
-        """Run W until the next op, `ready` then, fits the memory and is too near for another W; whether it fits."""
+        """Run W until the next op fits the memory and starts too soon (at `ready`) for another W; whether it fits."""
         while True:
             full = self.held + needed > self.core.limit + EPSILON
             if not full and ready <= self.now:

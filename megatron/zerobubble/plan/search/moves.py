@@ -1,9 +1,9 @@
-"""How the search changes an order a little: the moves of its inner loop, and their random numbers.
+"""The moves of annealing, which change an order a little, and their random numbers.
 
-This file and `moves.hpp` are twins, as `core` says; what is changed here has to be changed there.
+This file and `moves.hpp` are twins (see `core`): change both together.
 
-A move takes rows (per rank a string of op codes, see `core`) and returns what it changes: {rank: its new row}, empty
-where nothing would change. Rows that a move makes may deadlock; scoring them says so.
+A move takes rows (per rank a string of op codes, see `core`) and returns the changed ones as {rank: new row}, empty
+if nothing changes. The result may deadlock; scoring detects that.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 CRITICAL_SHARE = 0.7
-"""Of single moves, how many are of an op on the critical path: no other move shortens it."""
+"""Share of single moves that take an op on the critical path, because no other single move shortens it."""
 
 _MASK = (1 << 64) - 1
 
 
 class Random:
-    """SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a few lines in any language."""
+    """SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), which is easy to implement identically in Python and C++."""
 
     def __init__(self, seed: int) -> None:
         self._state = seed & _MASK
@@ -53,13 +53,13 @@ class Moves:
         self._chunks = list(chunks)
 
     def vary_patience(self, patience: list[float], random: Random) -> list[float]:
-        """Another patience for some ranks."""
+        """Set another patience for some ranks."""
         first, last = self._some_ranks(random)
         value = random.unit() * 1.5
         return [value if first <= rank <= last else old for rank, old in enumerate(patience)]
 
     def single_move(self, rows: list[bytearray], critical: Sequence[tuple[int, int]], random: Random) -> dict[int, bytearray]:
-        """Take one op out and put it back a little earlier or later."""
+        """Move one op a few steps earlier or later."""
         if random.unit() < CRITICAL_SHARE:
             rank, source = critical[random.below(len(critical))]
         else:
@@ -76,7 +76,7 @@ class Moves:
         return {rank: moved} if moved != row else {}
 
     def repeated_swap(self, rows: list[bytearray], kinds: int, random: Random) -> dict[int, bytearray]:
-        """Swap every pair of neighbours of two given codes in a window: another steady state."""
+        """Swap every adjacent pair of two given op codes within a window, which changes the steady state."""
         first, last = self._some_ranks(random)
         chunks = self._chunks[first]
         before = 3 * random.below(chunks) + random.below(kinds)
@@ -99,7 +99,7 @@ class Moves:
         return changed
 
     def repeated_shift(self, rows: list[bytearray], random: Random) -> dict[int, bytearray]:
-        """Move one F or B of many microbatches by as many places: another wave of it through the ranks."""
+        """Move the F or B of one chunk by the same number of steps for many microbatches and, with a drift, over many ranks."""
         first, last = self._some_ranks(random)
         chunks = self._chunks[first]
         code = 3 * random.below(chunks) + random.below(2)
@@ -127,7 +127,7 @@ class Moves:
         return changed
 
     def _some_ranks(self, random: Random) -> tuple[int, int]:
-        """First and last of all ranks, some neighbours, or one."""
+        """A random range of ranks, as (first, last): all, several adjacent ones, or one."""
         first = random.below(self._p)
         choice = random.unit()
         if choice < 0.3:
@@ -137,6 +137,6 @@ class Moves:
         return first, first
 
     def _some_of(self, length: int, random: Random) -> tuple[int, int]:
-        """A window of `length` steps or microbatches, each end open half of the time."""
+        """A random window of `length` steps or microbatches; each end is open with probability one half."""
         low, high, free = random.below(length), random.below(length), random.below(4)
         return 0 if free & 1 else min(low, high), length if free & 2 else max(low, high)

@@ -1,19 +1,19 @@
-"""What the list scheduler starts from: policies drawn from building blocks, and blocks drawn from others.
+"""Building blocks in a few parameters, and the list-scheduling policies they define.
 
-A building block says when one microbatch passes each stage; repeating it every period is a steady schedule, and how long the
-block keeps an activation alive is the memory it needs (arXiv 2405.15362, section 3). A `Block` is such a block in a dozen
-numbers, whatever the number of ranks and microbatches:
+A building block states when one microbatch passes each stage; repeating it every period is a steady schedule, and the lifetime of
+an activation within the block is the memory it needs (arXiv 2405.15362, section 3). A `Block` describes such a block by a dozen
+numbers, independent of the number of ranks and microbatches:
 
-- a slack after every pass, one number per chunk and direction, which trades memory for tolerance;
+- a slack after every pass, one number per chunk and direction, which trades memory for tolerance to delays;
 - W either close behind B or whenever nothing else can run;
-- how far F of a chunk goes ahead of its turn;
-- a cap on how many microbatches are between two chunks of a rank, so that a rank does not fill its memory with first chunks, and
-  how much lower the cap is once the pipeline runs;
-- the share of the memory it uses at all;
-- times that are the true ones, evened out, or lengthened by the link time: a regular pattern under the wrong times often beats an
-  irregular one under the true times, because ranks then take turns instead of racing.
+- how far F of a chunk runs ahead of its turn;
+- a cap on the number of microbatches between two chunks of a rank, so that a rank does not fill its memory with first chunks, and
+  how far the cap falls in the steady state;
+- the share of the memory limit it uses;
+- which times it sees: the true ones, evened out, or lengthened by the link time. A regular pattern under wrong times often beats
+  an irregular one under the true times, because ranks then alternate instead of racing.
 
-Which block is best is found by trying: some plain ones first, then random ones, then random changes of the best.
+The search finds the best block by trying: some plain ones first, then random ones, then random variations of the best.
 """
 
 from __future__ import annotations
@@ -41,42 +41,42 @@ _MEMORY_SHARES = (1.0, 1.0, 1.0, 0.9, 0.8, 0.65)
 
 @dataclass(frozen=True)
 class Block:
-    """A building block. Times are in shares of the busiest rank's time for one microbatch unless said otherwise."""
+    """A building block. Times are shares of the bottleneck rank's time per microbatch unless noted otherwise."""
 
     view: int
     """Which times it sees: 0 true, 1 evened out without links, 2 lengthened by the link, 3 evened out."""
     period: float
-    """Distance of two microbatches."""
+    """Time between two microbatches."""
     slacks: tuple[float, ...]
     """After F of each chunk, then after B of each chunk, in shares of an average pass."""
     leads: tuple[float, ...]
-    """How far F of each chunk goes ahead of its turn."""
+    """How far F of each chunk runs ahead of its turn."""
     wgrad_delay: float
-    """W behind its B."""
+    """Time from B to its W."""
     cap: float
-    """Microbatches between two chunks of a rank, as a multiple of what the block has there."""
+    """Most microbatches between two chunks of a rank, as a multiple of their number in the block."""
     settled: float
-    """Share of the cap that is left in the end."""
+    """Share to which the cap falls in the steady state."""
     settle_after: float
-    """Microbatches a rank until then."""
+    """Number of microbatches over which the cap falls, as a multiple of the number of ranks."""
     wait: float
-    """Longest wait for an op on its way."""
+    """Longest wait for an op whose input is in flight."""
     wait_weight: float
-    """See `Policy`."""
+    """Priority lost per millisecond of waiting, see `Policy`."""
     memory_share: float
-    """Of the limit."""
+    """Share of the memory limit that the block uses."""
 
 
 class Blocks:
-    """Blocks of one problem, and the policies they stand for."""
+    """Generates blocks for one placement and its costs, and turns them into policies."""
 
     def __init__(self, placement: Placement, costs: CostModel, limit: float, *, fused: bool = False) -> None:
-        """`limit` in microbatches. With `fused`, each W follows its B at once."""
+        """`limit` is the memory limit per rank in microbatches. With `fused`, each W follows its B immediately."""
         self._placement, self._limit, self._fused = placement, limit, fused
         self._views = _views(costs, fused=fused)
 
     def plain(self) -> Iterator[Block]:
-        """A few that are good for something."""
+        """A few regular blocks, each good for some costs."""
         chunks = self._placement.num_chunks
         even = [(slack,) * (2 * chunks) for slack in (0.0, 0.5, 1.0)]
         behind = (0.0,) * chunks + tuple(3.0 * (chunk + 1) / chunks for chunk in range(chunks))
@@ -84,7 +84,7 @@ class Blocks:
             yield Block(view, 1.0, slacks, (0.0,) * chunks, delay, cap, 1.0, 1.0, 0.05, 1.0, 1.0)
 
     def random(self, random: Random) -> Block:
-        """Any block."""
+        """A random block."""
         chunks = self._placement.num_chunks
         return Block(
             view=random.randrange(len(self._views)),
@@ -101,7 +101,7 @@ class Blocks:
         )
 
     def varied(self, block: Block, random: Random) -> Block:
-        """One to three numbers changed: mostly a little, sometimes for a random one."""
+        """The block with one to three parameters changed, mostly a little, sometimes to random values."""
         other = self.random(random)
         for _ in range(random.choice((1, 1, 2, 3))):
             block = self._changed(block, other, random)
@@ -126,7 +126,7 @@ class Blocks:
         return replace(block, **{name: getattr(other, name)})
 
     def policy(self, block: Block) -> Policy:
-        """The list scheduler's numbers."""
+        """The list-scheduling policy of a block."""
         placement = self._placement
         num_stages, chunks = placement.num_stages, placement.num_chunks
         durations, comm_ms = self._views[block.view]
@@ -173,7 +173,7 @@ _CHOSEN = ("wait_weight", "memory_share")
 
 
 def flat_durations(costs: CostModel, *, fused: bool = False) -> tuple[float, ...]:
-    """F, B, W of every stage in turn. With `fused`, W takes its time inside B and none of its own."""
+    """F, B, W of every stage in turn, in milliseconds. With `fused`, the time of W is added to B and W itself takes none."""
     backward = costs.backward_ms
     wgrad = costs.wgrad_ms
     if fused:

@@ -88,6 +88,11 @@ class Objective(enum.Enum):
     MAKESPAN = "makespan"
     """Iteration time with the synchronous optimizer, which waits for all ranks."""
 
+    @property
+    def label(self) -> str:
+        """The name of this iteration time in reports, for example `with post-validation (span)`."""
+        return f"with {'post-validation' if self is Objective.SPAN else 'the synchronous optimizer'} ({self.value})"
+
     def of(self, times: IterationTimes) -> float:
         """The iteration time that this objective minimizes, in milliseconds."""
         return times.span_ms if self is Objective.SPAN else times.makespan_ms
