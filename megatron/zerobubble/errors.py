@@ -3,19 +3,19 @@
 ::
 
     ZeroBubbleError (Exception)
-    |-- UserError (ValueError)          something the user gave is wrong; nothing has been started
+    |-- UserError (ValueError)          wrong input from the user; nothing has been started
     |   |-- ConfigError                 a flag, or flags that do not go together
     |   |-- DataError                   a dataset, a tokenizer or a vocabulary
     |   |-- CheckpointError             a checkpoint that is missing, damaged, of another model, or cannot be written
     |   |-- PlanError                   a plan that cannot be executed; prints the marked grid
-    |   |   `-- DeadlockError           its ranks would wait for each other for ever
-    |   |-- CompatibilityError          the installed megatron-core or torch is not one we know
+    |   |   `-- DeadlockError           its ranks would wait for each other forever
+    |   |-- CompatibilityError          an unsupported megatron-core or torch is installed
     |   `-- SplitError                  a module whose backward pass cannot be split into B and W
-    `-- ExecutionError (RuntimeError)   a run that went wrong
-        |-- WeightGradStoreError        W asked for what B did not put, or an iteration left W behind
+    `-- ExecutionError (RuntimeError)   a run that failed
+        |-- WeightGradStoreError        a W without its B, or an iteration that left W undone
         `-- TransferError               a send or receive between ranks failed
 
-A message says what was given, what is allowed and what to do; where there is a rank, a stage or a microbatch, it names it.
+A message states the given value, what is allowed and the remedy, and names the rank, the stage and the microbatch if it has any.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = [
 
 
 class ZeroBubbleError(Exception):
-    """The root: catch this to catch everything the package raises on purpose."""
+    """The base class of every error that this package raises on purpose."""
 
 
 class UserError(ZeroBubbleError, ValueError):
-    """Something the user gave is wrong. Raised before any process group or device memory is touched, where possible."""
+    """Wrong input from the user. Raised before any process group is created or device memory allocated, where possible."""
 
 
 class ConfigError(UserError):
@@ -61,23 +61,23 @@ class PlanError(UserError):
 
 
 class DeadlockError(PlanError):
-    """A plan in which ranks wait for each other for ever."""
+    """A plan in which ranks wait for each other forever."""
 
 
 class CompatibilityError(UserError):
-    """The installed megatron-core or torch differs from what this package relies on."""
+    """The installed megatron-core or torch lacks something that this package relies on."""
 
 
 class SplitError(UserError):
-    """A module whose backward pass cannot be split into B (input gradient) and W (weight gradient)."""
+    """A module whose backward pass cannot be split into B (input gradient, dgrad) and W (weight gradient, wgrad)."""
 
 
 class ExecutionError(ZeroBubbleError, RuntimeError):
-    """A run that went wrong although what the user gave was right."""
+    """A run that failed although the user's input was valid."""
 
 
 class WeightGradStoreError(ExecutionError):
-    """W was asked for what B did not put, or an iteration ended with W left over."""
+    """A W ran for which B had stored nothing, or an iteration ended with pending W."""
 
 
 class TransferError(ExecutionError):

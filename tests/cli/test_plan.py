@@ -166,7 +166,7 @@ def test_per_stage_costs(tool: ModuleType, tmp_path: Path, capsys: pytest.Captur
         assert tool.main(["plan", "--schedule", schedule, *SMALL, "--costs", str(path), "--json", "-"]) == 0
         assert json.loads(capsys.readouterr().out)["costs"]["wgrad_ms"] == [0.25] * 4
     assert tool.main(["plan", "--schedule", "zb-h1", *SMALL, "--costs", str(path)]) == 2
-    assert "one value a stage" in capsys.readouterr().err
+    assert "one value per stage" in capsys.readouterr().err
 
 
 @compiled

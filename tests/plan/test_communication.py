@@ -20,7 +20,7 @@ from megatron.zerobubble.plan.communication import (
     Message,
     Program,
     Step,
-    colour_links,
+    color_links,
     links_of,
     place_communication,
     speculative_forwards,
@@ -321,7 +321,7 @@ def test_the_checker_sees_a_lost_and_a_doubled_post() -> None:
         check_posts(rewrite(good, double))
 
 
-# -- links and colours --------------------------------------------------------------------------------------------------
+# -- links and colors --------------------------------------------------------------------------------------------------
 
 
 def test_links_of() -> None:
@@ -331,31 +331,31 @@ def test_links_of() -> None:
     assert links_of(Placement.linear(1)) == links_of(Placement.v(1)) == ()
 
 
-def check_colours(placement: Placement) -> int:
-    """No rank twice in a colour, every link in one colour. Returns the number of colours."""
+def check_colors(placement: Placement) -> int:
+    """No rank twice in a color, every link in one color. Returns the number of colors."""
     links = links_of(placement)
-    colours = colour_links(links)
-    assert sorted(link for colour in colours for link in colour) == list(links)
-    for colour in colours:
-        ranks = [rank for link in colour for rank in link]
+    colors = color_links(links)
+    assert sorted(link for color in colors for link in color) == list(links)
+    for color in colors:
+        ranks = [rank for link in color for rank in link]
         assert len(ranks) == len(set(ranks))
-    return len(colours)
+    return len(colors)
 
 
-def test_a_chain_of_any_length_has_four_colours() -> None:
+def test_a_chain_of_any_length_has_four_colors() -> None:
     for p in (*range(2, 20), 64, 257):
-        assert check_colours(Placement.linear(p)) == (2 if p == 2 else 4)
-        assert check_colours(Placement.v(p)) == (2 if p == 2 else 4)
+        assert check_colors(Placement.linear(p)) == (2 if p == 2 else 4)
+        assert check_colors(Placement.v(p)) == (2 if p == 2 else 4)
 
 
 def test_a_ring_needs_at_most_six() -> None:
     for p in (*range(2, 20), 64, 257):
-        assert check_colours(Placement.loop(p, 2)) <= 6
+        assert check_colors(Placement.loop(p, 2)) <= 6
 
 
 @given(placements())
-def test_any_placement_is_coloured_without_conflict(placement: Placement) -> None:
-    check_colours(placement)
+def test_any_placement_is_colored_without_conflict(placement: Placement) -> None:
+    check_colors(placement)
 
 
 # -- cost ---------------------------------------------------------------------------------------------------------------

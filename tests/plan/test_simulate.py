@@ -99,7 +99,7 @@ def test_deadlock_is_found() -> None:
         placement=Placement.linear(2),
         num_microbatches=2,
     )
-    with pytest.raises(DeadlockError, match=r"rank 1 is at step 1, 1F1 .* waits for 0F1, which rank 0 has at step 3"):
+    with pytest.raises(DeadlockError, match=r"rank 1 is at step 1, 1F1 .* waits for 0F1, which rank 0 runs at step 3"):
         simulate(plan, CostModel.uniform(plan.placement))
 
 

@@ -28,7 +28,7 @@ def test_what_is_left_of_a_plan_is_a_plan(name: str) -> None:
         validate(fewer)
         assert fewer.num_microbatches == m
         assert all(few <= all_ for few, all_ in zip(live_microbatches(fewer), live_microbatches(plan), strict=True))
-    with pytest.raises(PlanError, match="7 microbatches; 8 cannot be taken"):
+    with pytest.raises(PlanError, match="7 microbatches; it cannot be restricted to 8"):
         first_microbatches(plan, 8)
 
 

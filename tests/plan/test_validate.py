@@ -48,9 +48,9 @@ def replace(rank: int, old: str, *new: str) -> Callable[[Rows], None]:
 
 
 BROKEN = {
-    "foreign stage": (replace(1, "1F2", "0F2"), "rank 1, step 3: 0F2 is of a stage of rank 0", ">0F2<"),
-    "no such stage": (replace(2, "2F2", "3F2"), "3F2 is of a stage that does not exist", ">3F2<"),
-    "no such microbatch": (replace(0, "0W3", "0W4"), "0W4 is of a microbatch that does not exist", ">0W4<"),
+    "foreign stage": (replace(1, "1F2", "0F2"), "rank 1, step 3: 0F2 belongs to a stage of rank 0", ">0F2<"),
+    "no such stage": (replace(2, "2F2", "3F2"), "3F2 has a stage that does not exist", ">3F2<"),
+    "no such microbatch": (replace(0, "0W3", "0W4"), "0W4 has a microbatch that does not exist", ">0W4<"),
     "forward missing": (replace(1, "1F2"), "rank 1, step 11: 1F2 is missing", ">--<"),
     "backward missing": (replace(0, "0B3"), "0B3 is missing", ">--<"),
     "wgrad missing": (replace(2, "2W1"), "2W1 is missing", ">--<"),
@@ -103,11 +103,11 @@ def test_deadlock_names_every_stuck_rank_and_what_it_waits_for() -> None:
     with pytest.raises(DeadlockError) as caught:
         validate(mutated(change))
     assert str(caught.value).splitlines() == [
-        "plan 'broken' deadlocks: 3 of 3 ranks can never go on",
-        "  rank 0 is at step 1, 0B0 (stage 0, microbatch 0), and waits for 1B0, which rank 1 has at step 2",
-        "  rank 1 is at step 1, 1F1 (stage 1, microbatch 1), and waits for 0F1, which rank 0 has at step 2",
-        "  rank 2 is at step 2, 2F1 (stage 2, microbatch 1), and waits for 1F1, which rank 1 has at step 1",
-        "move what is waited for before the op at which its own rank is stuck:",
+        "plan 'broken' deadlocks: 3 of 3 ranks can never proceed",
+        "  rank 0 is at step 1, 0B0 (stage 0, microbatch 0), and waits for 1B0, which rank 1 runs at step 2",
+        "  rank 1 is at step 1, 1F1 (stage 1, microbatch 1), and waits for 0F1, which rank 0 runs at step 2",
+        "  rank 2 is at step 2, 2F1 (stage 2, microbatch 1), and waits for 1F1, which rank 1 runs at step 1",
+        "move each awaited op before the op at which its own rank is stuck:",
         "  step       0     1     2     3     4     5     6     7     8     9    10    11",
         "  rank 0   0F0 >0B0<   0F1   0F2   0W0   0F3   0B1   0W1   0B2   0W2   0B3   0W3",
         "  rank 1   1F0 >1F1<   1B0   1F2   1B1   1W0   1F3   1B2   1W1   1B3   1W2   1W3",

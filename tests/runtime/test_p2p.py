@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.zerobubble.errors import TransferError
-from megatron.zerobubble.plan.communication import Message, Payload, colour_links, links_of
+from megatron.zerobubble.plan.communication import Message, Payload, color_links, links_of
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from tests.runtime.delays import links_over_the_world
@@ -155,7 +155,7 @@ def what_the_backend_is_given(rank: int) -> tuple[dict[tuple[int, int], int], bo
 def test_a_rank_has_each_of_its_links_in_a_group_of_its_own(four_ranks: RankPool) -> None:
     """So that a communicator that serialises what it is given never makes one link wait for another."""
     results = four_ranks.run(what_the_backend_is_given)
-    expected = {link: index for index, links in enumerate(colour_links(links_of(Placement.v(4)))) for link in links}
+    expected = {link: index for index, links in enumerate(color_links(links_of(Placement.v(4)))) for link in links}
     for rank, (groups, _) in enumerate(results):
         assert groups == {link: index for link, index in expected.items() if rank in link}
         assert len(set(groups.values())) == len(groups)

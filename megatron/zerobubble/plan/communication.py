@@ -1,8 +1,8 @@
-"""Placing sends and receives: Plan -> Program, a pure pass, linear in the number of ops.
+"""Placement of sends and receives: Plan -> Program, a pure function, linear in the number of ops.
 
-A *link* is a directed pair of ranks, and every link is a first-in first-out queue with a communicator of its own. The pass
-decides, per rank and op, which receives to post before it, which message the op takes, which message it sends, and which
-earlier sends are by then known to have arrived. Four rules make the result free of deadlock on any backend, buffered or not:
+A *link* is a directed pair of ranks, and every link is a first-in first-out queue with a communicator of its own. For each rank
+and op the program states which receives to post before it, which message the op takes, which message it sends, and which earlier
+sends are proven to have arrived by then. Four rules make the result free of deadlock on any backend, buffered or not:
 
 1. The order of a link is the order in which its sender produces. The receiver posts in that order, whatever order it consumes in.
 2. A receive is posted no later than right before the op that takes it, and so are all receives before it on its link.
@@ -10,14 +10,15 @@ earlier sends are by then known to have arrived. Four rules make the result free
    that it has finished.
 4. A send is *retired* (its buffer reused) when a message is taken that the receiver can only have sent after taking ours.
 
-By 2 and 3 an op waits only for the op that produces its message, and that op waits for nothing but its own predecessors: the
-waits are the plan's own dependencies, and a valid plan has no cycle in them. docs/adr/0003 spells the proof out for NCCL.
+By 2 and 3 an op waits only for the op that produces its message, and that op waits only for its own predecessors: the
+waits are the plan's own dependencies, and a valid plan has no cycle in them. docs/adr/0003 has the full proof for NCCL.
 
 Receives are posted `lookahead` ops before the op that takes them, so that the transfer overlaps with the compute in between; not
 earlier, because on NCCL a posted receive is a running kernel.
 
-A *fence* is a step of each rank before which it may have to give the iteration up and begin it again (`speculative_forwards`).
-No receive for a later step is posted before it, so that what was sent and not taken by then is known: `Program.unread`.
+With post-validation, a *fence* is the step of each rank before which it may have to discard the iteration and restart it
+(`speculative_forwards`). No receive for a later step is posted before the fence, so that the messages sent but not taken by
+then are known: `Program.unread`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _BACKWARD = (OpKind.B, OpKind.BW)
 
 
 class Payload(enum.Enum):
-    """What travels on a link."""
+    """The kind of tensor in a message."""
 
     ACTIVATION = "activation"
     """A stage's output, sent to the next stage."""
@@ -42,7 +43,7 @@ class Payload(enum.Enum):
 
 
 class Message(NamedTuple):
-    """One tensor between two ranks, named by the stage that takes it."""
+    """One tensor sent between two ranks, identified by the stage that takes it."""
 
     payload: Payload
     stage: int
@@ -59,11 +60,11 @@ class Step:
 
     op: Op
     post: tuple[Message, ...] = ()
-    """Receives to post before the op (for this op or one of the next)."""
+    """Receives to post before the op, for this op or a later one."""
     take: Message | None = None
     """The message the op consumes; None for the first stage's F, the last stage's B, every W, and between stages of one rank."""
     retire: tuple[Message, ...] = ()
-    """Own sends that are proven complete once `take` is here."""
+    """Own sends that are proven complete once `take` has arrived."""
     send: Message | None = None
     """The message the op produces."""
     last_of_kind: bool = False
@@ -72,28 +73,28 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """What each rank does in one iteration."""
+    """Each rank's ops with their sends and receives in one iteration."""
 
     plan: Plan
     steps: tuple[tuple[Step, ...], ...]
     max_receive_buffers: tuple[int, ...]
-    """For each rank the largest number of receives posted and not yet taken, the taking op's own included."""
+    """Per rank the largest number of receives posted and not yet taken, the taking op's own included."""
     fence: tuple[int, ...]
-    """For each rank the steps before its fence; 0 where there is none."""
+    """Per rank the number of steps before its fence; 0 without a fence."""
 
     def unread(self, rank: int) -> tuple[Message, ...]:
-        """What others send to `rank` before their fence and it does not take before its own; per link in the link's order."""
+        """Messages sent to `rank` before their sender's fence and not taken before its own; per link in the link's order."""
         taken = {step.take for step in self.steps[rank][: self.fence[rank]]}
         sent = [step.send for steps, fence in zip(self.steps, self.fence, strict=True) for step in steps[:fence]]
         return tuple(message for message in sent if message and message.target == rank and message not in taken)
 
 
 def speculative_forwards(plan: Plan) -> tuple[int, ...]:
-    """How many ops each rank may run before it knows whether the last optimizer step was right: forwards of its first stage.
+    """Per rank, the number of leading forwards of its first stage that may run before the last optimizer step is validated.
 
-    The truth leaves the last rank when that steps, one forward after the rank before, and is back at rank r about when r has run
-    p - 1 - r forwards; one more gives it time to travel. The numbers fall from rank to rank, so that every rank has what the next
-    one takes.
+    The global gradient statistics leave the last rank when it steps, one forward later than the rank before it, and reach rank r
+    about when r has run p - 1 - r forwards; one more forward covers their latency. The numbers never rise from rank to rank, so
+    that every rank has produced the messages that the next one takes.
     """
     placement = plan.placement
     counts: list[int] = []
@@ -110,8 +111,8 @@ def place_communication(plan: Plan, *, lookahead: int = 1, fence: Sequence[int] 
 
     Args:
         plan: a plan that `validate` accepts.
-        lookahead: how many ops before its use a receive is posted; at least 0.
-        fence: `speculative_forwards(plan)` where the iteration may be given up and begun again, else nothing.
+        lookahead: number of ops before its use at which a receive is posted; at least 0.
+        fence: `speculative_forwards(plan)` with post-validation, otherwise empty.
     """
     fences = tuple(fence) or (0,) * plan.num_ranks
     takes = [[_taken_by(op, plan) for op in row] for row in plan.ops]
@@ -140,11 +141,11 @@ def links_of(placement: Placement) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(pairs))
 
 
-def colour_links(links: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Share the links out over as few groups as a greedy colouring needs, such that no rank has two links in one group.
+def color_links(links: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Divide the links into groups by greedy coloring, such that no rank has two links in one group.
 
-    A communicator that serialises its operations then never makes one link wait for another, and the number of
-    communicators does not grow with the number of ranks (4 for a chain of any length).
+    With one communicator per group, a communicator that serializes its operations never makes one link wait for another, and
+    the number of communicators does not grow with the number of ranks (4 for a chain of any length).
     """
     groups: list[list[tuple[int, int]]] = []
     for link in links:
@@ -178,7 +179,7 @@ def _sent_by(op: Op, plan: Plan) -> Message | None:
 
 
 class _Links:
-    """For every link its messages in order, with the step that sends and the step that takes each."""
+    """Every link's messages in order, with the steps that send and take each message."""
 
     def __init__(self, takes: list[list[Message | None]], sends: list[list[Message | None]]) -> None:
         self.taken_at = {message: step for row in takes for step, message in enumerate(row) if message}
@@ -216,7 +217,7 @@ def _place_posts(
 
 
 def _place_retires(plan: Plan, links: _Links) -> list[list[list[Message]]]:
-    """Rule 4. Both queues are walked once, from their ends."""
+    """The sends to retire at each step (rule 4). Both queues are walked once, from their ends."""
     retires: list[list[list[Message]]] = [[[] for _ in row] for row in plan.ops]
     for (source, target), queue in links.queues.items():
         replies = links.queues.get((target, source), [])

@@ -1,9 +1,9 @@
-"""What a pass costs: per-stage times, the time of a link, and activation memory.
+"""The cost model: times of F, B and W per stage, P2P latency, and activation memory.
 
 Times are in milliseconds per microbatch. Memory is in units of one microbatch's activations on one rank of a uniform
-model, so a stage of a V schedule, half a rank, has 0.5. `activation_after_backward` is in the same unit and is what
-stays from the end of a stage's B until its W (the layer inputs and output gradients that W multiplies; arXiv
-2401.10241, section 2.3). With recomputed activations that is more than what F left, which is only what B recomputes from.
+model, so a stage of a V schedule, half of a rank's layers, has 0.5. `activation_after_backward`, in the same unit, is the memory
+kept from the end of a stage's B until its W: the layers' inputs and output gradients, operands of the wgrad GEMMs (arXiv
+2401.10241, section 2.3). With activation recomputation it is more than F leaves, which is only the input that B recomputes from.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _PER_STAGE = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Costs of every stage and of the link between ranks. Raises ConfigError on values no machine can have."""
+    """Costs of every stage and of a message between ranks. Raises ConfigError on values that are not finite or below 0."""
 
     forward_ms: tuple[float, ...]
     """Time of F, per stage."""
     backward_ms: tuple[float, ...]
-    """Time of B, per stage. A fused BW takes B plus W."""
+    """Time of B (dgrad), per stage. A fused BW takes B plus W."""
     wgrad_ms: tuple[float, ...]
-    """Time of W, per stage."""
+    """Time of W (wgrad), per stage."""
     comm_ms: float = 0.0
-    """Added to every dependency that crosses ranks."""
+    """P2P latency per message, added to every dependency that crosses ranks."""
     activation: tuple[float, ...]
-    """Held from a stage's F until its B ends, per stage."""
+    """Activation memory from the start of a stage's F to the end of its B, per stage (M_B)."""
     activation_after_backward: tuple[float, ...]
-    """Still held from the end of a stage's B until its W ends, per stage."""
+    """Activation memory from the end of a stage's B to the end of its W, per stage (M_W)."""
 
     def __post_init__(self) -> None:
         for name in _PER_STAGE:
@@ -44,7 +44,7 @@ class CostModel:
             if len(getattr(self, name)) != self.num_stages:
                 raise ConfigError(
                     f"costs: forward_ms has {self.num_stages} stages and {name} has {len(getattr(self, name))}; "
-                    "every list needs one value a stage"
+                    "every list needs one value per stage"
                 )
         _check_number("comm_ms", self.comm_ms)
         if not self.forward_ms:
@@ -52,7 +52,7 @@ class CostModel:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages these costs are for."""
+        """Number of stages."""
         return len(self.forward_ms)
 
     @staticmethod
@@ -65,16 +65,16 @@ class CostModel:
         comm_ms: float = 0.0,
         activation_after_backward: float = 1.0,
     ) -> CostModel:
-        """Every rank alike: the arguments are per rank and microbatch, and a rank's stages share them equally.
+        """Uniform ranks: the arguments are per rank and microbatch, and are divided equally among a rank's stages.
 
         Args:
-            placement: says how many stages share a rank.
+            placement: stage -> rank.
             forward_ms: F of all stages of one rank.
-            backward_ms: B likewise.
-            wgrad_ms: W likewise.
-            comm_ms: per dependency that crosses ranks; not divided.
-            activation_after_backward: what stays until W, as a share of a microbatch's activations. The default, all
-                of it, is the safe assumption where nothing was measured; with recomputation it is above 1.
+            backward_ms: B of all stages of one rank.
+            wgrad_ms: W of all stages of one rank.
+            comm_ms: P2P latency per message; not divided.
+            activation_after_backward: fraction of a microbatch's activation memory kept after B, M_W / M_B. The default,
+                all of it, is the safe assumption without a measurement; with recomputation it is above 1.
         """
         parts = [len(placement.rank_to_stages[rank]) for rank in placement.stage_to_rank]
 
@@ -93,7 +93,7 @@ class CostModel:
 
     @property
     def times_text(self) -> str:
-        """The times in words, for a log: by stage, or from how much to how much where there are many."""
+        """The times as text for a log: per stage, or their range if there are more than eight stages."""
         passes = ", ".join(
             f"{kind} {_brief(times)}" for kind, times in (("F", self.forward_ms), ("B", self.backward_ms), ("W", self.wgrad_ms))
         )
@@ -101,15 +101,16 @@ class CostModel:
 
     @property
     def reserved(self) -> CostModel:
-        """Costs under which an F takes at once what its microbatch will hold at most, after F or after B.
+        """Costs under which an F allocates the most memory that its microbatch will need, whether before or after B.
 
-        A plan that keeps a limit under these keeps it under the true ones. The same object where no B leaves more than its F.
+        A plan that fits a memory limit under these costs also fits it under the true ones. Returns the same object if no stage
+        needs more memory after B than before.
         """
         most = tuple(map(max, self.activation, self.activation_after_backward))
         return self if most == self.activation else replace(self, activation=most)
 
     def duration_ms(self, stage: int, kind: OpKind) -> float:
-        """Time of one op."""
+        """Time of one op in milliseconds."""
         if kind is OpKind.F:
             return self.forward_ms[stage]
         if kind is OpKind.B:
@@ -123,7 +124,7 @@ class CostModel:
         if self.num_stages != placement.num_stages:
             raise PlanError(
                 f"the costs are for {self.num_stages} stages and the plan has {placement.num_stages} "
-                f"({placement.num_ranks} ranks, {placement.name} placement); give one value a stage"
+                f"({placement.num_ranks} ranks, {placement.name} placement); give one value per stage"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -134,7 +135,7 @@ class CostModel:
 
     @staticmethod
     def from_json(body: Mapping[str, Any]) -> CostModel:
-        """Read what `to_json` wrote; keys it does not know are ignored.
+        """Parse the output of `to_json`; unknown keys are ignored.
 
         Raises:
             PlanError: a key is missing or is not a list.
@@ -144,7 +145,7 @@ class CostModel:
             raise PlanError(f"costs must be an object with {', '.join(_PER_STAGE)} and comm_ms, got {body!r:.80}")
         for name in _PER_STAGE:
             if not isinstance(body.get(name), list):
-                raise PlanError(f"costs: {name!r} must be a list with one number a stage, got {body.get(name)!r:.80}")
+                raise PlanError(f"costs: {name!r} must be a list with one number per stage, got {body.get(name)!r:.80}")
         lists = {name: tuple(body[name]) for name in _PER_STAGE}
         return CostModel(**lists, comm_ms=body.get("comm_ms", 0.0))
 

@@ -1,11 +1,11 @@
 """Whether a program can deadlock on a device with a single hardware queue.
 
-With CUDA_DEVICE_MAX_CONNECTIONS=1 every kernel of a rank goes through one hardware queue: a kernel that must wait keeps all that
-were issued after it waiting too, transfers included. The four rules of `communication` do not cover that case. Whether there are
-cycles is a property of the plan, and of posting receives one op ahead (docs/adr/0003).
+With CUDA_DEVICE_MAX_CONNECTIONS=1 every kernel of a rank goes through one hardware queue: a kernel that must wait blocks all
+kernels issued after it, transfers included. The four rules of `communication` do not cover that case. Whether there are cycles
+depends on the plan, and on posting receives one op ahead (docs/adr/0003).
 
-The model: each rank issues posts, ops and sends in program order. A kernel *starts* when the kernel issued before it on its rank
-has started (the queue), the last op has finished if it depends on the compute stream, and the transfer before it on its link
+The model: each rank issues receives, ops and sends in program order. A kernel *starts* when the kernel issued before it on its
+rank has started (the queue), the last op has finished if it depends on the compute stream, and the previous transfer on its link
 has finished. A transfer finishes when both of its ends have started. Linear in the number of ops.
 """
 
@@ -20,7 +20,7 @@ _Event = tuple[Any, str]
 
 
 def finishes(program: Program, *, single_queue: bool) -> bool:
-    """Whether every kernel of the program gets to run, with one hardware queue a rank or with independent ones."""
+    """Whether every kernel of the program eventually runs, with one hardware queue per rank or with independent ones."""
     needs = _dependencies(program, single_queue=single_queue)
     blocked = {event: len(before) for event, before in needs.items()}
     after: dict[_Event, list[_Event]] = defaultdict(list)

@@ -1,15 +1,12 @@
-"""What an op waits for, an order in which a plan's ops can run, and the grid that error messages print.
+"""Dependencies between ops, an order in which a plan's ops can run, and the marked grid of error messages.
 
-The dependency rules, once, for the validator, the simulator and whoever else walks a plan (arXiv 2401.10241, section
-2):
+The dependency rules for the validator, the simulator and the executor (arXiv 2401.10241, section 2), all within one microbatch:
 
-- F of a stage needs F of the stage before it, of the same microbatch;
-- B or BW of a stage needs the input gradient of the stage after it (of BW, that is the end of the whole), and its own
-  F;
+- F of a stage needs F of the previous stage;
+- B or BW of a stage needs the input gradient of the next stage (from a BW it is available only at its end), and its own F;
 - W of a stage needs its own B.
 
-Each rank runs its ops in the plan's order, one at a time; a result is there for every later reader once its op has
-ended.
+Each rank runs its ops in the plan's order, one at a time; a result is available once its op has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from megatron.zerobubble.plan.ir import Op, OpKind, Plan
 
 
 def result_of(op: Op) -> Op:
-    """What others wait for when they wait for `op`: the op itself, where a BW counts as the B it contains."""
+    """The result that `op` produces for others, named by its op: a BW produces the result of the B it contains."""
     return Op(op.stage, OpKind.B, op.microbatch) if op.kind is OpKind.BW else op
 
 
@@ -40,7 +37,7 @@ def requirements(op: Op, num_stages: int) -> tuple[Op, ...]:
 
 
 def execution_order(plan: Plan) -> list[tuple[int, int]]:
-    """One order over all ranks in which every op runs after what it needs. Linear in the number of ops.
+    """An order over all ranks in which every op runs after its requirements. Linear in the number of ops.
 
     Returns:
         (rank, step) pairs, every op of the plan once; the same plan always gives the same order.
@@ -72,28 +69,28 @@ def execution_order(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _deadlock_text(plan: Plan, position: list[int], waiting: dict[Op, list[int]]) -> str:
-    """What every stuck rank waits for, those of one cycle first: they are the cause, the others its followers."""
+    """The error message: the op each stuck rank waits for, the ranks of one cycle first, because they are the cause."""
     awaited = {rank: need for need, ranks in waiting.items() for rank in ranks}
     location = {result_of(op): (rank, step) for rank, row in enumerate(plan.ops) for step, op in enumerate(row)}
     cycle = _cycle(awaited, {rank: location[need][0] for rank, need in awaited.items() if need in location})
     stuck = cycle + sorted(set(awaited) - set(cycle))
-    lines = [f"plan {plan.schedule!r} deadlocks: {len(stuck)} of {plan.num_ranks} ranks can never go on"]
+    lines = [f"plan {plan.schedule!r} deadlocks: {len(stuck)} of {plan.num_ranks} ranks can never proceed"]
     for rank in stuck[:MAX_ROWS]:
         op, need = plan.ops[rank][position[rank]], awaited[rank]
-        where = "which rank {} has at step {}".format(*location[need]) if need in location else "which no rank computes"
+        where = "which rank {} runs at step {}".format(*location[need]) if need in location else "which no rank computes"
         lines.append(
             f"  rank {rank} is at step {position[rank]}, {op} (stage {op.stage}, microbatch {op.microbatch}), "
             f"and waits for {need}, {where}"
         )
     if len(stuck) > MAX_ROWS:
         lines.append(f"  ... and {len(stuck) - MAX_ROWS} more ranks")
-    lines.append("move what is waited for before the op at which its own rank is stuck:")
+    lines.append("move each awaited op before the op at which its own rank is stuck:")
     lines.append(marked_grid(plan, [(rank, position[rank]) for rank in stuck]))
     return "\n".join(lines)
 
 
 def _cycle(awaited: dict[int, Op], blocker: dict[int, int]) -> list[int]:
-    """Ranks that wait for one another in a circle; one rank that waits for an op that nobody computes counts as one."""
+    """Ranks that wait for each other in a cycle, or one rank that waits for an op that no rank computes."""
     path: list[int] = []
     rank = min(awaited)
     while rank not in path:
@@ -105,28 +102,28 @@ def _cycle(awaited: dict[int, Op], blocker: dict[int, int]) -> list[int]:
 
 
 MAX_ROWS = 16
-"""Ranks shown at most."""
+"""Most ranks in a grid."""
 
 MAX_COLUMNS = 12
-"""Steps shown at most in one row."""
+"""Most steps per row of a grid."""
 
 
 def marked_grid(plan: Plan, cells: Iterable[tuple[int, int]]) -> str:
-    """Draw `plan` as a rank x step grid, with the given cells marked: ``>1W0<``, or ``>--<`` where an op is missing.
+    """A plan as a rank x step grid, with the given cells marked: ``>1W0<``, or ``>--<`` for a missing op.
 
-    The grid is bounded in size whatever the plan: a window of columns around the marked cells, and the ranks near them.
+    The grid has a bounded size: a window of columns around the marked cells, and the ranks near them.
 
     Args:
         plan: any plan, valid or not.
-        cells: (rank, step) pairs; at most one a rank is centred on, the first.
+        cells: (rank, step) pairs; a rank's row is centered on its first one.
 
     Returns:
-        One line a rank under a line of step numbers. Where the marked cells lie further apart than a window is wide,
-        each row is centred on its own cell and begins with its own step number instead.
+        One line per rank under a line of step numbers. If the marked cells are too far apart for one window, each row is centered
+        on its own cell and begins with its own step number instead.
     """
     marked = list(cells)
-    centre = dict(reversed(marked))
-    steps = sorted(centre.values()) or [0]
+    center = dict(reversed(marked))
+    steps = sorted(center.values()) or [0]
     shared = steps[-1] - steps[0] + 1 <= MAX_COLUMNS - 2
     middle = (steps[0] + steps[-1]) // 2 if shared else steps[len(steps) // 2]
     lines: list[list[str]] = []
@@ -135,10 +132,10 @@ def marked_grid(plan: Plan, cells: Iterable[tuple[int, int]]) -> str:
     if shared:
         first = _window_start(middle, width, max(longest, steps[-1] + 1))
         lines.append(["step", *map(str, range(first, first + width))])
-    ranks = _ranks_to_show(plan.num_ranks, sorted(centre))
+    ranks = _ranks_to_show(plan.num_ranks, sorted(center))
     for rank in ranks:
         if not shared:
-            first = _window_start(centre.get(rank, middle), width, max(len(plan.ops[rank]), centre.get(rank, 0) + 1))
+            first = _window_start(center.get(rank, middle), width, max(len(plan.ops[rank]), center.get(rank, 0) + 1))
         label = f"rank {rank}" if shared else f"rank {rank} from step {first}"
         lines.append([label, *(_cell(plan, rank, step, marked) for step in range(first, first + width))])
     left_out = plan.num_ranks - len(ranks)
@@ -151,7 +148,7 @@ def _window_start(middle: int, width: int, length: int) -> int:
 
 
 def _ranks_to_show(num_ranks: int, marked: list[int]) -> list[int]:
-    """All ranks where they fit, else the marked ones and their neighbours."""
+    """All ranks if they fit, else the marked ones and their neighbors."""
     if num_ranks <= MAX_ROWS:
         return list(range(num_ranks))
     chosen = set(marked[:MAX_ROWS])

@@ -1,11 +1,18 @@
 """The plan: which rank computes what, in which order.
 
-A `Plan` is plain data. It is what a generator emits, what the validator checks, what the simulator scores, what is drawn, and
-what the executor runs. The text of an op is ``{stage}{kind}{microbatch}``, for example ``3F0``, ``3B0``, ``3W0``, ``3BW0``
-(the notation of torch.distributed.pipelining, with the letters of arXiv 2401.10241).
+A `Plan` is plain data. Generators emit it, the validator checks it, the simulator scores it, the renderers show it and the
+executor runs it. The text of an op is ``{stage}{kind}{microbatch}``, for example ``3F0``, ``3B0``, ``3W0``, ``3BW0``. This is the
+notation of torch.distributed.pipelining with the letters of arXiv 2401.10241; torch's own letters differ:
 
-Invariants of the types themselves (everything else is the validator's): stages, ranks and microbatches are non-negative, a
-placement names every rank at least once, and a plan has one row of ops per rank.
+    =====================  ====  =====
+    op                     here  torch
+    =====================  ====  =====
+    input gradient         B     I
+    fused backward         BW    B
+    =====================  ====  =====
+
+Invariants of the types (`validate` checks all others): stages, ranks and microbatches are non-negative, a placement names every
+rank at least once, and a plan has one row of ops per rank.
 """
 
 from __future__ import annotations
@@ -32,11 +39,11 @@ class OpKind(enum.Enum):
     F = "F"
     """Forward of one microbatch through one stage."""
     B = "B"
-    """Gradient with respect to the stage's input. The input gradient can be sent upstream when it ends."""
+    """dgrad: the gradient of the stage's input, which can be sent upstream as soon as B ends."""
     W = "W"
-    """Gradient with respect to the stage's weights."""
+    """wgrad: the gradients of the stage's weights."""
     BW = "BW"
-    """The classic fused backward: the input gradient is sent only after the weight gradient is done too."""
+    """Full backward (B+W): the input gradient is sent only after the weight gradients are computed, too."""
 
     __hash__ = object.__hash__  # enum's own is a Python function, called for every op in every set and dict
 
@@ -65,10 +72,10 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank holds which stage.
+    """Stage -> pipeline rank.
 
-    Stages are numbered in the order data flows. `linear`: stage s on rank s. `loop` (interleaved): stage s on rank s mod p.
-    `V`: stage s on rank s for s < p, else on rank 2p-1-s, so that the first and the last stage share rank 0.
+    Stages are numbered in the order data flows. `linear`: stage s on rank s. `loop` (interleaved, round-robin): stage s on rank
+    s mod p. `V`: stage s on rank s for s < p, else on rank 2p-1-s, so that the first and the last stage share rank 0.
     """
 
     stage_to_rank: tuple[int, ...]
@@ -82,17 +89,17 @@ class Placement:
 
     @staticmethod
     def linear(num_ranks: int) -> Placement:
-        """One stage a rank."""
+        """One stage per rank."""
         return Placement(tuple(range(num_ranks)))
 
     @staticmethod
     def loop(num_ranks: int, num_chunks: int) -> Placement:
-        """Interleaved: `num_chunks` stages a rank, going round."""
+        """Interleaved (round-robin): `num_chunks` virtual stages (VPP) per rank."""
         return Placement(tuple(range(num_ranks)) * num_chunks)
 
     @staticmethod
     def v(num_ranks: int) -> Placement:
-        """Two stages a rank, down and up again (arXiv 2401.10241, section 6)."""
+        """Two stages per rank, down the ranks and up again (arXiv 2401.10241, section 6)."""
         return Placement(tuple(range(num_ranks)) + tuple(reversed(range(num_ranks))))
 
     @property
@@ -107,7 +114,7 @@ class Placement:
 
     @cached_property
     def rank_to_stages(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank its stages in ascending order; the index of a stage in its row is its chunk."""
+        """Per rank its stages in ascending order; the index of a stage in its row is its chunk."""
         rows: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for stage, rank in enumerate(self.stage_to_rank):
             rows[rank].append(stage)
@@ -115,7 +122,7 @@ class Placement:
 
     @property
     def num_chunks(self) -> int:
-        """Largest number of stages any rank holds, v."""
+        """Largest number of stages on any rank, v."""
         return max(len(stages) for stages in self.rank_to_stages)
 
     def chunk_of(self, stage: int) -> int:
@@ -140,10 +147,10 @@ class Plan:
     """Each rank's compute order for one iteration.
 
     Attributes:
-        schedule: the name under which a person knows it; nothing is decided by it.
+        schedule: a name for people; no code depends on it.
         placement: stage -> rank.
         num_microbatches: m.
-        ops: for each rank its ops in the order it computes them.
+        ops: per rank its ops in compute order.
     """
 
     schedule: str
@@ -175,19 +182,19 @@ class Plan:
     # -- text ---------------------------------------------------------------------------------------------------------
 
     def to_text(self) -> str:
-        """One line a rank, ops separated by one space."""
+        """One line per rank, ops separated by one space."""
         return "\n".join(" ".join(map(str, row)) for row in self.ops)
 
     @staticmethod
     def from_text(text: str, *, schedule: str, placement: Placement, num_microbatches: int) -> Plan:
-        """Read what `to_text` wrote. Raises PlanError naming the first word that is not an op."""
+        """Parse the output of `to_text`. Raises PlanError naming the first word that is not an op."""
         rows = [[Op.parse(word) for word in line.split()] for line in text.strip().splitlines()]
         return Plan.of(schedule, placement, num_microbatches, rows)
 
     # -- JSON ---------------------------------------------------------------------------------------------------------
 
     def to_json(self, *, costs: Mapping[str, Any] | None = None, metrics: Mapping[str, Any] | None = None) -> str:
-        """The stable JSON form, with the costs it was made for and the metrics it reached where they are known."""
+        """The stable JSON form, optionally with the costs the plan was made for and the metrics it reaches."""
         body: dict[str, Any] = {
             "format": FORMAT,
             "schedule": self.schedule,
@@ -204,7 +211,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
-        """Read the JSON form. Raises PlanError saying what is missing, of another version, or malformed."""
+        """Parse the JSON form. Raises PlanError naming what is missing, malformed or of another version."""
         try:
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -221,7 +228,7 @@ class Plan:
             raise PlanError("the plan's 'ops' must be a list of lists of op texts")
         placement = Placement(tuple(stage_to_rank))
         if placement.num_ranks != num_ranks:
-            raise PlanError(f"the plan says num_ranks {num_ranks} but stage_to_rank names {placement.num_ranks} ranks")
+            raise PlanError(f"the plan has num_ranks {num_ranks} but stage_to_rank names {placement.num_ranks} ranks")
         return Plan.of(schedule, placement, num_microbatches, [[Op.parse(word) for word in row] for row in rows])
 
 

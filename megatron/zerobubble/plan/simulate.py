@@ -1,14 +1,14 @@
-"""Plan x CostModel -> when every op runs, and what that costs.
+"""Plan x CostModel -> when every op runs, the iteration time, the bubble rate and the peak activation memory.
 
-Execution is in order: an op starts when its rank is free and what it needs (`order.requirements`) has ended, plus
-`comm_ms` where that ran on another rank. Sends and receives take no time of the ranks. Definitions:
+Execution is in order: an op starts when its rank is free and its inputs (`dependencies.requirements`) are computed, plus
+`comm_ms` if they come from another rank. Sends and receives take no time on the ranks. Definitions:
 
-- span: max over ranks of (end of the rank's last op - start of its first): the iteration time when the optimizer
-  needs no global synchronisation (arXiv 2401.10241, section 4);
-- makespan: last end - first start over all ranks: the iteration time when it does;
-- bubble rate: (span - work) / span, with the work m*(F+B+W) of the slowest rank (section 5.3);
-- peak memory: per rank, in units of what 1F1B holds on rank 0, which is min(p, m) microbatches of one rank's share of
-  the layers. F adds a stage's activation, B leaves `activation_after_backward`, and W or BW frees what is left.
+- span: max over ranks of (end of the rank's last op - start of its first): the iteration time with post-validation, when the
+  optimizer needs no global synchronization (arXiv 2401.10241, section 4);
+- makespan: last end - first start over all ranks: the iteration time with the synchronous optimizer;
+- bubble rate: (span - work) / span, with the work m*(F+B+W) of the bottleneck rank (section 5.3);
+- peak memory: per rank, in units of the activation memory of 1F1B's rank 0, which is min(p, m) microbatches of one rank's share
+  of the layers. F adds a stage's `activation`, B leaves `activation_after_backward`, and W or BW frees the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.zerobubble.plan.ir import Op, OpKind, Plan
 
 
 class TimedOp(NamedTuple):
-    """An op and when it ran, simulated or recorded. Times in milliseconds from a common origin of all ranks."""
+    """An op with its start and end, simulated or recorded, in milliseconds on one clock for all ranks."""
 
     op: Op
     start_ms: float
@@ -33,17 +33,20 @@ class TimedOp(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a plan does under given costs."""
+    """A plan's timing and memory under given costs."""
 
     plan: Plan
     costs: CostModel
     rows: tuple[tuple[TimedOp, ...], ...]
     """Per rank its ops with their times, in plan order."""
     span_ms: float
+    """Iteration time with post-validation: the longest any rank takes from its first to its last op."""
     makespan_ms: float
+    """Iteration time with the synchronous optimizer: from the first start to the last end over all ranks."""
     bubble_rate: float
+    """Idle share of the span on the bottleneck rank, 0..1."""
     peak_memory: tuple[float, ...]
-    """Per rank; 1.0 is 1F1B's rank 0."""
+    """Peak activation memory per rank; 1.0 is 1F1B's rank 0."""
 
     def metrics(self) -> dict[str, Any]:
         """The `metrics` object of the plan's JSON form."""
@@ -56,11 +59,11 @@ class Simulation:
 
 
 def simulate(plan: Plan, costs: CostModel) -> Simulation:
-    """Run `plan`, a validated one, under `costs`. Linear in the number of ops.
+    """Simulate a validated plan under `costs`. Linear in the number of ops.
 
     Raises:
         PlanError: the costs are for another number of stages.
-        DeadlockError: the ranks wait for each other for ever.
+        DeadlockError: the ranks wait for each other forever.
     """
     costs.check_fits(plan.placement)
     durations = {(stage, kind): costs.duration_ms(stage, kind) for stage in range(plan.num_stages) for kind in OpKind}
@@ -84,15 +87,15 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
 
 
 def run_in_order(plan: Plan, duration_ms: Callable[[Op], float], comm_ms: float) -> tuple[tuple[TimedOp, ...], ...]:
-    """Per rank its ops, as early as they can run. Linear in the number of ops.
+    """Per rank its ops, each as early as it can run in plan order. Linear in the number of ops.
 
     Args:
-        plan: a validated one.
-        duration_ms: how long each of its ops takes.
-        comm_ms: what is added where an op needs another rank's result.
+        plan: a validated plan.
+        duration_ms: op -> its duration.
+        comm_ms: P2P latency, added if an op needs another rank's result.
 
     Raises:
-        DeadlockError: the ranks wait for each other for ever.
+        DeadlockError: the ranks wait for each other forever.
     """
     rows: list[list[TimedOp]] = [[] for _ in plan.ops]
     produced: dict[Op, tuple[float, int]] = {}
@@ -109,15 +112,15 @@ def run_in_order(plan: Plan, duration_ms: Callable[[Op], float], comm_ms: float)
 
 
 def span_of(rows: Sequence[Sequence[TimedOp]]) -> float:
-    """The longest that any rank of `rows` needs from the start of its first op to the end of its last."""
+    """The span: the longest time any rank takes from the start of its first op to the end of its last, in milliseconds."""
     return max((row[-1].end_ms - row[0].start_ms for row in rows if row), default=0.0)
 
 
 def peak_memory(plan: Plan, costs: CostModel) -> tuple[float, ...]:
-    """Per rank, the most activation memory held at once, in the unit of the module docstring.
+    """Peak activation memory per rank; 1.0 is 1F1B's rank 0.
 
-    Independent of times: what a rank holds changes only with its own ops. A forward-only plan holds nothing after
-    each F.
+    It does not depend on times: a rank's memory changes only with its own ops. In a forward-only plan each F frees its
+    activations at once.
     """
     costs.check_fits(plan.placement)
     unit = min(plan.num_ranks, plan.num_microbatches)
@@ -125,8 +128,10 @@ def peak_memory(plan: Plan, costs: CostModel) -> tuple[float, ...]:
 
 
 def _peak_of_row(row: tuple[Op, ...], costs: CostModel) -> float:
-    """Counts held passes per stage, not a running float sum, so that a plan at a limit compares equal to it. Only an F adds, and
-    the B of a stage that recomputes."""
+    """Peak of one rank in microbatches. Only F adds memory, and B on a stage with recomputation.
+
+    Counts passes per stage instead of a running float sum, so that a plan exactly at a limit compares equal to it.
+    """
     keeps = any(op.kind is not OpKind.F for op in row)
     stages = sorted({op.stage for op in row})
     before = dict.fromkeys(stages, 0)

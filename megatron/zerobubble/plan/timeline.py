@@ -1,6 +1,6 @@
-"""What a rank did and when, beside its ops: transfers, waiting, and what comes before and after the passes.
+"""Timelines of an iteration: ops plus transfers, waits, gradient reduction and the optimizer.
 
-Like `TimedOp` it serves simulations and recordings alike, and pictures draw it without knowing where it comes from.
+Like `TimedOp`, they describe simulations and recordings alike; the renderers treat both the same way.
 """
 
 from __future__ import annotations
@@ -15,67 +15,67 @@ from megatron.zerobubble.plan.simulate import TimedOp
 
 
 class Activity(enum.Enum):
-    """What fills a span."""
+    """The kind of a span, which is anything on a timeline except an op."""
 
     SEND = "send"
-    """From the issue of a send until it is retired: at most how long it travelled."""
+    """From the issue of a send until it is retired: an upper bound of its transfer time."""
     RECEIVE = "recv"
-    """From the posting of a receive until its op took it, most of which overlaps with other ops."""
+    """From the posting of a receive until its op takes the message; most of it overlaps with other ops."""
     WAIT = "wait"
-    """The rank stood still because the message for its next op was not there."""
+    """The rank is idle because the message for its next op has not arrived."""
     VALIDATE = "validate"
-    """The truth about the step before is asked for, and gradients are zeroed (steps taken early only)."""
+    """Post-validation only: receiving the global gradient statistics of the previous step, and zeroing gradients."""
     REWIND = "rewind"
-    """Forwards that ran with wrong weights and were given up, up to where they begin again."""
+    """Forwards that ran with weights that were rolled back, up to where the iteration starts again."""
     GRADIENTS = "gradients"
-    """Gradients are made final after the last op: reduced over data-parallel ranks, tied embeddings summed."""
+    """Finalizing gradients after the last op: data-parallel reduction, all-reduce of tied embeddings."""
     OPTIMIZER = "optimizer"
-    """The optimizer steps; where steps are not taken early this includes waiting for all ranks' statistics."""
+    """The optimizer step; without post-validation this includes waiting for the gradient statistics of all ranks."""
     REDUCE = "reduce"
-    """A bucket of gradients is reduced over the data-parallel ranks, from its issue until it is over; where only waiting
-    for it can tell, until it was waited for."""
+    """All-reduce or reduce-scatter of a gradient bucket over the data-parallel ranks, from its issue to its completion, or to the
+    wait for it if completion cannot be observed."""
     GATHER = "gather"
-    """A bucket of weights is gathered from the data-parallel ranks, likewise."""
+    """All-gather of a weight bucket over the data-parallel ranks, from its issue to its completion or the wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Parameters of one stage that the data-parallel ranks exchange together."""
+    """A DDP bucket: parameters of one stage that the data-parallel ranks communicate together."""
 
     stage: int
     index: int
-    """Within the stage. Buckets are in reverse order of the model: 0 holds its last layers."""
+    """Index within the stage. Buckets are in reverse order of the model: 0 has its last layers."""
     num_bytes: int
-    """Of the whole bucket, padding included."""
+    """Size of the whole bucket, padding included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something other than an op, in milliseconds on the clock of the ops beside it."""
+    """Anything on a timeline except an op, in milliseconds on the same clock as the ops."""
 
     activity: Activity
     start_ms: float
     end_ms: float
     message: Message | None = None
-    """What travels or is waited for."""
+    """For SEND, RECEIVE and WAIT: the message."""
     bucket: Bucket | None = None
-    """What is reduced or gathered."""
+    """For REDUCE and GATHER: the bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimeline:
-    """One rank in one iteration."""
+    """One rank's ops and spans in one iteration."""
 
     ops: tuple[TimedOp, ...]
     """In the order they ran."""
     spans: tuple[Span, ...] = ()
     """In the order they ended."""
     peak_bytes: int | None = None
-    """Most memory that the rank's device held up to the end of the iteration, of everything; None where nobody counts it, and in
-    iterations in which passes are measured, which begin the device's count anew."""
+    """Peak allocated memory of the rank's device up to the end of the iteration; None if it is not counted, and in iterations
+    with profiled passes, which reset the device's peak counter."""
 
     def shifted(self, by_ms: float) -> RankTimeline:
-        """The same on a clock that shows `by_ms` more."""
+        """The timeline with `by_ms` added to every time."""
         return RankTimeline(
             ops=tuple(TimedOp(op, start + by_ms, end + by_ms) for op, start, end in self.ops),
             spans=tuple(replace(span, start_ms=span.start_ms + by_ms, end_ms=span.end_ms + by_ms) for span in self.spans),
@@ -88,7 +88,7 @@ class Timeline:
     """All ranks of a pipeline in one iteration, on one clock."""
 
     iteration: int
-    """As in progress lines, from 1."""
+    """Iteration number as in progress lines, from 1."""
     plan: Plan
     ranks: tuple[RankTimeline, ...]
 
@@ -99,7 +99,7 @@ class Timeline:
 
     @property
     def begin_ms(self) -> float:
-        """When the first op of all starts."""
+        """Start of the first op over all ranks."""
         return min(row[0].start_ms for row in self.rows if row)
 
     @property

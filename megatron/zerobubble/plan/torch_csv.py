@@ -1,7 +1,7 @@
-"""The action tables that torch.distributed.pipelining reads: one line a rank, one action a cell.
+"""Read and write the action tables of torch.distributed.pipelining: one line per rank, one action per cell.
 
-Their letters are not ours: what we call B, the gradient of the input alone, is ``I`` there, and our fused BW is ``B``. Only
-compute actions are written; torch places its own sends and receives. An empty cell means nothing.
+torch uses other letters: our B (input gradient, dgrad) is ``I`` there, and our fused BW is ``B``. Only compute actions are
+written; torch places its own sends and receives. Empty cells are ignored.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
 
 
 def to_torch_csv(plan: Plan) -> str:
-    """The plan's compute order as a table of torch's actions."""
+    """The plan's compute order as an action table of torch, in CSV."""
     return "".join(",".join(f"{op.stage}{_TO_TORCH[op.kind]}{op.microbatch}" for op in row) + "\n" for row in plan.ops)
 
 
 def from_torch_csv(text: str, *, schedule: str = "imported") -> Plan:
-    """Read such a table; which rank has which stage and how many microbatches there are is read off it.
+    """Parse an action table of torch; the placement and the number of microbatches follow from its cells.
 
     Raises:
-        PlanError: a cell is not a compute action, a stage is missing or on two ranks, or there is nothing in the table.
+        PlanError: a cell is not a compute action, a stage is missing or on two ranks, or the table is empty.
     """
     rows = [
         [_action(cell.strip(), rank) for cell in line.split(",") if cell.strip()] for rank, line in enumerate(text.splitlines())
@@ -38,7 +38,7 @@ def from_torch_csv(text: str, *, schedule: str = "imported") -> Plan:
             if owner.setdefault(op.stage, rank) != rank:
                 raise PlanError(f"the table has {op} on rank {rank}, and stage {op.stage} on rank {owner[op.stage]} before")
     if not owner:
-        raise PlanError("the table has no actions; one line a rank is expected, for example 0F0,0F1,0I0,0W0")
+        raise PlanError("the table has no actions; one line per rank is expected, for example 0F0,0F1,0I0,0W0")
     missing = sorted(set(range(max(owner) + 1)) - set(owner))
     if missing:
         raise PlanError(f"the table has {max(owner) + 1} stages and no action of stage {missing[0]}")

@@ -1,16 +1,16 @@
-"""Every invariant of a plan, checked in time linear in its ops.
+"""Checks of every invariant of a plan, linear in the number of its ops.
 
-A plan that passes can be executed: nothing is missing, nothing is done twice, no rank waits for ever. The invariants:
+A plan that passes can be executed: no op is missing or runs twice, and no rank waits forever. The invariants:
 
-1. a rank's row holds only ops of its own stages, with microbatches 0..m-1;
+1. a rank's row has only ops of its own stages, with microbatches 0..m-1;
 2. each (stage, microbatch) has exactly one F, and either exactly one BW or exactly one B and one W;
 3. F comes before B (or BW), and B before W;
 4. ops of one stage and kind run in ascending microbatch order. The executor relies on it: a link between two stages
    is then first in, first out, and a message needs no tag;
-5. no deadlock (`order.execution_order`);
-6. where a memory limit is given, no rank exceeds it.
+5. no deadlock (`dependencies.execution_order`);
+6. no rank exceeds the memory limit, if one is given.
 
-A broken one raises PlanError with the rank x step grid around the offending cell.
+A violation raises PlanError with the rank x step grid around the offending cell.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def validate(
     Args:
         plan: the plan.
         forward_only: the plan is for evaluation: every F exactly once and nothing else.
-        memory_limit: most activation memory on any rank; 1.0 is what 1F1B holds on rank 0.
-        costs: what memory is counted with; uniform stages that keep everything until W where not given.
+        memory_limit: most activation memory per rank; 1.0 is that of 1F1B's rank 0.
+        costs: activation memory per stage; by default uniform stages that keep all activations until W.
 
     Raises:
-        DeadlockError: ranks wait for each other for ever.
-        PlanError: any other broken invariant.
+        DeadlockError: ranks wait for each other forever.
+        PlanError: any other violated invariant.
     """
     steps = _check_rows(plan)
     _check_complete(plan, steps, forward_only=forward_only)
@@ -65,7 +65,7 @@ def _fail(plan: Plan, rank: int, step: int, op: Op, problem: str, remedy: str) -
 
 
 def _check_rows(plan: Plan) -> dict[Op, int]:
-    """Invariants 1 and 4, and no op twice. Returns the step of every op on its rank."""
+    """Check invariants 1 and 4, and that no op occurs twice. Returns the step of every op on its rank."""
     steps: dict[Op, int] = {}
     latest: dict[tuple[int, OpKind], int] = {}
     stage_to_rank, m = plan.placement.stage_to_rank, plan.num_microbatches
@@ -77,14 +77,14 @@ def _check_rows(plan: Plan) -> dict[Op, int]:
                     rank,
                     step,
                     op,
-                    f"{op} is of a stage that does not exist",
+                    f"{op} has a stage that does not exist",
                     f"stages are 0..{plan.num_stages - 1}",
                 )
             if stage_to_rank[op.stage] != rank:
                 owner = stage_to_rank[op.stage]
-                _fail(plan, rank, step, op, f"{op} is of a stage of rank {owner}", f"move it to rank {owner}")
+                _fail(plan, rank, step, op, f"{op} belongs to a stage of rank {owner}", f"move it to rank {owner}")
             if op.microbatch >= m:
-                _fail(plan, rank, step, op, f"{op} is of a microbatch that does not exist", f"microbatches are 0..{m - 1}")
+                _fail(plan, rank, step, op, f"{op} has a microbatch that does not exist", f"microbatches are 0..{m - 1}")
             if op in steps:
                 _fail(plan, rank, step, op, f"{op} is computed twice, first at step {steps[op]}", "remove one of the two")
             before = latest.get((op.stage, op.kind), -1)
@@ -104,7 +104,7 @@ def _check_rows(plan: Plan) -> dict[Op, int]:
 
 
 def _check_complete(plan: Plan, steps: dict[Op, int], *, forward_only: bool) -> None:
-    """Invariants 2 and 3."""
+    """Check invariants 2 and 3."""
     for stage, rank in enumerate(plan.placement.stage_to_rank):
         for microbatch in range(plan.num_microbatches):
             found = {kind: steps[op] for kind in OpKind if (op := Op(stage, kind, microbatch)) in steps}
@@ -117,7 +117,7 @@ def _check_complete(plan: Plan, steps: dict[Op, int], *, forward_only: bool) -> 
 def _problem_of(
     stage: int, microbatch: int, found: dict[OpKind, int], *, forward_only: bool
 ) -> tuple[int | None, Op, str, str] | None:
-    """What is wrong with one (stage, microbatch), if anything: step (None: the row's end), op, problem, remedy."""
+    """The first problem of one (stage, microbatch): step (None: the row's end), op, problem, remedy; None if it is valid."""
     forward, backward, wgrad, fused = (Op(stage, kind, microbatch) for kind in (OpKind.F, OpKind.B, OpKind.W, OpKind.BW))
     if OpKind.F not in found:
         return None, forward, f"{forward} is missing", f"add {forward}"
@@ -157,7 +157,7 @@ def _problem_of(
 
 
 def _check_memory(plan: Plan, costs: CostModel, limit: float) -> None:
-    """Invariant 6."""
+    """Check invariant 6."""
     peaks = peak_memory(plan, costs)
     worst = max(range(plan.num_ranks), key=peaks.__getitem__)
     if peaks[worst] <= limit + MEMORY_TOLERANCE:
@@ -166,30 +166,30 @@ def _check_memory(plan: Plan, costs: CostModel, limit: float) -> None:
     step = live.index(max(live))
     op = plan.ops[worst][step]
     problem = f"memory peaks at {peaks[worst]:.4f} and the limit is {limit:.4f} (1.0 is 1F1B's rank 0)"
-    _fail(plan, worst, step, op, problem, "choose a schedule that holds fewer microbatches, or raise the limit")
+    _fail(plan, worst, step, op, problem, "choose a schedule that needs less activation memory, or raise the limit")
 
 
 def live_timeline(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Per rank, after each of its ops, how many (stage, microbatch) are between their F and their W (or BW).
+    """Per rank, after each of its ops, the number of (stage, microbatch) between F and W (or BW).
 
-    Those are the passes whose activations, or what of them B left for W, the rank holds. A forward of which the plan
-    has no backward holds nothing.
+    These are the activations in memory, in whole or the part kept for W. A forward without a backward in the plan does not
+    count.
     """
     return tuple(_running(row, enters=(OpKind.F,), leaves=_RELEASES) for row in plan.ops)
 
 
 def pending_timeline(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Per rank, after each of its ops, how many (stage, microbatch) are between their B and their W."""
+    """Per rank, after each of its ops, the number of (stage, microbatch) between B and W."""
     return tuple(_running(row, enters=(OpKind.B,), leaves=(OpKind.W,)) for row in plan.ops)
 
 
 def live_microbatches(plan: Plan) -> tuple[int, ...]:
-    """Per rank, the peak of `live_timeline`: the most (stage, microbatch) activations held at once."""
+    """Per rank, the peak of `live_timeline`: the most (stage, microbatch) activations in memory at once."""
     return tuple(max(row, default=0) for row in live_timeline(plan))
 
 
 def pending_wgrads(plan: Plan) -> tuple[int, ...]:
-    """Per rank, the peak of `pending_timeline`: the most W a weight gradient store has to hold at once."""
+    """Per rank, the peak of `pending_timeline`: the most W pending at once in the weight gradient store."""
     return tuple(max(row, default=0) for row in pending_timeline(plan))
 
 

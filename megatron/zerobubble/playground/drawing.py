@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
-from megatron.zerobubble.plan.memory_profile import held_over_time
+from megatron.zerobubble.plan.memory_profile import activation_memory_over_time
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.render.summary import headline, measures
 from megatron.zerobubble.plan.render.svg import SPAN_COLORS
@@ -81,7 +81,7 @@ def draw_recorded(timeline: Timeline) -> Drawing:
 
 def _draw(plan: Plan, rows: Sequence[Sequence[TimedOp]], costs: CostModel) -> Drawing:
     begin, end = extent(rows)
-    stairs = held_over_time(rows, plan.num_microbatches, costs)
+    stairs = activation_memory_over_time(rows, plan.num_microbatches, costs)
     times = rank_times(rows)
     peaks = [max((held for _, held in stair), default=0.0) for stair in stairs]
     counts = zip(live_microbatches(plan), pending_wgrads(plan), times, peaks, strict=True)

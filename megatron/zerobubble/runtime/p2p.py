@@ -1,7 +1,7 @@
 """Point-to-point transfers on links.
 
 A link is a directed pair of pipeline ranks. Links are shared out over process groups so that no rank has two links in one group
-(`colour_links`): each link has its own communicator and its own order, on NCCL in lazy and in eager mode and on gloo alike.
+(`color_links`): each link has its own communicator and its own order, on NCCL in lazy and in eager mode and on gloo alike.
 
 Ownership: `send` keeps the tensor alive until the handle is waited on; `receive` writes into a buffer of the caller's, which may
 be read after the handle's `wait`. On CUDA `wait` makes the current stream wait and does not block the host; on the CPU it blocks.
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.zerobubble.errors import TransferError
-from megatron.zerobubble.plan.communication import Message, colour_links, links_of
+from megatron.zerobubble.plan.communication import Message, color_links, links_of
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.runtime.issuer import Issued, Issuer
 from megatron.zerobubble.runtime.staging import Receiving, Sending, Staging, staging_for
@@ -94,7 +94,7 @@ class ProcessGroupLinks:
         self._groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         self._staging = staging or staging_for(device)
         self._issuer = Issuer() if device.type == "cpu" and self._staging is None else None
-        colours = colour_links(links_of(placement))
+        colours = color_links(links_of(placement))
         for links in colours:
             # One group over the whole world serves this colour of every pipeline: NCCL opens a communicator per pair that
             # really talks, and the number of groups stays the same however many pipelines there are.

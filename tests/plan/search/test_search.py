@@ -203,7 +203,7 @@ def test_a_fixed_order_is_held_against_the_limit() -> None:
         build_plan("zb-h2", num_ranks=4, num_microbatches=8, options=SearchOptions(memory_limit=1.0))
     with pytest.raises(ConfigError, match="memory limit is nan"):
         build_plan("zbv", num_ranks=4, num_microbatches=8, options=SearchOptions(memory_limit=math.nan))
-    with pytest.raises(PlanError, match="one value a stage"):
+    with pytest.raises(PlanError, match="one value per stage"):
         build_plan("1f1b", num_ranks=4, num_microbatches=8, costs=CostModel.uniform(Placement.v(4)))
 
 
