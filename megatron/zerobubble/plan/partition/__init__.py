@@ -1,1 +1,1 @@
-"""How many layers each stage holds: layout text, costs of parts, balanced layouts."""
+"""Partition of layers into stages: layout text, costs of the model's parts, balanced layouts."""

@@ -1,7 +1,7 @@
-"""Which stage should hold how many layers, so that no rank has more to do than it must.
+"""Balance layers over stages so that the bottleneck rank has the least work.
 
-The embedding and the head make the first and the last stage slower than the others. With the measured times of a layer and of
-these two parts, layers move to where there is time for them.
+The embedding and the head make the first and the last stage slower than the others. Given the measured times of a layer and of
+these two parts, layers move to the faster stages.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ __all__ = ["PartTimes", "StageLoad", "balance"]
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class StageLoad:
-    """What a layout is judged by: the smaller, the better, and the rank counts before the stage."""
+    """The score of a layout: smaller is better; the rank is compared before the stage."""
 
     busiest_rank_ms: float
-    """F, B and W of one microbatch through all stages of the rank that takes longest. In the steady state of any schedule a
-    microbatch costs at least this."""
+    """F, B and W of one microbatch through all stages of the bottleneck rank. In the steady state of any schedule a microbatch
+    costs at least this."""
     slowest_stage_ms: float
-    """The same of the stage that takes longest. Under one rank's load, even stages leave the schedule smaller bubbles."""
+    """F, B and W of one microbatch through the slowest stage. With the same rank load, even stages lead to smaller bubbles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartTimes:
-    """What the parts of a model take: F, B and W of one microbatch together, in milliseconds. All layers count as alike."""
+    """Times of the model's parts: F, B and W of one microbatch together, in milliseconds. All layers take the same time."""
 
     layer_ms: float
     """One decoder layer; more than 0."""
     embedding_ms: float = 0.0
-    """What the first stage has to do beside its layers."""
+    """The embedding: the first stage's time beyond its layers."""
     head_ms: float = 0.0
-    """What the last stage has to do beside its layers: final norm, head and loss."""
+    """Final norm, head and loss: the last stage's time beyond its layers."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -47,12 +47,12 @@ class PartTimes:
                 raise ConfigError(f"{name} is {value}; it must be a finite number, {allowed}")
 
     def stages_ms(self, layers: StageLayers) -> list[float]:
-        """The time of each stage of a layout."""
+        """The time of each stage of a layout, in milliseconds."""
         extra = self.extras_ms(layers.num_stages)
         return [extra[stage] + count * self.layer_ms for stage, count in enumerate(layers.per_stage)]
 
     def load(self, layers: StageLayers, placement: Placement) -> StageLoad:
-        """How busy a layout makes ranks and stages."""
+        """The load of the bottleneck rank and of the slowest stage under a layout."""
         times = self.stages_ms(layers)
         return StageLoad(
             busiest_rank_ms=max(math.fsum(times[stage] for stage in stages) for stages in placement.rank_to_stages),
@@ -61,15 +61,15 @@ class PartTimes:
 
     @staticmethod
     def from_stages(stages_ms: Sequence[float], layers: StageLayers) -> PartTimes:
-        """What the parts take, from what the stages that hold them take.
+        """Times of the parts, derived from times of stages.
 
-        A layer is the median of the stages that hold nothing but layers, and what the first and the last stage take beyond their
-        layers is the embedding and the head. Two stages cannot tell all three apart: then the one that takes less per layer
-        counts as layers only.
+        A layer takes the median over the stages with nothing but layers; the time of the first and the last stage beyond their
+        layers is the embedding and the head. Two stages cannot distinguish all three: then the one with less time per layer is
+        assumed to have layers only.
 
         Args:
-            stages_ms: F, B and W of one microbatch, per stage.
-            layers: which layers those stages hold; at least one in all.
+            stages_ms: F, B and W of one microbatch, per stage, in milliseconds.
+            layers: the layers of those stages; at least one in all.
         """
         last = layers.num_stages - 1
         per_layer = [time / count if count else math.inf for time, count in zip(stages_ms, layers.per_stage, strict=True)]
@@ -81,7 +81,7 @@ class PartTimes:
         return PartTimes(layer_ms=layer, embedding_ms=beyond(0), head_ms=beyond(last))
 
     def extras_ms(self, num_stages: int) -> list[float]:
-        """What each of so many stages has to do beside its layers."""
+        """Per stage, the time of the embedding and the head, in milliseconds."""
         extra = [0.0] * num_stages
         extra[0] += self.embedding_ms
         extra[-1] += self.head_ms
@@ -89,19 +89,18 @@ class PartTimes:
 
 
 def balance(num_layers: int, placement: Placement, times: PartTimes) -> StageLayers:
-    """The layout with the smallest `StageLoad`: first of all the busiest rank, then the slowest stage. Exact.
+    """The layout with the smallest `StageLoad`: minimize the bottleneck rank's time, then the slowest stage's. Exact.
 
-    Neither memory nor links count, nor how well a schedule's order of passes fits the stages.
+    It ignores memory, links, and how well a schedule's order fits the stages.
 
-    Layers are alike, so dealing them out one by one, always to where the time is then smallest, minimises the largest time; first
-    over ranks, which says how many layers each may hold at most, then over stages within these limits. (A limit per rank is a
-    laminar constraint, under which such greedy choices stay optimal.) Equal choices go to the less busy rank, then to the earlier
-    stage.
+    Layers are identical, so assigning them one by one, always where the resulting time is smallest, minimizes the largest time:
+    first over ranks, which gives the most layers per rank, then over stages within these limits. (A limit per rank is a laminar
+    constraint, under which such greedy choices stay optimal.) Ties go to the less loaded rank, then to the earlier stage.
 
     Args:
         num_layers: decoder layers of the model.
         placement: stage -> rank.
-        times: of the model's parts.
+        times: times of the model's parts.
 
     Raises:
         ConfigError: there are fewer layers than stages that need one.
@@ -126,8 +125,8 @@ def balance(num_layers: int, placement: Placement, times: PartTimes) -> StageLay
         return stages[stage].with_one_more(times.layer_ms), ranks[rank].with_one_more(times.layer_ms)
 
     for _ in range(left):
-        has_room = [stage for stage, rank in enumerate(placement.stage_to_rank) if ranks[rank].num_layers < most[rank]]
-        chosen = min(has_room, key=after)
+        allowed = [stage for stage, rank in enumerate(placement.stage_to_rank) if ranks[rank].num_layers < most[rank]]
+        chosen = min(allowed, key=after)
         stages[chosen].num_layers += 1
         ranks[placement.stage_to_rank[chosen]].num_layers += 1
     return StageLayers(per_stage=tuple(share.num_layers for share in stages))
@@ -135,23 +134,23 @@ def balance(num_layers: int, placement: Placement, times: PartTimes) -> StageLay
 
 @dataclass
 class _Share:
-    """What a stage or a rank has been dealt so far. Changes with every layer."""
+    """Layers assigned to a stage or a rank so far. Mutable."""
 
     num_layers: int
     extra_ms: float
-    """Of the embedding and the head, where it holds them."""
+    """Time of the embedding and the head, if it has them."""
 
     def with_one_more(self, layer_ms: float) -> float:
-        """Its time in milliseconds once it has been dealt another layer."""
+        """Its time in milliseconds with one more layer."""
         return self.extra_ms + (self.num_layers + 1) * layer_ms
 
 
 def _most_per_rank(num_layers: int, ranks: Sequence[_Share], layer_ms: float) -> list[int]:
-    """How many layers each rank may hold when the busiest one is to be no busier than it must be.
+    """The most layers of each rank such that the bottleneck rank's time is minimal.
 
     Args:
-        num_layers: still to be dealt.
-        ranks: what they hold already. Not changed.
+        num_layers: layers still to be assigned.
+        ranks: layers assigned so far; not changed.
         layer_ms: time of one layer.
     """
     dealt = [replace(share) for share in ranks]

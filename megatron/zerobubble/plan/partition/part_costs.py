@@ -1,7 +1,7 @@
-"""Costs of a model's parts, and what follows for stages that nobody has run yet.
+"""Costs of a model's parts, from which the costs of stages that were never measured are predicted.
 
-One placement was measured; what a layer, the embedding and the head cost follows from it, and from these the costs of any other
-placement and layout of the same model on the same ranks.
+The costs of a layer, the embedding and the head follow from the measurement of one placement; from these follow the costs of any
+other placement and layout of the same model on the same ranks.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _KINDS = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_aft
 
 @dataclass(frozen=True, kw_only=True)
 class PartCosts:
-    """What the parts of a model cost: times and memory, each as of `CostModel`."""
+    """Costs of a model's parts: times and activation memory, in the units of `CostModel`."""
 
     by_kind: Mapping[str, PartTimes]
-    """Field of `CostModel` -> what the parts have of it, in its unit. Kinds of which nothing was measured are left out."""
+    """Field of `CostModel` -> its values for the parts, in its unit. Fields that are 0 in every stage are left out."""
     comm_ms: float
-    """Time of a link."""
+    """P2P latency per message in milliseconds."""
 
     @staticmethod
     def from_stages(costs: CostModel, layers: StageLayers) -> PartCosts:
-        """From the costs of stages that hold `layers`; at least three of them tell all parts apart (`PartTimes.from_stages`)."""
+        """From the costs of stages with these `layers`; it takes three stages to separate all parts (`PartTimes.from_stages`)."""
         parts = {kind: PartTimes.from_stages(getattr(costs, kind), layers) for kind in _KINDS if any(getattr(costs, kind))}
         return PartCosts(by_kind=parts, comm_ms=costs.comm_ms)
 
     def costs(self, layers: StageLayers) -> CostModel:
-        """Of stages that hold `layers`, on the same number of ranks."""
+        """The costs of stages with these `layers`, on the same number of ranks."""
         nothing = (0.0,) * layers.num_stages
         stages = {kind: tuple(self.by_kind[kind].stages_ms(layers)) if kind in self.by_kind else nothing for kind in _KINDS}
         return CostModel(**stages, comm_ms=self.comm_ms)

@@ -1,7 +1,7 @@
-"""How many decoder layers each stage holds, and the text that says so.
+"""The number of decoder layers of each stage, and its layout text.
 
-The text is the one of Megatron's ``--pipeline-model-parallel-layout``: stages in the order data flows, whatever rank they sit on,
-with a bar between two of them. A letter is a part of the model, and ``*n`` repeats what stands before it::
+The text is that of Megatron's ``--pipeline-model-parallel-layout``: stages in the order data flows, independent of their ranks,
+with a bar between two of them. A letter is a part of the model, and ``*n`` repeats the letter or group before it::
 
     Et|(ttt|)*2ttL      four stages of 1, 3, 3 and 2 layers
 
@@ -9,8 +9,7 @@ with a bar between two of them. A letter is a part of the model, and ``*n`` repe
     t   a decoder layer
     L   the head and its loss, last in the last stage
 
-Invariant: every stage holds something. Without layers of its own it has to be the first or the last one, which are left with the
-embedding or the head.
+Invariant: no stage is empty. Only the first and the last stage can be without layers; they have the embedding and the head.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from megatron.zerobubble.plan.ir import Placement
 __all__ = ["StageLayers"]
 
 _REPEATED = re.compile(r"(?:\((?P<group>[^()]+)\)(?=\*)|(?P<part>[EtL|]))(?:\*(?P<times>[1-9][0-9]{0,3})(?![0-9]))?")
-"""One letter or one group, and how often. A group without a number is no match: Megatron would stumble over its parentheses."""
+"""A letter or a group with its repetition count. A group without a count does not match, as Megatron cannot parse it."""
 
 _SPELLED_OUT = 4
-"""Layers up to here are ``tttt``, from here on ``t*5``."""
+"""Up to this number layers are written as ``tttt``, beyond it as ``t*5``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageLayers:
-    """Decoder layers of every stage. Raises ConfigError for a stage that would hold nothing."""
+    """The number of decoder layers of every stage. Raises ConfigError for an empty stage."""
 
     per_stage: tuple[int, ...]
-    """One number a stage, in the order data flows."""
+    """One number per stage, in the order data flows."""
 
     def __post_init__(self) -> None:
         if not self.per_stage:
@@ -49,12 +48,12 @@ class StageLayers:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Number of stages in the pipeline."""
         return len(self.per_stage)
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of the whole model."""
+        """Number of decoder layers in the model."""
         return sum(self.per_stage)
 
     @property
@@ -64,7 +63,7 @@ class StageLayers:
 
     @property
     def text(self) -> str:
-        """The shortest usual way to write it; `parse` reads it back, and so does Megatron."""
+        """The layout text in its usual short form, which `parse` and Megatron read."""
         stages = [_layers_text(count) for count in self.per_stage]
         stages[0] = "E" + stages[0]
         stages[-1] += "L"
@@ -78,10 +77,10 @@ class StageLayers:
 
     @staticmethod
     def parse(text: str) -> StageLayers:
-        """Read a layout.
+        """Parse a layout text.
 
         Raises:
-            ConfigError: it is not one, or has parts that no schedule here can run. The message says where.
+            ConfigError: it is malformed, or has parts that no schedule here can run. The message names the place.
         """
         stages = _unrolled(text.replace(",", ""), text).split("|")
         whole = "|".join(stages)
@@ -96,14 +95,14 @@ class StageLayers:
 
     @staticmethod
     def spread(num_layers: int, placement: Placement) -> StageLayers:
-        """The same number of layers for every rank, and for every stage of a rank where that divides.
+        """The same number of layers on every rank, and in every stage if the layers divide evenly.
 
-        Under V, where it need not, the stages on the way down (0..p-1) take one layer more than those on the way up: rank 0 then
-        has its larger stage beside the embedding, not beside the head, which costs more, and in the simulator the drawn V
-        patterns lose less that way than with the larger stages elsewhere.
+        On the V placement they may divide over the ranks only: then the stages on the way down (0..p-1) have one layer more than
+        those on the way up. Rank 0's larger stage is then the one with the embedding, not the one with the costlier head, and in
+        the simulator the hand-written V patterns lose less this way than with the larger stages elsewhere.
 
         Raises:
-            ConfigError: it does not divide; the message names the nearest numbers that do.
+            ConfigError: the layers do not divide; the message names the nearest numbers that do.
         """
         stages, ranks = placement.num_stages, placement.num_ranks
         each, over = divmod(num_layers, stages)
@@ -119,10 +118,10 @@ class StageLayers:
 
     @staticmethod
     def padded(num_layers: int, placement: Placement) -> StageLayers:
-        """Stages of one size, except that the last and the first may hold one layer less, to make up for head and embedding.
+        """Equal stages, except that the last and the first may have one layer fewer, to make up for the head and the embedding.
 
-        One layer is taken from the last stage, whose head costs more than the embedding; two from both. Where nothing is missing
-        the stages are equal.
+        If one layer is missing, the last stage has one fewer, because the head costs more than the embedding; if two are, both
+        have.
 
         Raises:
             ConfigError: more than two would be missing; the message names the nearest numbers that are possible.
