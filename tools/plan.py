@@ -1,7 +1,4 @@
-"""Plan a pipeline schedule from a checkout, without installing anything: `python tools/plan.py plan --help`.
-
-The same commands as those of `zerobubble`, which `pip install` provides.
-"""
+"""The planning commands of `zerobubble` from a checkout, without installing anything: `python tools/plan.py plan --help`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Measure the planner: bubble rates against published ones and against its own bounds, and the time to find them.
+"""Benchmark the planner: bubble rates against published ones and against its own lower bounds, and the planning time.
 
-Every plan is a line, printed as it is found. Bubble rates are compared as published, with four decimals. A missed target is
-reported and does not change the exit code.
+It prints one line per plan. Bubble rates are compared as published, with four decimals. A missed target is reported and does not
+change the exit code.
 """
 
 from __future__ import annotations
@@ -45,13 +45,16 @@ EXAMPLES = """examples:
 """
 
 Row = dict[str, Any]
-"""One plan, what was asked for and what was found; in the JSON as it is. Also the parts of the report around it."""
+"""One plan as in the JSON: the request and the result. Also used for the other objects of the report."""
 
 LIMITS, EXACT = (0.5, 0.625, 0.75, 1.0, 1.25, 1.5, 2.0), 1e-9
 
 
 class Point(NamedTuple):
-    """A schedule at a memory limit (`at_peak`: at least the peak of the published schedule it is held against), and a target."""
+    """A schedule at a memory limit, compared with a published one, and a target.
+
+    With `at_peak`, the limit is at least the peak memory of the published schedule.
+    """
 
     name: str
     schedule: str
@@ -59,7 +62,7 @@ class Point(NamedTuple):
     published: str
     at_peak: bool = False
     most_ratio: float | None = None
-    """For the mean of ours over the published bubble rate."""
+    """Target for the mean ratio of our bubble rate to the published one."""
 
 
 POINTS = (
@@ -75,7 +78,7 @@ PAIRED = POINTS[:5]  # at the memory of the published schedule; the others lie b
 
 
 class Settings(NamedTuple):
-    """How hard to look, and the sizes of the last three sections: p, (p, m) with one config each, (p, m)."""
+    """Search effort, points, and the sizes of the last three sections: p, (p, m) with one config each, (p, m)."""
 
     effort: str | None = None
     points: tuple[Point, ...] = POINTS
@@ -86,7 +89,7 @@ class Settings(NamedTuple):
     fast: tuple[tuple[int, int], ...] = ((32, 256),)
 
     def options(self, num_ranks: int, memory_limit: float) -> SearchOptions:
-        """The search options of one search."""
+        """Search options for p ranks under a memory limit."""
         effort = Effort(self.effort or ("max" if num_ranks > 16 else "default"))
         return SearchOptions(
             memory_limit=memory_limit, seed=self.seed, budget=effort.budget if self.budget is None else self.budget
@@ -94,18 +97,18 @@ class Settings(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One line of a section before it is measured. Travels to another process."""
+    """One plan of a section to measure. Picklable, for other processes."""
 
     config: Config
     schedule: str
     options: SearchOptions
     labels: Row
     rival_costs_of: CostsOf | None = None
-    """Plan for these too, and run that order under the config's costs."""
+    """Also plan for these costs, and simulate that plan under the config's costs."""
 
 
 def measure(task: Task) -> Row:
-    """Plan; the clock runs from the request to the simulated plan and its bound."""
+    """Plan and measure; `seconds` is the time from the request to the simulated plan and its lower bound."""
     config, options = task.config, task.options
     p, m = config.num_ranks, config.num_microbatches
     begin = time.perf_counter()
@@ -125,7 +128,7 @@ def measure(task: Task) -> Row:
 
 
 def measured(tasks: Sequence[Task], jobs: int) -> Iterator[Row]:
-    """Every task in turn, in `jobs` processes."""
+    """Measure all tasks, in `jobs` processes; the rows come in order."""
     if jobs == 1:
         yield from map(measure, tasks)
     else:
@@ -134,7 +137,7 @@ def measured(tasks: Sequence[Task], jobs: int) -> Iterator[Row]:
 
 
 def point_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
-    """Every point of every config, except where there is nothing to hold it against."""
+    """Every point of every config that has its published schedule."""
     tasks = []
     for config in configs:
         for point in (point for point in settings.points if point.published in config.reference):
@@ -146,7 +149,7 @@ def point_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
 
 
 def auto_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
-    """`auto` under every limit, in ascending order."""
+    """`auto` under every memory limit of `LIMITS`, per config."""
     tasks = []
     for config in configs:
         for limit in LIMITS:
@@ -158,7 +161,7 @@ def auto_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
 
 
 def ideal_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
-    """zbv at 1F1B's memory and zb at twice that, with the default costs: every pass 1, free links."""
+    """zbv at 1F1B's memory and zb at twice that, with the default costs: F=B=W=1 and free links."""
     return [
         Task(Config(0, "", p, m, CostModel.uniform, {}), name, settings.options(p, limit), {"point": f"{name}@{limit:g}"})
         for p in settings.ideal
@@ -168,7 +171,7 @@ def ideal_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
 
 
 def uneven(costs_of: CostsOf, placement: Placement, *, flat: bool = False) -> CostModel:
-    """A short first stage (embedding), a long last one (head), noise on all; with `flat`, the mean of that on every stage."""
+    """Costs with a short first stage (embedding), a long last one (head) and noise; with `flat`, their mean on every stage."""
     costs, random = costs_of(placement), Random(0)
     shares = [random.uniform(0.9, 1.1) for _ in range(placement.num_stages)]
     shares[0] *= 0.8
@@ -181,7 +184,7 @@ def uneven(costs_of: CostsOf, placement: Placement, *, flat: bool = False) -> Co
 
 
 def uneven_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
-    """The true times against their mean."""
+    """Planning for uneven times against planning for their mean."""
     tasks = []
     for size in settings.uneven:
         those = [config for config in configs if (config.num_ranks, config.num_microbatches) == size]
@@ -193,37 +196,37 @@ def uneven_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
 
 
 def fast_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
-    """Little effort on the largest instances."""
+    """Effort `fast` on the largest instances."""
     chosen = [config for config in configs if (config.num_ranks, config.num_microbatches) in settings.fast]
     return point_tasks(chosen, settings._replace(effort="fast", points=PAIRED))
 
 
 def describe(row: Row) -> str:
-    """A line of a section, short."""
+    """One row as a short text."""
     config = f"row {row['row']} ({row['model']}), " if row["model"] else ""
     shown = [f"{key} {row[key]:.4f}" for key in ("ours", "reference", "flattened") if row.get(key) is not None]
     return f"{config}p={row['p']}, m={row['m']}, {row['point']}: {', '.join(shown)}, {row['seconds']:.1f} s"
 
 
 def verdict(target: str, rows: Sequence[Row], keeps: Callable[[Row], bool]) -> list[Row]:
-    """Whether every row keeps a target; nothing where there is no row."""
+    """Whether every row meets a target, with the rows that miss it; empty without rows."""
     misses = [describe(row) for row in rows if not keeps(row)]
     result = f"{len(rows) - len(misses)} of {len(rows)}"
     return [{"target": target, "result": result, "met": not misses, "misses": misses}] if rows else []
 
 
 def not_above(row: Row, most: float = 1.0) -> bool:
-    """Not above so many times the published rate, in four decimals; also where there is none."""
+    """Whether our rate is at most `most` times the published one, in four decimals; true without a published one."""
     return row["reference"] is None or bool(round(row["ours"], 4) <= most * round(row["reference"], 4) + EXACT)
 
 
-def uses_room(row: Row) -> bool:
-    """Below the published rate, in four decimals, unless that is the bound."""
+def below_or_at_bound(row: Row) -> bool:
+    """Whether our rate is below the published one, in four decimals, or the lower bound does not allow that."""
     return bool(round(row["ours"], 4) < row["reference"] - EXACT or round(row["bound"], 4) >= row["reference"] - EXACT)
 
 
 def judge_points(rows: Sequence[Row]) -> list[Row]:
-    """Each point on every config, and the mean ratios."""
+    """Verdicts on each point over all configs, and on the mean ratios."""
     verdicts = []
     for point in POINTS:
         those = [row for row in rows if row["point"] == point.name]
@@ -231,7 +234,7 @@ def judge_points(rows: Sequence[Row]) -> list[Row]:
         if point in PAIRED:
             verdicts += verdict(f"{point.name} never above {point.published}", those, not_above)
         if point in PAIRED[:3]:
-            verdicts += verdict(f"{point.name} below {point.published} wherever the bound leaves room", those, uses_room)
+            verdicts += verdict(f"{point.name} below {point.published} wherever the bound allows", those, below_or_at_bound)
         if ratios and point.most_ratio is not None:
             target = f"{point.name}: mean ratio to {point.published} at most {point.most_ratio}"
             mean = statistics.fmean(ratios)
@@ -240,7 +243,7 @@ def judge_points(rows: Sequence[Row]) -> list[Row]:
 
 
 def judge_auto(rows: Sequence[Row]) -> list[Row]:
-    """Against the published schedules, and each limit against the smaller one before it on the same config."""
+    """Verdicts on `auto` against the published schedules, and against `auto` under the next smaller limit."""
     grown = [(a, b) for a, b in pairwise(rows) if a["row"] == b["row"] and a["limit"] < b["limit"]]
     rising = [more for less, more in grown if round(more["ours"], 4) > round(less["ours"], 4)]
     better = verdict("never worse than the best published schedule that fits", rows, not_above)
@@ -248,7 +251,7 @@ def judge_auto(rows: Sequence[Row]) -> list[Row]:
 
 
 class Section(NamedTuple):
-    """A part of the benchmark."""
+    """A part of the benchmark: a line about it, its columns, its tasks and its verdicts."""
 
     about: str
     columns: str
@@ -259,7 +262,7 @@ class Section(NamedTuple):
 COLUMNS = {"row": (3, ""), "model": (6, ""), "p": (3, ""), "m": (4, ""), "point": (10, ""), "schedule": (16, "")}
 COLUMNS |= dict.fromkeys(("limit", "reference", "ours", "bound", "flattened"), (9, ".4f"))
 COLUMNS |= {"published": (9, ""), "ratio": (6, ".3f"), "seconds": (8, ".1f")}
-"""The parts of a line: width and format of every key of a row that is shown."""
+"""Width and format of each column."""
 CONFIG = "row model p m point limit"
 COMPARED = f"{CONFIG} published reference ours bound ratio seconds"
 CHOSEN = f"{CONFIG} published reference schedule ours bound seconds"
@@ -292,12 +295,12 @@ Rates are compared with four decimals, as published."""
 
 
 def cell(row: Row, key: str) -> str:
-    """One value of a line."""
+    """One value as text, `-` if it is missing."""
     return "-" if row.get(key) is None else f"{row[key]:{COLUMNS[key][1]}}"
 
 
 def run_section(name: str, configs: list[Config], settings: Settings, jobs: int) -> Row:
-    """Measure and print one section."""
+    """Measure and print one section; returns its part of the report."""
     section = SECTIONS[name]
     keys = section.columns.split()
     print(f"\n{name}: {section.about}", " ".join(f"{key:>{COLUMNS[key][0]}}" for key in keys), sep="\n", flush=True)
@@ -320,7 +323,7 @@ def table(lines: Iterable[Iterable[str]], heads: Sequence[str]) -> list[str]:
 
 
 def markdown(report: Row) -> str:
-    """The report for a reader."""
+    """The report as Markdown."""
     verdicts = [(name, v) for name, section in report["sections"].items() for v in section["verdicts"]]
     shown = [(name, v["target"], v["result"], "yes" if v["met"] else "**missed**") for name, v in verdicts]
     lines = ["# What the planner finds", "", INTRODUCTION, "", "## Targets", ""]
@@ -345,23 +348,27 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "file", nargs="?", default=PUBLISHED, help="configs, as for `zerobubble compare` (default: the published)"
     )
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="separated by commas (default: %(default)s)")
-    parser.add_argument("--rows", help="which configs, counted from 0 and separated by commas (default: all)")
+    parser.add_argument(
+        "--sections", default=",".join(SECTIONS), help="sections to run, separated by commas (default: %(default)s)"
+    )
+    parser.add_argument("--rows", help="configs, counted from 0 and separated by commas (default: all)")
     names = ",".join(point.name for point in POINTS)
-    parser.add_argument("--points", default=names, help="of the first section, separated by commas (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default %(default)s); more than cores distort seconds")
+    parser.add_argument("--points", default=names, help="points of the first section, separated by commas (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes (default %(default)s); more than the number of cores distorts seconds"
+    )
     efforts = [effort.value for effort in Effort]
     parser.add_argument("--effort", choices=efforts, help="default: default, and max beyond 16 ranks; fast is always fast")
     parser.add_argument("--budget", type=float, help="op evaluations of a search, instead of any effort")
-    parser.add_argument("--seed", type=int, default=0, help="of the search (default %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the result; rewritten after every section")
-    parser.add_argument("--markdown", metavar="FILE", help="write the result for a reader")
-    parser.add_argument("--from-json", metavar="FILE", help="measure nothing: take a result from here and write --markdown")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; rewritten after every section")
+    parser.add_argument("--markdown", metavar="FILE", help="write the result as Markdown")
+    parser.add_argument("--from-json", metavar="FILE", help="measure nothing: read a result from this file and write --markdown")
     return parser
 
 
 def run(args: argparse.Namespace, command: str, settings: Settings) -> Row:
-    """Measure what was asked for."""
+    """Run the chosen sections and return the report."""
     names = args.sections.split(",")
     if not set(names) <= set(SECTIONS):
         raise PlanError(f"--sections is {args.sections!r}; choose from {','.join(SECTIONS)}")
@@ -371,7 +378,7 @@ def run(args: argparse.Namespace, command: str, settings: Settings) -> Row:
     settings = settings._replace(points=tuple(points[name] for name in args.points.split(",")))
     configs = read_configs(str(args.file), args.rows)
     for target in filter(None, (args.json, args.markdown)):
-        Path(target).open("a").close()  # not after hours
+        Path(target).open("a").close()  # an unwritable path fails now, not after hours
     report: Row = {"format": FORMAT, "command": command, "date": f"{datetime.now(UTC):%Y-%m-%d}", "version": __version__}
     report |= {"python": platform.python_version(), "core": "pure Python" if best_core() is PythonCore else "compiled"}
     report |= {"machine": f"{platform.machine()} with {os.cpu_count()} CPUs", "sections": {}}
@@ -383,7 +390,7 @@ def run(args: argparse.Namespace, command: str, settings: Settings) -> Row:
 
 
 def read_report(file: str) -> Row:
-    """What `--json` wrote."""
+    """Read a report that `--json` wrote. Raises PlanError on any other file."""
     try:
         report = json.loads(Path(file).read_text(encoding="utf-8"))
         if report["format"] == FORMAT and set(report["sections"]) <= set(SECTIONS):
@@ -394,7 +401,7 @@ def read_report(file: str) -> Row:
 
 
 def main(argv: Sequence[str] | None = None, settings: Settings | None = None) -> int:
-    """Run the benchmark; `settings` has the sizes. A user error is a message on stderr and exit code 2."""
+    """Run the benchmark and return the exit code, 2 after a user error, which is reported in one line on stderr."""
     words = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser()
     args = parser.parse_args(words)
