@@ -36,8 +36,8 @@ def test_plan_shows_the_timeline_and_writes_files(tool: ModuleType, tmp_path: Pa
     written = [word for name, path in files.items() for word in (f"--{name}", str(path))]
     assert tool.main([*ZBV, *written]) == 0
     out = capsys.readouterr().out
-    assert "zbv: 4 ranks, 8 microbatches, 2 stage(s) a rank (V)" in out
-    assert "bubble 0.00 %" in out
+    assert "zbv: 4 pipeline ranks (PP), 8 microbatches per iteration, 2 stage(s) per rank (V)" in out
+    assert "bubble 0.00 %, iteration time 24.000 ms with post-validation (span), " in out
     assert "\nrank 3 " in out
     assert Plan.from_json(files["json"].read_text()).num_ranks == 4
     ElementTree.parse(files["svg"])

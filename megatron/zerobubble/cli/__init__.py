@@ -1,1 +1,1 @@
-"""What the command `zerobubble` runs. Entry points only: the work is done in the packages below."""
+"""The commands of `zerobubble`: entry points only."""

@@ -1,6 +1,6 @@
-"""The command `zerobubble`: `zerobubble plan|pareto|show|compare|export|import|playground|train`.
+"""The command `zerobubble plan|pareto|show|compare|export|import|playground|train`.
 
-Only `train` imports torch. `playground` and `train` have parsers of their own; the others share this one.
+Only `train` imports torch. `playground` and `train` have their own parsers; the other commands share this one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:
     """Run one command.
 
     Args:
-        argv: its name and its arguments; None takes those of the process.
-        prog: what to call the program in messages.
+        argv: the command's name and arguments; None takes those of the process.
+        prog: the program's name in messages.
 
     Returns:
-        The exit code: 2 after a user error, which is reported in one line on stderr (a plan's with its grid).
+        The exit code: 2 after a user error, which is reported in one line on stderr (plan errors with their grid).
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in _WITH_OWN_PARSER:

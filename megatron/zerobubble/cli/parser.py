@@ -1,4 +1,4 @@
-"""What every command line of the project shares: errors in one line, and files by name or `-`."""
+"""Shared by all command lines: errors in one line, and files by name or `-`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line and exit code 2, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """End the program. `message` is what argparse found wrong."""
+        """Exit with code 2 and argparse's `message` in one line on stderr."""
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 

@@ -1,6 +1,6 @@
-"""The commands of `zerobubble` that plan: build or search a plan, show it, compare, convert. They work without torch.
+"""The planning commands of `zerobubble`: build or search a plan, show it, compare, convert. They work without torch.
 
-Times are per rank and microbatch; a schedule with several stages per rank divides them equally.
+Times are per rank and microbatch; a schedule with several virtual stages per rank divides them equally.
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ def add_commands(commands: Any) -> None:
     """Add `plan`, `pareto`, `show`, `compare`, `export` and `import` to the sub-parsers of a command line."""
     raw = argparse.RawDescriptionHelpFormatter
     schedules = "\n".join(f"  {info.name:17} {info.description} ({info.reference})" for info in known_schedules())
-    schedules += f"\n  {AUTO:17} the best of all within the memory limit"
+    schedules += f"\n  {AUTO:17} the best of these within the memory limit"
     plan = commands.add_parser(
         "plan", help="build a plan and show it", epilog=f"schedules:\n{schedules}\n\n{EXAMPLES}", formatter_class=raw
     )
     plan.add_argument("--schedule", required=True, help="name of the schedule, see below")
-    plan.add_argument("--num-chunks", type=int, help="stages a rank, for the interleaved schedules (default 2)")
-    plan.add_argument("--max-pending-backward", help="for zb: 1p, 2p or a number of microbatches (default 1p)")
-    plan.add_argument("--memory-limit", type=float, help="most activation memory a rank; 1.0 is 1F1B's rank 0")
-    pareto = commands.add_parser("pareto", help="the best bubble for every memory limit", epilog=EXAMPLES, formatter_class=raw)
+    plan.add_argument("--num-chunks", type=int, help="virtual stages (VPP) per rank, for the interleaved schedules (default 2)")
+    plan.add_argument(
+        "--max-pending-backward", help="most microbatches between F and W per rank, for zb: 1p, 2p or a number (default 1p)"
+    )
+    plan.add_argument("--memory-limit", type=float, help="most activation memory per rank; 1.0 is 1F1B's rank 0")
+    pareto = commands.add_parser("pareto", help="Pareto front, bubble vs. memory", epilog=EXAMPLES, formatter_class=raw)
     pareto.add_argument(
         "--memory-limits",
         default="0.5,0.625,0.75,1.0,1.25,1.5,2.0",
@@ -72,39 +74,44 @@ def add_commands(commands: Any) -> None:
     compare = commands.add_parser(
         "compare", help="plan for published times and compare the bubble rates", epilog=EXAMPLES, formatter_class=raw
     )
-    compare.add_argument("file", help="JSON with `configs`: times, and what a reference reaches on them at which peak memory")
-    compare.add_argument("--rows", help="which configs, counted from 0 and separated by commas (default: all)")
+    compare.add_argument("file", help="JSON with `configs`: costs, and the bubble rates and peak memory published for them")
+    compare.add_argument("--rows", help="configs to compare, counted from 0 and separated by commas (default: all)")
     compare.add_argument("--effort", choices=[e.value for e in Effort], default="default", help="as for plan")
-    compare.add_argument("--seed", type=int, default=0, help="of the search (default %(default)s)")
-    export = commands.add_parser("export", help="write a plan in torch's form", epilog=EXAMPLES, formatter_class=raw)
+    compare.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
+    export = commands.add_parser("export", help="write a plan as an action table of torch", epilog=EXAMPLES, formatter_class=raw)
     export.add_argument("file", help="a plan in JSON; - reads standard input")
     export.add_argument("--torch-csv", metavar="FILE", required=True, help="the action table to write; - prints it")
-    importing = commands.add_parser("import", help="read a plan in torch's form", epilog=EXAMPLES, formatter_class=raw)
+    importing = commands.add_parser(
+        "import", help="read a plan from an action table of torch", epilog=EXAMPLES, formatter_class=raw
+    )
     importing.add_argument("file", help="an action table of torch.distributed.pipelining; - reads standard input")
     importing.add_argument("--schedule", default="imported", help="name of the plan (default %(default)s)")
     importing.add_argument("--json", metavar="FILE", default="-", help="the plan file to write; - prints it (default)")
 
 
 def _add_problem(command: argparse.ArgumentParser) -> None:
-    """What is to be planned, and how hard to look."""
-    command.add_argument("--num-ranks", type=int, required=True, help="pipeline ranks, p")
+    """Add the flags for sizes, costs and the search."""
+    command.add_argument("--num-ranks", type=int, required=True, help="pipeline ranks (PP), p")
     command.add_argument("--num-microbatches", type=int, required=True, help="microbatches per iteration, m")
     for name, default, meaning in (
-        ("forward-ms", 1.0, "forward time of one rank and microbatch"),
-        ("backward-ms", 1.0, "time of the input gradient"),
-        ("wgrad-ms", 1.0, "time of the weight gradient"),
-        ("comm-ms", 0.0, "added to every dependency that crosses ranks"),
-        ("activation-after-backward", 1.0, "share of the activations that stays from B until W, 0..1"),
+        ("forward-ms", 1.0, "F, forward, in ms per rank and microbatch"),
+        ("backward-ms", 1.0, "B, input gradient (dgrad), in ms per rank and microbatch"),
+        ("wgrad-ms", 1.0, "W, weight gradient (wgrad), in ms per rank and microbatch"),
+        ("comm-ms", 0.0, "P2P latency per message, in ms"),
+        ("activation-after-backward", 1.0, "activation fraction kept after B (M_W / M_B)"),
     ):
         command.add_argument(f"--{name}", type=float, default=default, help=f"{meaning} (default %(default)s)")
     command.add_argument("--costs", metavar="FILE", help="JSON with per-stage lists instead of these scalars, as in a plan file")
     command.add_argument(
-        "--objective", choices=[o.value for o in Objective], default="span", help="what to minimise (default span)"
+        "--objective",
+        choices=[objective.value for objective in Objective],
+        default="span",
+        help=f"iteration time to minimize: {' or '.join(objective.label for objective in Objective)} (default span)",
     )
     command.add_argument(
-        "--effort", choices=[e.value for e in Effort], help="look for a better order for about 1, 20 or 180 s at p=8, m=24"
+        "--effort", choices=[e.value for e in Effort], help="search for a better order for about 1, 20 or 180 s at p=8, m=24"
     )
-    command.add_argument("--seed", type=int, default=0, help="of the search (default %(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
     command.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
 
 
@@ -128,7 +135,7 @@ def _costs(args: argparse.Namespace, placement: Placement) -> CostModel:
 
 
 def _result(args: argparse.Namespace, memory_limit: float | None) -> Result:
-    """Without a limit and an effort: the drawn order. Else the best one found."""
+    """The hand-written pattern without a limit and an effort, otherwise the best plan found."""
     name = args.schedule
     effort = Effort(args.effort or "default")
     options = SearchOptions(memory_limit=memory_limit, objective=Objective(args.objective), seed=args.seed, budget=effort.budget)
@@ -164,7 +171,7 @@ def _write_text(target: str, text: str) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> None:
-    """`plan`: generate or search, simulate, write and show."""
+    """`plan`: generate or search a plan, simulate it, write it to files and show it."""
     result = _result(args, args.memory_limit)
     simulation = result.simulation
     if args.json is not None:
@@ -177,7 +184,7 @@ def run_plan(args: argparse.Namespace) -> None:
 
 
 def run_pareto(args: argparse.Namespace) -> None:
-    """`pareto`: the best plan for every limit. A plan that fits less memory fits more, so the curve never rises."""
+    """`pareto`: the best plan for each memory limit. A plan that fits a limit fits any larger one, so the curve never rises."""
     try:
         limits = sorted({float(word) for word in args.memory_limits.split(",")})
     except ValueError:
@@ -215,7 +222,8 @@ def _draw_pareto(points: list[dict[str, Any]], target: str) -> None:
     memory = [point["memory_limit"] for point in points]
     axes.plot(memory, [100 * point["bubble_rate"] for point in points], "o-", label="plan")
     axes.plot(memory, [100 * point["bound_bubble_rate"] for point in points], "--", color="grey", label="lower bound")
-    axes.set(xlabel="activation memory, 1.0 = 1F1B's rank 0", ylabel="bubble, % of the span", ylim=(0, None))
+    axes.set(title="Pareto front, bubble vs. memory", ylabel="bubble, % of the span", ylim=(0, None))
+    axes.set_xlabel("activation memory per rank, 1.0 = 1F1B's rank 0")
     axes.legend()
     figure.tight_layout()
     figure.savefig(target, dpi=150)
@@ -223,7 +231,7 @@ def _draw_pareto(points: list[dict[str, Any]], target: str) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> None:
-    """`compare`: every reference schedule against ours at the reference's own peak memory."""
+    """`compare`: our schedules against the published ones, each at the published peak memory."""
     configs = read_configs(args.file, args.rows)
     print("model    p    m  schedule memory  reference     ours    bound  seconds")
     for config in configs:
@@ -247,21 +255,21 @@ def run_compare(args: argparse.Namespace) -> None:
 
 
 def run_export(args: argparse.Namespace) -> None:
-    """`export`: a plan as torch's action table."""
+    """`export`: write a plan as torch's action table."""
     plan = Plan.from_json(read_text(args.file))
     validate(plan)
     _write_text(args.torch_csv, to_torch_csv(plan).rstrip("\n"))
 
 
 def run_import(args: argparse.Namespace) -> None:
-    """`import`: torch's action table as a plan."""
+    """`import`: read torch's action table as a plan."""
     plan = from_torch_csv(read_text(args.file), schedule=args.schedule)
     validate(plan)
     _write_text(args.json, plan.to_json())
 
 
 def run_show(args: argparse.Namespace) -> None:
-    """`show`: read, validate, simulate under the file's own costs, and show."""
+    """`show`: read and validate a plan file, simulate it under its own costs, and show it."""
     text = read_text(args.file)
     plan = Plan.from_json(text)
     validate(plan)

@@ -1,4 +1,4 @@
-"""Timings and bubble rates that were published, as a file: what `zerobubble compare` and the planner's benchmark read."""
+"""Published timings and bubble rates, read from a file by `zerobubble compare` and the planner's benchmark."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from megatron.zerobubble.plan.planner import CostsOf
 from megatron.zerobubble.plan.registry import check_at_least_one
 
 COMPARED = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_after_backward")
-"""The times of one config in a file for `compare`."""
+"""The costs of one config in a file for `zerobubble compare`."""
 
 REFERENCES = {"ZB-1p": "zb", "ZB-2p": "zb", "ZBV": "zbv", "V-half": "v-half", "V-min": "v-min"}
-"""Names in a file for `zerobubble compare`, and ours."""
+"""Schedule name in a file for `zerobubble compare` -> our schedule name."""
 
 HALF_A_DIGIT = 0.5e-4 + 1e-9
+"""Rounding error of a number published with four decimals."""
 
 
 class Reference(NamedTuple):
-    """What a reference schedule reaches on a config."""
+    """The published bubble rate and peak memory (1.0 is 1F1B's rank 0) of a schedule on one config."""
 
     bubble_rate: float
     peak_memory: float
@@ -40,7 +41,15 @@ class Config(NamedTuple):
 
 
 def read_configs(file: str, rows: str | None) -> list[Config]:
-    """The configs of a file for `zerobubble compare`, or those of them that `rows` (as on the command line) names."""
+    """Read the configs of a file for `zerobubble compare`.
+
+    Args:
+        file: path of the JSON file, or `-`.
+        rows: indices of configs, separated by commas; None: all.
+
+    Raises:
+        PlanError: the file or `rows` is malformed.
+    """
     try:
         configs = [_config(row, body) for row, body in enumerate(json.loads(read_text(file))["configs"])]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -62,9 +71,9 @@ def _config(row: int, body: dict[str, Any]) -> Config:
 
 
 def _unrounded(peak: float, num_ranks: int) -> float:
-    """A peak published with four decimals: the whole stages of two a rank that round to it, or the number itself.
+    """The exact peak behind one published with four decimals: a whole number of half-rank stages, if one rounds to it.
 
-    17 of 32 microbatches (0.53125) are published as 0.5312, under which the schedule that was measured would not fit.
+    17 of 32 microbatches (0.53125) are published as 0.5312, a limit that the measured schedule itself would exceed.
     """
     exact = round(peak * 2 * num_ranks) / (2 * num_ranks)
     return exact if abs(exact - peak) <= HALF_A_DIGIT else peak

@@ -176,14 +176,14 @@ _ALL = (
     _info(
         "1f1b",
         "linear",
-        "fused backward, one stage per rank",
+        "full backward (B+W), one stage per rank",
         "arXiv 2104.04473, section 2.2.1",
         lambda request: one_f_one_b(request.num_ranks, request.num_microbatches),
     ),
     _info(
         "interleaved-1f1b",
         "loop",
-        "fused backward, several stages per rank, interleaved (round-robin) placement",
+        "full backward (B+W), several stages per rank, interleaved (round-robin) placement",
         "arXiv 2104.04473, section 2.2.2",
         lambda request: interleaved_1f1b(request.num_ranks, request.num_microbatches, request.num_chunks),
         num_chunks=None,
@@ -241,7 +241,7 @@ _ALL = (
     _info(
         "1f1b-v",
         "V",
-        "fused backward at two thirds of 1F1B's memory, two stages per rank in a V",
+        "full backward (B+W) at two thirds of 1F1B's memory, two stages per rank in a V",
         "arXiv 2405.15362, section 3",
         _one_f_one_b_v,
         num_chunks=2,

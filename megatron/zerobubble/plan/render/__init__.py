@@ -1,1 +1,1 @@
-"""A timeline as text, as SVG and as a trace for Perfetto."""
+"""Renderers of timelines: text, SVG, and traces for Perfetto."""

@@ -1,32 +1,34 @@
-"""A plan and what it reaches, in lines of text: for `zerobubble plan` and the playground."""
+"""A plan and its metrics as lines of text, for `zerobubble plan` and the playground."""
 
 from __future__ import annotations
 
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.render.text import render_text
+from megatron.zerobubble.plan.search.search import Objective
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
 
 
 def headline(plan: Plan) -> str:
-    """What is planned, in one line."""
+    """The plan's schedule and sizes, in one line."""
     return (
-        f"{plan.schedule}: {plan.num_ranks} ranks, {plan.num_microbatches} microbatches, "
-        f"{plan.placement.num_chunks} stage(s) a rank ({plan.placement.name})"
+        f"{plan.schedule}: {plan.num_ranks} pipeline ranks (PP), {plan.num_microbatches} microbatches per iteration, "
+        f"{plan.placement.num_chunks} stage(s) per rank ({plan.placement.name})"
     )
 
 
 def measures(simulation: Simulation) -> str:
-    """What it reaches, in one line."""
+    """Bubble rate, iteration times and peak memory, in one line."""
     return (
-        f"bubble {100 * simulation.bubble_rate:.2f} %, span {simulation.span_ms:.3f} ms, "
-        f"makespan {simulation.makespan_ms:.3f} ms, peak memory {max(simulation.peak_memory):.4f} of 1F1B's"
+        f"bubble {100 * simulation.bubble_rate:.2f} %, iteration time {simulation.span_ms:.3f} ms {Objective.SPAN.label}, "
+        f"{simulation.makespan_ms:.3f} ms {Objective.MAKESPAN.label}, "
+        f"peak activation memory {max(simulation.peak_memory):.4f} of 1F1B's"
     )
 
 
 def bounds(result: Result) -> str:
-    """What no plan can beat, and how far this one is above it, in one line."""
+    """The lower bounds and the plan's gaps to them, in one line."""
     simulation, bound = result.simulation, result.bound
     return (
         f"lower bounds: bubble {100 * bound.bubble_rate:.2f} %, "
@@ -36,11 +38,11 @@ def bounds(result: Result) -> str:
 
 
 def summary(result: Result, width: int) -> str:
-    """The text timeline under its headline, with the measures, the bounds and what each rank holds."""
+    """The headline, the text timeline, the metrics, the lower bounds, and each rank's memory."""
     simulation = result.simulation
     plan = simulation.plan
     ranks = [
-        f"  rank {rank}: peak memory {memory:.4f}, {live} passes held, {pending} W pending at most"
+        f"  rank {rank}: peak activation memory {memory:.4f}; at most {live} stage activations, {pending} pending W"
         for rank, (memory, live, pending) in enumerate(
             zip(simulation.peak_memory, live_microbatches(plan), pending_wgrads(plan), strict=True)
         )

@@ -1,4 +1,4 @@
-"""Draw timelines as SVG: one alone, or a plan above what really ran of it, on one axis."""
+"""Render timelines as SVG: a single one, or a plan above its recorded run on the same axis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLORS = {
     OpKind.W: ("#97d077", "#44832f"),
     OpKind.BW: ("#8ad3ab", "#2a8a66"),
 }
-"""Fill of each kind: the first chunk light with dark numbers, later chunks dark with white ones."""
+"""Fill colors of each kind: the first chunk light with dark numbers, later chunks dark with white ones."""
 
 SPAN_COLORS = {
     Activity.WAIT: "#f6d5d5",
@@ -26,20 +26,20 @@ SPAN_COLORS = {
     Activity.GRADIENTS: "#cbb2e6",
     Activity.OPTIMIZER: "#9a73c7",
 }
-"""Fill of what is no op. Transfers are not drawn: they overlap with ops."""
+"""Fill colors of spans between ops. Transfers are not shown, because they overlap with ops."""
 
 _EXCHANGE_COLORS = {Activity.REDUCE: "#8a63bd", Activity.GATHER: "#d2a03c"}
-"""Fill of the thin bars under a row: buckets under way between data-parallel ranks, which overlap with ops on purpose."""
+"""Fill colors of the thin bars under a row: data-parallel communication of buckets, which overlaps with ops."""
 
 _NAMES = {
     OpKind.F: "F forward",
     OpKind.B: "B input gradient",
     OpKind.W: "W weight gradient",
-    OpKind.BW: "BW fused backward",
+    OpKind.BW: "BW full backward",
     Activity.WAIT: "waiting for a message",
-    Activity.VALIDATE: "validation",
-    Activity.REWIND: "given up",
-    Activity.GRADIENTS: "gradients reduced",
+    Activity.VALIDATE: "post-validation",
+    Activity.REWIND: "rolled back",
+    Activity.GRADIENTS: "gradients finalized",
     Activity.OPTIMIZER: "optimizer",
     Activity.REDUCE: "bucket reduced",
     Activity.GATHER: "bucket gathered",
@@ -51,12 +51,12 @@ _FONT = "font-family='Helvetica,Arial,sans-serif'"
 
 @dataclass(frozen=True, kw_only=True)
 class _Panel:
-    """Rows of ranks under each other, from one moment on."""
+    """One row per rank, from `begin_ms` on."""
 
     ranks: Sequence[RankTimeline]
     begin_ms: float
     scale: float
-    """Pixels a millisecond."""
+    """Pixels per millisecond."""
     length_ms: float
     top: int
 
@@ -80,7 +80,7 @@ class _Panel:
         if timeline.ops:
             left, right = self._x(timeline.ops[0].start_ms), self._x(timeline.ops[-1].end_ms)
             parts.append(f"<rect x='{left:.2f}' y='{y}' width='{right - left:.2f}' height='{_ROW}' fill='#eee'/>")
-        # Longer ones first: what happened within another one stays visible.
+        # Longer ones first, so that a span within another one stays visible.
         spans = [span for span in timeline.spans if span.activity in SPAN_COLORS]
         for span in sorted(spans, key=lambda span: span.start_ms - span.end_ms):
             parts.append(self._span(span, y))
@@ -122,7 +122,7 @@ class _Panel:
 
 
 def render_svg(rows: Rows, *, title: str = "", subtitle: str = "", width_px: int = 1200) -> str:
-    """A standalone SVG document: a row of boxes a rank, microbatch numbers where they fit, an axis in ms and a legend."""
+    """A standalone SVG document: one row of boxes per rank, microbatch numbers where they fit, an axis in ms and a legend."""
     begin, end = extent(rows)
     ranks = [RankTimeline(ops=tuple(row)) for row in rows]
     panel = _Panel(ranks=ranks, begin_ms=begin, length_ms=end - begin, scale=_scale(end - begin, width_px), top=_TOP)
@@ -133,21 +133,21 @@ def render_svg(rows: Rows, *, title: str = "", subtitle: str = "", width_px: int
 def render_comparison(
     planned: Rows, recorded: Timeline, *, title: str = "", subtitle: str = "", captions: tuple[str, str], width_px: int = 1200
 ) -> str:
-    """A standalone SVG document: the plan above, what really ran below, on the same axis, each from its first op on.
+    """A standalone SVG document: the plan above its recorded run, on the same axis, each from its first op on.
 
     Args:
-        planned: the simulated plan.
-        recorded: what ran, with what is no op drawn, too, where it lies behind the first op of all.
-        title: of the picture.
-        subtitle: below it, smaller.
-        captions: of the two panels.
-        width_px: of the picture.
+        planned: the timed ops of the simulated plan, per rank.
+        recorded: the recorded run. Its spans are shown from its first op on.
+        title: title of the picture.
+        subtitle: a smaller line below the title.
+        captions: captions of the two panels.
+        width_px: width of the picture in pixels.
     """
     plan_begin, plan_end = extent(planned)
     begin = recorded.begin_ms
     visible = {*SPAN_COLORS, *_EXCHANGE_COLORS}
-    drawn = (span.end_ms for rank in recorded.ranks for span in rank.spans if span.activity in visible)
-    end = max(extent(recorded.rows)[1], *drawn, begin)
+    shown = (span.end_ms for rank in recorded.ranks for span in rank.spans if span.activity in visible)
+    end = max(extent(recorded.rows)[1], *shown, begin)
     length = max(plan_end - plan_begin, end - begin)
     scale = _scale(length, width_px)
     ranks = [RankTimeline(ops=tuple(row)) for row in planned]

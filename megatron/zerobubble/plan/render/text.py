@@ -1,7 +1,7 @@
-"""Draw a timeline as text; `render_svg` and `render_trace` draw it as SVG and as a Chrome trace.
+"""Render a timeline as text; `svg` and `trace` render it as SVG and as a Chrome trace.
 
-The input is neutral, per rank a list of `TimedOp`, so a simulated plan and a recorded run are drawn by the same code. Time begins
-at the earliest start. Chunk is the index of a stage among the stages of its row.
+The input is a list of `TimedOp` per rank, so that simulated plans and recorded runs share the code. Time begins at the earliest
+start. The chunk of an op is the index of its stage among the stages of its row.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Rows = Sequence[Sequence[TimedOp]]
 
 
 def render_text(rows: Rows, *, max_width: int = 160) -> str:
-    """Time on x, one line a rank; ``.`` is idle between a rank's first and last op.
+    """Time on x, one line per rank; ``.`` is idle time between a rank's first and last op.
 
-    An op is its kind and microbatch, in small letters for the second chunk (``F0``, ``f0``), and the op text (``4F0``) where a
-    rank has more than two chunks. Where that does not fit in `max_width` columns, only the letters are drawn.
+    An op is shown as its kind and microbatch, in small letters for the second chunk (``F0``, ``f0``), or as its op text (``4F0``)
+    if a rank has more than two chunks. If that exceeds `max_width` columns, labels are cut down to the letter.
     """
     begin, end = extent(rows)
     labels = [_labels(row) for row in rows]
@@ -52,12 +52,13 @@ def render_text(rows: Rows, *, max_width: int = 160) -> str:
 
 
 def extent(rows: Rows) -> tuple[float, float]:
-    """Earliest start and latest end, both 0 where nothing ran."""
+    """Earliest start and latest end in milliseconds, both 0 if there are no ops."""
     begin = min((timed.start_ms for row in rows for timed in row), default=0.0)
     return begin, max((timed.end_ms for row in rows for timed in row), default=begin)
 
 
 def chunks_of(row: Sequence[TimedOp]) -> dict[int, int]:
+    """Stage -> chunk, for the stages of one rank's row."""
     return {stage: chunk for chunk, stage in enumerate(sorted({timed.op.stage for timed in row}))}
 
 
@@ -74,7 +75,7 @@ def _label(op: Op, chunks: dict[int, int]) -> str:
 
 
 def _text_box(label: str, width: int) -> str:
-    """The label and a line to where the op ends; what does not fit is cut from the right, down to the letter."""
+    """The label with a line to the op's end; a label that does not fit is cut from the right."""
     if width <= len(label):
         return label[:width]
     return label + "-" * (width - len(label) - 1) + " "

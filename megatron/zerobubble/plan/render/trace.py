@@ -1,8 +1,8 @@
 """Write timelines in the trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A rank is a process of the trace. Its first thread holds the passes and the waits between them, the second what comes around
-them; sends and receives overlap, and so do the reductions and gatherings of buckets, so they are laid on as many threads as it
-takes for the events of a thread to nest. An arrow leads from every send to the receive that took it. Times are microseconds.
+A rank is a process of the trace. Its first thread has the passes and the waits between them, the second the optimizer and
+post-validation. Sends, receives, and the communication of buckets overlap, so they are distributed over several threads such that
+no two events of a thread overlap. An arrow leads from every send to its receive. Times are in microseconds.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Event = dict[str, Any]
 
 _PASSES, _AROUND = 0, 1
 _LANES = {Activity.SEND: 100, Activity.RECEIVE: 200, Activity.REDUCE: 300, Activity.GATHER: 400}
-"""The first of the threads that the overlapping activities are laid on."""
+"""The first thread id of each overlapping activity."""
 
 
 def render_chrome_trace(rows: Rows) -> str:
-    """JSON of ops alone: a thread a rank, in one process."""
+    """JSON trace of ops alone: one thread per rank, in one process."""
     begin, _ = extent(rows)
     events: list[Event] = []
     for rank, row in enumerate(rows):
@@ -37,7 +37,7 @@ def render_chrome_trace(rows: Rows) -> str:
 
 
 def render_trace(timelines: Sequence[Timeline]) -> str:
-    """JSON of recorded iterations, in the order given, at the times at which they ran; time begins with the first event."""
+    """JSON trace of recorded iterations at their recorded times; time begins with the first event."""
     if not timelines:
         return _document([])
     num_ranks = timelines[0].plan.num_ranks
@@ -68,7 +68,7 @@ def _iteration(timeline: Timeline, pid: int, begin: float) -> Event:
 
 
 def _passes(iteration: int, rank: int, own: RankTimeline, begin: float) -> list[Event]:
-    """The two threads on which nothing overlaps."""
+    """Events of the two threads without overlap: the passes, and the optimizer with post-validation."""
     events = []
     for op, start, end in own.ops:
         args = {"stage": op.stage, "microbatch": op.microbatch, "iteration": iteration}
@@ -81,7 +81,10 @@ def _passes(iteration: int, rank: int, own: RankTimeline, begin: float) -> list[
 
 
 def _transfers(iteration: int, rank: int, own: RankTimeline, activity: Activity, begin: float) -> tuple[list[Event], int]:
-    """Each on the first lane that is free when it starts, a message with its end of the arrow; and how many lanes that takes."""
+    """Events of one activity, each on the first lane that is free when it starts, and the number of lanes used.
+
+    A message gets its end of the arrow.
+    """
     events: list[Event] = []
     busy_until: list[float] = []
     for span in sorted((span for span in own.spans if span.activity is activity), key=lambda span: span.start_ms):

@@ -1,5 +1,5 @@
-// The inner loop of the search, compiled. Twin of core.py, which explains it: the same arithmetic in the same order
-// and the same random numbers, so that the same seed gives the same plan. Build without contraction of a*b+c.
+// The inner loop of the search, compiled. Twin of core.py, which documents it: the same arithmetic in the same order and
+// the same random numbers, so that the same seed gives the same plan. Build without floating-point contraction (a*b+c).
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-// How the search changes an order a little. Twin of moves.py, which explains it.
+// The moves of annealing, which change an order a little. Twin of moves.py, which documents them.
 
 #pragma once
 
