@@ -135,7 +135,9 @@ def test_a_searched_plan_has_bounds_and_keeps_its_limit(tool: ModuleType, capsys
 
 
 @compiled
-def test_auto_takes_the_best_and_pareto_never_rises(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_chooses_the_best_and_pareto_never_rises(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     picture = tmp_path / "pareto.png"
     assert tool.main(["pareto", *SMALL, "--memory-limits", "1,0.5,2", "--json", "-", "--png", str(picture)]) == 0
     points = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Random tests repeat themselves exactly and know no deadline: machines differ."""
+"""Hypothesis settings: reproducible examples, and no deadline, because machines differ."""
 
 from hypothesis import settings
 

@@ -1,6 +1,6 @@
-"""The communication pass, against a checker and an executor that know nothing of how it works (`tests/support/rendezvous.py`).
+"""`place_communication`, against an independent checker and executor (`tests/support/rendezvous.py`).
 
-What is wrong on purpose is caught by one of the two, rule by rule.
+Deliberate violations of each rule are caught by one of the two.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.support.programs import FAMILIES, post_at_take, post_one_later, rewri
 from tests.support.rendezvous import BrokenError, Rendezvous, StuckError, check, check_posts, check_retires
 
 SEARCHED = ["v-half", "v-min", "1f1b-v", "zb-interleaved"]
-"""Families whose order is found, not drawn: nothing holds it to a neat bound."""
+"""Families whose order is found by search, not hand-written, so that their buffers have no closed-form bound."""
 
 
 def plans(name: str, p: int, m: int) -> Iterator[Plan]:
@@ -56,8 +56,8 @@ def zbv(p: int, m: int, lookahead: int = 1) -> Program:
 
 @pytest.mark.parametrize("p", range(2, 7))
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_iteration_can_be_given_up_at_the_fence(name: str, p: int) -> None:
-    """What runs before it needs nothing from behind it, nothing from behind it is asked for, and what is left over is known."""
+def test_an_iteration_can_be_discarded_at_the_fence(name: str, p: int) -> None:
+    """Ops before it need no message from behind it, no receive behind it is posted before it, and unread messages are known."""
     for m in {1, 2, p, 2 * p + 1}:
         for plan in plans(name, p, m):
             fence = speculative_forwards(plan)
@@ -160,7 +160,7 @@ def test_a_small_program_that_a_person_can_read() -> None:
 
 
 def describe(row: tuple[Step, ...]) -> list[str]:
-    """One line a step."""
+    """One line per step."""
 
     def short(message: Message) -> str:
         return f"{message.payload.value[0]}{message.stage}.{message.microbatch}"

@@ -63,7 +63,7 @@ def test_malformed_json_is_refused(body: Any) -> None:
         CostModel.from_json(body)
 
 
-def test_a_recomputing_stage_holds_more_after_b_and_reserves_it() -> None:
+def test_a_recomputing_stage_needs_more_memory_after_b_and_reserves_it() -> None:
     costs = CostModel.uniform(Placement.linear(2))
     assert costs.reserved is costs
     recomputing = dataclasses.replace(costs, activation=(0.25, 1.0), activation_after_backward=(0.5, 0.75))

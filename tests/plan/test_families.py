@@ -1,4 +1,4 @@
-"""Every family for any times, any memory and up to 16 ranks: what must hold for all of them alike."""
+"""Properties of every schedule family, for any times, any memory and up to 16 ranks."""
 
 import itertools
 import math
@@ -41,7 +41,7 @@ def requests(draw: st.DrawFn, most_ranks: int = 16) -> tuple[str, int, int, Plac
 
 
 def check_dependencies(simulation: Simulation) -> None:
-    """The executor's rules, spelled out again: inputs from the neighbour stages, one op at a time, in order."""
+    """An independent check of the execution rules: inputs from the neighbor stages, one op at a time, in order."""
     plan, costs = simulation.plan, simulation.costs
     last = plan.num_stages - 1
     done = {}
@@ -70,8 +70,8 @@ def check_dependencies(simulation: Simulation) -> None:
 
 @settings(max_examples=60)
 @given(requests())
-def test_the_drawn_order(request: tuple[str, int, int, Placement, CostModel]) -> None:
-    """Complete, in a valid order, executed by the rules, no faster than the bound, and the same after any round trip."""
+def test_an_order_without_a_search(request: tuple[str, int, int, Placement, CostModel]) -> None:
+    """It is complete and valid, executed by the rules, not below the lower bound, and unchanged by JSON and text round trips."""
     name, p, m, placement, costs = request
     plan = build_plan(name, num_ranks=p, num_microbatches=m, costs=costs)
     validate(plan)
@@ -91,7 +91,7 @@ def test_the_drawn_order(request: tuple[str, int, int, Placement, CostModel]) ->
 @settings(max_examples=40)
 @given(requests(most_ranks=8), st.sampled_from([1.0, 1.05, 1.5, 3.0]))
 def test_within_a_memory_limit(request: tuple[str, int, int, Placement, CostModel], times_least: float) -> None:
-    """A family that is searched for keeps any limit that can be kept; a fixed order keeps it or is refused."""
+    """A searched family fits every feasible limit; a hand-written pattern fits it or raises PlanError."""
     name, p, m, placement, costs = request
     limit = smallest_memory(placement, m, costs) * times_least
     options = SearchOptions(memory_limit=limit, budget=0.0)

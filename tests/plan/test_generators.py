@@ -17,18 +17,18 @@ RANKS = range(1, 9)
 
 
 def microbatches(p: int) -> range:
-    """m from 1 to 3p: fewer than the ranks, as many, more."""
+    """m from 1 to 3p: below, equal to and above the number of ranks."""
     return range(1, 3 * p + 1)
 
 
 def idle_of(plan: Plan) -> float:
-    """Ticks of bubble in the span, with F, B and W of a rank one tick each and free links."""
+    """Ticks of bubble in the span, with one tick for each of F, B and W per rank, and free links."""
     simulation = simulate(plan, CostModel.uniform(plan.placement))
     return round(simulation.span_ms - 3 * plan.num_microbatches, 9)
 
 
-def held(plan: Plan, rest: float) -> list[float]:
-    """Per rank, the peak in microbatches of one rank's share, where `rest` of it stays until W."""
+def peaks_in_microbatches(plan: Plan, rest: float) -> list[float]:
+    """Peak activation memory per rank in microbatches, with the fraction `rest` kept after B."""
     costs = CostModel.uniform(plan.placement, activation_after_backward=rest)
     unit = min(plan.num_ranks, plan.num_microbatches)
     return [peak * unit for peak in simulate(plan, costs).peak_memory]
@@ -107,9 +107,9 @@ def test_golden_zb_below_p(k: int) -> None:
 def test_what_the_docstring_draws_is_what_comes_out(module: str, name: str, p: int, m: int, pending: int | None) -> None:
     plan = build_plan(name, num_ranks=p, num_microbatches=m, max_pending_backward=pending)
     doc = importlib.import_module(f"megatron.zerobubble.plan.generators.{module}").__doc__ or ""
-    drawn = [line.strip() for line in doc.splitlines() if line.strip().startswith("rank ")]
+    shown = [line.strip() for line in doc.splitlines() if line.strip().startswith("rank ")]
     _, *rows = render_text(simulate(plan, CostModel.uniform(plan.placement)).rows).splitlines()
-    assert drawn == rows
+    assert shown == rows
 
 
 # -- closed forms -------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_1f1b(p: int) -> None:
         plan = build_plan("1f1b", num_ranks=p, num_microbatches=m)
         assert idle_of(plan) == 3 * (p - 1)
         assert simulate(plan, CostModel.uniform(plan.placement)).bubble_rate == pytest.approx((p - 1) / (m + p - 1))
-        assert held(plan, 0.5) == [min(p - rank, m) for rank in range(p)]
+        assert peaks_in_microbatches(plan, 0.5) == [min(p - rank, m) for rank in range(p)]
         assert pending_wgrads(plan) == (0,) * p
 
 
@@ -130,13 +130,13 @@ def test_1f1b(p: int) -> None:
 def test_interleaved_1f1b(p: int, v: int) -> None:
     for m in microbatches(p):
         plan = build_plan("interleaved-1f1b", num_ranks=p, num_microbatches=m, num_chunks=v)
-        assert max(held(plan, 0.5)) <= p + (p - 1) / v + 1e-9
+        assert max(peaks_in_microbatches(plan, 0.5)) <= p + (p - 1) / v + 1e-9
         if m % p == 0:
             ramp = (p - 1) / v
             rate = simulate(plan, CostModel.uniform(plan.placement)).bubble_rate
             assert rate == pytest.approx(ramp / (m + ramp))
         if m >= 2 * p and v > 1:
-            assert max(held(plan, 0.5)) == pytest.approx(p + (p - 1) / v)
+            assert max(peaks_in_microbatches(plan, 0.5)) == pytest.approx(p + (p - 1) / v)
     assert plan.placement.name == ("linear" if v == 1 else "V" if p == 1 and v == 2 else "loop")
 
 
@@ -146,13 +146,13 @@ def test_zb_h1(p: int) -> None:
         plan = build_plan("zb-h1", num_ranks=p, num_microbatches=m)
         assert idle_of(plan) == max(p - 1, 2 * p - 1 - m)
         for rest in (0.0, 0.375, 1.0):
-            peaks = held(plan, rest)
+            peaks = peaks_in_microbatches(plan, rest)
             bounds = [(p - rank) + rank * rest for rank in range(p)]
             assert all(peak <= bound for peak, bound in zip(peaks, bounds, strict=True))
             if m >= p:
                 assert peaks == bounds
         one_f_one_b = build_plan("1f1b", num_ranks=p, num_microbatches=m)
-        assert max(held(plan, 1.0)) <= max(held(one_f_one_b, 1.0))
+        assert max(peaks_in_microbatches(plan, 1.0)) <= max(peaks_in_microbatches(one_f_one_b, 1.0))
 
 
 @pytest.mark.parametrize("times", [(3, 3, 1), (2, 3, 2), (2, 2, 1)])
@@ -171,7 +171,7 @@ def test_zb_h2(p: int) -> None:
         plan = build_plan("zb-h2", num_ranks=p, num_microbatches=m)
         assert idle_of(plan) == max(0, 2 * p - 1 - m)
         for rest in (0.0, 0.375, 1.0):
-            peaks = held(plan, rest)
+            peaks = peaks_in_microbatches(plan, rest)
             bounds = [(2 * p - 2 * rank - 1) + 2 * rank * rest for rank in range(p)]
             assert all(peak <= bound for peak, bound in zip(peaks, bounds, strict=True))
             if m >= 2 * p - 1:
@@ -243,7 +243,7 @@ def test_large_pipelines_have_no_bubble_either(p: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb", "zbv"])
-def test_a_rank_ends_with_nothing_held(name: str) -> None:
+def test_no_activations_are_left_at_the_end(name: str) -> None:
     plan = build_plan(name, num_ranks=3, num_microbatches=5)
     assert [row[-1] for row in live_timeline(plan)] == [0, 0, 0]
     fused = {op.kind for row in plan.ops for op in row} == {OpKind.F, OpKind.BW}

@@ -21,20 +21,20 @@ Searched = list[tuple[str, float, float]]
 
 
 def long_last(placement: Placement) -> CostModel:
-    """Nothing reaches its bound: a long last stage, slow links."""
+    """No schedule reaches its bound: a long last stage, slow links."""
     costs = CostModel.uniform(placement, backward_ms=1.1, wgrad_ms=0.6, comm_ms=0.1)
     return replace(costs, forward_ms=(*costs.forward_ms[:-1], 1.5 * costs.forward_ms[-1]))
 
 
 def full_first(placement: Placement) -> CostModel:
-    """Rank 0's stages hold twice the unit."""
+    """The stages of rank 0 need twice the activation memory."""
     costs = long_last(placement)
-    held = tuple(2 * each if placement.stage_to_rank[stage] == 0 else each for stage, each in enumerate(costs.activation))
-    return replace(costs, activation=held, activation_after_backward=held)
+    doubled = tuple(2 * each if placement.stage_to_rank[stage] == 0 else each for stage, each in enumerate(costs.activation))
+    return replace(costs, activation=doubled, activation_after_backward=doubled)
 
 
 def auto(monkeypatch: pytest.MonkeyPatch, costs_of: CostsOf, limit: float | None) -> tuple[Result, Searched]:
-    """What `auto` finds, and (schedule, limit, share of the budget) of what was searched, in order."""
+    """The result of `auto`, and its searches in order as (schedule, limit, share of the budget)."""
     searched: Searched = []
 
     def build(spec: ScheduleSpec, *arguments: Any, options: SearchOptions, **others: Any) -> Any:
@@ -60,11 +60,11 @@ def test_a_v_is_searched_with_enough_memory_and_no_more(
 
 
 def slow_links(placement: Placement) -> CostModel:
-    """A microbatch is on its way for so long that more of them must be under way than fit into 1.5."""
+    """Links so slow that the pipeline needs more microbatches in flight than fit into a limit of 1.5."""
     return CostModel.uniform(placement, comm_ms=1.0)
 
 
-def test_a_v_is_searched_with_more_where_its_bound_says_that_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_v_is_searched_with_more_memory_if_that_lowers_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     result, searched = auto(monkeypatch, slow_links, 2.0)
     assert ("zbv", 2.0) in {(name, given) for name, given, _ in searched}
     options = SearchOptions(memory_limit=2.0, budget=0.1 * BUDGET)
@@ -84,8 +84,8 @@ def test_the_best_is_searched_longer_and_the_second_where_they_are_close(monkeyp
         assert result.simulation.span_ms <= result.runner_up.simulation.span_ms
 
 
-def test_nobody_is_searched_who_cannot_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With passes alike and free links the first one has no bubble."""
+def test_families_that_cannot_win_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With F=B=W and free links the first family has no bubble."""
     result, searched = auto(monkeypatch, CostModel.uniform, 2.0)
     assert result.simulation.bubble_rate == pytest.approx(0, abs=1e-12)
     assert {name for name, _, _ in searched} == {"zb"}

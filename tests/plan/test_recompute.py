@@ -1,4 +1,4 @@
-"""Plans for stages that recompute: a B leaves more behind than its F, and the limit holds all the same."""
+"""Plans for stages with activation recomputation: memory after B exceeds that after F, and the limit still holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = ["zb", "zbv", "v-half", "v-min", "zb-interleaved"]
 
 
 def _costs(name: str) -> CostModel:
-    """Four ranks; B is as dear as F and B together, and leaves three times what F does."""
+    """Four ranks; B includes the recomputed F, and activation memory after B is three times that after F."""
     kind, chunks = schedule_info(name).placement, schedule_info(name).default_num_chunks
     placement = Placement.v(4) if kind == "V" else Placement.loop(4, chunks)
     return CostModel.uniform(placement, backward_ms=2.0, wgrad_ms=0.75, comm_ms=0.1, activation_after_backward=3.0)
@@ -40,8 +40,8 @@ def test_the_limit_holds_after_every_b(name: str, times: float) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_own_limit_of_a_schedule_leaves_room_for_w_to_wait(name: str) -> None:
-    """Without a limit a family has as many microbatches as ever, each at the most it holds; so it is not slower."""
+def test_the_default_limit_of_a_schedule_leaves_headroom_for_pending_w(name: str) -> None:
+    """Without a limit a family keeps its number of microbatches, each counted at its maximum, so that it is not slower."""
     costs = _costs(name)
     light = replace(costs, activation_after_backward=costs.activation)
     plans = [

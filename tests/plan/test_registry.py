@@ -1,4 +1,4 @@
-"""The registry: names, options, and what it says to a wrong one."""
+"""The registry: names, options, and its errors."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from megatron.zerobubble.plan.registry import build_plan, known_schedules, parse
 
 
 def test_the_schedules_we_know() -> None:
-    fixed_and_drawn = ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb", "zbv"]
+    hand_written = ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb", "zbv"]
     searched = ["v-half", "v-min", "1f1b-v", "zb-interleaved"]
-    assert [info.name for info in known_schedules()] == fixed_and_drawn + searched
+    assert [info.name for info in known_schedules()] == hand_written + searched
     for info in known_schedules():
         assert info.description
         assert info.reference.startswith("arXiv ")

@@ -103,7 +103,7 @@ def test_deadlock_is_found() -> None:
         simulate(plan, CostModel.uniform(plan.placement))
 
 
-def test_forward_only_holds_one_pass() -> None:
+def test_forward_only_has_the_memory_of_one_pass() -> None:
     plan = forward_only(build_plan("zbv", num_ranks=2, num_microbatches=4))
     simulation = simulate(plan, CostModel.uniform(plan.placement))
     assert simulation.peak_memory == (0.25, 0.25)

@@ -1,4 +1,4 @@
-"""The planner runs where there is no torch."""
+"""The planner runs without torch."""
 
 import subprocess
 import sys

@@ -115,7 +115,7 @@ def test_deadlock_names_every_stuck_rank_and_what_it_waits_for() -> None:
     ]
 
 
-def test_an_op_that_nobody_computes_is_waited_for_in_vain() -> None:
+def test_waiting_for_an_op_that_no_rank_computes_is_a_deadlock() -> None:
     plan = mutated(replace(1, "1F3"))
     with pytest.raises(DeadlockError, match="waits for 1F3, which no rank computes"):
         execution_order(plan)
@@ -195,7 +195,7 @@ def test_a_plan_may_mix_fused_and_split_backwards() -> None:
     assert pending_wgrads(plan) == (1, 1)
 
 
-def test_an_evaluation_plan_holds_nothing() -> None:
+def test_an_evaluation_plan_has_no_live_microbatches() -> None:
     plan = forward_only(build_plan("zb-h1", num_ranks=3, num_microbatches=4))
     assert live_microbatches(plan) == (0, 0, 0)
     assert pending_wgrads(plan) == (0, 0, 0)

@@ -1,4 +1,4 @@
-"""Ws in groups: where they go, and what a rank holds for it."""
+"""Grouped weight gradients: the places of the Ws and their memory."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_by_hand() -> None:
     assert group_weight_gradients(plan, 2).to_text().strip() == "0F0 0B0 0F1 0B1 0W0 0W1 0F2 0B2 0W2"
 
 
-def test_the_memory_of_a_group_is_known_to_the_plan() -> None:
-    """ZB-H1 on the last rank runs F B W of one microbatch after the other: of each, what is left after B waits for the group."""
+def test_the_simulator_counts_the_memory_of_a_group() -> None:
+    """The last rank of ZB-H1 runs F B W per microbatch; with groups, each microbatch's memory after B stays until its group."""
     plan = build_plan("zb-h1", num_ranks=4, num_microbatches=12)
     costs = CostModel.uniform(plan.placement, activation_after_backward=0.5)
     peaks = [peak_memory(group_weight_gradients(plan, size), costs)[-1] * 4 for size in (1, 2, 3, 6)]

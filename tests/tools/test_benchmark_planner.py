@@ -1,4 +1,4 @@
-"""The command line: tools/benchmarks/planner.py. That it measures what it says, on tiny configs; not how good the plans are."""
+"""tools/benchmarks/planner.py on tiny configs: that its report is correct, not how good the plans are."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LITTLE = ["--budget", str(BUDGET)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds the configs, and a result of all sections."""
+    """A folder with the configs and a result of all sections."""
     folder = tmp_path_factory.mktemp("benchmark")
     (folder / "configs.json").write_text(json.dumps({"about": "made up", "configs": CONFIGS}))
     files = ["--json", str(folder / "result.json"), "--markdown", str(folder / "result.md")]
@@ -56,7 +56,7 @@ def options(limit: float) -> SearchOptions:
     return SearchOptions(memory_limit=limit, budget=BUDGET)
 
 
-def test_the_report_says_where_it_comes_from(report: dict[str, Any], folder: Path) -> None:
+def test_the_report_names_its_origin(report: dict[str, Any], folder: Path) -> None:
     assert report["format"] == "zerobubble-planner-benchmark/1"
     assert report["command"].startswith(f"python -m tools.benchmarks.planner {folder}/configs.json --budget")
     assert report["core"] in ("compiled", "pure Python")
@@ -68,7 +68,7 @@ def test_the_report_says_where_it_comes_from(report: dict[str, Any], folder: Pat
             assert row["budget"] == BUDGET
 
 
-def test_points_are_what_a_simulation_says(report: dict[str, Any]) -> None:
+def test_points_agree_with_a_simulation(report: dict[str, Any]) -> None:
     rows = rows_of(report, "points")
     named = [(row["row"], row["point"]) for row in rows]
     assert named == [(0, point.name) for point in POINTS] + [(1, "zbv@1"), (1, "zbv@1.25")]
@@ -90,7 +90,7 @@ def test_points_are_what_a_simulation_says(report: dict[str, Any]) -> None:
     assert sum("never above" in target for target in targets) == 5
 
 
-def test_auto_is_held_against_the_best_that_fits(report: dict[str, Any]) -> None:
+def test_auto_is_compared_with_the_best_that_fits(report: dict[str, Any]) -> None:
     rows = rows_of(report, "auto")
     assert [(row["row"], row["limit"]) for row in rows] == [(row, limit) for row in (0, 1) for limit in LIMITS]
     assert [row["published"] for row in rows[:7]] == ["V-min"] * 3 + ["1F1B"] * 4
@@ -157,8 +157,8 @@ def test_misses_are_reported() -> None:
     assert (points["result"], points["met"], ratio["result"], ratio["met"]) == ("2 of 3", False, "1.000", False)
     assert points["misses"] == ["row 3 (x), p=8, m=24, v-min: ours 0.2002, reference 0.2000, 6.0 s"]
     equal = [row | {"point": "zbv@1", "ours": 0.2, "bound": bound, "ratio": 1.0} for bound in (0.19994, 0.2)]
-    never, room = SECTIONS["points"].judge([*equal, equal[0] | {"ours": 0.1999}])
-    assert (never["result"], room["result"], len(room["misses"])) == ("3 of 3", "2 of 3", 1)
+    never, below = SECTIONS["points"].judge([*equal, equal[0] | {"ours": 0.1999}])
+    assert (never["result"], below["result"], len(below["misses"])) == ("3 of 3", "2 of 3", 1)
     rising = [row | {"limit": limit, "ours": ours} for limit, ours in ((0.5, 0.2), (0.75, 0.1), (1.0, 0.11), (0.5, 0.2))]
     better, falling = SECTIONS["auto"].judge(rising)
     assert (better["met"], falling["result"], len(falling["misses"])) == (True, "3 of 4", 1)

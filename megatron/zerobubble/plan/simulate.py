@@ -132,7 +132,7 @@ def _peak_of_row(row: tuple[Op, ...], costs: CostModel) -> float:
 
     Counts passes per stage instead of a running float sum, so that a plan exactly at a limit compares equal to it.
     """
-    keeps = any(op.kind is not OpKind.F for op in row)
+    has_backward = any(op.kind is not OpKind.F for op in row)
     stages = sorted({op.stage for op in row})
     before = dict.fromkeys(stages, 0)
     after = dict.fromkeys(stages, 0)
@@ -147,7 +147,7 @@ def _peak_of_row(row: tuple[Op, ...], costs: CostModel) -> float:
             before[stage] -= 1
             after[stage] += kind is OpKind.B
         if kind is OpKind.F or grows[stage]:
-            held = math.fsum(before[s] * costs.activation[s] + after[s] * costs.activation_after_backward[s] for s in stages)
-            peak = max(peak, held)
-        before[stage] -= kind is OpKind.F and not keeps
+            memory = math.fsum(before[s] * costs.activation[s] + after[s] * costs.activation_after_backward[s] for s in stages)
+            peak = max(peak, memory)
+        before[stage] -= kind is OpKind.F and not has_backward
     return peak

@@ -1,4 +1,4 @@
-"""The layout with the least busy rank, against all layouts there are; and what the parts of a model take, from its stages."""
+"""The balanced layout, compared with all layouts; and times of a model's parts, derived from its stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLACEMENTS = [Placement.linear(1), Placement.linear(2), Placement.linear(4), Pla
 
 
 def _layouts(num_layers: int, num_stages: int) -> Iterator[StageLayers]:
-    """Every layout of so many layers."""
+    """Every layout of `num_layers` layers."""
     for counts in itertools.product(range(num_layers + 1), repeat=num_stages):
         if sum(counts) == num_layers and all(counts[1:-1]):
             yield StageLayers(per_stage=counts)

@@ -15,7 +15,7 @@ HEAD = {"forward_ms": 1.0, "backward_ms": 2.0, "wgrad_ms": 4.0, "activation": 0.
 
 
 def true_costs(layers: StageLayers) -> CostModel:
-    """Every layer alike, embedding and head on top of the ends."""
+    """Identical layers, with the embedding and the head on the first and the last stage."""
     last = layers.num_stages - 1
     return CostModel(
         comm_ms=0.3,
@@ -31,7 +31,7 @@ def true_costs(layers: StageLayers) -> CostModel:
 
 @pytest.mark.parametrize("measured", [StageLayers.spread(8, Placement.v(2)), StageLayers(per_stage=(1, 3, 2, 0))])
 @pytest.mark.parametrize("wanted", [(4, 4), (2, 2, 2, 2), (0, 3, 3, 0), (1,) * 8])
-def test_the_costs_of_stages_that_nobody_ran(measured: StageLayers, wanted: tuple[int, ...]) -> None:
+def test_the_costs_of_stages_that_were_not_measured(measured: StageLayers, wanted: tuple[int, ...]) -> None:
     layers = StageLayers(per_stage=wanted)
     found, true = PartCosts.from_stages(true_costs(measured), measured).costs(layers), true_costs(layers)
     assert found.comm_ms == true.comm_ms

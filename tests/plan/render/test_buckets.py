@@ -1,4 +1,4 @@
-"""Buckets under way between data-parallel ranks, in the trace and in the picture."""
+"""Data-parallel communication of buckets, in the trace and in the picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIMULATION = simulate(PLAN, CostModel.uniform(PLAN.placement))
 
 
 def _timeline() -> Timeline:
-    """Three buckets of rank 0: the second starts while the first is on its way, the third when both are over."""
+    """Three buckets of rank 0: the second starts while the first is in flight, the third after both have ended."""
     times = [(Activity.REDUCE, 0, 5.0, 8.0), (Activity.REDUCE, 1, 6.0, 9.0), (Activity.REDUCE, 2, 9.0, 10.0)]
     times.append((Activity.GATHER, 2, 0.0, 1.0))
     spans = tuple(

@@ -1,4 +1,4 @@
-"""Drawings: as text, as SVG, as a Chrome trace; of simulations and of what was recorded."""
+"""Timelines as text, as SVG and as a Chrome trace, of simulations and of recorded runs."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -88,8 +88,8 @@ def test_chrome_trace() -> None:
     assert names == ["rank 0", "rank 1", "rank 2"]
 
 
-def test_a_recorded_run_is_drawn_by_the_same_code() -> None:
-    """Its clock starts anywhere, its passes last what they last, and a rank may have recorded nothing."""
+def test_a_recorded_run_is_rendered_by_the_same_code() -> None:
+    """Its clock has any origin, its passes any duration, and a rank may have recorded nothing."""
     origin = 1.7e6
     rows = [
         [TimedOp(Op.parse("0F0"), origin, origin + 2.0), TimedOp(Op.parse("0BW0"), origin + 6.5, origin + 11.0)],
@@ -104,7 +104,7 @@ def test_a_recorded_run_is_drawn_by_the_same_code() -> None:
 
 
 @pytest.mark.parametrize("rows", [[], [[]], [[], []]])
-def test_nothing_is_drawn_as_nothing(rows: list[list[TimedOp]]) -> None:
+def test_an_empty_timeline_renders(rows: list[list[TimedOp]]) -> None:
     assert render_text(rows).startswith("ms")
     ElementTree.fromstring(render_svg(rows))
     json.loads(render_chrome_trace(rows))

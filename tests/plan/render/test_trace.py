@@ -32,7 +32,7 @@ def test_every_op_once_on_its_rank_and_events_nest(name: str) -> None:
     assert first["args"] == {"stage": 0, "microbatch": 0, "iteration": 7}
 
 
-def test_transfers_say_what_travels_and_are_joined_by_arrows() -> None:
+def test_transfers_name_their_message_and_are_joined_by_arrows() -> None:
     events = events_of(as_recorded("zbv", 2, 4))
     sends = [event for event in events if event.get("cat") == "send"]
     for event in sends:
@@ -70,7 +70,7 @@ def test_several_iterations_share_one_clock() -> None:
     assert set(counts.values()) == {1}
 
 
-def test_what_comes_around_the_passes_is_on_a_thread_of_its_own() -> None:
+def test_the_optimizer_and_validation_are_on_a_thread_of_their_own() -> None:
     timeline = as_recorded("zb-h1", 2, 3)
     extra = (span(Activity.REWIND, -3.0, -1.0), span(Activity.VALIDATE, -2.0, -1.5), span(Activity.GRADIENTS, 99.0, 99.5))
     ranks = (RankTimeline(ops=timeline.ranks[0].ops, spans=(*timeline.ranks[0].spans, *extra)), timeline.ranks[1])
@@ -98,17 +98,17 @@ def test_a_broken_trace_is_noticed() -> None:
             check_trace(changed, timeline.plan, iterations=[7])
 
 
-def test_plan_and_reality_on_one_axis() -> None:
+def test_plan_and_recorded_run_on_one_axis() -> None:
     timeline = as_recorded("zbv", 2, 4)
     late = Timeline(iteration=7, plan=timeline.plan, ranks=tuple(rank.shifted(5e4) for rank in timeline.ranks))
     root = ElementTree.fromstring(render_comparison(timeline.rows, late, title="<both>", captions=("planned", "measured")))
     boxes = [(box, box.find(f"{SVG}title")) for box in root.iter(f"{SVG}rect")]
-    drawn = [((title.text or "").split()[0], box.get("x"), box.get("width")) for box, title in boxes if title is not None]
+    titled = [((title.text or "").split()[0], box.get("x"), box.get("width")) for box, title in boxes if title is not None]
     ops = [str(timed.op) for row in timeline.rows for timed in row]
-    assert Counter(name for name, _, _ in drawn if name in ops) == Counter(ops * 2)
-    places = {(name, x, width) for name, x, width in drawn if name in ops}
+    assert Counter(name for name, _, _ in titled if name in ops) == Counter(ops * 2)
+    places = {(name, x, width) for name, x, width in titled if name in ops}
     assert len(places) == len(ops), "the same times are at the same place in both"
-    assert [name for name, _, _ in drawn].count("optimizer") == 2
+    assert [name for name, _, _ in titled].count("optimizer") == 2
     texts = [element.text for element in root.iter(f"{SVG}text")]
     assert {"<both>", "planned", "measured", "waiting for a message", "optimizer"} <= set(texts)
     width = float(root.get("width") or 0)

@@ -1,4 +1,4 @@
-"""The bound: below every plan, tight where the closed forms say so, and against an exact solver on small instances."""
+"""The lower bound: below every plan, tight for the closed forms, and compared with an exact solver on small instances."""
 
 import math
 
@@ -42,8 +42,8 @@ def test_every_family_is_above_its_bound(name: str) -> None:
             assert bound.bubble_rate <= simulation.bubble_rate + 1e-6
 
 
-def test_where_it_is_tight() -> None:
-    """ZB-H2 and ZBV have no bubble, and the bound knows that none is the least; less memory moves it up."""
+def test_the_bound_is_tight_for_schedules_without_a_bubble() -> None:
+    """ZBV at 1F1B's memory has no bubble, and neither has the bound; less memory raises it."""
     placement = Placement.v(4)
     costs = CostModel.uniform(placement)
     assert lower_bound(placement, 8, costs, 1.0).span_ms == pytest.approx(24)

@@ -104,7 +104,7 @@ def test_families_over_a_grid(name: str) -> None:
 @pytest.mark.parametrize("name", SEARCHED)
 @pytest.mark.parametrize(("p", "m", "comm_ms"), [(1, 30, 0.0), (2, 40, 0.5), (3, 31, 20.0)])
 def test_more_microbatches_than_the_smaller_instance(name: str, p: int, m: int, comm_ms: float) -> None:
-    """What is unrolled is complete, whether the order of the smaller instance has a cycle or not."""
+    """The unrolled plan is complete, whether the order of the smaller instance has a cycle or not."""
     placement = placement_of(name, p, 2)
     costs = CostModel.uniform(placement, **MEASURED | {"comm_ms": comm_ms})
     for limit in (0.75, 1.5):
@@ -119,7 +119,7 @@ def test_an_order_without_a_cycle_is_not_unrolled() -> None:
     assert repeated([periodic, not_periodic], 2) == [[]] * everywhere
 
 
-def test_the_cycle_is_taken_where_it_is_asked_for() -> None:
+def test_the_repeated_cycle_is_the_nearest_to_each_share() -> None:
     """Six codes in a cycle that changes half of the way through: early shares repeat the first, late ones the second."""
     row = bytes([0, 1, 2, 3, 4, 5] * 5 + [3, 4, 5, 0, 2, 1] * 5)
     early, *_, late = (rows[0] for rows in repeated([row], 1))
@@ -129,7 +129,7 @@ def test_the_cycle_is_taken_where_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("name", ["v-half", "v-min", "1f1b-v"])
 def test_the_memory_points(name: str) -> None:
-    """In microbatches, p=1..12: the paper's half and third, and what is left of two thirds."""
+    """Peak memory in microbatches for p=1..12: half, a third and about two thirds of 1F1B's."""
     points = {
         "v-half": [1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7],
         "v-min": [1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5],
@@ -142,7 +142,7 @@ def test_the_memory_points(name: str) -> None:
 
 @pytest.mark.parametrize("p", [4, 8])
 def test_v_half_and_v_min_are_where_the_paper_says(p: int) -> None:
-    """F=B=W, free links: V-Half's bubble is at most 0.6 of 1F1B's, V-Min's at most 0.9."""
+    """F=B=W, free links: V-Half's bubble is at most 0.7 of 1F1B's, V-Min's at most the same as 1F1B's."""
     m = 3 * p
     one = simulate(build_plan("1f1b", num_ranks=p, num_microbatches=m), CostModel.uniform(Placement.linear(p))).bubble_rate
     for name, share in (("v-half", 0.7), ("v-min", 1.0)):
@@ -189,7 +189,7 @@ def test_no_worse_than_the_published_scheduler(name: str, limit: float, referenc
 
 
 @pytest.mark.parametrize("name", SEARCHED)
-def test_too_little_memory_says_the_smallest_that_works(name: str) -> None:
+def test_too_small_a_limit_names_the_smallest_that_works(name: str) -> None:
     placement = placement_of(name, 4, 2)
     costs = CostModel.uniform(placement)
     with pytest.raises(ConfigError, match=r"the smallest that works is 0\.25") as caught:
@@ -198,7 +198,7 @@ def test_too_little_memory_says_the_smallest_that_works(name: str) -> None:
     build_plan(name, num_ranks=4, num_microbatches=8, costs=costs, options=SearchOptions(memory_limit=0.25, budget=0.0))
 
 
-def test_a_fixed_order_is_held_against_the_limit() -> None:
+def test_a_hand_written_pattern_is_checked_against_the_limit() -> None:
     with pytest.raises(PlanError, match="memory peaks at"):
         build_plan("zb-h2", num_ranks=4, num_microbatches=8, options=SearchOptions(memory_limit=1.0))
     with pytest.raises(ConfigError, match="memory limit is nan"):
@@ -207,7 +207,7 @@ def test_a_fixed_order_is_held_against_the_limit() -> None:
         build_plan("1f1b", num_ranks=4, num_microbatches=8, costs=CostModel.uniform(Placement.v(4)))
 
 
-def test_without_the_compiled_core_one_line_says_what_is_lost(
+def test_without_the_compiled_core_one_line_warns_of_the_lost_speed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing(name: str) -> None:
@@ -260,13 +260,13 @@ def test_grid_blocks_are_steady(p: int) -> None:
         assert spans[1] - spans[0] == pytest.approx(3 * p * 6.0)
 
 
-def test_the_block_that_the_docstring_draws() -> None:
-    drawn = [line.split()[2:] for line in (building_blocks.__doc__ or "").splitlines() if line.strip().startswith("rank ")]
-    ticks = tuple(tuple(row.index(letter) for letter in "FBWfbw") for row in drawn)
+def test_the_docstring_shows_the_first_grid_block() -> None:
+    lines = [line.split()[2:] for line in (building_blocks.__doc__ or "").splitlines() if line.strip().startswith("rank ")]
+    ticks = tuple(tuple(row.index(letter) for letter in "FBWfbw") for row in lines)
     assert ticks == grid_blocks(2)[0].ticks
 
 
-def test_a_row_without_w_gets_it_back_where_it_fits() -> None:
+def test_fill_inserts_w_into_bubbles_and_under_a_memory_limit() -> None:
     """Two stages on one rank each; F, B, W take 1, the link 5: rank 1 waits 5 for nothing, rank 0 for its B's."""
     core = PythonCore(2, [0, 1], [1.0] * 6, 5.0, [1.0] * 2, [0.5] * 2, 9.0, False)
     rows = [bytes([0, 0, 1, 1]), bytes([0, 1, 0, 1])]

@@ -68,16 +68,16 @@ def _timed(num_ranks: int, costs: CostModel, memory: float, extra: int, share: f
     rows = []
     until_backward = 0.0
     for rank in reversed(range(num_ranks)):
-        held, left = costs.activation[rank], costs.activation_after_backward[rank]
+        activation, kept = costs.activation[rank], costs.activation_after_backward[rank]
         ahead = num_microbatches
         if costs.forward_ms[rank] > 0:
             ahead = 1 + math.ceil(until_backward / costs.forward_ms[rank] - 1e-9) + (extra if rank + 1 < num_ranks else 0)
-        if held > 0:
-            ahead = min(ahead, math.floor(min(memory / held, num_microbatches) + 1e-9))
+        if activation > 0:
+            ahead = min(ahead, math.floor(min(memory / activation, num_microbatches) + 1e-9))
         ahead = max(1, ahead)
         delay = num_microbatches
-        if left > 0:
-            delay = math.floor(min(share * (memory - ahead * held) / left, num_microbatches) + 1e-9)
+        if kept > 0:
+            delay = math.floor(min(share * (memory - ahead * activation) / kept, num_microbatches) + 1e-9)
         rows.append(deferred_wgrad_row(rank, num_microbatches, num_ahead=ahead, delay=max(0, delay)))
         until_backward += costs.forward_ms[rank] + costs.backward_ms[rank] + 2 * costs.comm_ms
     return Plan.of("zb", Placement.linear(num_ranks), num_microbatches, reversed(rows))

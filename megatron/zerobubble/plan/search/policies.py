@@ -130,8 +130,8 @@ class Blocks:
         placement = self._placement
         num_stages, chunks = placement.num_stages, placement.num_chunks
         durations, comm_ms = self._views[block.view]
-        busiest = max(sum(sum(durations[3 * s : 3 * s + 3]) for s in stages) for stages in placement.rank_to_stages)
-        period, unit = busiest * block.period, busiest / (3 * chunks)
+        bottleneck = max(sum(sum(durations[3 * s : 3 * s + 3]) for s in stages) for stages in placement.rank_to_stages)
+        period, unit = bottleneck * block.period, bottleneck / (3 * chunks)
         hops = [a != b for a, b in itertools.pairwise(placement.stage_to_rank)]
         offsets = [0.0] * (3 * num_stages)
         now = 0.0
