@@ -66,7 +66,7 @@ def _order_of(plan: Plan) -> Order:
     return [bytes(3 * chunk[op.stage] + kind_code[op.kind] for op in row) for row in plan.ops]
 
 
-def plan_of(order: Order, schedule: str, placement: Placement, num_microbatches: int, *, fused: bool) -> Plan:
+def plan_of_order(order: Order, schedule: str, placement: Placement, num_microbatches: int, *, fused: bool) -> Plan:
     """The plan of an order; with `fused`, every B becomes a BW and W is dropped."""
     rows = []
     for rank, codes in enumerate(order):

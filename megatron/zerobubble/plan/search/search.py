@@ -34,7 +34,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.search.core import EPSILON, Core, Order, PythonCore
-from megatron.zerobubble.plan.search.orders import SeedOrder, plan_of, repeated, without_wgrad
+from megatron.zerobubble.plan.search.orders import SeedOrder, plan_of_order, repeated, without_wgrad
 from megatron.zerobubble.plan.search.policies import Block, Blocks, flat_durations
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 
@@ -187,7 +187,7 @@ def search(
     # The list schedule admits an F by the memory that F allocates; a B must not then need more than is free.
     finder = _Finder(placement, num_microbatches, costs.reserved, options, fused, core or best_core())
     order = finder.find(seed_orders)
-    return plan_of(order, schedule, placement, num_microbatches, fused=fused)
+    return plan_of_order(order, schedule, placement, num_microbatches, fused=fused)
 
 
 @cache
