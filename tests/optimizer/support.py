@@ -14,7 +14,7 @@ from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
 from tests.support.gpt import Case, Trainer
 from tests.support.moe import MoeCase, MoeTrainer
-from tests.support.mtp import FurtherTokensCase, FurtherTokensTrainer
+from tests.support.mtp import MtpCase, MtpTrainer
 
 ITERATIONS = 12
 BASE = Case(schedule="zb-h2", num_ranks=2, num_microbatches=4, num_layers=4, dropout=0.1, clip_grad=1e3)
@@ -128,12 +128,12 @@ class _MoeTrainer(_Trainer, MoeTrainer):
             experts[0].main_grad.view(-1)[0] += value
 
 
-class _FurtherTokensTrainer(_Trainer, FurtherTokensTrainer):
-    """Its history has the heads' losses, too."""
+class _MtpTrainer(_Trainer, MtpTrainer):
+    """Its history has the MTP losses, too."""
 
 
 def _trainer(scenario: Scenario) -> _Trainer:
-    kinds: dict[type[Case], type[_Trainer]] = {MoeCase: _MoeTrainer, FurtherTokensCase: _FurtherTokensTrainer}
+    kinds: dict[type[Case], type[_Trainer]] = {MoeCase: _MoeTrainer, MtpCase: _MtpTrainer}
     return kinds.get(type(scenario.case), _Trainer)(scenario)
 
 

@@ -1,4 +1,4 @@
-"""Steps taken early with further-token heads: their losses follow the loss scale, and forwards that run again count once."""
+"""Optimistic steps with MTP layers: their losses follow the loss scale, and forwards that run again count once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SCENARIOS = (
     # The loss scale falls between the first forwards of an iteration and their backwards.
     Scenario(
         "overflow before the heads",
-        replace(ZB_H2, tied=True, dtype=torch.float16, dropout=0.1, clip_grad=1e3, num_heads=1),
+        replace(ZB_H2, tied=True, dtype=torch.float16, dropout=0.1, clip_grad=1e3, num_mtp_layers=1),
         spikes={(2, 1): math.inf, (3, 0): math.inf},
         amended=(2, 3),
     ),
     Scenario(
         "clipping",
-        replace(ZBV, tied=True, dropout=0.1, clip_grad=1e3, num_heads=1),
+        replace(ZBV, tied=True, dropout=0.1, clip_grad=1e3, num_mtp_layers=1),
         spikes={(3, 1): 1e4, (4, 0): 1e4},
         amended=(3, 4),
     ),

@@ -156,7 +156,7 @@ class Trainer:
             virtual,
             context_parallel_size=case.context_parallel,
             **embedding_ranks(spec.placement),
-            **self._further_sizes(),
+            **self._parallel_sizes(),
         )
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
@@ -184,7 +184,7 @@ class Trainer:
         self.case = case
         _forget_groups()
 
-    def _further_sizes(self) -> dict[str, Any]:
+    def _parallel_sizes(self) -> dict[str, Any]:
         """More keywords for megatron-core's parallel state."""
         return {}
 

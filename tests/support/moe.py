@@ -70,7 +70,7 @@ class MoeTrainer(Trainer):
         get_moe_layer_wise_logging_tracker().clear()
         super().close()
 
-    def _further_sizes(self) -> dict[str, Any]:
+    def _parallel_sizes(self) -> dict[str, Any]:
         return {
             "expert_model_parallel_size": self.case.expert_parallel,
             "expert_tensor_parallel_size": self.case.expert_tensor_parallel,

@@ -1,4 +1,4 @@
-"""The small GPT of `gpt`, which also predicts further tokens (multi-token prediction)."""
+"""The small GPT of `gpt`, with MTP layers (multi-token prediction)."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from megatron.zerobubble.mcore.model.layout import pipeline_layout
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.training.layer_specs import further_token_heads, stage_layers
+from megatron.zerobubble.training.layer_specs import mtp_layers, stage_layers
 from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
 
 
 @dataclass(frozen=True)
-class FurtherTokensCase(Case):
-    """One comparison of a model with further-token heads."""
+class MtpCase(Case):
+    """One comparison of a model with MTP layers."""
 
-    num_heads: int = 2
+    num_mtp_layers: int = 2
 
     def __str__(self) -> str:
-        return f"{super().__str__()}-heads{self.num_heads}"
+        return f"{super().__str__()}-heads{self.num_mtp_layers}"
 
     def trainer(self, initial: Tensors | None = None) -> Trainer:
-        return FurtherTokensTrainer(self, initial)
+        return MtpTrainer(self, initial)
 
 
-class FurtherTokensTrainer(Trainer):
-    """Trains a `FurtherTokensCase`. Its losses are those of the microbatches, then the sum over them of each head's."""
+class MtpTrainer(Trainer):
+    """Trains a `MtpCase`. Its losses are those of the microbatches, then the sum over them of each MTP layer's."""
 
-    case: FurtherTokensCase
+    case: MtpCase
 
     def close(self) -> None:
-        """Also what megatron-core keeps of the heads' losses beside the model, with a process group."""
+        """Also what megatron-core keeps of the MTP losses beside the model, with a process group."""
         MTPLossLoggingHelper.tracker.clear()
         super().close()
 
@@ -45,7 +45,7 @@ class FurtherTokensTrainer(Trainer):
 
     @staticmethod
     def _sums() -> list[float]:
-        """Of each head's losses so far, which run on over steps as they do between two progress lines of a job."""
+        """Of each MTP layer's losses so far, which run on over steps as they do between two progress lines of a job."""
         sums = MTPLossLoggingHelper.tracker.get("values")
         return [] if sums is None else list(map(float, sums))
 
@@ -54,8 +54,8 @@ class FurtherTokensTrainer(Trainer):
         placement = case.spec.placement
         layers = StageLayers.parse(case.layout) if case.layout else StageLayers.spread(case.num_layers, placement)
         fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
-        layout = pipeline_layout(layers, placement, num_heads=case.num_heads)
-        return type(config)(**(fields | {"mtp_num_layers": case.num_heads, "pipeline_model_parallel_layout": layout}))
+        layout = pipeline_layout(layers, placement, num_mtp_layers=case.num_mtp_layers)
+        return type(config)(**(fields | {"mtp_num_layers": case.num_mtp_layers, "pipeline_model_parallel_layout": layout}))
 
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         return GPTModel(
@@ -67,10 +67,10 @@ class FurtherTokensTrainer(Trainer):
             post_process=post_process,
             share_embeddings_and_output_weights=self.case.tied,
             position_embedding_type="rope",
-            mtp_block_spec=further_token_heads(self.config, vp_stage=vp_stage),
+            mtp_block_spec=mtp_layers(self.config, vp_stage=vp_stage),
             vp_stage=vp_stage,
         )
 
 
-ZBV = FurtherTokensCase("zbv", 2, 4, num_chunks=2, num_layers=4, adam_eps=1.0)
-ZB_H2 = FurtherTokensCase("zb-h2", 2, 4, num_layers=4, adam_eps=1.0)
+ZBV = MtpCase("zbv", 2, 4, num_chunks=2, num_layers=4, adam_eps=1.0)
+ZB_H2 = MtpCase("zb-h2", 2, 4, num_layers=4, adam_eps=1.0)

@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 import megatron.zerobubble
 from megatron.zerobubble.mcore.cpu.device import HostDevice
-from megatron.zerobubble.training.layer_specs import further_token_heads
+from megatron.zerobubble.training.layer_specs import mtp_layers
 from tests.support.gpt import _forget_groups
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stock_megatron_core.py"
@@ -34,13 +34,13 @@ def example() -> ModuleType:
     return module
 
 
-def train_further_tokens(rank: int, flags: str, options: dict[str, Any]) -> History:
-    """`train`, of a model that also predicts one further token."""
+def train_mtp(rank: int, flags: str, options: dict[str, Any]) -> History:
+    """`train`, of a model with one MTP layer."""
     loop = example()
 
     def model(*, config: TransformerConfig, vp_stage: int | None, **others: Any) -> GPTModel:
-        heads = further_token_heads(config, vp_stage=vp_stage)
-        return GPTModel(config=config, vp_stage=vp_stage, mtp_block_spec=heads, position_embedding_type="rope", **others)
+        block_spec = mtp_layers(config, vp_stage=vp_stage)
+        return GPTModel(config=config, vp_stage=vp_stage, mtp_block_spec=block_spec, position_embedding_type="rope", **others)
 
     configured = functools.partial(TransformerConfig, mtp_num_layers=1, transformer_impl="local")
     with mock.patch.object(loop, "GPTModel", model), mock.patch.object(loop, "TransformerConfig", configured):

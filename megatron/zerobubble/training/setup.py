@@ -67,8 +67,8 @@ def assemble(
     """Build this rank's part of the model, and what trains it."""
     timers = Timers(settings.logging.timing_log_level, settings.logging.timing_log_option)
     with job.host.on_host():
-        layers, num_heads = settings.stage_layers(spec.placement), settings.model.mtp_num_layers or 0
-        layout = pipeline_layout(layers, spec.placement, num_heads=num_heads)
+        layers, num_mtp_layers = settings.stage_layers(spec.placement), settings.model.mtp_num_layers or 0
+        layout = pipeline_layout(layers, spec.placement, num_mtp_layers=num_mtp_layers)
         config = mcore_config.transformer_config(settings, on_gpu=not job.host.enabled, layout=layout)
         config.timers = timers
         setup = ModelSetup(

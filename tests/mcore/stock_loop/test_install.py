@@ -22,7 +22,7 @@ from megatron.zerobubble.errors import CompatibilityError, ConfigError
 from megatron.zerobubble.mcore.stock_loop import patches as installing
 from tests.support.gpt import _forget_groups
 from tests.support.ranks import RankPool
-from tests.support.stock import EXAMPLE, example, train, train_further_tokens
+from tests.support.stock import EXAMPLE, example, train, train_mtp
 from tests.training.launch import ROOT, launch
 
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
@@ -71,11 +71,11 @@ def test_the_same_losses_as_without(four_ranks: RankPool, stock: str, more: str,
     ids=["zb-h2-tied", "zbv-tied", "v-half"],
 )
 @pytest.mark.sampled(0.34)
-def test_the_same_losses_with_further_token_heads(four_ranks: RankPool, stock: str, options: dict[str, Any]) -> None:
+def test_the_same_losses_with_mtp_layers(four_ranks: RankPool, stock: str, options: dict[str, Any]) -> None:
     """1e-6: the gradients of embedding and head are sums in another order."""
     flags = f"{stock} --num-layers 4 --hidden-size 32 --train-iters 4"
     plain = flags.replace(" --overlap-grad-reduce", "")  # stock waits for the output weight that nobody uses
-    expected, actual = (_losses(four_ranks.run(train_further_tokens, *each)) for each in ((plain, {}), (flags, options)))
+    expected, actual = (_losses(four_ranks.run(train_mtp, *each)) for each in ((plain, {}), (flags, options)))
     assert len(actual) == len(expected) > 0
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-6, atol=1e-6)
 

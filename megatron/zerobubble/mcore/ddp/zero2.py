@@ -301,7 +301,7 @@ def _refuse(config: Any, ddp_config: DistributedDataParallelConfig, module: nn.M
     elif any(getattr(each, "share_embeddings_and_output_weights", False) for each in module.modules()):  # on every stage alike
         why = "tied embeddings sum their whole gradients over two stages: --untie-embeddings-and-output-weights"
     elif config.mtp_num_layers:
-        why = "further-token heads sum whole gradients of their embedding over two stages (mtp_num_layers)"
+        why = "MTP layers all-reduce the whole gradient of their embedding between two stages (mtp_num_layers)"
     elif not all(getattr(parameter, "allreduce", True) for parameter in parameters):
         why = "experts have buckets of their own, which are not sharded"
     elif config.tensor_model_parallel_size > 1 and (config.sequence_parallel or config.qk_layernorm):

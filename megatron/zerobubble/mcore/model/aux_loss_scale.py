@@ -32,7 +32,7 @@ def name_missing_gemm() -> None:
 
 
 def set_auxiliary_scales(config: Any, *, num_microbatches: int, context_parallel_size: int, device: torch.device) -> None:
-    """What the gradients of the losses that routers and further-token heads add start at, in every B until this is called again.
+    """What the gradients of the losses that routers and MTP layers add start at, in every B until this is called again.
 
     Args:
         config: TransformerConfig; nothing is done for a model without such losses.

@@ -3,7 +3,7 @@
 Under V the embedding (stage 0) and the head (stage 2p-1) both sit on rank 0, in two chunks. Tied, they are two tensors with the
 same values on one rank; megatron-core would sum their gradients over the first and the last pipeline rank, which here are not
 where the two are. So rank 0 copies the values once and adds the two gradients every iteration. The same holds for the embedding
-that further-token heads (multi-token prediction) have beside the head.
+of MTP layers (multi-token prediction) on the last stage.
 
 Works with the distributed optimizer too: megatron-core puts a weight marked `shared_embedding` into a bucket of its own, so both
 copies are sharded alike and a sum of the buffers is a sum of each rank's shard.
@@ -28,9 +28,12 @@ Finalize = Callable[..., None]
 
 
 def tie_chunks(chunks: Sequence[nn.Module]) -> bool:
-    """Where embedding and head are tied, or further-token heads embed too, in another chunk of this rank: equal values.
+    """Copy the embedding's values to the weight tied to it in another chunk of this rank: output layer or MTP embedding.
 
-    Call it before DDP wraps the chunks. Returns whether there is such a pair here.
+    Call it before DDP wraps the chunks.
+
+    Returns:
+        Whether this rank has such a pair.
     """
     pair = _tied_pair(chunks)
     if pair is None:
@@ -45,11 +48,11 @@ def tie_chunks(chunks: Sequence[nn.Module]) -> bool:
 
 
 def release_unused_head(model: nn.Module) -> None:
-    """Where further-token heads embed beside a tied output layer: take away the weight that the output layer has and never uses.
+    """Drop the output layer's unused weight on a last stage with MTP layers and tied embeddings. Does nothing on other stages.
 
-    The tied weight is that of the embedding there. megatron-core 0.16.1 allocates another one all the same; it would count in the
-    norm and be decayed, no gradient would ever be reported for it to DDP, and saving a checkpoint asserts that it does not exist.
-    Call it before DDP wraps the model; nothing is done elsewhere.
+    There the output layer uses the weight of the MTP embedding, but megatron-core 0.16.1 allocates one for it all the same. That
+    weight would count in the gradient norm and be decayed, DDP would never get a gradient for it, and saving a checkpoint asserts
+    that it does not exist. Call it before DDP wraps the model.
     """
     stage: Any = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
     if getattr(stage, "mtp_process", False) and stage.share_embeddings_and_output_weights and stage.post_process:
@@ -91,7 +94,7 @@ def _sum_tied_gradients(chunks: Sequence[nn.Module]) -> None:
 def _tied_pair(chunks: Sequence[nn.Module]) -> tuple[nn.Parameter, nn.Parameter] | None:
     """(embedding weight, head weight) where they are tied and in two chunks of this rank.
 
-    Further-token heads (multi-token prediction) have an embedding of their own on the last stage, with the first one's values.
+    MTP layers (multi-token prediction) have their own embedding on the last stage, with the values of the first stage's.
     """
     models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
     first = next((model for model in models if model.pre_process), None)

@@ -24,17 +24,17 @@ class StageLayout(PipelineParallelLayerLayout):
     Args:
         layers: decoder layers of each stage. They may differ.
         placement: stage -> rank, the same number of stages on every rank.
-        num_heads: further-token heads (multi-token prediction), all on the last stage.
+        num_mtp_layers: MTP layers (multi-token prediction), all on the last stage.
     """
 
-    def __init__(self, layers: StageLayers, placement: Placement, *, num_heads: int = 0) -> None:
+    def __init__(self, layers: StageLayers, placement: Placement, *, num_mtp_layers: int = 0) -> None:
         if layers.num_stages != placement.num_stages:
             raise ConfigError(f"layout {layers.text!r} has {layers.num_stages} stages, the schedule {placement.num_stages}")
         if placement.num_stages % placement.num_ranks:
             raise ConfigError(f"{placement.num_stages} stages do not spread evenly over {placement.num_ranks} ranks")
         stages = [["decoder"] * count for count in layers.per_stage]
         stages[0].insert(0, "embedding")
-        stages[-1] += ["mtp"] * num_heads + ["loss"]
+        stages[-1] += ["mtp"] * num_mtp_layers + ["loss"]
         num_chunks = placement.num_chunks
         by_chunk = [
             stages[placement.rank_to_stages[rank][chunk]] for chunk in range(num_chunks) for rank in range(placement.num_ranks)
@@ -56,15 +56,21 @@ class StageLayout(PipelineParallelLayerLayout):
         return self.placement.stage_to_rank[stage], self.placement.chunk_of(stage)
 
 
-def pipeline_layout(layers: StageLayers, placement: Placement, *, num_heads: int = 0) -> StageLayout | str | None:
-    """What megatron-core is to be given as `pipeline_model_parallel_layout`.
+def pipeline_layout(layers: StageLayers, placement: Placement, *, num_mtp_layers: int = 0) -> StageLayout | str | None:
+    """The value of `TransformerConfig.pipeline_model_parallel_layout` for these layers under this placement.
 
-    Its own class, by way of the text, where it puts stages on the ranks of `placement`; nothing where it would also split the
-    layers like this by itself. `num_heads` further-token heads are on the last stage.
+    Args:
+        layers: decoder layers of each stage.
+        placement: stage -> rank.
+        num_mtp_layers: MTP layers (multi-token prediction), all on the last stage.
+
+    Returns:
+        A `StageLayout` where megatron-core's own layouts cannot express the placement (V); its layout text where they can; None
+        where megatron-core's default is the same layout.
     """
     if placement.name not in ("linear", "loop"):
-        return StageLayout(layers, placement, num_heads=num_heads)
-    return None if layers.is_even else layers.text.removesuffix("L") + "m" * num_heads + "L"
+        return StageLayout(layers, placement, num_mtp_layers=num_mtp_layers)
+    return None if layers.is_even else layers.text.removesuffix("L") + "m" * num_mtp_layers + "L"
 
 
 def embedding_ranks(placement: Placement) -> dict[str, Any]:

@@ -12,8 +12,8 @@ It is known by the contract, not by its class, and Transformer Engine need not b
 Embeddings, routers, gates of shared experts, norms and biases stay in B: they are cheap. Every other weight must be ours or be
 declared: a weight that nobody knows could be computed in B without a word, and the plan's W would be a lie.
 
-One weight has both: where further-token heads (multi-token prediction) embed beside a tied output layer. B adds the embedding's
-share of its gradient, W the output layer's, and DDP hears of it in W, when both are in.
+One weight gets gradients from both: the embedding of MTP layers (multi-token prediction) that is tied to the output layer. B adds
+the embedding's share, W the output layer's, and DDP is notified in W, when both have been added.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _splittable(chunk: nn.Module) -> Iterator[_Splittable]:
 
 
 def _lenders(chunk: nn.Module) -> dict[int, tuple[str, Any]]:
-    """id of an output layer without a weight -> name and module of the embedding that further-token heads have beside it."""
+    """id of an output layer without a weight -> name and module of the MTP layers' embedding, whose weight it uses."""
     lenders: dict[int, tuple[str, Any]] = {}
     for name, model in chunk.named_modules():
         is_tied = getattr(model, "mtp_process", False) and getattr(model, "share_embeddings_and_output_weights", False)

@@ -1,7 +1,7 @@
 """Running forwards again: the same microbatches, the same random numbers, and nothing counted twice.
 
 What a forward leaves behind besides activations is in the buffers of its modules (how many tokens a router gave each expert) and
-in what megatron-core collects for logging (the losses of routers and of further-token heads). Both are put back.
+in what megatron-core collects for logging (auxiliary losses of routers, MTP losses). Both are restored.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Rewind:
 
 
 def _logged() -> list[Tensor]:
-    """Sums over microbatches that megatron-core keeps of the losses of routers and of further-token heads."""
+    """megatron-core's logged sums over microbatches: auxiliary losses of routers, and MTP losses."""
     routers = [entry["values"] for entry in get_moe_layer_wise_logging_tracker().values()]
     heads = MTPLossLoggingHelper.tracker.get("values")
     return routers if heads is None else [*routers, heads]
