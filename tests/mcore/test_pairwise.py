@@ -81,9 +81,9 @@ class PairCase(Case):
 
     def tolerance(self) -> float:
         """Largest difference, relative to a tensor's largest entry: none where sums are taken in the same order."""
-        if self.dropout:  # the same ranks on both sides; an early step adds up the norm in the order of the relay
+        if self.dropout:  # the same ranks on both sides; an optimistic step sums the norm in the order of the relay
             is_exact = not (self.post_validation and self.clip_grad)
-        else:  # in fp16 tiny gradients lose bits when they are divided by the number of copies
+        else:  # in fp16 tiny gradients lose bits when they are divided by the number of data-parallel replicas
             is_exact = self.reduce_in_fp32 or self.dtype is not torch.float16
             is_exact = is_exact and not (self.tied or self.clip_grad or self.different_data)
         if is_exact:
@@ -128,7 +128,7 @@ def _check(differences: list[Difference], case: PairCase) -> None:
     for rank, found in enumerate(differences):
         assert found.losses <= 10 * tolerance, (rank, found, case)
         assert found.weights <= tolerance, (rank, found, case)
-        # With the distributed optimizer a rank's gradients are its own shard's; early steps zero them before they are looked at.
+        # With the distributed optimizer a rank's gradients are its own shard's; optimistic steps zero them before the comparison.
         assert found.gradients <= tolerance or case.distributed_optimizer, (rank, found, case)
 
 
@@ -139,13 +139,13 @@ def compare_pair(rank: int, case: PairCase) -> Difference:
     """Train as the reference and as the case says."""
     initial, expected = unpipelined(case.reference)
     trainer = Trainer(case, initial)
-    actual = _train_early(trainer) if case.post_validation else trainer.train()
+    actual = _train_optimistically(trainer) if case.post_validation else trainer.train()
     trainer.close()
     return difference(actual, expected)
 
 
-def _train_early(trainer: Trainer) -> Outcome:
-    """Like `Trainer.train`, with every step taken before it is known to be right."""
+def _train_optimistically(trainer: Trainer) -> Outcome:
+    """Like `Trainer.train`, with optimistic steps only."""
     case = trainer.case
     steps = post_validation(
         trainer.optimizer, optimistic=True, patience=0, rollback="exact", snapshot_on_host=False, on_host=trainer.host.on_host
@@ -156,7 +156,7 @@ def _train_early(trainer: Trainer) -> Outcome:
         verdict = steps.validate()
         if verdict is not None:
             norms.append(verdict.norm)
-        return verdict is not None and verdict.is_amended
+        return verdict is not None and verdict.is_redone
 
     def before_gradients() -> bool:
         is_wrong = note()

@@ -1,4 +1,4 @@
-"""Twelve iterations of a small real GPT with steps taken early or not, inside the ranks of a `RankPool`."""
+"""Twelve iterations of a small real GPT with optimistic or synchronous steps, inside the ranks of a `RankPool`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Scenario:
     """(iteration, pipeline rank) -> what is added to a gradient there."""
     hooks: dict[tuple[int, int, int], float] = field(default_factory=dict)
     """(iteration, pipeline rank, microbatch) -> factor on the gradient of that rank's first stage's output."""
-    amended: tuple[int, ...] = ()
-    """Iterations whose early step has to be corrected."""
+    redone: tuple[int, ...] = ()
+    """Iterations whose optimistic step has to be redone."""
     patience: int = 0
     rollback: str = "exact"
     on_host: bool = False
@@ -52,7 +52,7 @@ def _count(module: Any, _: Any) -> None:
 
 @dataclass
 class History:
-    """What a run shows to the outside, all of it compared bit for bit."""
+    """The observable results of a run, all of them compared bit for bit."""
 
     steps: list[tuple[Any, ...]]
     """Per step (stepped, norm, zeros, learning rate, loss scale)."""
@@ -62,8 +62,8 @@ class History:
     """Master weights and optimizer state."""
     random: list[torch.Tensor]
     """Random states at the end, and how many forwards every chunk has counted."""
-    amended: list[int]
-    undone: list[tuple[int, ...]]
+    redone: list[int]
+    rolled_back: list[tuple[int, ...]]
 
 
 class _Trainer(Trainer):
@@ -166,10 +166,10 @@ def _run(trainer: _Trainer, post: PostValidation) -> History:
         num_stepped += verdict.is_stepped
         iteration = len(history.steps)
         history.steps.append((verdict.is_stepped, _bits(verdict.norm), verdict.zeros, *taken.pop()))
-        if verdict.is_amended:
-            history.amended.append(iteration)
-            history.undone.append(verdict.undone)
-        return verdict.is_amended
+        if verdict.is_redone:
+            history.redone.append(iteration)
+            history.rolled_back.append(verdict.rolled_back)
+        return verdict.is_redone
 
     def before_gradients() -> bool:
         repeats = note(post.validate())
@@ -209,7 +209,7 @@ def _bits(value: float) -> bytes:
 
 
 def differences(a: History, b: History) -> list[str]:
-    """What two histories do not share, by name."""
+    """Names of the results in which two histories differ."""
     found = [name for name in ("steps", "losses") if repr(getattr(a, name)) != repr(getattr(b, name))]
     found += [name for name in a.weights if not _same(a.weights[name], b.weights[name])]
     found += [f"state {i}" for i, (x, y) in enumerate(zip(a.state, b.state, strict=True)) if not _same(x, y)]
@@ -242,17 +242,18 @@ def compare_with_stock(rank: int, case: Case) -> tuple[list[str], list[tuple[flo
 
 
 def compare(rank: int, scenario: Scenario) -> tuple[list[str], list[int], list[int], list[tuple[Any, ...]]]:
-    """What differs between early and synchronous steps, which were corrected and on how many ranks, and what the steps were."""
+    """Differences between optimistic and synchronous steps; which steps were redone, and on which ranks; the outcome of each."""
     synchronous = train(rank, scenario, optimistic=False)
-    early = train(rank, scenario, optimistic=True)
-    assert synchronous.amended == []
-    return differences(synchronous, early), early.amended, early.undone, early.steps
+    optimistic = train(rank, scenario, optimistic=True)
+    assert synchronous.redone == []
+    return differences(synchronous, optimistic), optimistic.redone, optimistic.rolled_back, optimistic.steps
 
 
 def compare_nearly(rank: int, scenario: Scenario) -> tuple[float, list[int], list[tuple[int, ...]]]:
-    """How far master weights and Adam's averages are apart in the end, as a share of the largest in a tensor; which steps were
-    corrected, and where."""
+    """Largest final difference of master weights and Adam's moments, relative to the largest entry of a tensor; which steps were
+    redone, and on which ranks."""
     synchronous = train(rank, scenario, optimistic=False)
-    early = train(rank, scenario, optimistic=True)
-    apart = [float((a - b).abs().max() / (b.abs().max() or 1.0)) for a, b in zip(early.state, synchronous.state, strict=True)]
-    return max(apart), early.amended, early.undone
+    optimistic = train(rank, scenario, optimistic=True)
+    pairs = zip(optimistic.state, synchronous.state, strict=True)
+    apart = [float((a - b).abs().max() / (b.abs().max() or 1.0)) for a, b in pairs]
+    return max(apart), optimistic.redone, optimistic.rolled_back

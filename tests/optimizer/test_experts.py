@@ -1,7 +1,7 @@
-"""Steps taken early with experts: one optimizer for dense weights and one for experts, whose ranks see different gradients.
+"""Optimistic steps with experts: one optimizer for dense weights and one for experts, whose ranks have different gradients.
 
-What goes wrong goes wrong in an expert that one of two expert-parallel ranks holds; both have to come to the same verdict,
-because the forwards that run again meet in collectives.
+The gradient that is clipped or overflows is that of an expert on one of two expert-parallel ranks; both must come to the same
+verdict, because the forwards that are rerun contain collectives between them.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ SCENARIOS = (
         "overflow in an expert",
         replace(_case(ZB_H2), dtype=torch.float16),
         spikes={(2, 1): INF, (3, 0): INF, (8, 1): math.nan},
-        amended=(2, 3, 8),
+        redone=(2, 3, 8),
     ),
-    Scenario("an expert is clipped", replace(_case(ZBV), expert_bias=True), spikes={(3, 1): 1e4, (4, 0): 1e4}, amended=(3, 4)),
+    Scenario("an expert is clipped", replace(_case(ZBV), expert_bias=True), spikes={(3, 1): 1e4, (4, 0): 1e4}, redone=(3, 4)),
     Scenario(
         "a rank without experts",
         replace(_case(ZB_H2), layer_freq=(1, 1, 0, 0)),
         spikes={(3, 0): 1e5, (11, 0): 1e5},
-        amended=(3, 11),
+        redone=(3, 11),
     ),
 )
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-def test_early_steps_are_the_synchronous_ones(four_ranks: RankPool, scenario: Scenario) -> None:
+def test_optimistic_steps_equal_synchronous_steps(four_ranks: RankPool, scenario: Scenario) -> None:
     results = four_ranks.run(compare, scenario)
-    for rank, (differences, amended, _, steps) in enumerate(results):
+    for rank, (differences, redone, _, steps) in enumerate(results):
         assert differences == [], rank
-        assert tuple(amended) == scenario.amended, rank
+        assert tuple(redone) == scenario.redone, rank
         assert len(steps) == ITERATIONS
-    assert all(steps == results[0][3] for *_, steps in results), "ranks tell different stories"
+    assert all(steps == results[0][3] for *_, steps in results), "the outcomes differ between ranks"

@@ -1,6 +1,6 @@
-"""Steps taken early are the synchronous steps, to the bit: weights, optimizer state, loss scale, learning rate, norms, losses.
+"""Optimistic steps equal synchronous steps, to the bit: weights, optimizer state, loss scale, learning rate, norms, losses.
 
-Twelve iterations of a real GPT with dropout on gloo ranks; the table below says what goes wrong in them.
+Twelve iterations of a real GPT with dropout on gloo ranks; the table below lists what goes wrong in them.
 """
 
 from __future__ import annotations
@@ -27,53 +27,53 @@ GATHERED_V = replace(GATHERED, schedule="zbv", num_chunks=2)
 INF = math.inf
 
 SCENARIOS = (
-    # what happens, in which training, where exactly, which early steps have to be corrected
+    # what happens, in which training, where exactly, which optimistic steps have to be redone
     Scenario("nothing", ZBV),
-    Scenario("clipped at every step", replace(BASE, clip_grad=1e-3), amended=EVERY),
-    Scenario("clipped at every step, patient", replace(BASE, clip_grad=1e-3), amended=(0,), patience=10),
-    Scenario("clipped, patient", spikes={(2, 1): 1e4, (4, 1): 1e4, (8, 1): 1e4}, amended=(2, 8), patience=2),
-    Scenario("clipped, two in a row and the last", spikes={(2, 0): 1e5, **LATE}, amended=(2, 4, 5, 11)),
-    Scenario("one microbatch's gradient grows", hooks={(5, 0, 2): 1e6}, amended=(5,)),
-    Scenario("clipped", ZBV, spikes={(3, 1): 1e4, (4, 0): 1e4}, amended=(3, 4)),
-    Scenario("Inf", spikes={(8, 1): INF}, amended=(8,)),
-    Scenario("overflow in one microbatch", FP16, hooks={(5, 0, 2): INF, (8, 0, 3): INF}, amended=(5, 8)),
+    Scenario("clipped at every step", replace(BASE, clip_grad=1e-3), redone=EVERY),
+    Scenario("clipped at every step, patient", replace(BASE, clip_grad=1e-3), redone=(0,), patience=10),
+    Scenario("clipped, patient", spikes={(2, 1): 1e4, (4, 1): 1e4, (8, 1): 1e4}, redone=(2, 8), patience=2),
+    Scenario("clipped, two in a row and the last", spikes={(2, 0): 1e5, **LATE}, redone=(2, 4, 5, 11)),
+    Scenario("one microbatch's gradient grows", hooks={(5, 0, 2): 1e6}, redone=(5,)),
+    Scenario("clipped", ZBV, spikes={(3, 1): 1e4, (4, 0): 1e4}, redone=(3, 4)),
+    Scenario("Inf", spikes={(8, 1): INF}, redone=(8,)),
+    Scenario("overflow in one microbatch", FP16, hooks={(5, 0, 2): INF, (8, 0, 3): INF}, redone=(5, 8)),
     Scenario("no clipping, zeros", replace(BASE, clip_grad=0.0), spikes={(3, 1): 1e6}, zeros=True),
-    Scenario("clipped, zeros, frozen", spikes={(3, 1): 1e4}, amended=(3,), zeros=True, frozen=True),
-    Scenario("overflow", FP16, spikes={(2, 1): INF, (3, 0): INF, (8, 1): math.nan}, amended=(2, 3, 8)),
-    Scenario("overflow", FP16_V, spikes={(2, 1): INF, (11, 1): INF}, amended=(2, 11)),
-    Scenario("clipped, two optimizers", ZBV, spikes={(3, 1): 1e4, (4, 0): 1e4}, amended=(3, 4), chained=True),
-    Scenario("overflow, two optimizers", FP16_V, spikes={(2, 1): INF, (3, 0): INF}, amended=(2, 3), chained=True),
-    Scenario("overflow, constant scale", FP16, spikes={(2, 1): INF}, amended=(2,), loss_scale=64.0),
-    Scenario("overflow and clipped", replace(FP16, clip_grad=1e-3), spikes={(4, 1): INF}, amended=EVERY),
-    Scenario("clipped", replace(BASE, dtype=torch.bfloat16), spikes={(3, 1): 1e4}, amended=(3,)),
-    Scenario("clipped in the first step", replace(BASE, optimizer="sgd"), spikes={(0, 1): 1e4, (5, 1): 1e4}, amended=(0, 5)),
-    Scenario("clipped", replace(BASE, tied=True, per_token_loss=True), spikes={(0, 1): 1e4, (3, 1): 1e4}, amended=(0, 3)),
-    Scenario("clipped, gathers as needed", GATHERED, spikes={(3, 1): 1e4, **LATE}, amended=(3, 4, 5, 11)),
-    Scenario("clipped, gathers as needed", GATHERED_V, spikes={(3, 1): 1e4, (11, 1): 1e4}, amended=(3, 11)),
-    Scenario("one gradient grows", replace(GATHERED, shard_gradients=2), hooks={(5, 0, 2): 1e6}, amended=(5,)),
-    Scenario("overflow", replace(FP16, distributed_optimizer=True), spikes={(3, 1): INF}, amended=(3,)),
-    # four pipeline ranks; above there are two, and two copies of the model
-    Scenario("clipped on account of each", P4, spikes={(2, 0): 1e4, (4, 1): 1e4, (6, 2): 1e5, (8, 3): 1e6}, amended=(2, 4, 6, 8)),
+    Scenario("clipped, zeros, frozen", spikes={(3, 1): 1e4}, redone=(3,), zeros=True, frozen=True),
+    Scenario("overflow", FP16, spikes={(2, 1): INF, (3, 0): INF, (8, 1): math.nan}, redone=(2, 3, 8)),
+    Scenario("overflow", FP16_V, spikes={(2, 1): INF, (11, 1): INF}, redone=(2, 11)),
+    Scenario("clipped, two optimizers", ZBV, spikes={(3, 1): 1e4, (4, 0): 1e4}, redone=(3, 4), chained=True),
+    Scenario("overflow, two optimizers", FP16_V, spikes={(2, 1): INF, (3, 0): INF}, redone=(2, 3), chained=True),
+    Scenario("overflow, constant scale", FP16, spikes={(2, 1): INF}, redone=(2,), loss_scale=64.0),
+    Scenario("overflow and clipped", replace(FP16, clip_grad=1e-3), spikes={(4, 1): INF}, redone=EVERY),
+    Scenario("clipped", replace(BASE, dtype=torch.bfloat16), spikes={(3, 1): 1e4}, redone=(3,)),
+    Scenario("clipped in the first step", replace(BASE, optimizer="sgd"), spikes={(0, 1): 1e4, (5, 1): 1e4}, redone=(0, 5)),
+    Scenario("clipped", replace(BASE, tied=True, per_token_loss=True), spikes={(0, 1): 1e4, (3, 1): 1e4}, redone=(0, 3)),
+    Scenario("clipped, gathers as needed", GATHERED, spikes={(3, 1): 1e4, **LATE}, redone=(3, 4, 5, 11)),
+    Scenario("clipped, gathers as needed", GATHERED_V, spikes={(3, 1): 1e4, (11, 1): 1e4}, redone=(3, 11)),
+    Scenario("one gradient grows", replace(GATHERED, shard_gradients=2), hooks={(5, 0, 2): 1e6}, redone=(5,)),
+    Scenario("overflow", replace(FP16, distributed_optimizer=True), spikes={(3, 1): INF}, redone=(3,)),
+    # four pipeline ranks; above there are two, and two data-parallel replicas
+    Scenario("clipped on account of each", P4, spikes={(2, 0): 1e4, (4, 1): 1e4, (6, 2): 1e5, (8, 3): 1e6}, redone=(2, 4, 6, 8)),
     Scenario("NaN", P4, spikes={(8, 1): math.nan}),
     Scenario("NaN last", P4, spikes={(10, 3): math.nan}),
-    Scenario("Inf first", P4, spikes={(7, 0): INF}, amended=(7,)),
-    Scenario("overflow", replace(P4, dtype=torch.float16), spikes={(2, 0): INF, (5, 2): INF, (9, 3): INF}, amended=(2, 5, 9)),
-    Scenario("clipped", replace(P4, schedule="zbv", num_chunks=2), spikes={(2, 1): 1e4, (6, 3): 1e4}, amended=(2, 6)),
-    Scenario("clipped, one microbatch", replace(P4, num_microbatches=1), spikes={(2, 3): 1e4}, amended=(2,)),
+    Scenario("Inf first", P4, spikes={(7, 0): INF}, redone=(7,)),
+    Scenario("overflow", replace(P4, dtype=torch.float16), spikes={(2, 0): INF, (5, 2): INF, (9, 3): INF}, redone=(2, 5, 9)),
+    Scenario("clipped", replace(P4, schedule="zbv", num_chunks=2), spikes={(2, 1): 1e4, (6, 3): 1e4}, redone=(2, 6)),
+    Scenario("clipped, one microbatch", replace(P4, num_microbatches=1), spikes={(2, 3): 1e4}, redone=(2,)),
     # two pipeline ranks of two tensor ranks
-    Scenario("clipped", replace(BASE, tensor_parallel=2, schedule="1f1b"), spikes={(3, 1): 1e4}, amended=(3,)),
+    Scenario("clipped", replace(BASE, tensor_parallel=2, schedule="1f1b"), spikes={(3, 1): 1e4}, redone=(3,)),
 )
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 @pytest.mark.sampled(0.25)
-def test_early_steps_are_the_synchronous_ones(four_ranks: RankPool, scenario: Scenario) -> None:
+def test_optimistic_steps_equal_synchronous_steps(four_ranks: RankPool, scenario: Scenario) -> None:
     results = four_ranks.run(compare, scenario)
-    for rank, (differences, amended, _, steps) in enumerate(results):
+    for rank, (differences, redone, _, steps) in enumerate(results):
         assert differences == [], rank
-        assert tuple(amended) == scenario.amended, rank
+        assert tuple(redone) == scenario.redone, rank
         assert len(steps) == ITERATIONS
-    assert all(steps == results[0][3] for *_, steps in results), "ranks tell different stories"
+    assert all(steps == results[0][3] for *_, steps in results), "the outcomes differ between ranks"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_early_steps_are_the_synchronous_ones(four_ranks: RankPool, scenario: Sc
     ids=str,
 )
 @pytest.mark.sampled(0.25)
-def test_our_synchronous_step_is_megatron_cores(four_ranks: RankPool, case: Case) -> None:
+def test_our_synchronous_step_equals_that_of_megatron_core(four_ranks: RankPool, case: Case) -> None:
     """Nothing is clipped here, so the norm, which megatron-core sums in single precision and another order, changes no weight."""
     for differences, norms in four_ranks.run(compare_with_stock, case):
         assert differences == []
@@ -90,32 +90,32 @@ def test_our_synchronous_step_is_megatron_cores(four_ranks: RankPool, case: Case
 
 
 INVERSE = (
-    # what happens, and for each corrected step the ranks that had stepped and inverted their step
-    (Scenario("clipped", spikes={(3, 1): 1e4, (4, 1): 1e5, (11, 1): 1e4}, amended=(3, 4, 11)), ((0,), (0,), (0,))),
-    (Scenario("overflow", FP16, spikes={(11, 1): INF}, amended=(11,)), ((0,),)),
-    (Scenario("clipped", replace(REDUCED, overlap_grad_reduce=False), spikes={(11, 1): 1e4}, amended=(11,)), ((0,),)),
-    (Scenario("too steep to invert", replace(BASE, clip_grad=1e6), spikes={(5, 0): 1e5, (5, 1): 1e7}, amended=(5,)), ((),)),
+    # what happens, and for each redone step the ranks that rolled back by inverting their step
+    (Scenario("clipped", spikes={(3, 1): 1e4, (4, 1): 1e5, (11, 1): 1e4}, redone=(3, 4, 11)), ((0,), (0,), (0,))),
+    (Scenario("overflow", FP16, spikes={(11, 1): INF}, redone=(11,)), ((0,),)),
+    (Scenario("clipped", replace(REDUCED, overlap_grad_reduce=False), spikes={(11, 1): 1e4}, redone=(11,)), ((0,),)),
+    (Scenario("too steep to invert", replace(BASE, clip_grad=1e6), spikes={(5, 0): 1e5, (5, 1): 1e7}, redone=(5,)), ((),)),
     (
         Scenario(
             "one shard too steep to invert",
             replace(GATHERED, clip_grad=1e6),
             spikes={(5, 0): 1e5, (5, 1): 1e7},
-            amended=(5,),
+            redone=(5,),
         ),
         ((),),
     ),
-    (Scenario("clipped", P4, spikes={(2, 2): 1e4, (6, 3): 1e6}, amended=(2, 6)), ((0, 1), (0, 1, 2))),
+    (Scenario("clipped", P4, spikes={(2, 2): 1e4, (6, 3): 1e6}, redone=(2, 6)), ((0, 1), (0, 1, 2))),
 )
 
 
-@pytest.mark.parametrize(("scenario", "undone"), INVERSE, ids=str)
+@pytest.mark.parametrize(("scenario", "rolled_back"), INVERSE, ids=str)
 @pytest.mark.sampled(0.25)
-def test_inverted_steps_are_nearly_the_synchronous_ones(
-    four_ranks: RankPool, scenario: Scenario, undone: tuple[tuple[int, ...], ...]
+def test_inverted_steps_nearly_equal_synchronous_steps(
+    four_ranks: RankPool, scenario: Scenario, rolled_back: tuple[tuple[int, ...], ...]
 ) -> None:
     """The error of an inverted step (see `InverseRollback`) goes on through the steps behind it. In half precision training makes
     any difference large within a few steps, so there it is the last step."""
-    for apart, amended, where in four_ranks.run(compare_nearly, replace(scenario, rollback="inverse")):
+    for apart, redone, where in four_ranks.run(compare_nearly, replace(scenario, rollback="inverse")):
         assert apart < 1e-4
-        assert tuple(amended) == scenario.amended
-        assert tuple(where) == undone
+        assert tuple(redone) == scenario.redone
+        assert tuple(where) == rolled_back

@@ -1,4 +1,4 @@
-"""A step taken back: exactly from a copy, and within the stated error by arithmetic."""
+"""Rolling back a step: exactly from a snapshot, and within the documented error by inverting it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("name", [*ADAMS, *OTHERS])
 @pytest.mark.parametrize("num_before", [0, 1, 4])
 @pytest.mark.parametrize("spike", [1.0, 1e6])
-def test_a_copy_brings_everything_back(name: str, num_before: int, spike: float) -> None:
+def test_exact_rollback_restores_everything(name: str, num_before: int, spike: float) -> None:
     parameters = weights()
     optimizer = (ADAMS | OTHERS)[name](parameters[:2])
     for step in range(num_before):
@@ -107,17 +107,17 @@ def test_a_copy_brings_everything_back(name: str, num_before: int, spike: float)
     before = show(optimizer)
     rollback = ExactRollback([optimizer])
     give_gradients(parameters, num_before, spike)
-    assert rollback.keep()
+    assert rollback.snapshot()
     optimizer.step()
     assert not same(show(optimizer)[1], before[1])
-    rollback.undo()
+    rollback.rollback()
     assert all(map(same, show(optimizer), before))
 
 
 @pytest.mark.parametrize("name", ADAMS)
 @pytest.mark.parametrize("num_before", [0, 1, 4, 30])
 @pytest.mark.parametrize("spike", [1e-3, 1.0, 20.0])
-def test_the_inverse_is_as_near_as_it_says(name: str, num_before: int, spike: float) -> None:
+def test_inverse_rollback_is_within_the_documented_error(name: str, num_before: int, spike: float) -> None:
     parameters = weights()
     optimizer = ADAMS[name](parameters[:2])
     for step in range(num_before):
@@ -127,9 +127,9 @@ def test_the_inverse_is_as_near_as_it_says(name: str, num_before: int, spike: fl
     before = {parameter: (parameter.detach().clone(), _moments(optimizer, parameter)) for parameter in parameters[:2]}
     rollback = InverseRollback([optimizer])
     give_gradients(parameters, num_before, spike)
-    assert rollback.keep()
+    assert rollback.snapshot()
     optimizer.step()
-    rollback.undo()
+    rollback.rollback()
     assert [value for value in show(optimizer) if isinstance(value, int) and value] == counts
     for parameter, (weight, moments) in before.items():
         assert (parameter.detach() - weight).abs().le(4 * U * weight.abs() + 8 * U * LR).all()
@@ -166,18 +166,18 @@ def _moments(optimizer: Any, parameter: Tensor) -> tuple[float, Tensor, Tensor] 
 
 
 @pytest.mark.parametrize("name", ADAMS)
-def test_a_spike_far_above_the_state_is_not_stepped_on(name: str) -> None:
+def test_a_gradient_spike_far_above_the_state_gets_no_snapshot(name: str) -> None:
     """After it v would be lost, and with it, many steps later, the weights (published: a third of them NaN)."""
     parameters = weights()
     optimizer = ADAMS[name](parameters[:2])
     rollback = InverseRollback([optimizer])
     for step in range(3):
         give_gradients(parameters, step)
-        assert rollback.keep()
+        assert rollback.snapshot()
         optimizer.step()
-        rollback.forget()
+        rollback.drop_snapshot()
     give_gradients(parameters, 3, spike=1e5)
-    assert not rollback.keep()
+    assert not rollback.snapshot()
 
 
 @pytest.mark.parametrize("name", OTHERS)

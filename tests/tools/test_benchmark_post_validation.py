@@ -1,4 +1,4 @@
-"""The command line: tools/benchmarks/post_validation.py. That it measures; not what."""
+"""The command line of tools/benchmarks/post_validation.py: that it measures, whatever the times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment(), cwd=ROOT)
 
 
-def test_it_measures_both_ways_and_says_what_the_simulator_says(tmp_path: Path) -> None:
+def test_measures_both_kinds_of_steps_beside_the_prediction(tmp_path: Path) -> None:
     done = run(*PASSES, "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
     body = json.loads((tmp_path / "out.json").read_text())

@@ -1,9 +1,10 @@
-"""Measure what stepping early saves: iteration time with and without --enable-optimizer-post-validation.
+"""Measure what post-validation saves: iteration time with and without --enable-optimizer-post-validation.
 
 Every rank is a process on this machine. Passes sleep for the given times, so that any number of ranks fits on a few cores;
-everything else is real: the plan, the executor, the transfers on gloo, the relay of the statistics. Both ways take turns, block
-by block, in the same processes. The simulator says what to expect: a synchronous optimizer makes an iteration as long as the
-makespan, early steps as long as the longest rank's span. What counts is the share of that difference that is reached.
+everything else is real: the plan, the executor, the transfers on gloo, the relay of the gradient statistics. Blocks of iterations
+with synchronous and with optimistic steps alternate in the same processes. The simulator predicts the iteration time: with the
+synchronous optimizer the makespan, with post-validation the longest rank's span. Reported is the fraction of that difference that
+is reached.
 
   python -m tools.benchmarks.post_validation --num-ranks 8 --num-microbatches 24 --json docs/benchmarks/data/post_validation.json
 """
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zerobubble.errors import UserError
-from megatron.zerobubble.optimizer.post_validation import PostValidation, Relay, Statistics
+from megatron.zerobubble.optimizer.post_validation import GradientStatistics, PostValidation, Relay
 from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.registry import build_plan
@@ -37,40 +38,42 @@ from tools.benchmarks.emulation import SleepingWork, run_on_ranks
 FORMAT = "zerobubble-post-validation-benchmark/1"
 
 
-class CalmOptimizer:
-    """Gradients that are never clipped and never overflow; a step takes no time."""
+class NullOptimizer:
+    """A `RollbackOptimizer` without parameters: gradients are never clipped, never overflow, and a step takes no time."""
 
-    def prepare(self) -> Statistics:
-        """Something finite."""
-        return Statistics((1.0,), (0.0,))
+    def prepare(self) -> GradientStatistics:
+        """Finite statistics."""
+        return GradientStatistics((1.0,), (0.0,))
 
-    def is_clipped(self, statistics: Statistics) -> bool:
-        """Never."""
+    def is_clipped(self, statistics: GradientStatistics) -> bool:
+        """Always False."""
         return False
 
-    def apply(self, statistics: Statistics) -> None:
-        """At once."""
+    def apply(self, statistics: GradientStatistics) -> None:
+        """Do nothing."""
 
-    def keep(self) -> bool:
-        """There is nothing that could not be taken back."""
+    def snapshot(self) -> bool:
+        """Always True: any step can be rolled back."""
         return True
 
-    def amend(self, statistics: Statistics, *, undo: bool) -> None:
+    def redo(self, statistics: GradientStatistics, *, roll_back: bool) -> None:
         """Never called."""
 
-    def forget(self) -> None:
-        """Nothing."""
+    def drop_snapshot(self) -> None:
+        """Do nothing."""
 
-    def settle(self, statistics: Statistics) -> None:
-        """Nothing depends on it."""
+    def finalize(self, statistics: GradientStatistics) -> None:
+        """Do nothing: there is no loss scale."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
-def iteration_ms(program: Program, rank: int, links: ProcessGroupLinks, work: SleepingWork, *, early: bool, count: int) -> float:
-    """Milliseconds from the start of one iteration to the start of the next, over `count` of them after a first."""
-    post = PostValidation(CalmOptimizer(), Relay(range(program.plan.num_ranks), rank), optimistic=early)
+def iteration_ms(
+    program: Program, rank: int, links: ProcessGroupLinks, work: SleepingWork, *, optimistic: bool, count: int
+) -> float:
+    """Mean milliseconds from the start of one iteration to the start of the next, over `count` iterations after a first one."""
+    post = PostValidation(NullOptimizer(), Relay(range(program.plan.num_ranks), rank), optimistic=optimistic)
     starts = []
     dist.barrier()
     for _ in range(count + 2):
@@ -86,20 +89,22 @@ def iteration_ms(program: Program, rank: int, links: ProcessGroupLinks, work: Sl
 
 
 def serve(rank: int, program: Program, costs: CostModel, count: int, repeats: int) -> list[tuple[float, float]]:
-    """One rank: (synchronous, early) for each repeat."""
+    """Run one rank; returns iteration times in ms, (synchronous, optimistic), of each repeat."""
     num_ranks = program.plan.num_ranks
     links = ProcessGroupLinks(program.plan.placement, pipeline=range(num_ranks), rank=rank, device=torch.device("cpu"))
     work = SleepingWork(costs)
     pairs = []
     for _ in range(repeats):
-        synchronous, early = (iteration_ms(program, rank, links, work, early=early, count=count) for early in (False, True))
-        pairs.append((synchronous, early))
+        synchronous, optimistic = (
+            iteration_ms(program, rank, links, work, optimistic=optimistic, count=count) for optimistic in (False, True)
+        )
+        pairs.append((synchronous, optimistic))
     links.close()
     return pairs
 
 
 def measure(schedule: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Both ways on one schedule, and what the simulator says of them."""
+    """Measure one schedule with synchronous and with optimistic steps; returns the row of the report, with the predictions."""
     plan = build_plan(schedule, num_ranks=args.num_ranks, num_microbatches=args.num_microbatches)
     costs = CostModel.uniform(
         plan.placement, forward_ms=args.forward_ms, backward_ms=args.backward_ms, wgrad_ms=args.wgrad_ms, comm_ms=args.comm_ms
@@ -109,14 +114,14 @@ def measure(schedule: str, args: argparse.Namespace) -> dict[str, Any]:
     ranks = run_on_ranks(serve, args.num_ranks, program, costs, args.iterations, args.repeats)
     pairs = [tuple(max(rank[repeat][way] for rank in ranks) for way in (0, 1)) for repeat in range(args.repeats)]
     saved = expected.makespan_ms - expected.span_ms
-    reached = [(synchronous - early) / saved for synchronous, early in pairs]
+    reached = [(synchronous - optimistic) / saved for synchronous, optimistic in pairs]
     return {
         "schedule": schedule,
         "simulated_makespan_ms": expected.makespan_ms,
         "simulated_span_ms": expected.span_ms,
         "synchronous_ms": [synchronous for synchronous, _ in pairs],
-        "early_ms": [early for _, early in pairs],
-        "speed_up": statistics.median(synchronous / early for synchronous, early in pairs),
+        "early_ms": [optimistic for _, optimistic in pairs],
+        "speed_up": statistics.median(synchronous / optimistic for synchronous, optimistic in pairs),
         "simulated_speed_up": expected.makespan_ms / expected.span_ms,
         "reached": statistics.median(reached),
         "reached_least": min(reached),
@@ -125,8 +130,8 @@ def measure(schedule: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """For people."""
-    lines = ["schedule   speed-up   simulated   share of the saving reached (median, least, most)"]
+    """The report as a text table."""
+    lines = ["schedule   speed-up   predicted   fraction of the predicted saving (median, least, most)"]
     for row in rows:
         shares = "  ".join(f"{row[key]:6.1%}" for key in ("reached", "reached_least", "reached_most"))
         lines.append(f"{row['schedule']:10} {row['speed_up']:8.4f}  {row['simulated_speed_up']:10.4f}   {shares}")
@@ -141,11 +146,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-microbatches", type=int, default=24, help="m (default %(default)s)")
     for name, what in (("forward", "F"), ("backward", "B"), ("wgrad", "W")):
         parser.add_argument(
-            f"--{name}-ms", type=float, default=20.0, help=f"{what} of a rank and microbatch (default %(default)s)"
+            f"--{name}-ms", type=float, default=20.0, help=f"{what} per rank and microbatch (default %(default)s)"
         )
-    parser.add_argument("--comm-ms", type=float, default=0.0, help="link time that the simulator assumes (default %(default)s)")
-    parser.add_argument("--iterations", type=int, default=4, help="iterations in a block (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="blocks of each way (default %(default)s)")
+    parser.add_argument("--comm-ms", type=float, default=0.0, help="P2P latency that the simulator assumes (default %(default)s)")
+    parser.add_argument("--iterations", type=int, default=4, help="iterations per block (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="blocks with each kind of step (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
     return parser
 

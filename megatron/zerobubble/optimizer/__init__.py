@@ -1,1 +1,1 @@
-"""Steps without a barrier between pipeline ranks. Knows torch, and nothing of megatron.core."""
+"""Optimizer steps without a barrier between pipeline ranks (post-validation). Uses torch, and nothing of megatron-core."""

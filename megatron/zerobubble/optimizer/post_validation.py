@@ -1,19 +1,19 @@
-"""The optimizer's step without a global barrier, validated afterwards (arXiv 2401.10241, section 4).
+"""Optimizer steps without a global barrier, validated afterwards: post-validation (arXiv 2401.10241, section 4).
 
-Whether a step must be clipped or left out depends on the gradients of all pipeline ranks. Waiting for them costs every rank the
-stagger of the pipeline. Here the statistics travel from rank to rank instead:
+Whether a step must be clipped or skipped depends on the gradients of all pipeline ranks. An all-reduce of these statistics would
+make every rank wait for the slowest and lose the stagger of the pipeline. Post-validation sends them from rank to rank instead:
 
-    rank 0   | gradients | step on 0       | forwards ... | truth? go on, or undo, step, forwards again
-    rank 1        | gradients | step on 0-1     | forwards | truth? ...
-    rank 2             | gradients | step on 0-2: the truth -> back to 1, from there to 0
+    rank 0   | gradients | step on 0       | forwards ... | global: keep, or roll back, redo, rerun forwards
+    rank 1        | gradients | step on 0-1     | forwards | global: ...
+    rank 2             | gradients | step on 0-2 = global -> sent back to 1, from there to 0
 
-A rank adds its own statistics to those of the ranks before it, passes the sum on and steps as if it were all, which is right
-unless a gradient must be clipped or has overflowed. A rank that sees by then that the step will be clipped, but not by how much,
-leaves it for later. The last rank knows the truth; it travels back while the others run the first forwards of the next
-iteration. A rank whose step was wrong undoes it and steps again, and all ranks run those forwards again.
+A rank adds its own statistics to those of the ranks before it (the prefix), sends the sum on and takes an optimistic step.
+That is right unless a gradient must be clipped or has overflowed. A rank whose prefix already shows clipping or overflow takes no
+step yet. The last rank's sum is the global gradient statistics; they travel back while the other ranks run the first forwards of
+the next iteration. A rank whose optimistic step was wrong rolls it back and redoes it, and all ranks rerun those forwards.
 
-Squares are added in the order of the ranks, in double precision, with and without post-validation: the sums have the same bits
-either way, and so has everything that follows from them. docs/adr/0010 says why in this order under V, too.
+Squares are added in the order of the ranks, in double precision, with and without post-validation, so that both give the same
+bits. docs/adr/0010 explains why the same order is used for V placements.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["PostValidation", "Relay", "Statistics", "Steppable", "Verdict", "group_of"]
+__all__ = ["GradientStatistics", "PostValidation", "Relay", "RollbackOptimizer", "Verdict", "group_of"]
 
 
 @dataclass(frozen=True)
-class Statistics:
-    """What is known of the gradients of some ranks."""
+class GradientStatistics:
+    """What clipping and loss scaling need to know about the gradients of some pipeline ranks."""
 
     squares: tuple[float, ...]
-    """For each optimizer the sum of squares of its gradients."""
+    """Per optimizer: the sum of squares of its gradients."""
     overflows: tuple[float, ...]
-    """For each optimizer above 0 where a gradient is not finite; always 0 without loss scaling."""
+    """Per optimizer: above 0 if a gradient is not finite; always 0 without loss scaling."""
     zeros: float = 0.0
-    """Zeros in the gradients, where they are counted."""
+    """Number of zeros in the gradients; 0 unless they are counted."""
 
-    def __add__(self, later: Statistics) -> Statistics:
-        """With the statistics of the next rank. Not commutative: sums of floats have the bits of their order."""
-        return Statistics(
+    def __add__(self, later: GradientStatistics) -> GradientStatistics:
+        """The sum with the next rank's statistics. Not commutative: the bits of a float sum depend on the order."""
+        return GradientStatistics(
             tuple(a + b for a, b in zip(self.squares, later.squares, strict=True)),
             tuple(max(a, b) for a, b in zip(self.overflows, later.overflows, strict=True)),
             self.zeros + later.zeros,
@@ -56,69 +56,86 @@ class Statistics:
 
     @property
     def overflowed(self) -> bool:
-        """Whether the step must be left out."""
+        """Whether the step must be skipped."""
         return any(flag > 0 for flag in self.overflows)
 
     def to_list(self) -> list[float]:
-        """Flat, for `of_list`."""
+        """The numbers as a flat list, for `from_list`."""
         return [*self.squares, *self.overflows, self.zeros]
 
     @staticmethod
-    def of_list(values: Sequence[float]) -> Statistics:
-        """From `to_list`."""
+    def from_list(values: Sequence[float]) -> GradientStatistics:
+        """The statistics that `to_list` flattened."""
         count = len(values) // 2
-        return Statistics(tuple(values[:count]), tuple(values[count : 2 * count]), values[-1])
+        return GradientStatistics(tuple(values[:count]), tuple(values[count : 2 * count]), values[-1])
 
 
-class Steppable(Protocol):
-    """What post-validation needs of an optimizer. `mcore.post_validation.optimizer` has megatron-core's."""
+class RollbackOptimizer(Protocol):
+    """An optimizer whose step is split into phases and can be rolled back, as `PostValidation` needs it.
 
-    def prepare(self) -> Statistics:
-        """Make the gradients ready for `apply`; their statistics on this pipeline rank, summed over its tensor and data ranks."""
+    `mcore.post_validation.optimizer` implements it over megatron-core's optimizers.
+    """
 
-    def is_clipped(self, statistics: Statistics) -> bool:
-        """Whether gradients of these statistics are scaled down."""
+    def prepare(self) -> GradientStatistics:
+        """Make the gradients ready for `apply`.
 
-    def apply(self, statistics: Statistics) -> None:
-        """Clip as the statistics say and step; nothing where they say overflow."""
+        Returns:
+            The statistics of this pipeline rank, reduced over its tensor-parallel and data-parallel ranks.
+        """
 
-    def keep(self) -> bool:
-        """Get ready to take the next `apply` back; False where that could not be done."""
+    def is_clipped(self, statistics: GradientStatistics) -> bool:
+        """Whether gradients with these statistics are scaled down."""
 
-    def amend(self, statistics: Statistics, *, undo: bool) -> None:
-        """Step as the statistics say, after putting back what was kept where `undo`. The gradients are those of `prepare`."""
+    def apply(self, statistics: GradientStatistics) -> None:
+        """Clip by these statistics and step; do nothing if they overflowed."""
 
-    def forget(self) -> None:
-        """Drop what was kept."""
+    def snapshot(self) -> bool:
+        """Prepare for a rollback of the next `apply`; False if it could not be rolled back."""
 
-    def settle(self, statistics: Statistics) -> None:
-        """Take note of the truth, as a loss scale does."""
+    def redo(self, statistics: GradientStatistics, *, roll_back: bool) -> None:
+        """Step again by the global statistics, with the gradients of `prepare`.
+
+        Args:
+            statistics: the global gradient statistics.
+            roll_back: whether to roll back to the snapshot first, because an optimistic step was taken.
+        """
+
+    def drop_snapshot(self) -> None:
+        """Free the snapshot."""
+
+    def finalize(self, statistics: GradientStatistics) -> None:
+        """Update the loss scale by the global statistics."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Destroy process groups."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The truth about one step."""
+    """The outcome of one step by the global gradient statistics. The same on all pipeline ranks."""
 
     is_stepped: bool
-    """False where a gradient overflowed and the weights were left alone."""
+    """False if a gradient overflowed and the step was skipped."""
     norm: float
     """2-norm of all gradients before clipping."""
     zeros: float
-    """Zeros in all gradients, where they are counted."""
-    is_amended: bool
-    """Whether the step was taken without the truth and the truth was another: forwards that ran since ran with wrong weights, on
-    this rank or another."""
-    undone: tuple[int, ...]
-    """Pipeline ranks that had stepped and stepped back."""
+    """Number of zeros in all gradients; 0 unless they are counted."""
+    is_redone: bool
+    """Whether an optimistic step was wrong and has been rolled back or redone. Forwards that ran since then used wrong weights,
+    on this rank or another, and must be rerun."""
+    rolled_back: tuple[int, ...]
+    """Pipeline ranks that had taken the optimistic step and rolled it back."""
 
 
 def group_of(ranks: Sequence[int], *, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A new process group of the global `ranks`, which this process is one of; `timeout` None is the backend's default.
+    """A new process group of the global `ranks`, which must include this process.
 
     Every rank of the world must call it at the same point, the members of a group with the same ranks.
+
+    Args:
+        ranks: global ranks of the group.
+        backend: as for `torch.distributed.new_group`.
+        timeout: of its collectives; None for the backend's default.
     """
     wanted: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(wanted, tuple(ranks))
@@ -127,17 +144,17 @@ def group_of(ranks: Sequence[int], *, backend: str | None = None, timeout: timed
 
 
 class Relay:
-    """Statistics between the ranks of one pipeline, through host memory.
+    """Point-to-point transfers of gradient statistics between the ranks of one pipeline, through host memory.
 
-    The numbers decide what the host does next, so they have to come to the host anyway; on a CPU group they never queue behind
-    a kernel, and their order against the pipeline's transfers does not matter.
+    The host needs the numbers to decide what to do next. On a gloo group of their own, the transfers never queue behind a kernel,
+    and their order relative to the pipeline's transfers does not matter.
 
     Args:
         ranks: global ranks of this pipeline, by pipeline rank.
         rank: this process's pipeline rank.
-        timeout: how long a message may take; None for gloo's default.
+        timeout: of a transfer; None for gloo's default.
 
-    Every rank of the world must construct it at the same point: it creates a gloo group of its own.
+    Every rank of the world must construct it at the same point: it creates a gloo group.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, *, timeout: timedelta | None = None) -> None:
@@ -152,64 +169,71 @@ class Relay:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank is the first to know the truth."""
+        """Whether this is the last pipeline rank, whose prefix is the global statistics."""
         return self.rank == len(self._ranks) - 1
 
-    def total(self, own: Statistics) -> Statistics:
-        """The truth, at once, for which all ranks wait for all."""
+    def all_reduce(self, own: GradientStatistics) -> GradientStatistics:
+        """The global statistics, summed in the order of the ranks. A barrier: all ranks of the pipeline must call it."""
         if self._group is None:
             return own
         values = torch.tensor(own.to_list(), dtype=torch.float64)
-        everyone = [torch.empty_like(values) for _ in self._ranks]
-        dist.all_gather(everyone, values, group=self._group)
-        first, *others = (Statistics.of_list(row.tolist()) for row in everyone)
+        gathered = [torch.empty_like(values) for _ in self._ranks]
+        dist.all_gather(gathered, values, group=self._group)
+        total, *others = (GradientStatistics.from_list(row.tolist()) for row in gathered)
         for other in others:
-            first = first + other
-        return first
+            total = total + other
+        return total
 
-    def until_here(self, own: Statistics) -> tuple[tuple[int, ...], Statistics]:
-        """Which earlier ranks step at once, and the statistics of the ranks up to this one. Waits for the rank before."""
+    def recv_prefix(self, own: GradientStatistics) -> tuple[tuple[int, ...], GradientStatistics]:
+        """Receive from the previous rank, waiting for it.
+
+        Args:
+            own: this rank's statistics.
+
+        Returns:
+            The earlier ranks that take an optimistic step, and the sum of the statistics of all ranks up to this one.
+        """
         self._length = len(own.to_list())
         if self.rank == 0:
             return (), own
-        stepped, before = self._receive(self.rank - 1)
-        return stepped, before + own
+        stepped, prefix = self._receive(self.rank - 1)
+        return stepped, prefix + own
 
-    def pass_on(self, stepped: tuple[int, ...], statistics: Statistics) -> None:
-        """To the next rank."""
-        self._send(self.rank + 1, stepped, statistics)
+    def send_next(self, stepped: tuple[int, ...], prefix: GradientStatistics) -> None:
+        """Send the prefix to the next rank, with the ranks up to this one that take an optimistic step."""
+        self._send(self.rank + 1, stepped, prefix)
 
-    def pass_back(self, stepped: tuple[int, ...], statistics: Statistics) -> None:
-        """To the rank before, if there is one."""
+    def send_prev(self, stepped: tuple[int, ...], statistics: GradientStatistics) -> None:
+        """Send the global statistics to the previous rank, with all ranks that took an optimistic step; nothing on rank 0."""
         if self.rank > 0:
             self._send(self.rank - 1, stepped, statistics)
 
-    def truth(self) -> tuple[tuple[int, ...], Statistics]:
-        """What the next rank passes back."""
+    def recv_global(self) -> tuple[tuple[int, ...], GradientStatistics]:
+        """Receive from the next rank: all ranks that took an optimistic step, and the global statistics."""
         return self._receive(self.rank + 1)
 
     def close(self) -> None:
-        """Destroy the group. Every rank of the pipeline must call it, after its last step was validated."""
+        """Destroy the group. Every rank of the pipeline must call it, after its last step has been validated."""
         self._wait()
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _send(self, rank: int, stepped: tuple[int, ...], statistics: Statistics) -> None:
+    def _send(self, rank: int, stepped: tuple[int, ...], statistics: GradientStatistics) -> None:
         self._wait()
         flags = [float(other in stepped) for other in range(len(self._ranks))]
         values = torch.tensor([*flags, *statistics.to_list()], dtype=torch.float64)
         self._sends.append((dist.isend(values, self._ranks[rank], group=self._group), values))
 
-    def _receive(self, rank: int) -> tuple[tuple[int, ...], Statistics]:
+    def _receive(self, rank: int) -> tuple[tuple[int, ...], GradientStatistics]:
         size = len(self._ranks)
         values = torch.empty(size + self._length, dtype=torch.float64)
         dist.recv(values, self._ranks[rank], group=self._group)
         flags, others = values[:size].tolist(), values[size:].tolist()
-        return tuple(other for other, flag in enumerate(flags) if flag), Statistics.of_list(others)
+        return tuple(other for other, flag in enumerate(flags) if flag), GradientStatistics.from_list(others)
 
     def _wait(self) -> None:
-        """For sends of earlier steps and of this step's other direction. Their receivers wait for nothing of ours before."""
+        """Wait for earlier sends. Cannot deadlock: their receivers do not wait for this rank before they receive."""
         for work, _ in self._sends:
             if work is not None:
                 work.wait()
@@ -218,102 +242,106 @@ class Relay:
 
 @dataclass
 class _Pending:
-    """A step taken and not validated."""
+    """A step that has not been validated yet."""
 
-    truth: Statistics | None
-    """On the last rank."""
+    statistics: GradientStatistics | None
+    """The global statistics; None except on the last rank."""
     stepped: tuple[int, ...]
-    """Ranks that stepped before the truth was known; only the last rank knows."""
+    """Ranks that took an optimistic step; filled in on the last rank only."""
     is_stepped: bool
-    """Whether this rank stepped on what it knew."""
+    """Whether this rank took an optimistic step."""
 
 
 class PostValidation:
-    """One rank's optimizer steps.
+    """The optimizer steps of one rank, with or without post-validation.
 
-    `step` when the gradients are final; `validate` before anything touches the gradients again; `flush` before anyone is shown
-    weights (a checkpoint, an evaluation, the end). A training loop of your own, around a `PipelineSchedule`::
+    Call `step` when the gradients are final; `validate` before anything changes the gradients again; `flush` before the weights
+    are used outside of training (a checkpoint, an evaluation, the end). In a training loop around a `PipelineSchedule`::
 
         steps = megatron.zerobubble.post_validation(optimizer, optimistic=True)
 
-        def learn(verdict):                    # the truth about a step, once each
+        def after_step(verdict):               # called once per step, with its outcome
             if verdict is not None and verdict.is_stepped:
                 scheduler.step(increment=global_batch_size)
 
-        def before_gradients():                # called after an iteration's first forwards
+        def before_gradients():                # called after the first forwards of an iteration
             verdict = steps.validate()
-            learn(verdict)
+            after_step(verdict)
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            return verdict is not None and verdict.is_amended     # True: those forwards run again
+            return verdict is not None and verdict.is_redone      # True: rerun those forwards
 
         schedule.hooks.before_gradients = before_gradients
         for iteration in range(1, 1 + train_iters):
             schedule.forward_backward_func(forward_step_func=forward_step, data_iterator=data, model=chunks, **sizes)
             steps.step()
             if iteration % save_interval == 0 or iteration == train_iters:
-                learn(steps.flush())
+                after_step(steps.flush())
                 save(iteration)
         steps.close()
 
     Args:
-        optimizer: what steps.
-        relay: to the other ranks of the pipeline.
-        optimistic: False: every step waits for the truth. `validate` still tells it, and never amends.
-        patience: after an amended step, how many steps wait for the truth and find nothing to clip and no overflow before one
-            is taken without it again. 0: every step is taken without it.
+        optimizer: the optimizer to step.
+        relay: transfers to the other ranks of the pipeline.
+        optimistic: False: every step waits for the global statistics. `validate` still returns its outcome, and never redoes it.
+        patience: number of consecutive synchronous steps without clipping or overflow, after a step was redone, before steps are
+            optimistic again. 0: every step is optimistic.
     """
 
-    def __init__(self, optimizer: Steppable, relay: Relay, *, optimistic: bool, patience: int = 10) -> None:
+    def __init__(self, optimizer: RollbackOptimizer, relay: Relay, *, optimistic: bool, patience: int = 10) -> None:
         self.optimistic = optimistic
         self._optimizer = optimizer
         self._relay = relay
         self._patience = patience
-        self._calm = patience
+        self._num_clean_steps = patience
+        """Consecutive steps without clipping or overflow since the last one with either."""
         self._pending: _Pending | None = None
         self._verdict: Verdict | None = None
 
     @property
     def is_unvalidated(self) -> bool:
-        """Whether the weights may still change without a step. The same on all ranks."""
+        """Whether the last step may still be rolled back or redone. The same on all ranks."""
         return self._pending is not None
 
     def step(self) -> None:
-        """Step. Everything before must have been validated. All ranks of the pipeline must call it."""
+        """Step. The previous step must have been validated. All ranks of the pipeline must call it."""
         assert self._pending is None
         assert self._verdict is None
         own = self._optimizer.prepare()
-        if self.optimistic and self._calm >= self._patience:
-            self._step_now(own)
+        if self.optimistic and self._num_clean_steps >= self._patience:
+            self._step_optimistically(own)
         else:
-            truth = self._relay.total(own)
-            self._optimizer.apply(truth)
-            needs_all = truth.overflowed or self._optimizer.is_clipped(truth)
-            self._calm = 0 if needs_all else self._calm + 1
-            self._verdict = self._settled(truth, is_amended=False, undone=())
+            statistics = self._relay.all_reduce(own)
+            self._optimizer.apply(statistics)
+            is_clean = not statistics.overflowed and not self._optimizer.is_clipped(statistics)
+            self._num_clean_steps = self._num_clean_steps + 1 if is_clean else 0
+            self._verdict = self._finalize(statistics, is_redone=False, rolled_back=())
 
     def validate(self) -> Verdict | None:
-        """The truth about the last step, which by then has been taken; None where it was asked for before.
+        """Validate the last step, and redo it if it was wrong.
 
         All ranks of the pipeline must call it. Waits for the next rank, which does not wait for this one.
+
+        Returns:
+            The outcome of the step; None if it has been returned before.
         """
         pending, self._pending = self._pending, None
         if pending is None:
             verdict, self._verdict = self._verdict, None
             return verdict
-        if pending.truth is not None:
-            stepped, truth = pending.stepped, pending.truth
+        if pending.statistics is not None:
+            stepped, statistics = pending.stepped, pending.statistics
         else:
-            stepped, truth = self._relay.truth()
-            self._relay.pass_back(stepped, truth)
-        is_amended = truth.overflowed or self._optimizer.is_clipped(truth)
-        if is_amended:
-            self._calm = 0
-            if pending.truth is None:
-                self._optimizer.amend(truth, undo=pending.is_stepped)
-        self._optimizer.forget()
-        return self._settled(truth, is_amended=is_amended, undone=stepped if is_amended else ())
+            stepped, statistics = self._relay.recv_global()
+            self._relay.send_prev(stepped, statistics)
+        is_redone = statistics.overflowed or self._optimizer.is_clipped(statistics)
+        if is_redone:
+            self._num_clean_steps = 0
+            if pending.statistics is None:
+                self._optimizer.redo(statistics, roll_back=pending.is_stepped)
+        self._optimizer.drop_snapshot()
+        return self._finalize(statistics, is_redone=is_redone, rolled_back=stepped if is_redone else ())
 
     def flush(self) -> Verdict | None:
         """`validate` at the end of an iteration: afterwards the weights are those of the synchronous optimizer.
@@ -323,32 +351,32 @@ class PostValidation:
         return self.validate()
 
     def close(self) -> None:
-        """Give back every process group. Every rank of the pipeline must call it, with nothing left to validate."""
+        """Destroy all process groups. Every rank of the pipeline must call it, after the last step has been validated."""
         self._relay.close()
         self._optimizer.close()
 
-    def _step_now(self, own: Statistics) -> None:
-        can_undo = not self._relay.is_last and self._optimizer.keep()  # while the rank before is not ready yet
-        stepped, known = self._relay.until_here(own)
+    def _step_optimistically(self, own: GradientStatistics) -> None:
+        has_snapshot = not self._relay.is_last and self._optimizer.snapshot()  # before waiting for the previous rank
+        stepped, prefix = self._relay.recv_prefix(own)
         if self._relay.is_last:
-            self._relay.pass_back(stepped, known)
-            self._optimizer.apply(known)
-            self._pending = _Pending(known, stepped, is_stepped=False)
+            self._relay.send_prev(stepped, prefix)
+            self._optimizer.apply(prefix)
+            self._pending = _Pending(prefix, stepped, is_stepped=False)
             return
-        steps = can_undo and not known.overflowed and not self._optimizer.is_clipped(known)
-        self._relay.pass_on((*stepped, self._relay.rank) if steps else stepped, known)
+        steps = has_snapshot and not prefix.overflowed and not self._optimizer.is_clipped(prefix)
+        self._relay.send_next((*stepped, self._relay.rank) if steps else stepped, prefix)
         if steps:
-            self._optimizer.apply(known)
+            self._optimizer.apply(prefix)
         else:
-            self._optimizer.forget()
+            self._optimizer.drop_snapshot()
         self._pending = _Pending(None, (), is_stepped=steps)
 
-    def _settled(self, truth: Statistics, *, is_amended: bool, undone: tuple[int, ...]) -> Verdict:
-        self._optimizer.settle(truth)
+    def _finalize(self, statistics: GradientStatistics, *, is_redone: bool, rolled_back: tuple[int, ...]) -> Verdict:
+        self._optimizer.finalize(statistics)
         return Verdict(
-            is_stepped=not truth.overflowed,
-            norm=truth.norm,
-            zeros=truth.zeros,
-            is_amended=is_amended,
-            undone=undone,
+            is_stepped=not statistics.overflowed,
+            norm=statistics.norm,
+            zeros=statistics.zeros,
+            is_redone=is_redone,
+            rolled_back=rolled_back,
         )

@@ -1,11 +1,11 @@
-"""Taking a step back: to the bit from a copy, or nearly, by arithmetic.
+"""Rolling back an optimizer step: to the bit from a snapshot, or approximately by inverting its arithmetic.
 
-What a step of a torch-like optimizer overwrites are its parameters, the tensors of its state, and for some optimizers a step
-count in the parameter group. `ExactRollback` keeps copies of them: on the device, where the drained pipeline has just freed the
-activations (Adam in fp32 overwrites 12 bytes a parameter), or in host memory. `InverseRollback` keeps nothing and computes
+A step of a torch-like optimizer overwrites its parameters, the tensors of its state, and for some optimizers a step count in the
+parameter group. `ExactRollback` keeps a snapshot of them: on the device, where the drained pipeline has just freed the
+activations (Adam in fp32 overwrites 12 bytes per parameter), or in host memory. `InverseRollback` keeps none and computes
 backwards.
 
-State that the step made first is taken away again, so that the next step makes it anew from the same zeros.
+State that the step created is deleted again, so that the next step creates it from the same zeros.
 """
 
 from __future__ import annotations
@@ -26,47 +26,47 @@ _log = logging.getLogger(__name__)
 
 
 class Rollback(Protocol):
-    """One step at a time: `keep`, the step, then `undo` or `forget`."""
+    """How one optimizer step is rolled back: call `snapshot`, step, then `rollback` or `drop_snapshot`."""
 
-    def keep(self) -> bool:
-        """Get ready for a step that may have to be taken back; False: it could not be, so it must not be taken early."""
+    def snapshot(self) -> bool:
+        """Prepare for a step that may have to be rolled back; False if it could not be, so that it must not be optimistic."""
 
-    def undo(self) -> None:
-        """Take it back. The gradients are those of the step."""
+    def rollback(self) -> None:
+        """Roll back the step. The gradients must still be those of the step."""
 
-    def forget(self) -> None:
-        """It stands."""
+    def drop_snapshot(self) -> None:
+        """Free the snapshot: the step is final."""
 
 
 class ExactRollback:
-    """Copies of what a step overwrites.
+    """Rolls back to the bit, from a snapshot of everything that a step overwrites.
 
     Args:
-        optimizers: torch optimizers, or such that look like them (`param_groups`, `state`).
-        on_host: keep the copies in host memory (pinned where the parameters are on a GPU) instead of beside the parameters.
+        optimizers: torch optimizers, or any with their `param_groups` and `state`.
+        on_host: keep the snapshot in host memory (pinned if the parameters are on a GPU) instead of on the parameters' device.
     """
 
     def __init__(self, optimizers: Sequence[Any], *, on_host: bool = False) -> None:
         self._optimizers = list(optimizers)
         self._on_host = on_host
-        self._kept: list[tuple[Any, list[tuple[Tensor, Tensor, dict[str, Any] | None]], list[Any]]] | None = None
+        self._snapshot: list[tuple[Any, list[tuple[Tensor, Tensor, dict[str, Any] | None]], list[Any]]] | None = None
 
-    def keep(self) -> bool:
-        """Copy; always True."""
-        self._kept = []
+    def snapshot(self) -> bool:
+        """Copy parameters and optimizer state; always True."""
+        self._snapshot = []
         for optimizer in self._optimizers:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             tensors = [
                 (parameter, self._copy(parameter.detach()), self._state_of(optimizer, parameter)) for parameter in parameters
             ]
-            self._kept.append((optimizer, tensors, [group.get("step") for group in optimizer.param_groups]))
+            self._snapshot.append((optimizer, tensors, [group.get("step") for group in optimizer.param_groups]))
         return True
 
     @torch.no_grad()
-    def undo(self) -> None:
-        """Put everything back, in the tensors it was in."""
-        assert self._kept is not None, "nothing was kept"
-        for optimizer, tensors, steps in self._kept:
+    def rollback(self) -> None:
+        """Copy the snapshot back, in place, and free it."""
+        assert self._snapshot is not None, "no snapshot was taken"
+        for optimizer, tensors, steps in self._snapshot:
             for parameter, copy, state in tensors:
                 parameter.detach().copy_(copy)
                 self._restore_state(optimizer, parameter, state)
@@ -75,11 +75,11 @@ class ExactRollback:
                     group["step"] = step
                 else:
                     group.pop("step", None)
-        self._kept = None
+        self._snapshot = None
 
-    def forget(self) -> None:
-        """Free the copies."""
-        self._kept = None
+    def drop_snapshot(self) -> None:
+        """Free the snapshot."""
+        self._snapshot = None
 
     def _state_of(self, optimizer: Any, parameter: Tensor) -> dict[str, Any] | None:
         if parameter not in optimizer.state:
@@ -89,14 +89,14 @@ class ExactRollback:
         }
 
     @staticmethod
-    def _restore_state(optimizer: Any, parameter: Tensor, kept: dict[str, Any] | None) -> None:
-        if kept is None:
+    def _restore_state(optimizer: Any, parameter: Tensor, copied: dict[str, Any] | None) -> None:
+        if copied is None:
             optimizer.state.pop(parameter, None)
             return
         state = optimizer.state[parameter]
-        for name in set(state) - set(kept):
+        for name in set(state) - set(copied):
             del state[name]
-        for name, value in kept.items():
+        for name, value in copied.items():
             if isinstance(value, Tensor) and isinstance(state.get(name), Tensor):
                 state[name].copy_(value)
             else:
@@ -110,7 +110,7 @@ class ExactRollback:
 
 
 class InverseRollback:
-    """Adam's step, taken back by arithmetic from the same gradients: no copy, and almost the same numbers.
+    """Rolls back a step of Adam by inverting its arithmetic with the same gradients: no snapshot, and almost the same numbers.
 
     With decay rates b1, b2, gradient g and step count t, Adam and AdamW compute (arXiv 1412.6980, 1711.05101)
 
@@ -118,27 +118,30 @@ class InverseRollback:
         v' = b2 v + (1 - b2) g^2
         w' = (1 - lr decay) w - lr / (1 - b1^t) m' / (sqrt(v' / (1 - b2^t)) + eps)
 
-    which is solved for w, m and v in turn. What a step adds to v and m hides what they were below its own rounding error:
+    which is solved for w, m and v in turn. The result has an error: whatever of v and m lay below the rounding error of the sum
+    with the step's own contribution is lost.
 
     - Elementwise, with u = 2^-24: v comes back to 16 u (b2 v + (1 - b2) g^2), m to 8 u (b1 |m| + (1 - b1) |g|) and w to
       4 u |w| + 8 u lr, where g stands for |gradient| + decay (|w| + 2 lr) if weights decay through the gradient. An element whose
-      v is about as small as that error comes back as if it had had no gradient yet, with v = m = 0. That is exact for one that
-      had none; v is never negative.
-    - A step whose gradients are far above all that Adam has seen, (1 - b2) |g|^2 > SPREAD b2 sum(v) for a whole parameter, would
-      wipe its state out. `keep` refuses it, and the step waits for the truth, as a step does that is known to be clipped.
+      v is about as small as that error comes back as one that never had a gradient, with v = m = 0. That is exact if it never had
+      one; v is never negative.
+    - A step whose gradients are far above all earlier ones, (1 - b2) |g|^2 > SPREAD b2 sum(v) for a whole parameter, would
+      wipe its state out. `snapshot` returns False for it, and the step waits for the global gradient statistics, as a step does
+      whose prefix of the statistics already shows clipping.
 
     Tested in `tests/optimizer/test_rollback.py`.
 
     Args:
-        optimizers: torch's Adam and AdamW, or such that look like them (apex's and Transformer Engine's FusedAdam), in float32.
-        agree: whether all who hold shards of the same weights say yes, asked once a `keep`; alone by default.
+        optimizers: torch's Adam and AdamW, or any with their state (apex's and Transformer Engine's FusedAdam), in float32.
+        agree: called once per `snapshot` with this rank's answer; returns whether it is True on all ranks with shards of the same
+            weights. By default this rank's answer alone counts.
 
     Raises:
         ConfigError: another optimizer, or an option of Adam that cannot be inverted.
     """
 
     SPREAD = 1024.0
-    """Largest share of a step's own in v that is taken back."""
+    """Largest ratio of a step's own contribution to v, over what was there before, that can be rolled back."""
 
     def __init__(self, optimizers: Sequence[Any], *, agree: Callable[[bool], bool] = bool) -> None:
         self._optimizers = list(optimizers)
@@ -149,8 +152,8 @@ class InverseRollback:
                 _check_invertible(optimizer, group)
 
     @torch.no_grad()
-    def keep(self) -> bool:
-        """Whether the step that is to come can be taken back."""
+    def snapshot(self) -> bool:
+        """Whether the next step can be rolled back."""
         self._new = set()
         unsafe = []
         for optimizer, group, parameter in self._parameters():
@@ -164,16 +167,16 @@ class InverseRollback:
             unsafe.append((added > self.SPREAD * known) & (known > 0))
         is_safe = self._agree(not unsafe or not bool(torch.stack(unsafe).any()))
         if not is_safe:
-            _log.info("a step waits for all ranks: its gradients are too far above the state of Adam to be inverted")
+            _log.info("a step waits for all ranks: its gradients are too large for the state of Adam to be inverted")
         return is_safe
 
     @torch.no_grad()
-    def undo(self) -> None:
-        """Compute what was before the step, in place. The gradients are still those of the step."""
+    def rollback(self) -> None:
+        """Compute the parameters and the state before the step, in place. The gradients must still be those of the step."""
         for optimizer, group, parameter in self._parameters():
             state = optimizer.state[parameter]
             step = float(state["step"] if "step" in state else group["step"])
-            self._undo_parameter(group, parameter, state, step, decoupled=_decoupled(optimizer, group))
+            self._roll_back_parameter(group, parameter, state, step, decoupled=_decoupled(optimizer, group))
             if parameter in self._new:
                 del optimizer.state[parameter]
             elif "step" in state:
@@ -184,19 +187,19 @@ class InverseRollback:
                     group["step"] = group["step"] - 1
         self._new = set()
 
-    def forget(self) -> None:
-        """Nothing was kept."""
+    def drop_snapshot(self) -> None:
+        """The step is final."""
         self._new = set()
 
     def _parameters(self) -> Iterator[tuple[Any, dict[str, Any], Tensor]]:
-        """Those with a gradient: the others are not stepped."""
+        """(optimizer, its group, parameter) of every parameter with a gradient: the others are not stepped."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         yield optimizer, group, parameter
 
-    def _undo_parameter(
+    def _roll_back_parameter(
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], step: float, *, decoupled: bool
     ) -> None:
         first, second = state["exp_avg"], state["exp_avg_sq"]
@@ -217,13 +220,13 @@ class InverseRollback:
 
 
 def _gradient(group: dict[str, Any], parameter: Tensor, decoupled: bool) -> Tensor:
-    """The gradient as the averages see it, with weight decay where that is a part of it."""
+    """The gradient that enters Adam's moments: with weight decay added, unless it is decoupled."""
     assert parameter.grad is not None
     return parameter.grad if decoupled else parameter.grad.add(parameter, alpha=group["weight_decay"])
 
 
 def _decoupled(optimizer: Any, group: dict[str, Any]) -> bool:
-    """Whether weights decay by themselves (AdamW), not through the gradient (Adam)."""
+    """Whether weight decay is decoupled from the gradient (AdamW), not added to it (Adam)."""
     if hasattr(optimizer, "adam_w_mode"):
         return bool(optimizer.adam_w_mode)
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
@@ -242,4 +245,6 @@ def _check_invertible(optimizer: Any, group: dict[str, Any]) -> None:
         )
     if group["betas"][0] <= 0 or group["betas"][1] <= 0:
         given = tuple(group["betas"])
-        raise ConfigError(f"{name} with betas {given} cannot be inverted: both must be above 0, or the rollback exact")
+        raise ConfigError(
+            f"{name} with betas {given} cannot be inverted: both must be above 0, or use --post-validation-rollback exact"
+        )

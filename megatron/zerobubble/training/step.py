@@ -73,8 +73,8 @@ class StepResult:
     """Learning rate of this step."""
     loss_scale: float
     """Loss scale of this step; 1 without."""
-    undone: tuple[int, ...] | None = None
-    """Where a step was taken early and had to be corrected: the pipeline ranks that had stepped; else None."""
+    rolled_back: tuple[int, ...] | None = None
+    """If an optimistic step was wrong and redone: the pipeline ranks that had taken it and rolled it back; else None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,32 +133,32 @@ class Training:
         if training_state.steps is None:
             with training_state.on_host():
                 is_stepped, norm, zeros = training_state.optimizer.step()
-            self._finish(bool(is_stepped), norm, zeros, undone=None)
+            self._finish(bool(is_stepped), norm, zeros, rolled_back=None)
         else:
             training_state.steps.step()
             if not training_state.steps.is_unvalidated:
-                self._settle(training_state.steps.validate())
+                self._finalize(training_state.steps.validate())
 
     def flush(self) -> list[StepResult]:
         """After this the weights are those of the synchronous optimizer. All ranks must call this; returns what became known."""
-        self._settle(self._training_state.steps.flush() if self._training_state.steps is not None else None)
+        self._finalize(self._training_state.steps.flush() if self._training_state.steps is not None else None)
         return self._told()
 
     def _before_gradients(self) -> bool:
         assert self._training_state.steps is not None
         verdict = self._training_state.steps.validate()
-        self._settle(verdict)
+        self._finalize(verdict)
         self._zero_gradients()
-        return verdict is not None and verdict.is_amended
+        return verdict is not None and verdict.is_redone
 
-    def _settle(self, verdict: Verdict | None) -> None:
+    def _finalize(self, verdict: Verdict | None) -> None:
         if verdict is not None:
             logs = self._training_state.settings.logging
             zeros = verdict.zeros if logs.log_num_zeros_in_grad else None
             norm = verdict.norm if verdict.is_stepped else None
-            self._finish(verdict.is_stepped, norm, zeros, undone=verdict.undone if verdict.is_amended else None)
+            self._finish(verdict.is_stepped, norm, zeros, rolled_back=verdict.rolled_back if verdict.is_redone else None)
 
-    def _finish(self, is_stepped: bool, norm: float | None, zeros: float | None, *, undone: tuple[int, ...] | None) -> None:
+    def _finish(self, is_stepped: bool, norm: float | None, zeros: float | None, *, rolled_back: tuple[int, ...] | None) -> None:
         taken, self._taken = self._taken, None
         assert taken is not None
         if is_stepped:
@@ -171,7 +171,7 @@ class Training:
                 num_zeros=None if zeros is None else int(zeros),
                 lr=taken.lr,
                 loss_scale=taken.loss_scale,
-                undone=undone,
+                rolled_back=rolled_back,
             )
         )
 

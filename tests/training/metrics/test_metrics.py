@@ -150,11 +150,11 @@ def test_speed_leaves_out_the_first_iteration(told: Metrics) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"undone": ()}, "clipped after the fact, no rank had stepped"),
-        ({"undone": (0,)}, "clipped after the fact on rank 0, redone"),
-        ({"undone": (0, 1, 2)}, "clipped after the fact on ranks 0-2, redone"),
-        ({"undone": (0, 2, 3, 5)}, "clipped after the fact on ranks 0, 2-3, 5, redone"),
-        ({"undone": (0, 1), "is_stepped": False}, "left out for an overflow after the fact on ranks 0-1, undone"),
+        ({"rolled_back": ()}, "clipped after the fact, no rank had stepped"),
+        ({"rolled_back": (0,)}, "clipped after the fact on rank 0, redone"),
+        ({"rolled_back": (0, 1, 2)}, "clipped after the fact on ranks 0-2, redone"),
+        ({"rolled_back": (0, 2, 3, 5)}, "clipped after the fact on ranks 0, 2-3, 5, redone"),
+        ({"rolled_back": (0, 1), "is_stepped": False}, "left out for an overflow after the fact on ranks 0-1, undone"),
     ],
 )
 def test_a_corrected_step_is_named(told: Metrics, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], said: str) -> None:

@@ -1,1 +1,1 @@
-"""Post-validation with megatron-core's optimizers: prepare, step, roll back, and run forward passes again."""
+"""Post-validation with megatron-core's optimizers: prepare, step, roll back, redo, and rerun forward passes."""

@@ -1,8 +1,8 @@
-"""megatron-core's optimizers in the steps that post-validation takes them: prepare, apply, undo.
+"""megatron-core's optimizers, with the step split into the phases of post-validation: prepare, apply, roll back and redo.
 
-`MegatronOptimizer.step()` reduces overflow flags and norms over all pipeline ranks inside. Here its parts are called one by one:
-gradients are copied and unscaled by its own functions, and statistics are reduced over the ranks of one stage only (tensor and
-data parallel); what happens between stages is `optimizer.post_validation`'s business, with it and without.
+`MegatronOptimizer.step()` all-reduces overflow flags and norms over all pipeline ranks. Here its phases are called one by one:
+its own functions copy and unscale the gradients, and the statistics are all-reduced over the tensor-parallel and data-parallel
+ranks of one stage only. `optimizer.post_validation` combines them across stages, with post-validation and without.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32, get_grad_norm_fp32
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.optimizer.post_validation import PostValidation, Relay, Statistics, group_of
+from megatron.zerobubble.optimizer.post_validation import GradientStatistics, PostValidation, Relay, group_of
 from megatron.zerobubble.optimizer.rollback import ExactRollback, InverseRollback, Rollback
 
-__all__ = ["StagedOptimizer", "post_validation"]
+__all__ = ["MegatronRollbackOptimizer", "post_validation"]
 
 
 def post_validation(
@@ -34,28 +34,34 @@ def post_validation(
     on_host: Callable[[], AbstractContextManager[object]] = nullcontext,
     timeout: timedelta | None = None,
 ) -> PostValidation:
-    """Steps of a megatron-core optimizer with or without a barrier. All ranks of the world must call it at the same point.
+    """The steps of a megatron-core optimizer, with or without a barrier. All ranks of the world must call it at the same point.
 
     Args:
         optimizer: what `get_megatron_optimizer` returned.
-        optimistic: step before the truth is known; see `PostValidation`.
+        optimistic: step before the global gradient statistics are known; see `PostValidation`.
         patience: see `PostValidation`.
-        rollback: "exact", from a copy, or "inverse", without one; see `optimizer.rollback`.
-        snapshot_on_host: keep the copy in host memory.
-        on_host: to be entered around the optimizer's work, see `mcore.cpu.device`; nothing on a GPU.
+        rollback: "exact", from a snapshot, or "inverse", without one; see `optimizer.rollback`.
+        snapshot_on_host: keep the snapshot in host memory.
+        on_host: makes the context entered around the optimizer's work, see `mcore.cpu.device`; a null context on a GPU.
         timeout: how long ranks wait for each other's statistics; None for the backend's default.
 
     Raises:
-        ConfigError: an optimizer whose steps cannot be taken apart.
+        ConfigError: an optimizer whose step cannot be split, or that `rollback` cannot handle.
     """
     pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     relay = Relay(pipeline, parallel_state.get_pipeline_model_parallel_rank(), timeout=timeout)
-    staged = StagedOptimizer(optimizer, rollback=rollback, snapshot_on_host=snapshot_on_host, on_host=on_host, timeout=timeout)
-    return PostValidation(staged, relay, optimistic=optimistic, patience=patience)
+    steps = MegatronRollbackOptimizer(
+        optimizer, rollback=rollback, snapshot_on_host=snapshot_on_host, on_host=on_host, timeout=timeout
+    )
+    return PostValidation(steps, relay, optimistic=optimistic, patience=patience)
 
 
-class StagedOptimizer:
-    """A `Steppable` over megatron-core's FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer or a chain."""
+class MegatronRollbackOptimizer:
+    """A `RollbackOptimizer` over a megatron-core optimizer.
+
+    That is an FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer or a ChainedOptimizer of them. Arguments as of
+    `post_validation`.
+    """
 
     def __init__(
         self,
@@ -69,7 +75,7 @@ class StagedOptimizer:
         self._optimizer = optimizer
         self._parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
         self._busy = [part for part in self._parts if not getattr(part, "is_stub_optimizer", False)]
-        self._refuse()
+        self._check_options()
         self._stage_groups = _StageGroups(timeout)
         self._groups = [self._stage_groups.within(part.get_grad_stats_parallel_group()) for part in self._parts]
         stepping = [part.optimizer for part in self._busy]
@@ -81,8 +87,8 @@ class StagedOptimizer:
         self._on_host = on_host
 
     @torch.no_grad()
-    def prepare(self) -> Statistics:
-        """Copy gradients to where the optimizer wants them, unscaled; statistics of this stage."""
+    def prepare(self) -> GradientStatistics:
+        """Copy the gradients to the main parameters and unscale them; returns the statistics of this stage."""
         with self._on_host():
             overflows = [self._prepare_part(part, group) for part, group in zip(self._parts, self._groups, strict=True)]
             squares = [
@@ -92,15 +98,15 @@ class StagedOptimizer:
                 ** 2
                 for part, group in zip(self._parts, self._groups, strict=True)
             ]
-            return Statistics(tuple(squares), tuple(overflows), self._zeros())
+            return GradientStatistics(tuple(squares), tuple(overflows), self._zeros())
 
-    def is_clipped(self, statistics: Statistics) -> bool:
-        """By the rule of `clip_grad_by_total_norm_fp32`, where any part clips."""
+    def is_clipped(self, statistics: GradientStatistics) -> bool:
+        """Whether `clip_grad_by_total_norm_fp32` would scale the gradients of any optimizer of the chain."""
         return any(_clip_factor(part, statistics.norm) < 1.0 for part in self._parts)
 
     @torch.no_grad()
-    def apply(self, statistics: Statistics) -> None:
-        """Clip and step."""
+    def apply(self, statistics: GradientStatistics) -> None:
+        """Clip by these statistics and step; do nothing if they overflowed."""
         if statistics.overflowed:
             return
         with self._on_host():
@@ -109,22 +115,26 @@ class StagedOptimizer:
                     clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, statistics.norm)
             self._optimizer.step_with_ready_grads()
 
-    def keep(self) -> bool:
-        """As the rollback does; all ranks of the stage alike, as stepping may gather weights from all of them."""
+    def snapshot(self) -> bool:
+        """As `Rollback.snapshot`. The same answer on all ranks of the stage, because a step may all-gather weights from them."""
         with self._on_host():
-            return self._rollback.keep()
+            return self._rollback.snapshot()
 
     @torch.no_grad()
-    def amend(self, statistics: Statistics, *, undo: bool) -> None:
-        """Take the step back where it was taken, with the 16-bit weights and the shards that follow from it, and step again.
+    def redo(self, statistics: GradientStatistics, *, roll_back: bool) -> None:
+        """Roll back the optimistic step, if there was one, with the 16-bit weights and gathered shards made from it; step again.
 
-        With overlapped parameter gathering some of the wrong weights may be on their way; they are waited for first, and the
-        right ones are gathered at once, as forwards that ran will not wait for them again.
+        With --overlap-param-gather, all-gathers of wrong weights may be in flight. They are awaited first, and the right weights
+        are gathered at once, as forwards that ran will not wait for them again.
+
+        Args:
+            statistics: the global gradient statistics.
+            roll_back: whether an optimistic step was taken.
         """
         self._gather_overlapped()
-        if undo:
+        if roll_back:
             with self._on_host():
-                self._rollback.undo()
+                self._rollback.rollback()
                 for part in self._busy:
                     if hasattr(part, "_copy_main_params_to_model_params"):
                         part._copy_main_params_to_model_params()
@@ -135,18 +145,18 @@ class StagedOptimizer:
         self._gather_overlapped()
 
     def _gather_overlapped(self) -> None:
-        """Gather, or end the gathering of, all weights that forwards gather as they need them."""
+        """All-gather the weights that forwards gather as they need them; waits for gathers in flight."""
         with self._on_host():
             for part in self._busy:
                 for chunk in part.model_chunks if _overlaps(part) else ():
                     chunk.start_param_sync(force_sync=True)
 
-    def forget(self) -> None:
-        """Free the copies."""
-        self._rollback.forget()
+    def drop_snapshot(self) -> None:
+        """Free the snapshot."""
+        self._rollback.drop_snapshot()
 
-    def settle(self, statistics: Statistics) -> None:
-        """Let every loss scale know."""
+    def finalize(self, statistics: GradientStatistics) -> None:
+        """Update the loss scale of every optimizer of the chain."""
         for part, overflow in zip(self._parts, statistics.overflows, strict=True):
             scaler = getattr(part, "grad_scaler", None)
             if scaler:
@@ -179,52 +189,57 @@ class StagedOptimizer:
             if part.config.log_num_zeros_in_grad
         )
 
-    def _refuse(self) -> None:
+    def _check_options(self) -> None:
         for part in self._parts:
             config = part.config
             for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
                 if getattr(config, name, False):
-                    raise ConfigError(f"{name} is not supported by our optimizer steps; leave it out or use the stock schedule")
+                    raise ConfigError(
+                        f"{name} is not supported outside of the stock schedule; leave it out or use the stock schedule"
+                    )
 
 
 class _StageGroups:
-    """For a group over pipeline ranks, its members on this rank's stage. All ranks of the world must ask in the same order."""
+    """For a process group that spans pipeline ranks: the subgroup of the ranks on this rank's stage.
+
+    All ranks of the world must construct it, and call `within`, at the same points.
+    """
 
     def __init__(self, timeout: timedelta | None) -> None:
         self._timeout = timeout
-        self._known: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         stages: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(stages, parallel_state.get_pipeline_model_parallel_rank())
         self._stages = stages
 
     def within(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        """The subgroup; None stands for the world."""
+        """The subgroup of `group` on this stage; None stands for the world."""
         members = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
         here = self._stages[dist.get_rank()]
         ranks = tuple(rank for rank in members if self._stages[rank] == here)
-        if ranks not in self._known:
-            self._known[ranks] = group_of(ranks, timeout=self._timeout)
-        return self._known[ranks]
+        if ranks not in self._groups:
+            self._groups[ranks] = group_of(ranks, timeout=self._timeout)
+        return self._groups[ranks]
 
     def agree(self, answer: bool) -> bool:
-        """Whether every member of every subgroup asked for says yes. All of them must call it at the same point."""
+        """Whether `answer` is True on every rank of every subgroup made so far. All of them must call it at the same point."""
         flag = torch.tensor([float(answer)], device=torch.cuda.current_device())
-        for group in self._known.values():
+        for group in self._groups.values():
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
         return bool(flag.item())
 
     def close(self) -> None:
-        """Destroy the groups."""
-        for group in self._known.values():
+        """Destroy the subgroups."""
+        for group in self._groups.values():
             dist.destroy_process_group(group)
-        self._known.clear()
+        self._groups.clear()
 
 
 def _overlaps(part: Any) -> bool:
-    """Whether a distributed optimizer leaves gathering its weights to the next forwards."""
+    """Whether a distributed optimizer leaves the all-gather of its weights to the next forwards (--overlap-param-gather)."""
     return hasattr(part, "ddp_config") and bool(part.ddp_config.overlap_param_gather)
 
 
 def _clip_factor(part: Any, norm: float) -> float:
-    """What `clip_grad_by_total_norm_fp32` multiplies by where it is below 1; NaN gradients are not clipped there either."""
+    """The factor of `clip_grad_by_total_norm_fp32`, which applies it only below 1; so NaN norms do not clip."""
     return float(part.config.clip_grad / (norm + 1.0e-6)) if part.config.clip_grad > 0.0 else 1.0

@@ -1,7 +1,7 @@
-"""Running forwards again: the same microbatches, the same random numbers, and nothing counted twice.
+"""Rerunning forwards: the same microbatches, the same random numbers, and nothing counted twice.
 
-What a forward leaves behind besides activations is in the buffers of its modules (how many tokens a router gave each expert) and
-in what megatron-core collects for logging (auxiliary losses of routers, MTP losses). Both are restored.
+Besides activations, a forward changes the buffers of its modules (a router's number of tokens per expert) and what megatron-core
+collects for logging (auxiliary losses of routers, MTP losses). Both are restored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Replayed", "Rewind"]
 
 
 class Replayed:
-    """An iterator that can hand out again what it handed out first."""
+    """An iterator over microbatches that can be rewound once to its first item."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -39,20 +39,24 @@ class Replayed:
         return item
 
     def rewind(self) -> None:
-        """From the first item again; from here on nothing is kept."""
+        """Restart from the first item; items are no longer kept from here on."""
         self._again.extend(self._seen or ())
         self._seen = None
 
     def release(self) -> None:
-        """Keep nothing from here on."""
+        """Stop keeping items: the iterator will not be rewound."""
         self._seen = None
 
 
 class Rewind:
-    """Where an iteration began: its data, every random state that megatron-core's forwards use, and what they write."""
+    """A rank's state at the start of an iteration: data iterators, megatron-core's RNG states, and what forwards write.
+
+    Args:
+        iterators: per chunk a `Replayed` iterator, or None for a chunk that reads no data.
+        chunks: this rank's model chunks.
+    """
 
     def __init__(self, iterators: Sequence[Any], chunks: Sequence[nn.Module]) -> None:
-        """`iterators` are `Replayed` ones, or None where a rank reads no data; `chunks` are this rank's."""
         self._iterators = [iterator for iterator in iterators if iterator is not None]
         self._random_states = mcore_random._get_all_rng_states()
         written = [*(buffer for chunk in chunks for _, buffer in chunk.named_buffers()), *_logged()]
@@ -60,19 +64,19 @@ class Rewind:
 
     @torch.no_grad()
     def rewind(self) -> None:
-        """Back to the beginning."""
+        """Restore the state, in place, so that the forwards can be rerun."""
         mcore_random._set_all_rng_states(*self._random_states)
         for tensor, copy in self._written:
             tensor.copy_(copy)
         known = {id(tensor) for tensor, _ in self._written}
         for tensor in _logged():
-            if id(tensor) not in known:  # made since, from zeros
+            if id(tensor) not in known:  # created since, from zeros
                 tensor.zero_()
         for iterator in self._iterators:
             iterator.rewind()
 
     def release(self) -> None:
-        """The forwards stand; no microbatch is kept for another run."""
+        """The forwards will not be rerun: stop keeping microbatches."""
         for iterator in self._iterators:
             iterator.release()
 

@@ -61,7 +61,7 @@ class IterationRecord:
             "lr": self.result.lr,
             "grad_norm": self.result.grad_norm,
             "skipped": not self.result.is_stepped,
-            "amended": self.result.undone is not None,
+            "amended": self.result.rolled_back is not None,
             "tokens_per_s": self.samples * settings.model.seq_length / self.seconds,
             "iteration_ms": self.seconds * 1000.0,
             "schedule": settings.zero_bubble.schedule,
@@ -82,7 +82,7 @@ class Metrics:
         self._settings = settings
         self._timers = timers
         self._pending: list[IterationRecord] = []
-        self._num_skipped = self._num_amended = 0
+        self._num_skipped = self._num_redone = 0
         self._speeds: list[tuple[int, float]] = []
         self._extra_losses = ExtraLosses(settings)
         self._resources = ExitStack()
@@ -123,9 +123,9 @@ class Metrics:
         self._pending.append(record)
         self._speeds.append((record.samples, record.seconds))
         self._num_skipped += not record.result.is_stepped
-        if record.result.undone is not None:
-            self._num_amended += 1
-            _log.info("%s", _amendment(record.iteration, record.result))
+        if record.result.rolled_back is not None:
+            self._num_redone += 1
+            _log.info("%s", _redone_step(record.iteration, record.result))
         if self._bar is not None:
             self._bar.update(1)
         if record.result.is_stepped:
@@ -195,7 +195,7 @@ class Metrics:
             f"skipped {self._num_skipped}",
         ]
         if settings.zero_bubble.enable_optimizer_post_validation:
-            parts.append(f"amended {self._num_amended}")
+            parts.append(f"amended {self._num_redone}")
         if settings.precision.fp16:
             parts.append(f"loss scale {last.result.loss_scale:g}")
         if last.result.num_zeros is not None:
@@ -225,11 +225,11 @@ class Metrics:
             )
 
 
-def _amendment(iteration: int, result: StepResult) -> str:
-    """A sentence about a step that was taken early and corrected."""
+def _redone_step(iteration: int, result: StepResult) -> str:
+    """A sentence about an optimistic step that was wrong."""
     what = "clipped" if result.is_stepped else "left out for an overflow"
     how = "redone" if result.is_stepped else "undone"
-    ranks = _ranges(result.undone or ())
+    ranks = _ranges(result.rolled_back or ())
     return f"iteration {iteration}: {what} after the fact" + (f" on {ranks}, {how}" if ranks else ", no rank had stepped")
 
 
