@@ -1,4 +1,4 @@
-"""Another plan in the middle of a run: the same on all ranks, better for what was measured, and not a bit of the run changes."""
+"""Re-planning in the middle of a run: the same plan on all ranks, faster for the measured times, bit-identical results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_windows(window: Window, timed: list[int], ends: list[int]) -> None:
 
 
 def test_a_plan_that_could_deadlock_is_not_taken() -> None:
-    """On a GPU whose kernels share one hardware queue: the search goes on, the run as well, with the order so far."""
+    """On a GPU whose kernels share one hardware queue: neither the search nor the run fails; the current order stays."""
     spec = schedule_spec("zb-interleaved", num_ranks=2, num_chunks=2)
     safe = build_plan("interleaved-1f1b", num_ranks=2, num_microbatches=4)
     schedule = mock.Mock(device=torch.device("cuda"), _has_single_queue=True)
@@ -52,7 +52,7 @@ def test_a_plan_that_could_deadlock_is_not_taken() -> None:
 
 
 LINK_MS = 1.0
-"""Long enough that the drawn schedules are not the best there is; what a machine's own links take decides nothing here."""
+"""Long enough that the hand-written schedules are not the best; what a machine's own links take decides nothing here."""
 
 
 def _typical(rank: int, stages: tuple[int, ...]) -> dict[tuple[int, OpKind], float]:
@@ -64,11 +64,13 @@ def _typical(rank: int, stages: tuple[int, ...]) -> dict[tuple[int, OpKind], flo
 def _train(rank: int, case: Case, window: Window | None) -> dict[str, Any]:
     trainer = Trainer(case, seed=1234 + 100 * rank)
     schedule = trainer.schedule
-    drawn = schedule.plan(case.num_microbatches)
+    handwritten = schedule.plan(case.num_microbatches)
     options = SearchOptions(budget=0.2 * Effort.FAST.budget)
-    kept: list[Any] = []
+    found: list[Any] = []
     replanner = (
-        None if window is None else Replanner(schedule, window, options, num_microbatches=case.num_microbatches, keep=kept.append)
+        None
+        if window is None
+        else Replanner(schedule, window, options, num_microbatches=case.num_microbatches, on_plan=found.append)
     )
     stages = case.spec.placement.rank_to_stages[rank]
     losses = []
@@ -92,9 +94,9 @@ def _train(rank: int, case: Case, window: Window | None) -> dict[str, Any]:
         "losses": losses,
         "weights": trainer.snapshot(),
         "plan": now.to_json(),
-        "kept": len(kept),
+        "found": len(found),
         "evaluation": _evaluate(trainer),
-        "times": None if replanner is None or replanner.costs is None else _gain(drawn, now, replanner),
+        "times": None if replanner is None or replanner.costs is None else _gain(handwritten, now, replanner),
     }
     trainer.close()
     return result
@@ -106,29 +108,29 @@ def _evaluate(trainer: Trainer) -> list[float]:
     return trainer.forward_backward(0, forward_only=True)
 
 
-def _gain(drawn: Any, now: Any, replanner: Replanner) -> tuple[float, float]:
+def _gain(handwritten: Any, now: Any, replanner: Replanner) -> tuple[float, float]:
     assert replanner.costs is not None
     options = replanner._options
-    before, after = simulate(drawn, replanner.costs), simulate(now, replanner.costs)
+    before, after = simulate(handwritten, replanner.costs), simulate(now, replanner.costs)
     return options.objective.of(before), options.objective.of(after)
 
 
-def test_training_does_not_notice(four_ranks: RankPool) -> None:
-    """With dropout, under V: another order of a rank's forwards draws the same masks."""
+def test_training_results_do_not_change(four_ranks: RankPool) -> None:
+    """With dropout, under V: another order of a rank's forwards uses the same dropout masks."""
     before = four_ranks.run(_train, ZBV, None)
     after = four_ranks.run(_train, ZBV, Window(start=1, end=2))
     assert len({result["plan"] for result in after}) == 1, "every rank runs the same plan"
     assert after[0]["plan"] != before[0]["plan"]
     slow, fast = after[0]["times"]
     assert fast < slow
-    assert [result["kept"] for result in after] == [1, 0, 0, 0]
+    assert [result["found"] for result in after] == [1, 0, 0, 0]
     for old, new in zip(before, after, strict=True):
         assert new["losses"] == old["losses"]
         assert new["evaluation"] == old["evaluation"]
         assert all(torch.equal(new["weights"][name], weight) for name, weight in old["weights"].items())
 
 
-def test_a_drawn_schedule_is_refined_within_its_memory(four_ranks: RankPool) -> None:
+def test_a_hand_written_schedule_is_refined_within_its_memory(four_ranks: RankPool) -> None:
     """ZB-H1 is where ZB with 1F1B's memory begins."""
     case = replace(ZBV, schedule="zb-h1", num_chunks=1, num_steps=2, dropout=0.0)
     for result in four_ranks.run(_train, case, Window(start=1, end=1)):
@@ -140,23 +142,23 @@ def test_a_drawn_schedule_is_refined_within_its_memory(four_ranks: RankPool) -> 
 
 
 def _train_within(rank: int, case: Case) -> dict[str, Any]:
-    """Rank 0 has room for three microbatches, the others for five; measured, not pretended."""
+    """Rank 0 has headroom for three microbatches, the others for five; measured, not pretended."""
     trainer = Trainer(case)
     trainer.schedule.replan(partial(initial_plan, replace(case.spec, memory_limit=1 / case.num_ranks)))
 
-    rooms: list[int] = []
+    headrooms: list[int] = []
 
-    def room(profile: RankProfile) -> int:
-        rooms.append(int((3 if rank == 0 else 5) * sum(held.activation for held in profile.memory.values())))
-        return rooms[-1]
+    def headroom_bytes(profile: RankProfile) -> int:
+        headrooms.append(int((3 if rank == 0 else 5) * sum(held.activation for held in profile.memory.values())))
+        return headrooms[-1]
 
     replanner = Replanner(
         trainer.schedule,
         Window(start=2, end=3),
         SearchOptions(budget=0.2 * Effort.FAST.budget),
         num_microbatches=case.num_microbatches,
-        room=room,
-        state=lambda: 7,
+        headroom_bytes=headroom_bytes,
+        state_bytes=lambda: 7,
     )
     for iteration in range(1, 4):
         replanner.before(iteration, case.num_microbatches)
@@ -172,7 +174,7 @@ def _train_within(rank: int, case: Case) -> dict[str, Any]:
         trainer.optimizer.step()
     result = {
         "faster": simulate(plan, costs).span_ms < simulate(frugal, costs).span_ms,
-        "held": profiler.profile().peak_bytes / rooms[0],
+        "held": profiler.profile().peak_bytes / headrooms[0],
         "memory": replanner.memory,
         "state": state_bytes(trainer.built.chunks, trainer.optimizer),
         "parameters": sum(parameter.nbytes for chunk in trainer.built.chunks for parameter in chunk.parameters()),
@@ -181,7 +183,7 @@ def _train_within(rank: int, case: Case) -> dict[str, Any]:
     return result
 
 
-def test_every_rank_keeps_within_its_own_room(four_ranks: RankPool) -> None:
+def test_every_rank_keeps_within_its_own_headroom(four_ranks: RankPool) -> None:
     results = four_ranks.run(_train_within, replace(ZBV, num_microbatches=8, dropout=0.0))
     for result in results:
         assert result["held"] <= 1.1, "random states count, too, which are a part of a microbatch of this small model"

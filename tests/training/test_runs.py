@@ -195,7 +195,7 @@ def test_a_plan_from_measured_times_changes_nothing_and_can_be_kept(corpus: str,
     measuring += ["--zero-bubble-balance-stages"]
     (tmp_path / "measured").mkdir()
     measured = Job(tmp_path / "measured", [*flags, *measuring, "--zero-bubble-save-plan", str(tmp_path / "plan.json")])
-    assert measured.said.count("planned for measured times") == 3
+    assert measured.said.count("re-planned with profiled timings") == 3
     assert len(re.findall(BALANCE, measured.said)) == 3, "when times were measured, and at the end"
     body = json.loads((tmp_path / "plan.json").read_text())
     kept, costs = Plan.from_json(json.dumps(body)), CostModel.from_json(body["costs"])
@@ -204,7 +204,7 @@ def test_a_plan_from_measured_times_changes_nothing_and_can_be_kept(corpus: str,
     keeps = ["--zero-bubble-save-plan", str(tmp_path / "again.json")]
     loaded = Job(tmp_path, [*flags, "--zero-bubble-load-plan", str(tmp_path / "plan.json"), *keeps])
     assert Plan.from_json((tmp_path / "again.json").read_bytes()) == kept, "what ran"
-    assert "planned for measured times" not in loaded.said
+    assert "re-planned with profiled timings" not in loaded.said
     assert losses(loaded) == losses(measured)
     assert measured.said.count("clipped after the fact") == 6, "forwards of timed iterations run again"
     assert measured.said.count("4 microbatches from iteration 5 on") == 1, "so the first evaluation has more than training"

@@ -1,7 +1,7 @@
-"""How many bytes are left on a rank for activations.
+"""Memory of a rank in bytes: what is usable, and what weights, gradients and optimizer state take.
 
-What a rank holds from iteration to iteration differs between ranks: under V the first one has the embedding and the head. So a
-limit in bytes leaves each rank another room. The planner is told so by its costs (`profiling.profile.costs_within`).
+The difference is the headroom for activations. It differs between ranks: under V, for example, the first rank has both the
+embedding and the head. The planner gets each rank's headroom by way of its costs (`profiling.profile.costs_within`).
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor, nn
 from megatron.zerobubble.mcore.ddp.zero2 import ShardedGradientsDDP
 
 USABLE = 0.92
-"""Share of a device's memory that `auto` plans with: the rest is the CUDA context, communication buffers and fragments."""
+"""Fraction of a device's memory that `auto` plans with. The rest is for the CUDA context, communication buffers, fragmentation."""
 
 
 def state_bytes(chunks: Sequence[nn.Module], optimizer: Any) -> int:
-    """Bytes of weights, buffers, gradients and optimizer state on this rank, each storage once.
+    """Bytes of weights, buffers, gradients and optimizer state on this rank; each storage counts once.
 
     Args:
         chunks: the rank's model chunks, wrapped by DDP.
-        optimizer: megatron-core's optimizer, which has stepped at least once (before that it has no state).
+        optimizer: megatron-core's optimizer, after at least one step (before that it has no state).
     """
     storages = {}
-    for tensor in _held(chunks, optimizer):
+    for tensor in _state_tensors(chunks, optimizer):
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
-def _held(chunks: Sequence[nn.Module], optimizer: Any) -> Iterator[Tensor]:
+def _state_tensors(chunks: Sequence[nn.Module], optimizer: Any) -> Iterator[Tensor]:
     for chunk in chunks:
         for parameter in chunk.parameters():
             yield parameter
@@ -52,11 +52,11 @@ def _held(chunks: Sequence[nn.Module], optimizer: Any) -> Iterator[Tensor]:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def device_bytes(device: torch.device, *, ranks_on_host: int) -> int:
-    """Bytes that a rank can use: of its GPU, or on the CPU its part of the machine's memory.
+def usable_bytes(device: torch.device, *, ranks_on_host: int) -> int:
+    """Bytes that a rank can use: of its GPU's memory, or on the CPU its share of the machine's memory.
 
     Args:
-        device: where the rank computes.
+        device: the rank's device.
         ranks_on_host: ranks that share the machine.
     """
     if device.type == "cuda":

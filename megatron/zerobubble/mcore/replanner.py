@@ -1,10 +1,9 @@
-"""Planning from what the run itself measures.
+"""Re-planning with timings profiled in the run itself.
 
-A window of iterations is timed. When it is over, rank 0 of the world plans for the measured times, all ranks get its plan and
-validate it, and the next iteration runs it. Only the order of ops changes, never what they compute.
+A window of iterations is profiled. When it ends, rank 0 of the world plans for the measured times and broadcasts the plan; all
+ranks validate it and run it from the next iteration on. Only the order of ops changes, never what they compute.
 
-The plan is looked for by one rank, not by all: times differ from rank to rank in the last digit, and two ranks with different
-plans would wait for each other for ever.
+One rank plans for all, because measured times differ slightly between ranks, and two ranks with different plans would deadlock.
 """
 
 from __future__ import annotations
@@ -36,26 +35,26 @@ _log = logging.getLogger(__name__)
 
 _COMPILED_EVALUATIONS_PER_S = 8e7
 _PYTHON_EVALUATIONS_PER_S = 1.5e6
-"""What one core of 2024 does. A budget counts evaluations, so the same measurement gives the same plan on any machine."""
+"""Throughput of one CPU core of 2024. A budget counts evaluations, so the same timings give the same plan on any machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Which iterations are timed. They are counted from 1, from the start of the job."""
+    """Which iterations are profiled. They are counted from 1, from the start of the job."""
 
     start: int
-    """The first one."""
+    """First profiled iteration."""
     end: int
-    """The last one; a new plan runs from the next one on."""
+    """Last profiled iteration; a new plan runs from the next one on."""
     interval: int | None = None
-    """A window of the same length ends so many iterations after the last one; None: there is only one window."""
+    """Iterations from the end of one window to the end of the next, of the same length; None: there is only one window."""
 
     def holds(self, iteration: int) -> bool:
-        """Whether the passes of this iteration are timed."""
+        """Whether the passes of this iteration are profiled."""
         return self.start <= self._folded(iteration) <= self.end
 
     def ends(self, iteration: int) -> bool:
-        """Whether a new plan is made after this iteration."""
+        """Whether this is the last iteration of a window, after which a new plan is made."""
         return self._folded(iteration) == self.end
 
     def _folded(self, iteration: int) -> int:
@@ -65,49 +64,56 @@ class Window:
 
 
 def budget_of(seconds: float) -> float:
-    """Op evaluations that take about so long here."""
+    """The number of op evaluations that a search does in about `seconds`, with the core that is installed here."""
     compiled = best_core() is not PythonCore
     return seconds * (_COMPILED_EVALUATIONS_PER_S if compiled else _PYTHON_EVALUATIONS_PER_S)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one rank of the world brings to planning."""
+    """The measurements of one rank of the world."""
 
     profile: RankProfile
-    """Its passes."""
+    """Times and memory of its passes."""
     link_ms: tuple[float, ...]
-    """The links that leave it."""
+    """P2P latency of each of its outgoing links."""
     state_bytes: int = 0
     """Weights, gradients and optimizer state."""
-    room_bytes: int = 0
-    """What its activations may take; meaningless where there is no limit in bytes."""
+    headroom_bytes: int = 0
+    """Memory left for its activations; meaningless without a limit in bytes."""
 
     def gathered(self) -> list[Measured]:
-        """What all ranks of the world bring, on every rank; all of them must call this."""
+        """All-gather over the world: the measurements of every rank, by global rank. All ranks must call this."""
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, self)
         return everybody
 
 
 def measured_costs(everybody: Sequence[Measured], placement: Placement) -> CostModel:
-    """The costs of the pipeline that was measured; `placement` is its own."""
+    """The costs of the pipeline that was profiled.
+
+    Args:
+        everybody: measurements of all ranks of the world.
+        placement: the placement they were measured with.
+    """
     links = [elapsed for each in everybody for elapsed in each.link_ms]
     return combine([each.profile for each in everybody], placement, link_ms=links)
 
 
 class Replanner:
-    """Times windows of iterations and gives the schedule better plans. Every rank of the world needs one and calls it alike.
+    """Profiles windows of iterations and gives the schedule better plans.
+
+    Every rank of the world must construct one and call its methods at the same points.
 
     Args:
-        schedule: whose iterations are timed, and who runs the plans.
-        window: when.
-        options: objective, seed and budget of a search. The memory limit is the spec's, or follows from `room`.
-        num_microbatches: what most iterations will have. Searches for other numbers, on the way there, get a tenth of the budget.
-        room: called on every rank at the end of a window: bytes that its activations may take, after what was measured. They are
-            then the limit, rank by rank.
-        state: bytes of weights, gradients and optimizer state on this rank; asked at the end of a window.
-        keep: called on rank 0 of the world with every plan that is found, simulated with the measured costs, if given.
+        schedule: the schedule whose iterations are profiled and which runs the plans.
+        window: which iterations are profiled.
+        options: objective, seed and budget of a search. The memory limit is the spec's, or follows from `headroom_bytes`.
+        num_microbatches: of most iterations. Searches for other numbers (batch size ramp-up) get a tenth of the budget.
+        headroom_bytes: called on every rank at the end of a window with its profile; returns the bytes left for activations, which
+            are then the rank's limit. None: no limit in bytes.
+        state_bytes: called at the end of a window; returns the bytes of weights, gradients and optimizer state on this rank.
+        on_plan: called on rank 0 of the world with every plan that is found, simulated with the measured costs.
     """
 
     def __init__(
@@ -117,45 +123,46 @@ class Replanner:
         options: SearchOptions,
         *,
         num_microbatches: int,
-        room: Callable[[RankProfile], int] | None = None,
-        state: Callable[[], int] = int,
-        keep: Callable[[Simulation], None] | None = None,
+        headroom_bytes: Callable[[RankProfile], int] | None = None,
+        state_bytes: Callable[[], int] = int,
+        on_plan: Callable[[Simulation], None] | None = None,
     ) -> None:
         self._schedule = schedule
         self._window = window
         self._options = options
-        self._usual = num_microbatches
-        self._room, self._state = room, state
-        self._unit = 0.0
-        self._rooms: tuple[float, ...] | None = None
-        self._keep = keep
+        self._usual_num_microbatches = num_microbatches
+        self._headroom_bytes, self._state_bytes = headroom_bytes, state_bytes
+        self._unit_bytes = 0.0
+        self._headroom: tuple[float, ...] | None = None
+        """Per pipeline rank, in units of `_unit_bytes`; None without a limit in bytes."""
+        self._on_plan = on_plan
         self._profiler: Profiler | None = None
         self._measured_with: int | None = None
         self._costs: CostModel | None = None
         self._current: dict[int, Plan] = {}
         self.memory: tuple[RankMemory, ...] | None = None
-        """What the ranks of the pipeline held in the last window, against what its plan said; None where it was not counted."""
+        """Memory of each pipeline rank in the last window, measured and as its plan predicts; None if it was not measured."""
 
     @property
     def costs(self) -> CostModel | None:
-        """What was measured last; None before the first window is over."""
+        """The costs measured in the last window; None before the first one has ended."""
         return self._costs
 
     def before(self, iteration: int, num_microbatches: int) -> None:
-        """The iteration is about to run, with so many microbatches."""
+        """Call before an iteration, with its number of microbatches."""
         if self._profiler is None and self._window.holds(iteration):
             self._profiler = Profiler(self._schedule.device)
             self._measured_with = num_microbatches
         self._schedule.hooks.profiler = self._profiler
 
     def is_due(self, iteration: int) -> bool:
-        """Whether `after` will plan. Nothing may be under way between ranks then."""
+        """Whether `after` will plan after this iteration. No transfer between ranks may be in flight then."""
         return self._window.ends(iteration)
 
     def after(self, iteration: int, num_microbatches: int) -> None:
-        """The iteration has run. At the end of a window: measure the links, plan, and give the schedule the plan.
+        """Call after an iteration. At the end of a window it measures the links, plans, and gives the schedule the plan.
 
-        For other numbers of microbatches than this one the schedule asks when it comes to them.
+        Plans for other numbers of microbatches are made when an iteration first needs them.
         """
         if not self._window.ends(iteration):
             return
@@ -166,15 +173,15 @@ class Replanner:
         own = Measured(
             profile=profile,
             link_ms=tuple(link_ms.values()),
-            state_bytes=self._state(),
-            room_bytes=0 if self._room is None else self._room(profile),
+            state_bytes=self._state_bytes(),
+            headroom_bytes=0 if self._headroom_bytes is None else self._headroom_bytes(profile),
         )
         everybody, placement = own.gathered(), self._schedule.spec.placement
         self._costs = measured_costs(everybody, placement)
-        self._unit, self._rooms = unit_bytes([each.profile for each in everybody], placement), None
+        self._unit_bytes, self._headroom = unit_bytes([each.profile for each in everybody], placement), None
         members = [[each for each in everybody if stages[0] in each.profile.memory] for stages in placement.rank_to_stages]
-        if self._room is not None:
-            self._rooms = tuple(min(each.room_bytes for each in ranks) / self._unit for ranks in members)
+        if self._headroom_bytes is not None:
+            self._headroom = tuple(min(each.headroom_bytes for each in ranks) / self._unit_bytes for ranks in members)
         self.memory = None
         if self._measured_with == num_microbatches and all(members):
             self.memory = self._memory(self._schedule.plan(num_microbatches), members)
@@ -182,9 +189,9 @@ class Replanner:
         self._schedule.plan(num_microbatches)
 
     def _memory(self, plan: Plan, members: Sequence[Sequence[Measured]]) -> tuple[RankMemory, ...]:
-        """What was held in the iteration that ran `plan`, per pipeline rank: of its members the most."""
+        """Memory in the iteration that ran `plan`, per pipeline rank: the maximum over its data- and tensor-parallel ranks."""
         assert self._costs is not None
-        unit = self._unit * min(plan.num_ranks, plan.num_microbatches)
+        unit = self._unit_bytes * min(plan.num_ranks, plan.num_microbatches)
         return tuple(
             RankMemory(
                 predicted_bytes=round(predicted * unit),
@@ -205,48 +212,49 @@ class Replanner:
         return plan
 
     def _search(self, num_microbatches: int) -> Plan:
-        """The best of the order so far and what is found; says what it promises."""
+        """The better one of the current order and the best that a search finds; logs what it predicts."""
         assert self._costs is not None
         begin = time.perf_counter()
         spec, costs, objective = self._schedule.spec, self._costs, self._options.objective
-        so_far = executed_plan(spec, self._current.get(num_microbatches) or initial_plan(spec, num_microbatches))
-        plan = so_far
+        current = executed_plan(spec, self._current.get(num_microbatches) or initial_plan(spec, num_microbatches))
+        plan = current
         try:
-            plan = self._better(so_far, num_microbatches)
+            plan = self._better(current, num_microbatches)
         except ConfigError as error:
-            _log.warning("the order of ops stays as it was: %s", error)
-        before, now = simulate(so_far, costs), simulate(plan, costs)
+            _log.warning("the order of ops is unchanged: %s", error)
+        before, now = simulate(current, costs), simulate(plan, costs)
         _log.info(
-            "planned for measured times in %.1f s: %s; %.1f ms an iteration expected "
-            "with the order so far (bubble %.1f%%), %.1f ms from now on (%.1f%%), at most %s of activations on a rank",
+            "re-planned with profiled timings in %.1f s: %s; predicted %.1f ms per iteration with the current order "
+            "(bubble %.1f%%), %.1f ms with the new one (bubble %.1f%%), at most %s of activation memory per rank",
             time.perf_counter() - begin,
             costs.times_text,
             objective.of(before),
             100 * before.bubble_rate,
             objective.of(now),
             100 * now.bubble_rate,
-            _mib(max(now.peak_memory) * min(spec.num_ranks, num_microbatches) * self._unit),
+            _mib(max(now.peak_memory) * min(spec.num_ranks, num_microbatches) * self._unit_bytes),
         )
-        if self._keep is not None:
-            self._keep(now)
+        if self._on_plan is not None:
+            self._on_plan(now)
         return plan
 
-    def _better(self, so_far: Plan, num_microbatches: int) -> Plan:
-        """What is found within the memory, or the order so far if that is better and keeps to it, too."""
+    def _better(self, current: Plan, num_microbatches: int) -> Plan:
+        """The best plan found within the memory limit, or the current one if it is better and within the limit, too."""
         assert self._costs is not None
         spec, costs, limit = self._schedule.spec, self._costs, self._schedule.spec.memory_limit
-        if self._rooms is not None:
-            if min(self._rooms) <= 0:
-                full = [f"{rank} ({_mib(-room * self._unit)} too much)" for rank, room in enumerate(self._rooms) if room <= 0]
-                raise ConfigError(f"weights, gradients and optimizer state alone fill the memory limit on rank {', '.join(full)}")
-            costs, limit = costs_within(costs, spec.placement, num_microbatches, self._rooms), 1.0
-        share = 1.0 if num_microbatches == self._usual else 0.1
+        if self._headroom is not None:
+            if min(self._headroom) <= 0:
+                lacking = {rank: -headroom * self._unit_bytes for rank, headroom in enumerate(self._headroom) if headroom <= 0}
+                ranks = ", ".join(f"{rank} ({_mib(count)} too much)" for rank, count in lacking.items())
+                raise ConfigError(f"weights, gradients and optimizer state alone exceed the memory limit on rank {ranks}")
+            costs, limit = costs_within(costs, spec.placement, num_microbatches, self._headroom), 1.0
+        share = 1.0 if num_microbatches == self._usual_num_microbatches else 0.1
         options = replace(self._options, budget=share * self._options.budget, memory_limit=limit)
         found = executed_plan(spec, plan_of(spec.searched, num_microbatches, costs=costs, options=options))
-        self._schedule.place(found)  # refuses what could deadlock in one hardware queue
+        self._schedule.place(found)  # raises if the plan could deadlock in one hardware queue
         plans = [found]
-        if limit is None or max(peak_memory(so_far, costs)) <= limit + MEMORY_TOLERANCE:
-            plans.append(so_far)
+        if limit is None or max(peak_memory(current, costs)) <= limit + MEMORY_TOLERANCE:
+            plans.append(current)
         return min(plans, key=lambda plan: self._options.objective.of(simulate(plan, costs)))
 
 

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.zerobubble.mcore import memory as memory_room
-from megatron.zerobubble.mcore.memory import device_bytes
+from megatron.zerobubble.mcore import memory
+from megatron.zerobubble.mcore.memory import usable_bytes
 from megatron.zerobubble.training.config.memory_limit import MemoryLimit
 
 
@@ -31,8 +31,8 @@ def test_limits(text: str, limit: MemoryLimit) -> None:
 def test_what_fits_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU is one rank's, the machine's memory all of its ranks'; a part of either is left alone."""
     sizes = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr(memory_room.os, "sysconf", sizes.__getitem__)
-    assert device_bytes(torch.device("cpu"), ranks_on_host=4) == 942_080
+    monkeypatch.setattr(memory.os, "sysconf", sizes.__getitem__)
+    assert usable_bytes(torch.device("cpu"), ranks_on_host=4) == 942_080
     properties = mock.Mock(total_memory=80 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert device_bytes(torch.device("cuda"), ranks_on_host=8) == pytest.approx(73.6e9)
+    assert usable_bytes(torch.device("cuda"), ranks_on_host=8) == pytest.approx(73.6e9)

@@ -59,8 +59,8 @@ def post_validation(
 class MegatronRollbackOptimizer:
     """A `RollbackOptimizer` over a megatron-core optimizer.
 
-    That is an FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer or a ChainedOptimizer of them. Arguments as of
-    `post_validation`.
+    That is an FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, or a ChainedOptimizer of them. Arguments as
+    of `post_validation`.
     """
 
     def __init__(
@@ -194,9 +194,7 @@ class MegatronRollbackOptimizer:
             config = part.config
             for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
                 if getattr(config, name, False):
-                    raise ConfigError(
-                        f"{name} is not supported outside of the stock schedule; leave it out or use the stock schedule"
-                    )
+                    raise ConfigError(f"{name} works with the stock schedule only; leave it out or use that schedule")
 
 
 class _StageGroups:

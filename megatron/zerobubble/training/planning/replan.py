@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.zerobubble.mcore.memory import device_bytes, state_bytes
+from megatron.zerobubble.mcore.memory import state_bytes, usable_bytes
 from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.search.search import Objective, SearchOptions
@@ -59,20 +59,20 @@ def make_replanner(training_state: TrainingState, keeper: PlanKeeper, *, ranks_o
     window = Window(start=timed[0], end=timed[1], interval=zero_bubble.zero_bubble_replan_interval)
     limit = zero_bubble.memory_limit
 
-    def held() -> int:
+    def own_state_bytes() -> int:
         return state_bytes(training_state.chunks, training_state.optimizer)
 
-    def room(profile: RankProfile) -> int:
+    def headroom_bytes(profile: RankProfile) -> int:
         assert limit is not None
-        total = limit.total_bytes or device_bytes(training_state.device, ranks_on_host=ranks_on_host)
-        return total - held() - profile.workspace_bytes
+        total = limit.total_bytes or usable_bytes(training_state.device, ranks_on_host=ranks_on_host)
+        return total - own_state_bytes() - profile.workspace_bytes
 
     return Replanner(
         training_state.schedule,
         window,
         options,
         num_microbatches=settings.num_microbatches,
-        room=None if limit is None or limit.is_relative else room,
-        state=held,
-        keep=keeper.keep,
+        headroom_bytes=None if limit is None or limit.is_relative else headroom_bytes,
+        state_bytes=own_state_bytes,
+        on_plan=keeper.keep,
     )
