@@ -1,1 +1,1 @@
-"""Everything that touches megatron.core, one seam a file."""
+"""The integration with megatron-core: one extension point or patch per file."""

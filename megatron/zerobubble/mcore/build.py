@@ -1,4 +1,4 @@
-"""Building a rank's model chunks for a placement: construct, split, tie, wrap."""
+"""Building a rank's model chunks for a placement: construct, tie embeddings, split B and W, wrap with DDP."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.compat import check_megatron_core
+from megatron.zerobubble.mcore.compat import check_megatron_core, define_missing_te_gemm
 from megatron.zerobubble.mcore.ddp.wrap import wrap_chunks
-from megatron.zerobubble.mcore.model.aux_loss_scale import name_missing_gemm
 from megatron.zerobubble.mcore.model.embeddings import make_finalize, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
@@ -36,9 +35,9 @@ class ModelChunks:
     """A rank's part of the model."""
 
     chunks: list[Any]
-    """One DistributedDataParallel a chunk, in the order of their stages."""
+    """One DistributedDataParallel per chunk, in the order of their stages."""
     store: WeightGradStore | None
-    """Where B leaves weight gradients; None for stock schedules."""
+    """Holds the deferred weight gradients between B and W; None for stock schedules."""
 
 
 def build_chunks(
@@ -51,27 +50,27 @@ def build_chunks(
 ) -> ModelChunks:
     """Build this rank's chunks and prepare `config` for the schedule.
 
-    Sets `config.finalize_model_grads_func` and `config.no_sync_func`. Every rank must call it.
+    Sets `config.finalize_model_grads_func` and `config.no_sync_func`. All ranks must call it.
 
     Args:
-        model_provider: builds one chunk. Under V it is called twice, and both times on rank 0 with one of pre_process and
-            post_process set.
+        model_provider: builds one chunk. Under V it is called twice on every rank; on rank 0 one call has pre_process set and
+            the other post_process.
         config: TransformerConfig of the model.
-        ddp_config: how gradients are accumulated and reduced. Not changed; the chunks get a copy.
+        ddp_config: how gradients are accumulated and reduced. Not mutated; the chunks get a copy.
         spec: the schedule.
-        wgrad: how weight gradients use the tensor-parallel link. Must be the same on every rank.
+        wgrad: how wgrad GEMMs overlap with tensor-parallel communication. Must be the same on every rank.
 
     Raises:
-        CompatibilityError: the installed megatron-core is not one we know.
+        CompatibilityError: the installed megatron-core is not supported.
         SplitError: a weight's gradient cannot be deferred.
-        ConfigError: something that the schedule cannot honour, or gradients that are to be sharded and cannot be.
+        ConfigError: an option that does not work with the schedule or with sharded gradients.
     """
     check_megatron_core()
     check_config(config, spec)
     if config.num_moe_experts is not None:
-        name_missing_gemm()
+        define_missing_te_gemm()
     if not spec.is_stock:
-        config.delay_wgrad_compute = True  # for Transformer Engine; the config's own checks want MoE overlap with it
+        config.delay_wgrad_compute = True  # for Transformer Engine; not before: the config demands MoE overlap with it
     models = [_build(model_provider, spec, chunk) for chunk in range(spec.num_chunks)]
     device = torch.cuda.current_device()
     models = [model.to(device) for model in models]
@@ -112,7 +111,14 @@ def _build(model_provider: ModelProvider, spec: ScheduleSpec, chunk: int) -> nn.
 def make_store(
     config: Any, ddp_config: DistributedDataParallelConfig, device: torch.device, policy: WgradPolicy | None = None
 ) -> WeightGradStore:
-    """A store for chunks of `config` that DDP wraps with `ddp_config`; `policy` as `WeightGradStore` takes it."""
+    """The store of deferred weight gradients for this rank's chunks.
+
+    Args:
+        config: TransformerConfig of the chunks.
+        ddp_config: with which DDP wraps them; decides the dtype of main gradients.
+        device: of the weights.
+        policy: how wgrad GEMMs overlap with tensor-parallel communication.
+    """
     accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
     kernel = choose_kernel(
         device,
@@ -124,19 +130,22 @@ def make_store(
 
 
 def check_config(config: Any, spec: ScheduleSpec) -> None:
-    """Refuse by name what the split or the executor cannot honour. Raises ConfigError."""
+    """Check that every option of the model works with the schedule.
+
+    Raises:
+        ConfigError: an option that the B/W split or the executor does not support.
+    """
     if spec.is_stock:
         return
-    refused = {
+    unsupported = {
         "defer_embedding_wgrad_compute": "W already defers the head's weight gradient",
         "overlap_moe_expert_parallel_comm": "it brings a schedule of its own",
-        "moe_shared_expert_overlap": "its backward runs on a stream of its own, and what it leaves for W is not kept from being "
-        "overwritten there",
+        "moe_shared_expert_overlap": "its backward runs on a stream of its own, which may overwrite the tensors saved for W",
         "fine_grained_activation_offloading": "it follows megatron-core's own schedules",
         "cpu_offloading": "it hooks into the backward pass that is split here",
         "num_microbatches_with_partial_activation_checkpoints": "it counts 1F1B's warmup microbatches",
         "variable_seq_lengths": "receive buffers have a fixed shape; pad to the sequence length",
     }
-    for name, why in refused.items():
+    for name, why in unsupported.items():
         if getattr(config, name, None):
             raise ConfigError(f"{name} does not go with schedule {spec.name!r}: {why}. Turn it off or use the stock schedule")

@@ -1,7 +1,7 @@
-"""What of megatron-core this package relies on, checked before it is used.
+"""The functions and signatures of megatron-core that this package relies on, checked before they are used.
 
-The extension points below are not all documented as public, so each is looked up by name and signature. A version that lacks
-one is refused with the name, instead of failing in the middle of a run.
+Not all of them are documented as public, so each is looked up by name and signature. A release that lacks one raises an error
+that names it at start-up, instead of failing in the middle of a run.
 """
 
 from __future__ import annotations
@@ -17,20 +17,35 @@ from packaging.specifiers import SpecifierSet
 from megatron.zerobubble.errors import CompatibilityError
 
 SUPPORTED = SpecifierSet(">=0.16.1,<0.17")
-"""megatron-core releases whose seams were tried. The same range stands in pyproject.toml."""
+"""megatron-core releases that were tested. pyproject.toml has the same range."""
 
 
 def check_megatron_core() -> None:
-    """Compare the installed megatron-core with what we rely on.
+    """Check the installed megatron-core.
 
     Raises:
-        CompatibilityError: naming the installed version, the supported range, and every seam that differs.
+        CompatibilityError: it is not supported; the message has the installed version, the supported range, and every difference.
     """
     _check(_differences())
 
 
+def define_missing_te_gemm() -> None:
+    """Define `moe_utils.te_general_gemm` as None if it does not exist. Call it before a model with experts is built.
+
+    Without Transformer Engine, megatron-core 0.16.1 does not define this name of its router GEMM, but tests whether it is None.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 def check_stock_loop() -> None:
-    """The same, with what `mcore.stock_loop.patches` relies on besides. Raises CompatibilityError."""
+    """As `check_megatron_core`, with what `mcore.stock_loop.patches` relies on besides.
+
+    Raises:
+        CompatibilityError: as `check_megatron_core`.
+    """
     _check(itertools.chain(_differences(), _stock_loop_differences()))
 
 
@@ -39,7 +54,7 @@ def _check(found: Iterable[str]) -> None:
     differences = list(found)
     if not differences and installed in SUPPORTED:
         return
-    what = "; ".join(differences) if differences else "every seam we look for is there, but this release was never tried"
+    what = "; ".join(differences) if differences else "everything that is checked is there, but this release was never tried"
     raise CompatibilityError(
         f"megatron-core {installed} is installed, {SUPPORTED} is supported: {what}. "
         "Install a supported release, for example: pip install megatron-core==0.16.1"
@@ -77,7 +92,7 @@ def _differences() -> Iterable[str]:
 
 
 def _stock_loop_differences() -> Iterable[str]:
-    """Names that a stock loop's calls go through, and that each is still looked up when it is called."""
+    """Missing functions that a stock loop calls, and callers that no longer look them up in their module at every call."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt import GPTModel
@@ -113,16 +128,17 @@ def _stock_loop_differences() -> Iterable[str]:
 
 
 def _not_looked_up(function: Callable[..., Any] | None, name: str, globals_: Iterable[str]) -> Iterable[str]:
-    """A function that no longer asks its module for these names would not see a replacement."""
+    """The names that `function` no longer looks up in its module: it would not see a replacement of them."""
     names = getattr(getattr(function, "__code__", None), "co_names", ())
     yield from (f"{name} does not use {each}" for each in globals_ if each not in names)
 
 
 def _missing(function: Callable[..., Any] | None, name: str, *parameters: tuple[str, ...]) -> Iterable[str]:
+    """Why `function` cannot be called with these parameters, if it cannot: it does not exist, or lacks some."""
     if function is None:
         yield f"{name} does not exist"
         return
-    known = inspect.signature(function).parameters
-    lacking = [parameter for group in parameters for parameter in group if parameter not in known]
+    actual = inspect.signature(function).parameters
+    lacking = [parameter for group in parameters for parameter in group if parameter not in actual]
     if lacking:
         yield f"{name} has no parameter {', '.join(lacking)}"

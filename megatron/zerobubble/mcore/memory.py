@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron.zerobubble.mcore.ddp.zero2 import ShardedGradientsDDP
 
 USABLE = 0.92
-"""Fraction of a device's memory that `auto` plans with. The rest is for the CUDA context, communication buffers, fragmentation."""
+"""Fraction of a device's memory that `auto` plans with; the rest is CUDA context, communication buffers and fragmentation."""
 
 
 def state_bytes(chunks: Sequence[nn.Module], optimizer: Any) -> int:

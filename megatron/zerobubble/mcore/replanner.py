@@ -110,8 +110,8 @@ class Replanner:
         window: which iterations are profiled.
         options: objective, seed and budget of a search. The memory limit is the spec's, or follows from `headroom_bytes`.
         num_microbatches: of most iterations. Searches for other numbers (batch size ramp-up) get a tenth of the budget.
-        headroom_bytes: called on every rank at the end of a window with its profile; returns the bytes left for activations, which
-            are then the rank's limit. None: no limit in bytes.
+        headroom_bytes: called on every rank at the end of a window with its profile; returns the bytes left for activations,
+            which are then the rank's limit. None: no limit in bytes.
         state_bytes: called at the end of a window; returns the bytes of weights, gradients and optimizer state on this rank.
         on_plan: called on rank 0 of the world with every plan that is found, simulated with the measured costs.
     """

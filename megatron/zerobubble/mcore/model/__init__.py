@@ -1,1 +1,1 @@
-"""A rank's model chunks under any placement: the B/W split of their layers, layout, embeddings, random numbers, fp16."""
+"""A rank's model chunks under any placement: B/W split, layout, tied embeddings, RNG streams, half precision, loss scales."""

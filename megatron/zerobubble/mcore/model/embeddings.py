@@ -1,12 +1,12 @@
-"""Gradients that are final only after a step beyond DDP: embeddings in two chunks under V, the token count of the per-token loss.
+"""Finalizing gradients under any placement: tied embeddings in two chunks of a rank, and the token count of the per-token loss.
 
-Under V the embedding (stage 0) and the head (stage 2p-1) both sit on rank 0, in two chunks. Tied, they are two tensors with the
-same values on one rank; megatron-core would sum their gradients over the first and the last pipeline rank, which here are not
-where the two are. So rank 0 copies the values once and adds the two gradients every iteration. The same holds for the embedding
-of MTP layers (multi-token prediction) on the last stage.
+Under V the embedding (stage 0) and the output layer (stage 2p-1) are both on rank 0, in two chunks. Tied, they are two tensors
+with the same values on one rank. megatron-core would all-reduce their gradients between the first and the last pipeline rank,
+which is wrong for this placement. So rank 0 copies the values once and adds the two gradients every iteration. The same holds for
+the embedding of MTP layers (multi-token prediction) on the last stage.
 
-Works with the distributed optimizer too: megatron-core puts a weight marked `shared_embedding` into a bucket of its own, so both
-copies are sharded alike and a sum of the buffers is a sum of each rank's shard.
+This works with the distributed optimizer, too: megatron-core puts a weight marked `shared_embedding` into a bucket of its own, so
+both weights are sharded alike and the sum of the buffers is the sum of each rank's shard.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def release_unused_head(model: nn.Module) -> None:
 
 
 def make_finalize(placement: Placement, finalize: Finalize = stock_finalize_model_grads) -> Finalize:
-    """`finalize_model_grads` for a placement, to be given to `config.finalize_model_grads_func`.
+    """A `finalize_model_grads` for a placement, as the value of `config.finalize_model_grads_func`.
 
     Args:
         placement: stage -> rank.
-        finalize: what does the rest; megatron-core's, or a training loop's own around it.
+        finalize: called for everything else: megatron-core's `finalize_model_grads`, or a training loop's own around it.
     """
     last_stage_rank = placement.stage_to_rank[-1]
 
@@ -73,7 +73,7 @@ def make_finalize(placement: Placement, finalize: Finalize = stock_finalize_mode
     ) -> None:
         pipeline = pg_collection.pp if pg_collection is not None else parallel_state.get_pipeline_model_parallel_group()
         if num_tokens is not None and last_stage_rank != placement.num_ranks - 1:
-            # megatron-core takes the count from the last rank; under V the last stage, which counted, is elsewhere.
+            # megatron-core broadcasts the count from the last rank; under V the last stage, which has it, is elsewhere.
             dist.broadcast(num_tokens, src=dist.get_global_rank(pipeline, last_stage_rank), group=pipeline)
         finalize(model, num_tokens, pg_collection=pg_collection, **kwargs)
         _sum_tied_gradients(model)
@@ -92,7 +92,7 @@ def _sum_tied_gradients(chunks: Sequence[nn.Module]) -> None:
 
 
 def _tied_pair(chunks: Sequence[nn.Module]) -> tuple[nn.Parameter, nn.Parameter] | None:
-    """(embedding weight, head weight) where they are tied and in two chunks of this rank.
+    """(embedding weight, weight tied to it) if they are in two chunks of this rank.
 
     MTP layers (multi-token prediction) have their own embedding on the last stage, with the values of the first stage's.
     """

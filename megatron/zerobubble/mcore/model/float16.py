@@ -1,8 +1,8 @@
 """Half-precision chunks under any placement.
 
-megatron-core's `Float16Module` casts the inputs of the first stage and gives the last stage's output in fp32, and takes the last
-chunk of the last pipeline rank for the last stage. Under V that is a stage in the middle, whose activation would travel in fp32
-and not fit its buffer. The chunk itself knows which stage it is.
+megatron-core's `Float16Module` casts the inputs of the first stage and returns the last stage's output in fp32. It assumes that
+the last stage is the last chunk of the last pipeline rank. Under V that is a middle stage, whose activation would be sent in fp32
+and not fit its receive buffer. So we ask the chunk's own `pre_process` and `post_process`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp3
 
 
 class StageFloat16Module(Float16Module):
-    """`Float16Module` that asks the chunk's own `pre_process` and `post_process`."""
+    """`Float16Module` that finds the first and the last stage by the chunk's `pre_process` and `post_process`."""
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
         """Run the chunk in its own precision; the last stage's output is fp32 unless `fp32_output` is False."""

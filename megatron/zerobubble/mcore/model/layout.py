@@ -1,8 +1,9 @@
-"""Which layers, and which embedding, a rank holds under each placement.
+"""Which layers and embeddings are on each rank under any placement.
 
 megatron-core asks `config.pipeline_model_parallel_layout` for the number of layers and the first layer's index of each
 (pipeline rank, chunk). Its own layout numbers stages in a loop: stage = chunk * p + rank. `StageLayout` numbers them by any
-`Placement`, so that under V chunk 1 of rank r is stage 2p-1-r. Layers keep their global index, so a checkpoint does not care.
+`Placement`, so that under V chunk 1 of rank r is stage 2p-1-r. Layers keep their global index, so a checkpoint does not
+depend on the placement.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
 
 class StageLayout(PipelineParallelLayerLayout):
-    """A layer layout whose stages sit where a `Placement` says.
+    """A megatron-core layer layout with the stages of any `Placement`.
 
     Args:
-        layers: decoder layers of each stage. They may differ.
-        placement: stage -> rank, the same number of stages on every rank.
+        layers: number of decoder layers of each stage; stages may differ.
+        placement: stage -> rank, with the same number of stages on every rank.
         num_mtp_layers: MTP layers (multi-token prediction), all on the last stage.
+
+    Raises:
+        ConfigError: `layers` and `placement` differ in the number of stages, or ranks differ in theirs.
     """
 
     def __init__(self, layers: StageLayers, placement: Placement, *, num_mtp_layers: int = 0) -> None:
         if layers.num_stages != placement.num_stages:
             raise ConfigError(f"layout {layers.text!r} has {layers.num_stages} stages, the schedule {placement.num_stages}")
         if placement.num_stages % placement.num_ranks:
-            raise ConfigError(f"{placement.num_stages} stages do not spread evenly over {placement.num_ranks} ranks")
+            raise ConfigError(f"{placement.num_stages} stages cannot be spread evenly over {placement.num_ranks} ranks")
         stages = [["decoder"] * count for count in layers.per_stage]
         stages[0].insert(0, "embedding")
         stages[-1] += ["mtp"] * num_mtp_layers + ["loss"]
@@ -46,7 +50,7 @@ class StageLayout(PipelineParallelLayerLayout):
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Number of layers of `layer_type` in all stages before the one that (`pp_rank`, `vp_stage`) holds."""
+        """Number of layers of `layer_type` in all stages before chunk `vp_stage` of rank `pp_rank` (default: this rank)."""
         rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
         stage = self.placement.rank_to_stages[rank][vp_stage or 0]
         before = (self._place(earlier) for earlier in range(stage))
@@ -74,7 +78,7 @@ def pipeline_layout(layers: StageLayers, placement: Placement, *, num_mtp_layers
 
 
 def embedding_ranks(placement: Placement) -> dict[str, Any]:
-    """Keyword arguments for `initialize_model_parallel` that say where the embedding and the head sit."""
+    """Keyword arguments of `initialize_model_parallel` that define the ranks of the embedding and of the output layer."""
     first, last = placement.stage_to_rank[0], placement.stage_to_rank[-1]
 
     def word(pipeline: list[int], *_: Any) -> list[int]:

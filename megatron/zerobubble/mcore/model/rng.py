@@ -1,12 +1,12 @@
-"""A stream of random numbers for each chunk of a rank.
+"""A stream of random numbers per chunk of a rank.
 
-Dropout draws in the order of a rank's F ops. With several chunks that order is the plan's, so that another plan would draw other
-masks. Here each chunk of an iteration continues a stream of its own: what a chunk draws depends on the state of the rank's
+Dropout masks are drawn in the order of a rank's F ops. With several chunks the plan decides that order, so another plan would
+give other masks. Here each chunk has its own stream in every iteration: its random numbers depend on the state of the rank's
 generators at the start of the iteration and on the chunk, not on how the plan interleaves chunks.
 
-A stream begins with the hash of the rank's state and the chunk's number; so tensor-parallel ranks, which share some generators
-and not others, share the same ones of the streams, and nothing has to be kept between iterations or saved. Nothing is copied
-from the device: a generator's state, seed and offset on CUDA, lives on the host.
+A stream is seeded by a hash of the rank's RNG state and the chunk's number. So tensor-parallel ranks, which share some generators
+and not others, share the same ones of the streams, and there is no further state to keep between iterations or to save. Nothing
+is copied from the device: a CUDA generator's state (seed and offset) is on the host.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megatron.core.tensor_parallel import random as mcore_random
 from torch import Tensor
 
 States = tuple[Any, Any, dict[str, Any]]
-"""megatron-core's three: the CPU generator, the device's, and those of its tracker by name."""
+"""megatron-core's RNG states: of the CPU generator, of the device's generator, and of its tracker's generators by name."""
 
 
 class ChunkStreams:
-    """The streams of one iteration. The rank's generators are those of the chunk that was entered last.
+    """The RNG streams of one iteration. The rank's generators have the state of the chunk that was entered last.
 
     Args:
-        num_chunks: how many; a single chunk draws from the rank's generators as they are.
-        device: where the device's generator lives.
+        num_chunks: chunks of this rank; a single chunk uses the rank's generators as they are.
+        device: of the device's generator.
     """
 
     def __init__(self, num_chunks: int, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class ChunkStreams:
             self._states = [self._derived(begin, chunk) for chunk in range(num_chunks + 1)]
 
     def enter(self, chunk: int) -> None:
-        """What follows draws from this chunk's stream."""
+        """Switch the rank's generators to this chunk's stream."""
         if not self._states or chunk == self._entered:
             return
         if self._entered is not None:
@@ -48,7 +48,7 @@ class ChunkStreams:
         self._entered = chunk
 
     def finish(self) -> None:
-        """After the iteration: the rank's generators go on with a stream that no chunk had."""
+        """Call after the iteration: the rank's generators continue with a stream that no chunk used."""
         if self._states:
             mcore_random._set_all_rng_states(*self._states[-1])
 
@@ -62,9 +62,9 @@ class ChunkStreams:
 
 
 def _derived(state: Any, number: int, device: torch.device) -> Any:
-    """A fresh state that follows from another one and a number. Of a state as well as of a generator that holds one."""
+    """A new state seeded by a hash of `state` and `number`; a generator if `state` is one, otherwise a state tensor."""
     generator = torch.Generator(device)
-    held: Tensor = state if isinstance(state, Tensor) else state.get_state()
-    digest = hashlib.blake2b(held.cpu().numpy().tobytes(), digest_size=8, salt=number.to_bytes(8, "little"))
+    current: Tensor = state if isinstance(state, Tensor) else state.get_state()
+    digest = hashlib.blake2b(current.cpu().numpy().tobytes(), digest_size=8, salt=number.to_bytes(8, "little"))
     generator.manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
     return generator.get_state() if isinstance(state, Tensor) else generator

@@ -1,16 +1,19 @@
 """Installing the B/W split in a model chunk built from megatron-core's own layers.
 
-`ColumnParallelLinear` and `RowParallelLinear` (attention, MLP, local experts, the LM head) route their product through the method
-`_forward_impl`; an instance gets another one. DDP is told by Transformer Engine's own contract that the weight's gradient comes
-later: the parameter carries `skip_backward_post_hook`, and DDP hands its grad-ready hook to the module's
+`ColumnParallelLinear` and `RowParallelLinear` (attention, MLP, local experts, the output layer) route their GEMM through the
+method `_forward_impl`; each instance gets another one. DDP learns through Transformer Engine's own contract that the weight's
+gradient comes
+later: the parameter has the attribute `skip_backward_post_hook`, and DDP hands its grad-ready hook to the module's
 `register_wgrad_accumulation_and_reduce_hooks` (with `DistributedDataParallelConfig.delay_wgrad_compute`).
 
-A module that keeps back weight gradients itself (Transformer Engine's with `delay_wgrad_compute`, and megatron-core's wrappers of
-them) is left as it is and driven: when its backward runs, the store notes it, and W calls its `backward_dw` (`wgrad.deferring`).
-It is known by the contract, not by its class, and Transformer Engine need not be there.
+A module that defers weight gradients itself (Transformer Engine's with `delay_wgrad_compute`, and megatron-core's wrappers of
+them) is not changed but driven: when its backward runs, the store records it, and W calls its `backward_dw` (`wgrad.deferring`).
+Such modules are recognized by the contract, not by their class, so Transformer Engine need not be installed.
 
-Embeddings, routers, gates of shared experts, norms and biases stay in B: they are cheap. Every other weight must be ours or be
-declared: a weight that nobody knows could be computed in B without a word, and the plan's W would be a lie.
+Embeddings, routers, gates of shared experts, norms and biases stay in B: they are cheap. Every other weight must be split or be
+declared to stay in B. An unknown weight would be computed in B unnoticed, and the times of the plan's W would be wrong.
+
+Experts of the local spec are split like any other linear; an expert without tokens in a microbatch has a wgrad GEMM of zero rows.
 
 One weight gets gradients from both: the embedding of MTP layers (multi-token prediction) that is tied to the output layer. B adds
 the embedding's share, W the output layer's, and DDP is notified in W, when both have been added.
@@ -37,16 +40,17 @@ from megatron.zerobubble.wgrad.store import WeightGradStore
 
 _SPLIT = (ColumnParallelLinear, RowParallelLinear)
 _STAYS_IN_B = (VocabParallelEmbedding, nn.Embedding, LanguageModelEmbedding, Router, SharedExpertMLP)
-"""What these own themselves; of shared experts that is the gate, one row. Their linears are modules of their own."""
+"""Modules whose own weights stay in B. A SharedExpertMLP's own weight is its gate, one row; its linears are modules of their
+own."""
 
-_WATCH = "_zero_bubble_watch"
-"""Attribute of a driven module: the handle of our forward hook."""
+_FORWARD_HOOK = "_zero_bubble_forward_hook"
+"""Attribute of a module that defers its weight gradients itself: the handle of our forward hook."""
 
 _SHARE_OF_B = "_zero_bubble_share_of_b"
-"""Attribute of a linear with a borrowed weight: the handle of our hook on that weight."""
+"""Attribute of a linear that uses another module's weight: the handle of our hook on that weight."""
 
 KEEP_IN_B = "wgrad_in_backward"
-"""Set this attribute to True on a module (or its class) to keep its weight gradients in B on purpose."""
+"""Set this attribute to True on a module (or its class) to keep its weight gradients in B."""
 
 
 def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str]:
@@ -57,11 +61,11 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
         store: the rank's store.
 
     Returns:
-        Names of the weights whose gradients come in W.
+        Names of the weights whose gradients are computed in W.
 
     Raises:
-        SplitError: naming each weight that cannot be split: used by two modules of the chunk, owned by a module that computes
-            its own gradient, or of a kind nobody has declared. Nothing has been changed then.
+        SplitError: names each weight that cannot be split: used by two modules of the chunk, or owned by a module of an unknown
+            kind, which computes its own gradient. The chunk is unchanged then.
     """
     problems = [*_shared_weights(chunk), *_unknown_weights(chunk)]
     if problems:
@@ -76,10 +80,10 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
             setattr(linear, _SHARE_OF_B, owner.weight.register_post_accumulate_grad_hook(_add_share_of_b))
         names.append(split.name)
     for name, module in deferring_modules(chunk):
-        late = {f"{name}.{key}": weight for key, weight in _own_parameters(module) if _comes_late(weight)}
-        driven = DeferringModule(name, module.backward_dw, tuple(late.values()))
-        setattr(module, _WATCH, module.register_forward_hook(partial(_watch, store, driven)))
-        names += late
+        deferred = {f"{name}.{key}": weight for key, weight in _own_parameters(module) if _is_deferred(weight)}
+        driven = DeferringModule(name, module.backward_dw, tuple(deferred.values()))
+        setattr(module, _FORWARD_HOOK, module.register_forward_hook(partial(_defer_in_backward, store, driven)))
+        names += deferred
     return names
 
 
@@ -90,9 +94,9 @@ def split_weights(chunk: nn.Module) -> list[SplitWeight]:
 
 
 def remove_split(chunk: nn.Module) -> None:
-    """Give every linear of `chunk` its own forward back. DDP must be built anew: it knows which gradients came late.
+    """Undo `split_weight_gradients`. The chunk needs a new DDP then: the old one expects deferred gradients.
 
-    Modules that defer by themselves go on doing so, and somebody has to call their `backward_dw`.
+    Modules that defer weight gradients themselves continue to do so; the caller must call their `backward_dw`.
     """
     for _, linear, owner in _splittable(chunk):
         if isinstance(linear.__dict__.get("_forward_impl"), _SplitForward):
@@ -103,13 +107,13 @@ def remove_split(chunk: nn.Module) -> None:
             getattr(linear, _SHARE_OF_B).remove()
             delattr(linear, _SHARE_OF_B)
     for _, module in deferring_modules(chunk):
-        if hasattr(module, _WATCH):
-            getattr(module, _WATCH).remove()
-            delattr(module, _WATCH)
+        if hasattr(module, _FORWARD_HOOK):
+            getattr(module, _FORWARD_HOOK).remove()
+            delattr(module, _FORWARD_HOOK)
 
 
 class _SplitForward:
-    """Stands in for `_forward_impl` of one linear; takes the same keywords."""
+    """Replaces `_forward_impl` of one linear; takes the same keywords."""
 
     __slots__ = ("how",)
 
@@ -129,7 +133,7 @@ class _SplitForward:
     ) -> Tensor:
         if weight is not self.how.split.weight:
             raise SplitError(
-                f"{self.how.split.name} was called with the weight of another module; its gradient would go to the wrong one"
+                f"{self.how.split.name} was called with the weight of another module; its gradient would go to the wrong weight"
             )
         return split_linear(
             input,
@@ -144,37 +148,37 @@ class _SplitForward:
 
 class _Splittable(NamedTuple):
     name: str
-    """Of its weight."""
+    """Name of its weight."""
     linear: Any
     owner: Any
-    """The module that holds the weight: the linear itself, or an embedding that lends it."""
+    """The module that owns the weight: the linear itself, or an embedding tied to it."""
 
 
 def _splittable(chunk: nn.Module) -> Iterator[_Splittable]:
-    lenders = _lenders(chunk)
+    tied_owners = _tied_owners(chunk)
     for name, module in chunk.named_modules():
         if not isinstance(module, _SPLIT) or getattr(module, KEEP_IN_B, False) or not _is_stock(module):
             continue
-        name, owner = (name, module) if module.weight is not None else lenders.get(id(module), (name, None))
+        name, owner = (name, module) if module.weight is not None else tied_owners.get(id(module), (name, None))
         if owner is not None and owner.weight.requires_grad:
             yield _Splittable(f"{name}.weight", module, owner)
 
 
-def _lenders(chunk: nn.Module) -> dict[int, tuple[str, Any]]:
+def _tied_owners(chunk: nn.Module) -> dict[int, tuple[str, Any]]:
     """id of an output layer without a weight -> name and module of the MTP layers' embedding, whose weight it uses."""
-    lenders: dict[int, tuple[str, Any]] = {}
+    tied_owners: dict[int, tuple[str, Any]] = {}
     for name, model in chunk.named_modules():
         is_tied = getattr(model, "mtp_process", False) and getattr(model, "share_embeddings_and_output_weights", False)
-        # In a model of one stage the weight embeds the first tokens, too; DDP is told there to mistrust who adds by himself.
+        # Not in a model of one stage: there the weight is the first stage's embedding, too, and the split refuses it.
         if is_tied and model.post_process and not model.pre_process:
-            lender = f"{name}.embedding.word_embeddings".lstrip(".")
-            lenders[id(model.output_layer)] = lender, model.embedding.word_embeddings
-    return lenders
+            tied_owner = f"{name}.embedding.word_embeddings".lstrip(".")
+            tied_owners[id(model.output_layer)] = tied_owner, model.embedding.word_embeddings
+    return tied_owners
 
 
 @torch.no_grad()
 def _add_share_of_b(weight: Tensor) -> None:
-    """After autograd has computed a gradient of a weight that W adds to as well: what DDP does where it hooks autograd itself."""
+    """Add autograd's gradient of a weight that W adds to as well to its ``main_grad``, as DDP's own hook would."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None and weight.grad is not None:
         main_grad.add_(weight.grad)
@@ -182,39 +186,40 @@ def _add_share_of_b(weight: Tensor) -> None:
 
 
 def _scattered_over(linear: Any) -> torch.distributed.ProcessGroup | None:
-    """The group over which the linear's output is scattered along the sequence, and its gradient gathered."""
+    """The group over which the linear's output is reduce-scattered along the sequence, and its gradient all-gathered, if any."""
     scatters = isinstance(linear, RowParallelLinear) and linear.sequence_parallel and not linear.explicit_expert_comm
     group: torch.distributed.ProcessGroup | None = linear.tp_group if scatters else None
     return group
 
 
 def deferring_modules(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Modules that keep back weight gradients by themselves, and will compute them when asked."""
+    """(name, module) of the modules that defer weight gradients themselves until their `backward_dw` is called."""
     for name, module in chunk.named_modules():
-        if isinstance(module, _SPLIT) or not _speaks_contract(module):
+        if isinstance(module, _SPLIT) or not _has_contract(module):
             continue
-        if any(_comes_late(weight) for _, weight in _own_parameters(module)):
+        if any(_is_deferred(weight) for _, weight in _own_parameters(module)):
             yield name, module
 
 
-def _speaks_contract(module: nn.Module) -> bool:
+def _has_contract(module: nn.Module) -> bool:
+    """Whether the module has the methods of Transformer Engine's contract for deferred weight gradients."""
     return hasattr(module, "backward_dw") and hasattr(module, "register_wgrad_accumulation_and_reduce_hooks")
 
 
-def _comes_late(weight: nn.Parameter) -> bool:
+def _is_deferred(weight: nn.Parameter) -> bool:
     return bool(getattr(weight, "skip_backward_post_hook", False))
 
 
 def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Those it holds itself and trains."""
+    """(name, parameter) of the trainable parameters of the module itself, without its submodules."""
     return [(key, weight) for key, weight in module._parameters.items() if weight is not None and weight.requires_grad]
 
 
-def _watch(store: WeightGradStore, driven: DeferringModule, _module: nn.Module, _args: Any, output: Any) -> None:
-    """After a module's forward: let the store know when its backward runs.
+def _defer_in_backward(store: WeightGradStore, driven: DeferringModule, _module: nn.Module, _args: Any, output: Any) -> None:
+    """A forward hook that adds the module to the store when its backward runs.
 
-    A forward without gradients, as activation recomputation runs the first one, has no backward; the recomputed one, in B, has.
-    What comes without a history (a bias that is returned as it is) is not the module's product.
+    A forward without gradients, such as the first one with activation recomputation, has no backward; the recomputed one, in B,
+    has. An output without grad_fn (a bias that is returned as it is) is not computed by the module.
     """
     outputs = output if isinstance(output, tuple | list) else (output,)
     first = next((each for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None), None)
@@ -223,7 +228,7 @@ def _watch(store: WeightGradStore, driven: DeferringModule, _module: nn.Module, 
 
 
 def _is_stock(module: nn.Module) -> bool:
-    """Whether the linear's product is the one we replace, and not a subclass's own."""
+    """Whether the linear has megatron-core's own `forward` and `_forward_impl`, not those of a subclass."""
     kind = type(module)
     base = ColumnParallelLinear if isinstance(module, ColumnParallelLinear) else RowParallelLinear
     own: Callable[[str], bool] = lambda method: getattr(kind, method) is getattr(base, method)  # noqa: E731
@@ -232,22 +237,22 @@ def _is_stock(module: nn.Module) -> bool:
 
 def _shared_weights(chunk: nn.Module) -> Iterator[str]:
     owners: dict[int, list[str]] = {}
-    lenders = _lenders(chunk)
+    tied_owners = _tied_owners(chunk)
     for name, module in chunk.named_modules():
         for key, weight in module._parameters.items():
             if weight is not None and weight.requires_grad:
                 owners.setdefault(id(weight), []).append(f"{name}.{key}".lstrip("."))
-        if isinstance(module, _SPLIT) and module.weight is None and id(module) not in lenders:
+        if isinstance(module, _SPLIT) and module.weight is None and id(module) not in tied_owners:
             yield (
-                f"{name} ({type(module).__name__}) borrows its weight from another module of the same chunk (tied embedding "
-                "and head on one stage): its gradient would come half from B and half from W. Use more stages, or "
+                f"{name} ({type(module).__name__}) uses the weight of another module of the same chunk (tied embedding "
+                "and output layer on one stage): its gradient would come partly from B and partly from W. Use more stages, or "
                 "--untie-embeddings-and-output-weights"
             )
     split = {id(each.owner.weight) for each in _splittable(chunk)}
     split |= {id(weight) for _, module in deferring_modules(chunk) for _, weight in _own_parameters(module)}
     for key, names in owners.items():
         if len(names) > 1 and key in split:
-            yield f"{' and '.join(names)} are one weight used twice in a chunk: its gradient would be counted wrongly. Untie them"
+            yield f"{' and '.join(names)} are one weight used twice in a chunk: its gradient would be wrong. Untie them"
 
 
 def _unknown_weights(chunk: nn.Module) -> Iterator[str]:
@@ -257,12 +262,12 @@ def _unknown_weights(chunk: nn.Module) -> Iterator[str]:
         own = [key for key, weight in _own_parameters(module) if weight.dim() > 1]
         if not own or (isinstance(module, _SPLIT) and _is_stock(module)):
             continue
-        if _speaks_contract(module) and not isinstance(module, _SPLIT):
-            early = [key for key, weight in _own_parameters(module) if weight.dim() > 1 and not _comes_late(weight)]
-            if early:
+        if _has_contract(module) and not isinstance(module, _SPLIT):
+            in_backward = [key for key, weight in _own_parameters(module) if weight.dim() > 1 and not _is_deferred(weight)]
+            if in_backward:
                 yield (
-                    f"{name}.{early[0]} ({type(module).__module__}.{type(module).__name__}) could be deferred by its module, "
-                    "which was built without delay_wgrad_compute: set config.delay_wgrad_compute = True after the "
+                    f"{name}.{in_backward[0]} ({type(module).__module__}.{type(module).__name__}) could be deferred by its "
+                    "module, which was built without delay_wgrad_compute: set config.delay_wgrad_compute = True after the "
                     "TransformerConfig is made and before the model is built (it needs Transformer Engine 2.3 or later)"
                 )
             continue
