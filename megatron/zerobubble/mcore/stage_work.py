@@ -1,12 +1,15 @@
-"""What the ops of a plan compute, over megatron-core's model chunks: F, B and W of one microbatch.
+"""What the ops of a plan compute over megatron-core's model chunks: F, B and W of one microbatch.
 
-Forward and backward of one microbatch are megatron-core's own `forward_step` and `backward_step`; they are given tensors and
-give tensors, and never communicate along the pipeline.
+Forward and backward of one microbatch are megatron-core's own `forward_step` and `backward_step`. They take and return tensors,
+and never communicate along the pipeline.
 
-Freeing, as early as stock 1F1B frees: a stage's output is only needed for its grad_fn once it has been handed on, so with
-`config.deallocate_pipeline_outputs` its data is dropped at once; the alias that travels keeps the storage alive until the send
-is retired. The input is dropped when its B has run (the model, which keeps the one it was given last, is told to forget it), the
-weight gradient's operands when W has.
+Memory is freed as early as in stock 1F1B. A stage's output is needed only for its grad_fn once it has been passed to the send, so
+with `config.deallocate_pipeline_outputs` its data is dropped at once; the alias that is sent keeps the storage alive until the
+send has completed. The stage's input is freed after its B (the model, which keeps its last input, is made to drop it), and the
+saved tensors of a wgrad GEMM after its W.
+
+With expert parallelism, F and B of a stage contain collectives between data-parallel replicas of the pipeline; W never does. All
+replicas run the same plan and, with post-validation, come to the same verdicts; docs/adr/0013 shows why that cannot deadlock.
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ from megatron.zerobubble.wgrad.store import WeightGradStore
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """What one call of the schedule was given. Names as in megatron-core's schedule signature."""
+    """The arguments of one call of the schedule. Names as in megatron-core's schedule signature."""
 
     forward_step_func: Callable[..., Any]
     data_iterators: Sequence[Any]
     num_microbatches: int
     tensor_shape: tuple[int, ...]
-    """(sequence, batch, hidden) of what travels between stages, as this rank holds it."""
+    """(sequence, batch, hidden) of the activations sent between stages, as sharded on this rank."""
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
@@ -51,11 +54,11 @@ class ChunkWork:
     Args:
         chunks: this rank's model chunks, wrapped by DDP, in the order of their stages.
         placement: stage -> rank.
-        store: where B leaves weight gradients.
+        store: holds the deferred weight gradients between B and W.
         config: the model's TransformerConfig.
-        iteration: what the schedule was called with.
-        device: where tensors live.
-        wgrad_group_size: Ws of so many microbatches run together; the plan has them next to each other.
+        iteration: the arguments of the schedule's call.
+        device: of activations and gradients.
+        wgrad_group_size: number of microbatches whose Ws run together; they must be adjacent in the plan.
     """
 
     def __init__(
@@ -81,23 +84,32 @@ class ChunkWork:
         self._inflight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._streams = ChunkStreams(0 if iteration.forward_only else len(chunks), device)
         self._sync: list[_GradSync] = []
-        """By chunk, from the first B on: before that the caller zeroes the gradients, which would undo what these do."""
+        """Per chunk, from the first B on: before it the caller zeroes the gradients, which resets the state of DDP."""
         self.losses: list[Any] = []
-        """What the loss function returned for each microbatch; filled where the last stage is."""
+        """The loss function's result for each microbatch; empty on ranks without the last stage."""
         self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
         """Sum of the token counts that the loss function returned."""
 
     @property
     def live(self) -> frozenset[tuple[int, int]]:
-        """The (chunk, microbatch) pairs whose activations, or what is left of them for W, are held."""
+        """The (chunk, microbatch) pairs with activation memory: waiting for B, or with tensors saved for W."""
         return frozenset(self._inflight) | self._store.pending
 
     def buffer(self, message: Message) -> Tensor:
-        """Memory for an activation or a gradient to be received, in the pipeline's dtype."""
+        """An uninitialized receive buffer for an activation or a gradient, in the pipeline's dtype."""
         return torch.empty(self._iteration.tensor_shape, dtype=self._config.pipeline_dtype, device=self._device)
 
     def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor | None:
-        """F of one microbatch; returns an alias of the output for the next stage."""
+        """Run F of one microbatch.
+
+        Args:
+            op: the F op.
+            activation: the stage's input; None on the first stage.
+            last: unused.
+
+        Returns:
+            An alias of the output, to be sent to the next stage; None on the last stage.
+        """
         iteration, chunk = self._iteration, self._chunk_of[op.stage]
         if activation is not None and not iteration.forward_only:
             activation.requires_grad_()
@@ -120,21 +132,30 @@ class ChunkWork:
             vp_stage=chunk if self._virtual else None,
             is_last_stage=op.stage == self._last_stage,
         )
-        # The model keeps the input it was given until its next F, and with the input, after B, the input's gradient.
+        # Otherwise the model keeps its input until its next F, and with it, after B, the input's gradient.
         get_attr_wrapped_model(self._chunks[chunk], "set_input_tensor")([None])
         if op.stage == self._last_stage:
             self.num_tokens += num_tokens
-            handed_on = None
+            sent = None
         else:
-            handed_on = output.detach()
+            sent = output.detach()
         if not iteration.forward_only:
             self._inflight[chunk, op.microbatch] = activation, output
-            if handed_on is not None:
+            if sent is not None:
                 schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
-        return handed_on
+        return sent
 
     def backward(self, op: Op, gradient: Tensor | None, last: bool) -> Tensor | None:
-        """B, or with an op of kind BW the fused backward; returns the gradient of the stage's input."""
+        """Run B of one microbatch, or with an op of kind BW the full backward (B+W).
+
+        Args:
+            op: the B or BW op.
+            gradient: of the stage's output; None on the last stage.
+            last: whether this is the chunk's last op of its kind in the iteration.
+
+        Returns:
+            The gradient of the stage's input (dgrad); None on the first stage.
+        """
         chunk = self._chunk_of[op.stage]
         activation, output = self._inflight.pop((chunk, op.microbatch))
         if not self._sync:
@@ -155,19 +176,19 @@ class ChunkWork:
         return grad
 
     def weight_gradient(self, op: Op, last: bool) -> None:
-        """W of one microbatch, or one part of a group's Ws."""
+        """Run W of one microbatch, or one part of the Ws of a group of microbatches."""
         chunk = self._chunk_of[op.stage]
         group = wgrad_group(op.microbatch, self._wgrad_group_size, self._iteration.num_microbatches)
-        if group[-1] == self._iteration.num_microbatches - 1:  # each part of the last group finishes some of the weights
+        if group[-1] == self._iteration.num_microbatches - 1:  # each part of the last group completes some gradients
             self._sync[chunk].allow()
         self._store.run_together(chunk, group, part=op.microbatch - group[0])
 
     def abandon(self) -> None:
-        """Let go of forwards whose backward will not come."""
+        """Free the activations of forwards that will be rerun or whose backward will not run."""
         self._inflight.clear()
 
     def finish(self) -> None:
-        """After the last op: check that nothing was left, and allow gradients to be reduced again."""
+        """Call after the last op: check that no deferred gradient is left, and let DDP reduce gradients again."""
         for sync in self._sync:
             sync.allow()
         self._streams.finish()
@@ -175,11 +196,11 @@ class ChunkWork:
 
 
 class _GradSync:
-    """Lets DDP see "this gradient is final" exactly when it is.
+    """Makes DDP start reductions exactly when gradients are final.
 
-    DDP starts to reduce a bucket when each of its gradients has been reported while synchronisation is allowed. With B and W
-    split, the last B of a chunk reports norms and biases, and the last W the rest; between the two, Ws of earlier microbatches
-    may run and must not count. So synchronisation is allowed during the last op of each kind only.
+    DDP starts to reduce a bucket when all of its gradients have been reported outside of `no_sync`. With B and W split, the last
+    B of a chunk reports norms and biases, and the last W the rest; between the two, Ws of earlier microbatches may run and must
+    not count. So gradient synchronization is enabled during the last op of each kind only.
     """
 
     def __init__(self, chunk: nn.Module) -> None:

@@ -1,1 +1,1 @@
-"""megatron-core's DistributedDataParallel around split chunks: buckets, ZeRO-2 gradients, recorded reductions."""
+"""megatron-core's DistributedDataParallel around chunks with split B and W: buckets, ZeRO-2 gradients, recorded collectives."""

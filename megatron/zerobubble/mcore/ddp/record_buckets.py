@@ -1,9 +1,9 @@
-"""Recording when data-parallel buckets are reduced and gathered.
+"""Recording when data-parallel buckets are reduced and all-gathered.
 
-A bucket group of megatron-core starts its collectives in `start_grad_sync` and `start_param_sync`, from DDP's own hooks. An
-instance gets methods that look at the clock around them. On CUDA a collective's future says when it is over: its callback runs
-at once, on a stream that waits for the collective, so that an event recorded there has its time. Gloo's collectives have no such
-future: there a bucket counts as under way until it has been waited for, which is at most, not exactly, the time it took.
+A bucket group of megatron-core starts its collectives in `start_grad_sync` and `start_param_sync`, from DDP's own hooks. Each
+instance gets methods that record the time around them. On CUDA, a collective's future has a callback that runs at once, on a
+stream that waits for the collective, so that an event recorded there has its end time. Gloo's collectives have no such future:
+there a bucket counts as in flight until it has been waited for, which is an upper bound of the time it took.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from megatron.zerobubble.profiling.recorder import Exchange, OpRecorder
 
 
 def record_buckets(chunks: Sequence[Any], stages: Sequence[int], recorder: OpRecorder) -> None:
-    """Tell `recorder` of every bucket that is reduced or gathered while it records.
+    """Record every reduction and all-gather of a bucket in `recorder`, while it records.
 
     Args:
         chunks: this rank's chunks, wrapped by DDP.
-        stages: the stage of each.
-        recorder: what is told.
+        stages: the stage of each chunk.
+        recorder: gets the records.
     """
     for chunk, stage in zip(chunks, stages, strict=True):
         if isinstance(chunk, ShardedGradientsDDP):
-            chunk.watch = partial(_watched, recorder, stage)
+            chunk.watch = partial(_record_reduction, recorder, stage)
         groups = [*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())]
         for index, group in enumerate(groups):
             grads = sum(bucket.grad_data.nbytes for bucket in group.buckets)
@@ -42,13 +42,13 @@ def record_buckets(chunks: Sequence[Any], stages: Sequence[int], recorder: OpRec
                 group.start_param_sync = _Recorded(group, "param_gather_handle", start, Activity.GATHER, gathered, recorder)
 
 
-def _watched(recorder: OpRecorder, stage: int, index: int, num_bytes: int) -> Callable[[Any], Any] | None:
+def _record_reduction(recorder: OpRecorder, stage: int, index: int, num_bytes: int) -> Callable[[Any], Any] | None:
     exchange = recorder.exchange(Activity.REDUCE, Bucket(stage=stage, index=index, num_bytes=num_bytes))
     return None if exchange is None else partial(ended, exchange)
 
 
 class _Recorded:
-    """Stands in for one of the two methods of one bucket group."""
+    """Replaces `start_grad_sync` or `start_param_sync` of one bucket group."""
 
     def __init__(
         self, group: Any, handle: str, start: Callable[..., None], activity: Activity, bucket: Bucket, recorder: OpRecorder
@@ -65,11 +65,14 @@ class _Recorded:
 
 
 def ended(exchange: Exchange, handle: Any) -> Any:
-    """Let `exchange` be over when the collective is that `handle` stands for; returns what to wait for instead of it.
+    """End the record `exchange` when the collective behind `handle` ends.
 
     Args:
-        exchange: what was begun right before the collective.
-        handle: what has its `wait`: torch's coalescing manager or a work, or None where the collective was synchronous.
+        exchange: the record that was begun right before the collective.
+        handle: torch's coalescing manager or Work; None if the collective was synchronous.
+
+    Returns:
+        The handle to wait for instead of `handle`; None if that is None.
     """
     if handle is None:
         exchange.over()
@@ -82,7 +85,7 @@ def ended(exchange: Exchange, handle: Any) -> Any:
 
 
 class _RecordedHandle:
-    """A collective that is over when it has been waited for."""
+    """A handle whose record ends when it has been waited for."""
 
     __slots__ = ("_exchange", "_handle")
 

@@ -1,9 +1,9 @@
-"""Wrapping a rank's chunks for data parallelism: buckets on every rank, and gathers that start before they are waited for.
+"""Wrapping a rank's chunks with DDP: buckets on every rank, and all-gathers that start before a forward waits for them.
 
-megatron-core cuts gradients into buckets only in the first chunk of the first pipeline rank, because under 1F1B the others end
-earlier and wait for it anyway. Zero-bubble schedules leave nobody that slack: all ranks end together, or, with steps taken early,
-each goes on to its own optimizer. A chunk with one bucket would start its reduction when its last W is over, and wait for the
-whole of it; and it would gather all of its weights in front of its first forward.
+megatron-core splits gradients into buckets only in the first chunk of the first pipeline rank, because under 1F1B the other ranks
+end earlier and have slack. With zero-bubble schedules they have none: all ranks end together, or, with optimistic steps, each one
+goes on to its own optimizer step. A chunk with a single bucket would start its reduction after its last W, with nothing left to
+overlap it, and all-gather all of its weights before its first forward.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def wrap_chunks(
     is_stock: bool,
     shards_gradients: bool = False,
 ) -> list[DistributedDataParallel]:
-    """Each chunk in DistributedDataParallel. All ranks must call it.
+    """Wrap each chunk with DistributedDataParallel. All ranks must call it.
 
     Args:
         models: this rank's chunks.
         config: the chunks' TransformerConfig.
         ddp_config: how gradients are accumulated and reduced.
-        is_stock: megatron-core schedules; buckets are where it wants them.
-        shards_gradients: gradients stay sharded while they are accumulated.
+        is_stock: whether megatron-core's own schedule runs them, with buckets only where megatron-core has them.
+        shards_gradients: whether gradients stay sharded while they are accumulated (ZeRO-2).
     """
     reductions = Reductions() if shards_gradients else None
     chunks = [
@@ -42,8 +42,8 @@ def wrap_chunks(
         for chunk, model in enumerate(models)
     ]
     for chunk in chunks:
-        take_turns_by_bucket(chunk)
-        _count_padding(chunk)
+        order_wgrads_by_bucket(chunk)
+        _count_padding_as_data(chunk)
     return chunks
 
 
@@ -72,31 +72,31 @@ def _wrapped(
 
 
 def bucketed_groups() -> Any:
-    """megatron-core's process groups, with which DDP makes buckets on this rank."""
+    """megatron-core's process groups, changed so that DDP makes buckets on every pipeline rank."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    groups.pp = _FirstOfItsPipeline()
+    groups.pp = _FirstPipelineRank()
     return groups
 
 
-class _FirstOfItsPipeline:
-    """What DDP asks the pipeline's group: whether this is the rank that has buckets. It communicates over other groups."""
+class _FirstPipelineRank:
+    """A pipeline group whose `rank()` is 0: DDP makes buckets on that rank only. DDP does not communicate over this group."""
 
     def rank(self) -> int:
         return 0
 
 
-def take_turns_by_bucket(chunk: Any) -> None:
-    """Within a W, weights take their turns as their buckets do: a bucket is complete before the next one is begun."""
-    turns = {id(parameter): turn for turn, group in enumerate(chunk.bucket_groups) for parameter in group.params}
+def order_wgrads_by_bucket(chunk: Any) -> None:
+    """Order the wgrad GEMMs of a W by bucket, so that each bucket is complete before the next one is started."""
+    positions = {id(parameter): index for index, group in enumerate(chunk.bucket_groups) for parameter in group.params}
     for split in split_weights(chunk):
-        split.position = turns.get(id(split.weight), len(turns))
+        split.position = positions.get(id(split.weight), len(positions))
 
 
-def _count_padding(chunk: Any) -> None:
-    """Let the padding at the end of buckets count as data.
+def _count_padding_as_data(chunk: Any) -> None:
+    """Count the padding at the end of buckets as data, so that checkpoints of the optimizer state are right.
 
-    megatron-core 0.16.1 saves optimizer state from a copy of the buffer without that padding, but looks for each parameter where
-    it lies with it: behind a padded bucket every parameter would be saved with its neighbour's state.
+    megatron-core 0.16.1 saves optimizer state from a copy of the buffer without that padding, but indexes it by offsets that
+    include it: after a padded bucket, every parameter would be saved with the state of another one.
     """
     for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         buffer.numel_unpadded = buffer.numel
@@ -105,11 +105,11 @@ def _count_padding(chunk: Any) -> None:
 
 
 def start_first_gathers(chunks: Sequence[Any]) -> None:
-    """With --overlap-param-gather: gather each chunk's first bucket now, while the rank waits for its first activation.
+    """With --overlap-param-gather: start the all-gather of each chunk's first bucket.
 
-    The bucket's forward hook would start the gather and wait for it at once; from there on each bucket starts the next one. Call
-    it when forwards are about to begin, on every rank of the data-parallel group at the same point. Buckets whose weights are
-    in place, or on their way, are left alone.
+    It overlaps with the wait for the rank's first activation. Otherwise the bucket's forward hook would start the all-gather and
+    wait for it at once; each later bucket is started by the one before. Call it before the first forward, on every rank of the
+    data-parallel group at the same point. Buckets whose weights are gathered, or in flight, are skipped.
     """
     for chunk in chunks:
         if not getattr(chunk, "remove_forward_pre_hook_handles", None):  # nothing overlaps, or evaluation has gathered already

@@ -27,7 +27,7 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.build import check_config, make_store
-from megatron.zerobubble.mcore.ddp.wrap import take_turns_by_bucket
+from megatron.zerobubble.mcore.ddp.wrap import order_wgrads_by_bucket
 from megatron.zerobubble.mcore.model.embeddings import Finalize, make_finalize, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.layout import StageLayout
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
@@ -201,7 +201,7 @@ class StockLoop:
 
     def wrapped(self, ddp: nn.Module) -> None:
         """Take the DDP wrapper of the chunk that was adopted last. Its buckets are the loop's own."""
-        take_turns_by_bucket(ddp)
+        order_wgrads_by_bucket(ddp)
         self._adopted[-1].wrapped = ddp
 
     def _check_ends(self, module: nn.Module) -> None:
