@@ -76,9 +76,9 @@ def _measure(rank: int, case: Case) -> list[tuple[int, int, int, int]]:
         assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in chunk.buffers)
         buffer_bytes = sum(buffer.grad_data.nbytes for buffer in chunk.buffers)
         weights_bytes = sum(buffer.param_data.nbytes for buffer in chunk.buffers)
-        assert state_bytes([chunk], None) == weights_bytes + chunk.kept_bytes
+        assert state_bytes([chunk], None) == weights_bytes + chunk.persistent_bytes
         reduced = chunk.reductions.reduced_bytes // trainer.case.num_steps
-        results.append((buffer_bytes, chunk.kept_bytes, chunk.reductions.peak_bytes, reduced))
+        results.append((buffer_bytes, chunk.persistent_bytes, chunk.reductions.peak_bytes, reduced))
     trainer.close()
     return results
 

@@ -80,7 +80,7 @@ class ShardingContender(GPTContender):
 
     def _kept(self, chunk: Any) -> int:
         if isinstance(chunk, ShardedGradientsDDP):
-            return chunk.kept_bytes
+            return chunk.persistent_bytes
         return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in chunk.buffers)
 
     @property

@@ -1,18 +1,18 @@
 """Gradients that stay sharded over the data-parallel ranks while the pipeline accumulates them (ZeRO-2, arXiv 1910.02054).
 
-megatron-core's DDP keeps the whole gradient of a chunk from the first microbatch to the optimizer: every microbatch adds to it.
-Here W is apart from B, and the Ws of several microbatches can run weight by weight. So a bucket's whole gradient exists only
-while one group of Ws adds to it:
+megatron-core's DDP keeps the full gradient of a chunk from the first microbatch to the optimizer step: every microbatch adds to
+it. With B and W split, the Ws of several microbatches can run weight by weight. So a bucket's full gradient exists only while one
+group of Ws adds to it:
 
-    W of group:   open          dY^T X of each weight and microbatch     all weights done
+    W of group:   open          wgrad GEMMs, per weight and microbatch   all weights done
     memory:       [full bucket, zeros] ------------------------------->  reduce-scatter  ->  shard += own part, bucket freed
 
-What is kept is the rank's shard of every bucket, which is what the distributed optimizer steps on. Gradients that B computes
-(norms, biases, embeddings) are kept whole and join the last group. Each group costs a reduction of the whole gradient:
-ceil(m / k) a step for groups of k. See docs/adr/0014.
+What remains is the rank's shard of every bucket, with which the distributed optimizer steps. Gradients that B computes (norms,
+biases, embeddings) stay full and are reduced with the last group. Each group costs a reduce-scatter of the full gradient:
+ceil(m / k) per step for groups of k microbatches. See docs/adr/0014.
 
-Sums: with one group of all microbatches they are taken as by ZeRO-1, to the bit. With smaller ones each group is summed over the
-ranks before the next one is added, which differs by rounding.
+Numerics: with one group of all microbatches, the sums have the same bits as with ZeRO-1. With smaller groups, each group is
+reduced over the ranks before the next one is added, which differs by rounding.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.model.wgrad_split import deferring_modules
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
 
-# torch 2.13 renamed the collective and warns at every call of the old name, which older releases alone have.
+# torch 2.13 renamed the collective and warns at every call of the old name, the only one in older releases.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_TRAVELLING = 1
-"""Buckets that may be on their way while the next one is added to. On CUDA the compute stream waits for the one before."""
+_MAX_IN_FLIGHT = 1
+"""Reduce-scatters that may be in flight while the next bucket is filled. On CUDA the compute stream waits for earlier ones."""
 
 Watch = Callable[[int, int], Callable[[Any], Any] | None]
-"""(bucket, bytes) -> what to pass the reduction's handle through, or None. Called right before a reduction is issued."""
+"""(bucket index, bytes) -> a function that wraps the reduction's handle, or None. Called right before a reduction is issued."""
 
 
 class _Bucket:
-    """One bucket of DDP's, of which this rank keeps its shard."""
+    """One bucket of DDP, of which this rank keeps its shard."""
 
     def __init__(self, bucket: Any, index: int, group: dist.ProcessGroup, splits: dict[int, SplitWeight], index_map: Any) -> None:
         self.index = index
@@ -52,47 +52,51 @@ class _Bucket:
         self.numel = bucket.grad_data.numel()
         self.dtype, self.device = bucket.grad_data.dtype, bucket.grad_data.device
         self.shard = torch.zeros(self.numel // group.size(), dtype=self.dtype, device=self.device)
-        self.places: dict[int, tuple[int, int]] = {}
-        """id of a parameter -> where its gradient is in the bucket."""
-        self.whole: list[Any] = []
+        self.ranges: dict[int, tuple[int, int]] = {}
+        """id of a parameter -> (start, end) of its gradient in the bucket."""
+        self.in_backward: list[Any] = []
         """Parameters whose gradients B computes: each has a ``main_grad`` of its own."""
         self.num_split = 0
+        """Number of parameters whose gradients W computes."""
         for parameter in bucket.params_list:
             start, end, _ = index_map[parameter]
-            self.places[id(parameter)] = start - bucket.offset, end - bucket.offset
+            self.ranges[id(parameter)] = start - bucket.offset, end - bucket.offset
             if id(parameter) in splits:
                 self.num_split += 1
-                del parameter.main_grad  # there is none outside of W: reading it is an error, and not somebody else's memory
+                del parameter.main_grad  # exists only during W: reading it must fail, not read another tensor's memory
             else:
                 parameter.main_grad = torch.zeros(parameter.shape, dtype=self.dtype, device=self.device)
-                self.whole.append(parameter)
+                self.in_backward.append(parameter)
         self.full: Tensor | None = None
+        """The full gradient, flat, while a group of Ws adds to it."""
         self.num_added = 0
-        self.has_whole = False
+        """Parameters whose W of the current group is done."""
+        self.has_backward = False
         """Whether the gradients of B have been reduced."""
 
     @property
-    def kept_bytes(self) -> int:
-        """What is there all iteration."""
-        return self.shard.nbytes + sum(parameter.main_grad.nbytes for parameter in self.whole)
+    def persistent_bytes(self) -> int:
+        """Bytes allocated during the whole iteration: the shard, and gradients that B computes."""
+        return self.shard.nbytes + sum(parameter.main_grad.nbytes for parameter in self.in_backward)
 
     def view(self, parameter: Any) -> Tensor:
-        """The place of a gradient in the whole bucket, in the parameter's shape."""
+        """A view of the full bucket with the gradient of `parameter`, in its shape."""
         assert self.full is not None
-        start, end = self.places[id(parameter)]
+        start, end = self.ranges[id(parameter)]
         return self.full[start:end].view(parameter.shape)
 
     def reset(self) -> None:
-        """Zeros, for a new iteration."""
+        """Zero the gradients, for a new iteration."""
         self.shard.zero_()
-        for parameter in self.whole:
+        for parameter in self.in_backward:
             parameter.main_grad.zero_()
-        self.full, self.num_added, self.has_whole = None, 0, False
+        self.full, self.num_added, self.has_backward = None, 0, False
 
 
 class _Reduction:
-    """A bucket on its way. Holds what the collective reads and writes until the current stream has waited for it, so that the
-    allocator cannot hand the memory on earlier."""
+    """A reduce-scatter in flight. Keeps its input and output until the current stream has waited for it, so that the allocator
+    cannot
+    reuse their memory earlier."""
 
     __slots__ = ("bucket", "full", "handle", "part")
 
@@ -103,67 +107,67 @@ class _Reduction:
     def num_bytes(self) -> int:
         return self.full.nbytes + self.part.nbytes
 
-    def settle(self) -> None:
-        """Wait, and add to the shard."""
+    def finish(self) -> None:
+        """Wait, and add the result to the shard."""
         self.handle.wait()
         self.bucket.shard.add_(self.part)
 
 
 class Reductions:
-    """What is on its way from all chunks of a rank: together they have `_TRAVELLING` buckets there, and not each as many."""
+    """The reduce-scatters in flight of all chunks of a rank. `_MAX_IN_FLIGHT` is for all chunks together."""
 
     def __init__(self) -> None:
-        self._travelling: list[_Reduction] = []
+        self._in_flight: list[_Reduction] = []
         self._open: dict[int, int] = {}
         self.reduced_bytes = 0
-        """Bytes of whole buckets that went into reductions so far."""
+        """Bytes of full buckets that have been reduced so far."""
         self.peak_bytes = 0
-        """Most that whole buckets, added to or on their way, ever took on this rank."""
+        """Peak of the bytes of full buckets, being filled or in flight, on this rank."""
 
     def opened(self, bucket: _Bucket) -> None:
-        """The bucket has been given its whole gradient."""
+        """Count a bucket whose full gradient has been allocated."""
         assert bucket.full is not None
         self._open[id(bucket)] = bucket.full.nbytes
-        self._look()
+        self._update_peak()
 
-    def sent(self, reduction: _Reduction) -> None:
-        """The bucket's whole gradient is on its way."""
+    def started(self, reduction: _Reduction) -> None:
+        """Add a reduction that has been issued."""
         self._open.pop(id(reduction.bucket), None)
-        self._travelling.append(reduction)
+        self._in_flight.append(reduction)
         self.reduced_bytes += reduction.full.nbytes
-        self._look()
+        self._update_peak()
 
-    def settle(self, leave: int) -> None:
-        """Wait, the oldest first, until only `leave` are left."""
-        while len(self._travelling) > leave:
-            self._travelling.pop(0).settle()
+    def finish(self, leave: int) -> None:
+        """Wait for the oldest reductions until only `leave` are in flight."""
+        while len(self._in_flight) > leave:
+            self._in_flight.pop(0).finish()
 
-    def forget(self) -> None:
-        """Let go of what an iteration that was given up left."""
-        self._travelling.clear()
+    def clear(self) -> None:
+        """Drop the reductions of an aborted iteration."""
+        self._in_flight.clear()
         self._open.clear()
 
-    def _look(self) -> None:
-        now = sum(self._open.values()) + sum(reduction.num_bytes for reduction in self._travelling)
+    def _update_peak(self) -> None:
+        now = sum(self._open.values()) + sum(reduction.num_bytes for reduction in self._in_flight)
         self.peak_bytes = max(self.peak_bytes, now)
 
 
 class ShardedGradientsDDP(DistributedDataParallel):
-    """megatron-core's DDP without its gradient buffer. Weights, their gathering and the layout of shards are as they were.
+    """megatron-core's DDP without its full gradient buffer. Weights, their all-gather and the layout of shards are unchanged.
 
-    The store's Ws drive it: a split weight asks for its accumulator before W and reports after it. While `no_sync` is entered a
-    reported gradient may still grow; outside of it, it is final.
+    It is driven by the Ws of the `WeightGradStore`: a split weight gets its ``main_grad`` before its W, and its gradient is
+    reported after it. Gradients reported inside of `no_sync` may still grow; those reported outside are final.
 
     Args:
         config: the module's TransformerConfig.
         ddp_config: must use the distributed optimizer.
         module: one chunk, split into B and W.
         splits: its split weights.
-        reductions: the rank's, shared by its chunks.
-        pg_collection: process groups, with which DDP makes buckets.
+        reductions: of this rank, shared by its chunks.
+        pg_collection: process groups with which DDP makes buckets, see `ddp.wrap.bucketed_groups`.
 
     Raises:
-        ConfigError: gradients that someone else needs whole, by name.
+        ConfigError: an option that needs full gradients.
     """
 
     def __init__(
@@ -176,26 +180,26 @@ class ShardedGradientsDDP(DistributedDataParallel):
         reductions: Reductions,
         pg_collection: Any,
     ) -> None:
-        _refuse(config, ddp_config, module)
-        buckets_wanted = dataclasses.replace(ddp_config, overlap_grad_reduce=True)
-        super().__init__(config=config, ddp_config=buckets_wanted, module=module, pg_collection=pg_collection)
+        _check_options(config, ddp_config, module)
+        bucketed = dataclasses.replace(ddp_config, overlap_grad_reduce=True)  # otherwise DDP makes one bucket
+        super().__init__(config=config, ddp_config=bucketed, module=module, pg_collection=pg_collection)
         for group in self.bucket_groups:
-            group.is_last_microbatch = False  # for good: DDP itself reduces nothing
+            group.is_last_microbatch = False  # always: DDP itself reduces nothing
         self._is_final = True
         self.reductions = reductions
         self._buckets = self._shard({id(split.weight): split for split in splits})
-        self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket.places}
+        self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket.ranges}
         for split in splits:
             split.position = self._bucket_of[id(split.weight)].index
             split.before = [partial(self._open, split.weight)]
             split.hooks[:] = [partial(self._added, split.weight)]
         self.watch: Watch | None = None
-        """Sees every reduction, if given."""
+        """Called for every reduction, if not None."""
 
     @property
-    def kept_bytes(self) -> int:
-        """What gradients take all iteration: shards, and those that B computes."""
-        return sum(bucket.kept_bytes for bucket in self._buckets)
+    def persistent_bytes(self) -> int:
+        """Bytes of gradients allocated during the whole iteration: shards, and gradients that B computes."""
+        return sum(bucket.persistent_bytes for bucket in self._buckets)
 
     @property
     def shards(self) -> list[Tensor]:
@@ -208,7 +212,7 @@ class ShardedGradientsDDP(DistributedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients reported inside may still grow."""
+        """A context in which reported gradients may still grow, so that B's are not reduced."""
         self._is_final = False
         try:
             yield
@@ -216,28 +220,35 @@ class ShardedGradientsDDP(DistributedDataParallel):
             self._is_final = True
 
     def zero_grad_buffer(self) -> None:
-        """Zero the shards, and the gradients of B; at the beginning of each iteration."""
+        """Zero the shards, and the gradients that B computes. Call it at the start of each iteration."""
         for parameter in self.params_with_grad:
             parameter.grad_added_to_main_grad = False
-        self.reductions.forget()
+        self.reductions.clear()
         for bucket in self._buckets:
             bucket.reset()
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Nothing: reductions start when groups of Ws are complete."""
+        """Do nothing: reductions start when groups of Ws are complete."""
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Reduce what is left, buckets of gradients of B alone and of weights that were not used, and wait for every shard."""
+        """Reduce the remaining buckets (gradients of B alone, weights that were not used), and wait for all reductions.
+
+        Args:
+            force_all_reduce: not supported.
+
+        Raises:
+            ConfigError: `force_all_reduce` is True.
+        """
         if force_all_reduce:
-            raise ConfigError("force_all_reduce wants the whole gradient on every rank, which sharded gradients never have")
+            raise ConfigError("force_all_reduce needs full gradients on every rank, which do not exist with sharded gradients")
         self._is_final = True
         for bucket in self._buckets:
-            if bucket.full is None and bucket.has_whole:
+            if bucket.full is None and bucket.has_backward:
                 continue
             if bucket.full is None:
                 self._make(bucket)
             self._reduce(bucket)
-        self.reductions.settle(0)
+        self.reductions.finish(0)
         for group in self.bucket_groups:
             group.param_gather_dispatched = False  # the step that follows changes the weights
 
@@ -251,7 +262,7 @@ class ShardedGradientsDDP(DistributedDataParallel):
         for buffer in self.buffers:
             for bucket in buffer.buckets:
                 buckets.append(_Bucket(bucket, len(buckets), buffer.data_parallel_group, splits, buffer.param_index_map))
-            # The tensors that DDP and the optimizer measure shards with stay, without memory.
+            # Free the memory only: DDP and the optimizer compute the layout of shards from these tensors.
             buffer.grad_data.untyped_storage().resize_(0)
         return buckets
 
@@ -269,54 +280,61 @@ class ShardedGradientsDDP(DistributedDataParallel):
             self._reduce(bucket)
 
     def _make(self, bucket: _Bucket) -> None:
-        self.reductions.settle(_TRAVELLING)
+        self.reductions.finish(_MAX_IN_FLIGHT)
         bucket.full = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         self.reductions.opened(bucket)
 
     def _reduce(self, bucket: _Bucket) -> None:
         full, bucket.full, bucket.num_added = bucket.full, None, 0
         assert full is not None
-        if self._is_final and not bucket.has_whole:
-            bucket.has_whole = True
-            for parameter in bucket.whole:
-                start, end = bucket.places[id(parameter)]
+        if self._is_final and not bucket.has_backward:
+            bucket.has_backward = True
+            for parameter in bucket.in_backward:
+                start, end = bucket.ranges[id(parameter)]
                 full[start:end].copy_(parameter.main_grad.view(-1))
         if bucket.scale != 1.0:
             full *= bucket.scale
         part = torch.empty_like(bucket.shard)
         operation = dist.ReduceOp.AVG if self.ddp_config.average_in_collective else dist.ReduceOp.SUM
-        ended = None if self.watch is None else self.watch(bucket.index, full.nbytes)
+        wrap = None if self.watch is None else self.watch(bucket.index, full.nbytes)
         handle = _reduce_scatter(part, full, op=operation, group=bucket.group, async_op=True)
-        self.reductions.sent(_Reduction(bucket, full, part, handle if ended is None else ended(handle)))
+        self.reductions.started(_Reduction(bucket, full, part, handle if wrap is None else wrap(handle)))
 
 
-def _refuse(config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> None:
-    """What needs the whole gradient of a weight at once."""
+def _check_options(config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> None:
+    """Raise ConfigError for an option that needs the full gradient of a weight."""
     why = None
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not ddp_config.use_distributed_optimizer:
-        why = "the optimizer must be sharded, too: --use-distributed-optimizer"
+        why = "the optimizer state must be sharded, too: --use-distributed-optimizer"
     elif ddp_config.num_distributed_optimizer_instances > 1:
-        why = "several instances of the distributed optimizer sum their shards once a step"
+        why = "several instances of the distributed optimizer all-reduce their shards once per step"
     elif any(getattr(each, "share_embeddings_and_output_weights", False) for each in module.modules()):  # on every stage alike
-        why = "tied embeddings sum their whole gradients over two stages: --untie-embeddings-and-output-weights"
+        why = "tied embeddings all-reduce their full gradients between two stages: --untie-embeddings-and-output-weights"
     elif config.mtp_num_layers:
-        why = "MTP layers all-reduce the whole gradient of their embedding between two stages (mtp_num_layers)"
+        why = "MTP layers all-reduce the full gradient of their embedding between two stages (mtp_num_layers)"
     elif not all(getattr(parameter, "allreduce", True) for parameter in parameters):
         why = "experts have buckets of their own, which are not sharded"
     elif config.tensor_model_parallel_size > 1 and (config.sequence_parallel or config.qk_layernorm):
-        why = "norms' gradients are summed over tensor-parallel ranks after the reduction (--sequence-parallel, --qk-layernorm)"
+        why = "norms' gradients are all-reduced over tensor-parallel ranks afterwards (--sequence-parallel, --qk-layernorm)"
     elif any(deferring_modules(module)):
-        why = "modules that keep back weight gradients themselves (--transformer-impl transformer_engine) add them to whole ones"
+        why = "modules that defer weight gradients themselves (--transformer-impl transformer_engine) add to full gradients"
     if why is not None:
         raise ConfigError(f"gradients cannot be sharded while they are accumulated (--zero-bubble-shard-gradients): {why}")
 
 
 def step_on_shards(optimizer: Any, chunks: Sequence[Any]) -> None:
-    """Let a distributed optimizer take its gradients from the shards of `chunks`, where they are `ShardedGradientsDDP`.
+    """Make a distributed optimizer copy its gradients from the shards of those `chunks` that are `ShardedGradientsDDP`.
 
-    Call it once, when the optimizer has been built. megatron-core's own way reads the rank's range of every ``main_grad``, which
-    here is nowhere whole.
+    Call it once, after the optimizer has been built. megatron-core's own code reads the rank's range of every full ``main_grad``,
+    which does not exist here.
+
+    Args:
+        optimizer: what `get_megatron_optimizer` returned.
+        chunks: this rank's chunks, wrapped by DDP.
+
+    Raises:
+        ConfigError: a precision-aware optimizer.
     """
     sharded = [chunk for chunk in chunks if isinstance(chunk, ShardedGradientsDDP)]
     if not sharded:
@@ -329,7 +347,7 @@ def step_on_shards(optimizer: Any, chunks: Sequence[Any]) -> None:
 
 
 def _copy_shards(part: Any, owners: dict[int, ShardedGradientsDDP]) -> None:
-    """What `DistributedOptimizer._copy_model_grads_to_main_grads` does, from shards."""
+    """As `DistributedOptimizer._copy_model_grads_to_main_grads`, from shards."""
     if part.is_stub_optimizer:
         return
     groups = (
@@ -339,5 +357,5 @@ def _copy_shards(part: Any, owners: dict[int, ShardedGradientsDDP]) -> None:
     for model_groups, main_groups in groups:
         for model_group, main_group in zip(model_groups, main_groups, strict=True):
             for parameter, main in zip(model_group, main_group, strict=True):
-                place = part._get_model_param_range_map(parameter)["gbuf_local"]
-                main.grad = owners[id(parameter)].gradient_shard(parameter, place.start, place.end).float()
+                local = part._get_model_param_range_map(parameter)["gbuf_local"]
+                main.grad = owners[id(parameter)].gradient_shard(parameter, local.start, local.end).float()
