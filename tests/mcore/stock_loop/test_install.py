@@ -102,7 +102,7 @@ def test_installing_twice_is_once_and_uninstalling_leaves_nothing() -> None:
     megatron.zerobubble.install(schedule="zbv")
     megatron.zerobubble.install(schedule="zbv")
     replaced = {name for name, value in _touched().items() if value is not before[name]}
-    with pytest.raises(ConfigError, match=r"schedule zbv is installed already.*uninstall first"):
+    with pytest.raises(ConfigError, match=r"schedule zbv is already installed.*uninstall first"):
         megatron.zerobubble.install(schedule="zb-h1")
     megatron.zerobubble.uninstall()
     megatron.zerobubble.uninstall()
@@ -113,8 +113,8 @@ def test_installing_twice_is_once_and_uninstalling_leaves_nothing() -> None:
 @pytest.mark.usefixtures("clean")
 def test_a_loop_that_has_imported_the_function_before_gets_the_schedule() -> None:
     megatron.zerobubble.install(schedule="zb-h1")
-    assert isinstance(get_forward_backward_func(pp_size=2, vp_size=None), installing._Door)
-    assert isinstance(get_forward_backward_func(pp_size=2, vp_size=2), installing._Door)
+    assert isinstance(get_forward_backward_func(pp_size=2, vp_size=None), installing._PatchedSchedule)
+    assert isinstance(get_forward_backward_func(pp_size=2, vp_size=2), installing._PatchedSchedule)
     assert get_forward_backward_func(pp_size=1, vp_size=None) is schedules.forward_backward_no_pipelining
 
 

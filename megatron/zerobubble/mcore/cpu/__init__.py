@@ -1,1 +1,1 @@
-"""megatron-core on a machine without CUDA: its calls to `torch.cuda` answered by the CPU, collectives by gloo."""
+"""megatron-core on a machine without CUDA: its `torch.cuda` calls run on the CPU, its collectives on gloo."""

@@ -1,25 +1,24 @@
 """The host-device layer: stock megatron-core on a machine without CUDA, with gloo.
 
-megatron-core names `cuda` in about two hundred places. Four small, explicit measures make the real thing run on the
-CPU and gloo:
+megatron-core names `cuda` in about two hundred places. Four small, explicit measures make it run on the CPU and gloo:
 
-1. **Answers.** While installed, the few questions that megatron-core puts to `torch.cuda` (`current_device`,
-   `synchronize`, `get_rng_state` ...) and the RNG accessors of `megatron.core.tensor_parallel.random` are answered by
-   the CPU. `current_device()` is ``torch.device("cpu")``, which every ``device=torch.cuda.current_device()`` takes.
-2. **A mode for set-up and for the optimizer.** `HostDevice.on_host()` is a `TorchFunctionMode` that turns
-   ``device="cuda"`` into the CPU, makes ``.cuda()`` the identity and lets ``Tensor.type()`` say
-   ``torch.cuda.FloatTensor``. It is entered around building the model, stepping the optimizer and checkpoints, **never
-   around a forward or backward pass**: it costs a Python call per torch op.
-3. **A stand-in for the name `torch`** in the two modules whose passes do write ``device="cuda"``: the stock schedules
-   (one ``torch.zeros([], device="cuda")`` an iteration) and the causal mask of local attention
-   (``torch.ones(s, s, device="cuda")``). The stand-in is the torch module seen through `__getattr__`, with `zeros` and
-   `ones` redirected. So the stock schedules, our baseline, run at their own speed: what is added is one attribute
-   look-up, a fraction of a microsecond per microbatch. The modules of experts get one whose streams are inert, too
-   (`host_streams`).
-4. **One gather of weights at a time** in a process group, as gloo does not survive two (`host_gathers`).
+1. **Replaced functions.** While installed, the few functions of `torch.cuda` that megatron-core calls (`current_device`,
+   `synchronize`, `get_rng_state` ...) and the RNG accessors of `megatron.core.tensor_parallel.random` are replaced by CPU
+   versions. `current_device()` is ``torch.device("cpu")``, which every ``device=torch.cuda.current_device()`` accepts.
+2. **A mode for set-up and for the optimizer.** `HostDevice.on_host()` is a `TorchFunctionMode` that turns ``device="cuda"`` into
+the
+   CPU, makes ``.cuda()`` the identity and ``Tensor.type()`` return ``torch.cuda.FloatTensor``. It is entered around building the
+   model, stepping the optimizer and checkpoints, **never around a forward or backward pass**: it costs a Python call per torch
+   op.
+3. **A replacement of the name `torch`** in the two modules whose passes use ``device="cuda"``: the stock schedules (one
+   ``torch.zeros([], device="cuda")`` per iteration) and the causal mask of local attention (``torch.ones(s, s, device="cuda")``).
+   It forwards to the torch module by `__getattr__`, with `zeros` and `ones` redirected. So the stock schedules, our baseline, run
+   at their own speed: the overhead is one attribute look-up, a fraction of a microsecond per microbatch. The modules of experts
+   get one with inert streams, too (`cpu.streams`).
+4. **One all-gather of weights at a time** per process group, because gloo crashes with two (`cpu.gathers`).
 
-Invariants: importing this file changes nothing; `install` is idempotent, checks that every name it replaces exists, and
-`uninstall` puts back exactly what was there; with ``enabled=False`` (on GPUs) every method does nothing.
+Invariants: importing this file changes nothing; `install` is idempotent and checks that every name it replaces exists;
+`uninstall` restores exactly what was there; with ``enabled=False`` (on GPUs) every method does nothing.
 """
 
 from __future__ import annotations
@@ -53,15 +52,16 @@ _NOT_FOR_THE_USER: tuple[tuple[str, type[Warning]], ...] = (
     (r"`load_state_dict` is deprecated", FutureWarning),
     (r"Please use DTensor instead", FutureWarning),
 )
-"""What megatron-core 0.16.1 and torch warn each other about, on every rank: optional packages that are missing (torch's own
-optimizer and norms are used instead), a variable that only CUDA reads, and functions that one calls and the other renames."""
+"""Warnings of megatron-core 0.16.1 and torch on every rank that a user cannot act on: missing optional packages (torch's
+optimizer and
+norms are used instead), an environment variable that only CUDA reads, and deprecated torch functions that megatron-core calls."""
 
 _RNG_MESSAGE = "CPU RNG state changed within GPU RNG context"
 
 
 @contextlib.contextmanager
 def quiet_third_parties() -> Iterator[None]:
-    """Import and use megatron-core inside this without warnings that a user can do nothing about."""
+    """A context that suppresses warnings of megatron-core and torch that a user cannot act on."""
     with warnings.catch_warnings():
         for message, category in _NOT_FOR_THE_USER:
             warnings.filterwarnings("ignore", message=message, category=category)
@@ -69,10 +69,10 @@ def quiet_third_parties() -> Iterator[None]:
 
 
 class HostDevice:
-    """Lets the CPU stand in for the CUDA device. One instance a process.
+    """Makes the CPU take the place of the CUDA device. One instance per process.
 
     Args:
-        enabled: False makes every method a no-op, so that callers need no `if` (on GPUs).
+        enabled: False (on GPUs) makes every method a no-op, so that callers need no `if`.
 
     Use it as a context manager or call `install` and `uninstall`.
     """
@@ -83,22 +83,22 @@ class HostDevice:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors live: the CPU, or this process' current CUDA device when the layer is not enabled."""
+        """The device of tensors: the CPU, or this process's current CUDA device if the layer is not enabled."""
         return _CPU if self.enabled else torch.device("cuda", torch.cuda.current_device())
 
     def install(self) -> None:
-        """Answer for CUDA from here on.
+        """Replace CUDA functions by CPU versions.
 
         Raises:
-            CompatibilityError: megatron-core or torch lacks a name that is to be replaced. Nothing is changed then.
+            CompatibilityError: megatron-core or torch lacks a name that is to be replaced. Nothing has been changed then.
         """
-        if not self.enabled or isinstance(torch.cuda.current_device, _Answer):
+        if not self.enabled or isinstance(torch.cuda.current_device, _Replacement):
             return
         replacements = _replacements()
         for owner, name, _ in replacements:
             if not hasattr(owner, name):
                 raise CompatibilityError(
-                    f"{owner.__name__}.{name} does not exist in the installed version; the host-device layer knows "
+                    f"{owner.__name__}.{name} does not exist in the installed version; the host-device layer supports "
                     "megatron-core 0.16.1 (pip install 'megatron-core==0.16.1')"
                 )
         for owner, name, replacement in replacements:
@@ -107,7 +107,7 @@ class HostDevice:
         _rng_logger().addFilter(_drop_rng_message)
 
     def uninstall(self) -> None:
-        """Put back what `install` of this instance replaced."""
+        """Restore what `install` of this instance replaced."""
         if self._undo:
             _rng_logger().removeFilter(_drop_rng_message)
         while self._undo:
@@ -122,7 +122,7 @@ class HostDevice:
         self.uninstall()
 
     def on_host(self) -> AbstractContextManager[object]:
-        """The mode for set-up, optimizer steps and checkpoints. Never enter it around a forward or backward pass."""
+        """A context for set-up, optimizer steps and checkpoints. Never enter it around a forward or backward pass."""
         return _OnHost() if self.enabled else contextlib.nullcontext()
 
 
@@ -131,15 +131,15 @@ def _rng_logger() -> logging.Logger:
 
 
 def _drop_rng_message(record: logging.LogRecord) -> bool:
-    """Here the "GPU" generator *is* the CPU generator, so the tracker's check would warn at every dropout."""
+    """A logging filter: here the GPU generator is the CPU generator, so megatron-core's check would warn at every dropout."""
     return record.getMessage() != _RNG_MESSAGE
 
 
-# -- 1. answers -------------------------------------------------------------------------------------------------------
+# -- 1. replaced functions --------------------------------------------------------------------------------------------
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
-    """(owner, attribute, replacement) of everything that is answered by the CPU."""
+    """(owner, attribute, replacement) of everything that is replaced."""
     with quiet_third_parties():
         mcore_random = importlib.import_module("megatron.core.tensor_parallel.random")
         schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
@@ -147,7 +147,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
         moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         buckets = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
-    answers: list[tuple[Any, str, Callable[..., Any]]] = [
+    functions: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch.cuda, "current_device", _current_device),
         (torch.cuda, "set_device", _nothing),
         (torch.cuda, "synchronize", _nothing),
@@ -163,7 +163,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     bucket_group = buckets._ParamAndGradBucketGroup
     stand_in, without_streams = _TorchOnHost(), _TorchOnHost(cuda_without_streams())
     return [
-        *((owner, name, _Answer(answer)) for owner, name, answer in answers),
+        *((owner, name, _Replacement(function)) for owner, name, function in functions),
         (schedules, "torch", stand_in),
         (transformer_utils, "torch", stand_in),
         (moe_utils, "torch", stand_in),
@@ -174,10 +174,10 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     ]
 
 
-class _Answer:
-    """One replacement. An object of its own for each name: torch's compiler keeps rules by object and wants no two names for one.
+class _Replacement:
+    """A replaced function. One object per name: torch's compiler keeps rules by object and does not allow two names for one.
 
-    Its type tells a second `install` that the first is in place.
+    A second `install` recognizes the first one by this type.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -192,7 +192,7 @@ def _current_device() -> torch.device:
 
 
 def _nothing(*_args: object, **_kwargs: object) -> None:
-    """There is no device to wait for, to choose, or to empty."""
+    """Do nothing: there is no device to synchronize, to select, or to free the cache of."""
 
 
 def _manual_seed(seed: int) -> None:
@@ -212,7 +212,7 @@ def _set_rng_state(new_state: torch.Tensor, device: object = None, graph_safe: b
 
 
 class _OnHost(TorchFunctionMode):
-    """Every torch call made while this is active lands on the CPU."""
+    """A mode in which every torch call runs on the CPU."""
 
     def __torch_function__(
         self,
@@ -239,14 +239,14 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, str) and device.split(":")[0] == "cuda"
 
 
-# -- 3. the stand-in --------------------------------------------------------------------------------------------------
+# -- 3. the replacement of the name torch -----------------------------------------------------------------------------
 
 
 class _TorchOnHost(types.ModuleType):
-    """The torch module as megatron-core's schedules and causal mask see it: `zeros` and `ones` land on the CPU.
+    """The torch module as megatron-core's schedules and causal mask see it: `zeros` and `ones` are on the CPU.
 
     Args:
-        cuda: what stands in for `torch.cuda`, if anything does.
+        cuda: replaces `torch.cuda`, if given.
     """
 
     def __init__(self, cuda: types.ModuleType | None = None) -> None:

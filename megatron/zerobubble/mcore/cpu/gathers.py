@@ -1,9 +1,9 @@
-"""On gloo, one gather of weights at a time in a process group.
+"""One all-gather of weights at a time per process group of gloo.
 
-Two coalesced all-gathers that are under way in one group of gloo end some processes with SIGSEGV or SIGABRT inside of torch
-2.13's own threads: thousands of small ones do so within half a minute, without megatron-core. With `--overlap-param-gather`
-megatron-core has several under way, one a chunk. So the next one of a group waits for the one before, which every member of the
-group starts in the same order. Passes still run beside it. NCCL orders them itself and is left alone.
+Two coalesced all-gathers in flight in one gloo group crash some processes with SIGSEGV or SIGABRT inside torch 2.13's own
+threads: thousands of small ones do so within half a minute, without megatron-core. With `--overlap-param-gather` megatron-core
+has several in flight, one per chunk. So each all-gather first waits for the previous one of its group; all members of the group
+start them in the same order. Passes still overlap with it. NCCL orders them itself and needs no change.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Any
 
 
 def one_at_a_time(start_param_sync: Callable[..., None]) -> Callable[..., None]:
-    """A method of megatron-core's bucket groups: `start_param_sync`, once the process group's last gather is over."""
+    """Wrap `start_param_sync` of megatron-core's bucket groups so that it first waits for the process group's previous
+    all-gather."""
     latest: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(start_param_sync)
     def start(buckets: Any, *args: Any, **kwargs: Any) -> None:
         group = buckets.intra_distributed_optimizer_instance_group
         before = latest[group]() if group in latest else None
-        if before is not None:  # otherwise it has been waited for and let go
+        if before is not None:  # otherwise it has been waited for and freed
             before.wait()
         start_param_sync(buckets, *args, **kwargs)
         if buckets.param_gather_handle is not None:

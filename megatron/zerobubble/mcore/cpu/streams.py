@@ -1,8 +1,8 @@
-"""What megatron-core's experts ask of CUDA streams, answered where there are none.
+"""CUDA streams and events that do nothing, for megatron-core's experts on a machine without CUDA.
 
 The all-to-all dispatcher copies its split sizes to the host on a stream of its own, and waits for them there; on the CPU they are
-where they are wanted already. So `torch.cuda`, as the expert modules see it, has streams and events that do nothing. Where a GPU
-is, none of this is installed and the real ones do the work.
+already on the host. So `torch.cuda`, as the expert modules see it, has streams and events that do nothing. On a GPU none of this
+is installed.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ __all__ = ["InertStream", "cuda_without_streams", "split_sizes_on_host"]
 
 
 class InertStream:
-    """A stream, and an event, on a device that does one thing after the other."""
+    """A stream, and an event, on a device without concurrency: everything before is done already."""
 
     def wait_stream(self, stream: object) -> None:
-        """What the other stream was given is done."""
+        """Do nothing: the other stream is idle."""
 
     def record_event(self, event: object = None) -> InertStream:
-        """An event that has happened."""
+        """An event that is complete."""
         return self
 
     def synchronize(self) -> None:
-        """It has happened."""
+        """Do nothing: the stream is idle."""
 
 
 class _CudaWithoutStreams(types.ModuleType):
-    """`torch.cuda`, but streams are inert."""
+    """`torch.cuda` with inert streams."""
 
     Stream = Event = InertStream
 
@@ -51,11 +51,18 @@ class _CudaWithoutStreams(types.ModuleType):
 
 
 def cuda_without_streams() -> types.ModuleType:
-    """`torch.cuda` for modules that use streams."""
+    """A module that replaces `torch.cuda` in modules that use streams; everything else is that of `torch.cuda`."""
     return _CudaWithoutStreams()
 
 
 def split_sizes_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """For `maybe_move_tensor_to_cpu`: that one leaves a tensor that is on the CPU a tensor, even where an array is asked for, and
-    collectives do not take split sizes as tensors."""
+    """Replaces `maybe_move_tensor_to_cpu`, which returns a CPU tensor even if `as_numpy` asks for an array.
+
+    Collectives do not accept split sizes as tensors.
+
+    Args:
+        tensor: on the CPU, or not a tensor.
+        as_numpy: whether to return an array.
+        record_stream: ignored.
+    """
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -1,1 +1,1 @@
-"""A schedule of ours in a training loop that is written for megatron-core alone."""
+"""Zero-bubble schedules in a training loop written for stock megatron-core."""

@@ -1,21 +1,22 @@
-"""One line in a stock loop: `install` puts a `StockLoop` where megatron-core's own code passes, `uninstall` takes it away.
+"""The patches behind the one line in a stock loop: `install` routes megatron-core's calls to a `StockLoop`, `uninstall` removes
+it.
 
-Replaced by name, because a stock loop gives no extension point there, and undone in reverse order:
+These names are replaced, because megatron-core has no extension point there, and restored in reverse order:
 
 ====================================================  =============================================================
 `schedules.forward_backward_pipelining_*`              the two functions that `get_forward_backward_func` chooses from
-`DistributedDataParallel.__init__`                     the B/W split before DDP looks at the parameters
-`TransformerConfig.__post_init__`                      where V puts the layers; Transformer Engine defers
-under V: `GPTModel.__init__`                           which chunk holds the embedding and which the head
+`DistributedDataParallel.__init__`                     splits B and W before DDP registers hooks on the parameters
+`TransformerConfig.__post_init__`                      layer layout of V; deferred wgrad of Transformer Engine
+under V: `GPTModel.__init__`                           which chunk has the embedding and which the output layer
 under V: `Float16Module.forward`                       which chunk's output is in fp32
-under V: `parallel_state.default_embedding_ranks`      both are on rank 0
+under V: `parallel_state.default_embedding_ranks`      embedding and output layer are both on rank 0
 under V: `parallel_state.is_pipeline_last_stage`,      the last stage is on rank 0, too
 `get_pipeline_model_parallel_last_rank`
 ====================================================  =============================================================
 
-Each is looked up by megatron-core at every call, through a module or a class. So a loop may have imported
-`get_forward_backward_func`, `GPTModel` or `DistributedDataParallel` before; what is installed is kept in the replacements, and
-nothing is kept in this module.
+megatron-core looks up each of them at every call, in a module or a class. So a loop may import `get_forward_backward_func`,
+`GPTModel` or `DistributedDataParallel` before `install`. The installed `StockLoop` is an attribute of the replacements; this
+module has no state.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ _log = logging.getLogger(__name__)
 _SCHEDULES = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
 
 
-class _Door:
-    """Stands for megatron-core's pipeline schedules; and tells a second `install` what is installed."""
+class _PatchedSchedule:
+    """Replaces a pipeline schedule of megatron-core. A second `install` finds the installed `StockLoop` here."""
 
-    def __init__(self, loop: StockLoop, stands_for: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, stands_for)
+    def __init__(self, loop: StockLoop, original: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
         self.loop = loop
 
     def __call__(self, **given: Any) -> list[Any]:
@@ -59,41 +60,44 @@ class _Door:
 
 
 def install_options(options: StockLoopOptions) -> None:
-    """Let every model that a stock loop builds from here on be run by a schedule of ours. Every rank must call it.
+    """Run every model that a stock loop builds from here on by a schedule of this package. Every rank must call it.
 
-    Call it before `TransformerConfig` is made, and for schedules in a V before `initialize_model_parallel`. Twice with the same
-    options is once.
+    Call it before the `TransformerConfig` is made, and for V schedules before `initialize_model_parallel`. A second call with the
+    same options does nothing.
+
+    Args:
+        options: the schedule and how it runs.
 
     Raises:
-        CompatibilityError: the installed megatron-core lacks something; says what.
-        ConfigError: other options are installed, or it is too late.
+        CompatibilityError: the installed megatron-core is not supported.
+        ConfigError: other options are installed already, or the call is too late.
     """
     installed = _installed()
     if installed is not None:
         if installed.options == options:
             return
         raise ConfigError(
-            f"schedule {installed.options.schedule} is installed already, with other options than these for {options.schedule}: "
-            "call megatron.zerobubble.uninstall first"
+            f"schedule {installed.options.schedule} is already installed, with other options than those now given for "
+            f"{options.schedule}: call megatron.zerobubble.uninstall first"
         )
     check_stock_loop()
     if options.is_v and parallel_state.model_parallel_is_initialized():
         raise ConfigError(
-            f"schedule {options.schedule} has the embedding and the head on the first pipeline rank, and "
+            f"schedule {options.schedule} has the embedding and the output layer on the first pipeline rank, but "
             "initialize_model_parallel has already made the groups for another placement: call install before it"
         )
     loop = StockLoop(options)
     for owner, name, replacement in _replacements(loop):
         loop.undo.append((owner, name, vars(owner)[name]))
         setattr(owner, name, replacement)
-    _log.info("schedule %s is installed: get_forward_backward_func gives it from now on", options.schedule)
+    _log.info("schedule %s is installed: get_forward_backward_func returns it from now on", options.schedule)
 
 
 def uninstall() -> None:
-    """Put back everything that `install` replaced. Nothing if nothing is installed. Every rank must call it.
+    """Restore everything that `install` replaced; does nothing if nothing is installed. Every rank must call it.
 
-    Models that were built in between lose their split: wrap their modules in a new DistributedDataParallel to train them further
-    with megatron-core's schedules. Under V their stages stay where they are, and only a schedule in a V can run them.
+    The B/W split of models that were built in between is removed: wrap their modules in a new DistributedDataParallel to train
+    them further with megatron-core's schedules. Under V their stages stay on their ranks, and only a V schedule can run them.
     """
     loop = _installed()
     if loop is None:
@@ -105,14 +109,14 @@ def uninstall() -> None:
 
 
 def _installed() -> StockLoop | None:
-    door = getattr(schedules, _SCHEDULES[0])
-    return door.loop if isinstance(door, _Door) else None
+    schedule = getattr(schedules, _SCHEDULES[0])
+    return schedule.loop if isinstance(schedule, _PatchedSchedule) else None
 
 
 def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
-    """(owner, attribute, replacement), in the order in which they are put in place."""
+    """(owner, attribute, replacement), in the order of installation."""
     always = [
-        *((schedules, name, _Door(loop, getattr(schedules, name))) for name in _SCHEDULES),
+        *((schedules, name, _PatchedSchedule(loop, getattr(schedules, name))) for name in _SCHEDULES),
         (DistributedDataParallel, "__init__", _wrapping(loop, DistributedDataParallel.__init__)),
         (TransformerConfig, "__post_init__", _configuring(loop, TransformerConfig.__post_init__)),
     ]
@@ -133,7 +137,7 @@ def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
 
 
 def _wrapping(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:
-    """DistributedDataParallel's constructor, with the split before it."""
+    """DistributedDataParallel's constructor, which first splits B and W of its module."""
 
     @functools.wraps(original)
     def construct(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
@@ -144,7 +148,7 @@ def _wrapping(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
 
 
 def _configuring(loop: StockLoop, original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """What a TransformerConfig does when it is made, with our parts before and after it."""
+    """TransformerConfig's `__post_init__`, with our changes of the config before and after it."""
 
     @functools.wraps(original)
     def finish(self: Any) -> None:
@@ -156,7 +160,7 @@ def _configuring(loop: StockLoop, original: Callable[[Any], None]) -> Callable[[
 
 
 def _building(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:
-    """GPTModel's constructor, told which ends of the model its chunk holds under V, whatever the loop thinks."""
+    """GPTModel's constructor, with `pre_process` and `post_process` as the V placement has them, whatever the loop passes."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -171,13 +175,13 @@ def _building(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
 
 
 def _embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """Of a pipeline in a V: the ranks that hold the embedding or the head."""
+    """The ranks of a pipeline with V placement that have the embedding or the output layer."""
     ranks: list[int] = embedding_ranks(Placement.v(len(pp_ranks)))["get_embedding_ranks"](pp_ranks)
     return ranks
 
 
 def _is_last_stage(loop: StockLoop, original: Callable[..., bool]) -> Callable[..., bool]:
-    """Whether this rank, or its chunk `vp_stage`, holds the last stage of a V: where the loss is."""
+    """`is_pipeline_last_stage` under V: whether this rank, or its chunk `vp_stage`, has the last stage, with the loss."""
 
     @functools.wraps(original)
     def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -190,7 +194,7 @@ def _is_last_stage(loop: StockLoop, original: Callable[..., bool]) -> Callable[.
 
 
 def _last_rank(original: Callable[[], int]) -> Callable[[], int]:
-    """The global rank that holds the last stage of a V, which is the pipeline's first."""
+    """`get_pipeline_model_parallel_last_rank` under V: the global rank of the last stage, which is the pipeline's first rank."""
 
     @functools.wraps(original)
     def get_pipeline_model_parallel_last_rank() -> int:

@@ -140,9 +140,7 @@ class StockLoop:
         if layout is None or isinstance(layout, str):
             spec = self.options.spec(num_ranks=num_ranks, num_chunks=config.virtual_pipeline_model_parallel_size)
             layers = StageLayers.spread(config.num_layers, spec.placement) if layout is None else StageLayers.parse(layout)
-            config.pipeline_model_parallel_layout = StageLayout(
-                layers, spec.placement, num_mtp_layers=config.mtp_num_layers or 0
-            )
+            config.pipeline_model_parallel_layout = StageLayout(layers, spec.placement, num_mtp_layers=config.mtp_num_layers or 0)
         elif not isinstance(layout, StageLayout):
             raise ConfigError(
                 f"pipeline_model_parallel_layout is a {type(layout).__name__}, whose stages sit in a loop, and schedule "
