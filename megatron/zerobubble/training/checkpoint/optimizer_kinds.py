@@ -1,7 +1,7 @@
-"""A checkpoint of one kind of megatron-core's optimizer, loaded into another: plain or distributed.
+"""Loading a checkpoint of one kind of megatron-core optimizer into another: plain or distributed.
 
-All kinds store Adam's moments under the same names, as tensors of the whole model. Three things differ, and are translated while
-a checkpoint is loaded; what is saved stays megatron-core's:
+All kinds store Adam's moments under the same names, as tensors of the full model. Three things differ, and are converted while a
+checkpoint is loaded; the saved format is megatron-core's:
 
 ======================  ====================  =======================  ==============================
 .                       plain, fp32           plain, bf16 or fp16      distributed
@@ -11,10 +11,10 @@ parameter groups        at the top            under ``optimizer``      under ``o
 steps                   ``common_step``       ``common_step``          ``step``, in each group
 ======================  ====================  =======================  ==============================
 
-With expert parallelism there are two optimizers, one for dense weights and one for experts, stored by their numbers 0 and 1;
-without it one, not numbered, has both. So the parts are asked for, and put together, one by one: where the checkpoint has one and
-two are wanted, experts get groups like those of dense weights. What is common to all ranks is that of the first rank, whose part
-for experts knows no step where it holds none; the step is that of dense weights.
+With expert parallelism there are two optimizers, one for dense weights and one for experts, stored under the keys 0 and 1;
+without it one optimizer, without a key, has both. So these parts are requested, and assembled, one by one. If the checkpoint has
+one part and two are needed, experts get parameter groups like those of dense weights. The common state is that of the first rank,
+whose part for experts has no step count if it has no experts; so the step count is taken from dense weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["OptimizerKind", "ask_for", "stored_kind", "translate"]
 
 
 class OptimizerKind(enum.Enum):
-    """What of megatron-core's optimizers it is."""
+    """The kinds of megatron-core's optimizers, by the format of their checkpoints."""
 
     PLAIN = "the plain fp32 optimizer"
     MIXED = "the plain optimizer with master weights"
@@ -44,13 +44,13 @@ class OptimizerKind(enum.Enum):
 
 
 _MASTER = {OptimizerKind.MIXED: "optimizer.state.fp32_param.", OptimizerKind.DISTRIBUTED: "optimizer.state.param."}
-"""How the names of master weights begin."""
-_OF_A_GROUP = ("params", "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "pre_wd_mult", "pre_lr_mult")
-"""What a group of parameters does not share with the others of its model."""
+"""Prefixes of the names of master weights."""
+_OWN_TO_A_GROUP = ("params", "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "pre_wd_mult", "pre_lr_mult")
+"""The entries in which the parameter groups of a model differ."""
 
 
 def stored_kind(common: dict[Any, Any]) -> OptimizerKind:
-    """The kind that wrote a checkpoint, from what it has in common for all ranks under "optimizer"."""
+    """The kind of optimizer that wrote a checkpoint, by `common`: its common state (of all ranks) under "optimizer"."""
     first = _by_part(common)[0]
     if "param_state_sharding_type" in first:
         return OptimizerKind.DISTRIBUTED
@@ -58,17 +58,17 @@ def stored_kind(common: dict[Any, Any]) -> OptimizerKind:
 
 
 def ask_for(asked: dict[Any, Any], *, common: dict[Any, Any], optimizer: Any) -> dict[int, Any]:
-    """What to ask a checkpoint for, part by part, so that it is what the checkpoint holds.
+    """The sharded state to request from a checkpoint, part by part, under the names that the checkpoint has.
 
-    Master weights that it does not hold are left out; they are the weights, and to be copied from them after loading.
+    Master weights that the checkpoint does not have are left out; the caller copies them from the weights after loading.
 
     Args:
-        asked: the optimizer's own `sharded_state_dict`. Changed.
-        common: what the checkpoint has in common for all ranks under "optimizer".
+        asked: the optimizer's own `sharded_state_dict`. Mutated.
+        common: the checkpoint's common state (of all ranks) under "optimizer".
         optimizer: what `get_megatron_optimizer` returned.
 
     Raises:
-        CheckpointError: the kinds do not hold the same.
+        CheckpointError: the state of one kind cannot be converted to that of the other.
     """
     parts = _by_part(asked)
     for index, part in _parts_of(optimizer):
@@ -77,12 +77,12 @@ def ask_for(asked: dict[Any, Any], *, common: dict[Any, Any], optimizer: Any) ->
 
 
 def translate(loaded: dict[int, Any], *, asked: dict[int, Any], common: dict[Any, Any], optimizer: Any) -> Any:
-    """What was loaded after `ask_for`, in the form that the optimizer loads.
+    """Convert what was loaded after `ask_for` to a state dict for the optimizer's `load_state_dict`.
 
     Args:
-        loaded: tensors of each part that has some here.
-        asked: the answer of `ask_for`, for the groups that a part has.
-        common: what the checkpoint has in common for all ranks under "optimizer".
+        loaded: the loaded tensors, by part; a part without tensors on this rank may be absent.
+        asked: the result of `ask_for`, with the parameter groups of each part.
+        common: the checkpoint's common state (of all ranks) under "optimizer".
         optimizer: what `get_megatron_optimizer` returned.
     """
     parts, step = {}, _step(_by_part(common)[0], stored_kind(common))
@@ -107,11 +107,11 @@ def _groups(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _for_experts(dense: dict[str, Any], own_groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """What experts would have in common, where the first rank has none: as its dense weights, in groups of their own."""
+    """Common state for experts if the first rank has none: that of its dense weights, in parameter groups of their own."""
     shared = copy.deepcopy(dense)
     groups = _groups(shared)
-    written = {name: value for name, value in groups[0].items() if name not in _OF_A_GROUP}
-    groups[:] = [written | {name: group[name] for name in _OF_A_GROUP[1:] if name in group} for group in own_groups]
+    written = {name: value for name, value in groups[0].items() if name not in _OWN_TO_A_GROUP}
+    groups[:] = [written | {name: group[name] for name in _OWN_TO_A_GROUP[1:] if name in group} for group in own_groups]
     return shared
 
 
@@ -127,16 +127,16 @@ def _ask_part(wanted: dict[str, Any], *, stored: OptimizerKind, own: OptimizerKi
     if {stored, own} == {OptimizerKind.PLAIN, OptimizerKind.MIXED}:
         raise CheckpointError(
             f"it was written by {stored.value} and cannot be loaded into {own.value}; train with the same precision and "
-            "optimizer, or give --no-load-optim to begin with a new one"
+            "optimizer, or give --no-load-optim to start with new optimizer state"
         )
     if own is not OptimizerKind.PLAIN:
-        _rename(wanted, begins=_MASTER[own], instead=_MASTER.get(stored))
+        _rename(wanted, prefix=_MASTER[own], replacement=_MASTER.get(stored))
 
 
 def _translate_part(state: dict[str, Any], *, stored: OptimizerKind, own: OptimizerKind, step: float | None) -> dict[str, Any]:
-    """`state` is everything of one part: what the checkpoint has in common for all ranks, and what was asked for."""
+    """Convert the state of one part: `state` has the common state and the loaded tensors."""
     written = state if stored is OptimizerKind.PLAIN else state["optimizer"]
-    if own is OptimizerKind.MIXED:  # lists of nothing are not loaded
+    if own is OptimizerKind.MIXED:  # empty lists are not in a checkpoint
         state.setdefault("fp32_from_fp16_params", [[] for _ in written["param_groups"]])
     if step is None:  # SGD
         return state
@@ -154,26 +154,26 @@ def _translate_part(state: dict[str, Any], *, stored: OptimizerKind, own: Optimi
     read = state if own is OptimizerKind.PLAIN else state["optimizer"]
     for group, own_group in zip(groups, read["param_groups"], strict=True):
         own_group.pop("step", None)
-        own_group.update(group)  # `params`, by which a rank knows its parameters, are its own
+        own_group.update(group)  # except `params`, the indices of this rank's parameters
     read.setdefault("state", {})["common_step"] = torch.tensor(step)
     return state
 
 
 def _step(dense: dict[str, Any], stored: OptimizerKind) -> float | None:
-    """Adam's, from the part of dense weights, of which every rank has some; None for SGD."""
+    """Adam's step count, from the part of dense weights, of which every rank has some; None for SGD."""
     written = dense if stored is OptimizerKind.PLAIN else dense["optimizer"]
     if "common_step" in written.get("state", {}):
         return float(written["state"]["common_step"])
     return next((group["step"] for group in written["param_groups"] if "step" in group), None)
 
 
-def _rename(tree: Any, *, begins: str, instead: str | None) -> None:
-    """Let what is asked for under names that begin so be asked for under other names, or not at all."""
+def _rename(tree: Any, *, prefix: str, replacement: str | None) -> None:
+    """Replace the prefix of the keys of sharded tensors in `tree`; remove the tensors if `replacement` is None."""
     for name, leaf in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
         if isinstance(leaf, dict | list):
-            _rename(leaf, begins=begins, instead=instead)
-        elif isinstance(leaf, ShardedBase) and leaf.key.startswith(begins):
-            if instead is None:
+            _rename(leaf, prefix=prefix, replacement=replacement)
+        elif isinstance(leaf, ShardedBase) and leaf.key.startswith(prefix):
+            if replacement is None:
                 del tree[name]
             else:
-                leaf.key = instead + leaf.key.removeprefix(begins)
+                leaf.key = replacement + leaf.key.removeprefix(prefix)

@@ -1,16 +1,16 @@
 """torch's own Adam and SGD in megatron-core's checkpoints.
 
-Where neither Transformer Engine nor Apex is installed, megatron-core steps with torch's optimizers, and five things in 0.16.1
-stand between them and a checkpoint:
+If neither Transformer Engine nor Apex is installed, megatron-core uses torch's optimizers. In 0.16.1 five things prevent saving
+and loading their state:
 
-1. torch's optimizers make their state at the first step, but the distributed optimizer reads the step count from it;
+1. torch's optimizers allocate their state in the first step, but the distributed optimizer reads the step count from it;
 2. megatron-core has no function that allocates the state of SGD;
-3. the distributed optimizer leaves the step count out of what it loads per parameter (it is kept once for all), and then asks
-   for it per parameter;
-4. having loaded, it gives all parameters one and the same tensor as step count, which each of them then advances.
-5. the distributed optimizer wants to read a step count on a rank that has none of its parameters (experts, in stages without).
+3. the distributed optimizer stores one step count for all parameters, not one per parameter, but reads it per parameter when it
+   loads;
+4. after loading, all parameters share one step count tensor, which each of them then increments;
+5. the distributed optimizer reads a step count on ranks without any of its parameters, too (experts, on stages without them).
 
-`prepare_to_save`, `prepare_to_load` and `load_state` take care of them, on the instances, without patching a class.
+`prepare_to_save`, `prepare_to_load` and `load_state` work around them, on the instances, without patching a class.
 """
 
 from __future__ import annotations
@@ -26,16 +26,22 @@ __all__ = ["load_state", "prepare_to_load", "prepare_to_save"]
 
 
 def prepare_to_save(optimizer: Any) -> None:
-    """Make a megatron-core optimizer over torch's Adam or SGD ready for `sharded_state_dict`. As `prepare_to_load`."""
+    """Make a megatron-core optimizer over torch's Adam or SGD ready for `sharded_state_dict`.
+
+    Optimizers of Transformer Engine and Apex are not changed.
+
+    Args:
+        optimizer: what `get_megatron_optimizer` returned.
+    """
     for part, inner in _torch_optimizers(optimizer):
         if isinstance(part, DistributedOptimizer) and not any(group["params"] for group in inner.param_groups):
-            part.state_dict = partial(_state_of_nothing, part)
+            part.state_dict = partial(_state_without_parameters, part)
 
 
 def prepare_to_load(optimizer: Any) -> None:
     """Make a megatron-core optimizer over torch's Adam or SGD ready for `sharded_state_dict(is_loading=True)`.
 
-    Optimizers of Transformer Engine and Apex are left as they are.
+    Optimizers of Transformer Engine and Apex are not changed.
 
     Args:
         optimizer: what `get_megatron_optimizer` returned.
@@ -52,7 +58,7 @@ def prepare_to_load(optimizer: Any) -> None:
 
 
 def load_state(optimizer: Any, state: dict[str, Any]) -> None:
-    """`optimizer.load_state_dict(state)`, after which every parameter has a step count of its own."""
+    """Call `optimizer.load_state_dict(state)`, then give every parameter a step count tensor of its own."""
     optimizer.load_state_dict(state)
     for _, inner in _torch_optimizers(optimizer):
         for values in inner.state.values():
@@ -61,7 +67,7 @@ def load_state(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _torch_optimizers(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
-    """(megatron-core's optimizer, torch's optimizer in it), for those that are torch's own."""
+    """(megatron-core's optimizer, torch's optimizer in it) for each part of the chain that uses torch's Adam or SGD."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.SGD):
             yield part, part.optimizer
@@ -77,8 +83,8 @@ def _first_state(inner: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[
     }
 
 
-def _state_of_nothing(part: Any) -> dict[str, Any]:
-    """What `DistributedOptimizer.state_dict` returns, with a step that says nothing."""
+def _state_without_parameters(part: Any) -> dict[str, Any]:
+    """As `DistributedOptimizer.state_dict`, for an optimizer without parameters on this rank; its step count is 0."""
     own = [{name: value for name, value in group.items() if name != "params"} for group in part.optimizer.param_groups]
     state: dict[str, Any] = {"optimizer": {"param_groups": [group | {"step": 0.0} for group in own]}}
     if part.grad_scaler:
@@ -87,13 +93,13 @@ def _state_of_nothing(part: Any) -> dict[str, Any]:
 
 
 def _already_allocated(*_: object) -> None:
-    """Stands for the optimizer's own allocation, which has been done."""
+    """Replaces the optimizer's `init_state_fn`: the state has been allocated already."""
 
 
 def _copy_states(part: Any, model_parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy a parameter's loaded master weight and moments into the distributed optimizer; the step count is kept elsewhere."""
+    """Copy a parameter's loaded master weight and moments into the distributed optimizer; the step count is loaded elsewhere."""
     group, place = part.model_param_group_index_map[model_parameter]
     master = part.optimizer.param_groups[group]["params"][place]
     for name, target in {"param": master, **part.optimizer.state[master]}.items():
-        if name != "step" and name in tensors:  # a checkpoint of fp32 weights may have no copy of them
+        if name != "step" and name in tensors:  # an fp32 checkpoint may have no master weights
             target.detach().copy_(tensors[name])
