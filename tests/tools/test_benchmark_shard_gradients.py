@@ -1,4 +1,4 @@
-"""The benchmark of sharded gradients: its table, what it refuses, and that its document says what was measured."""
+"""The benchmark of sharded gradients: its table, bad input, and that its page is made from the recorded result."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 @pytest.mark.parametrize("flags", [["--num-ranks", "1"], ["--data-parallel", "1"], ["--group-size", "0"], ["--schedule", "zbx"]])
-def test_what_cannot_be_measured_is_refused(flags: list[str]) -> None:
+def test_bad_input_is_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(flags)
     assert caught.value.code == 2
 
 
-def test_the_document_is_that_of_the_result(capsys: pytest.CaptureFixture[str]) -> None:
-    result = DOCS / "shard_gradients.json"
+def test_the_page_is_made_from_the_recorded_result(capsys: pytest.CaptureFixture[str]) -> None:
+    result = DOCS / "data" / "shard_gradients.json"
     assert json.loads(result.read_text())["format"] == FORMAT
     assert main(["--from", str(result)]) == 0
     assert capsys.readouterr().out == (DOCS / "shard_gradients.md").read_text()
 
 
-def test_the_arithmetic() -> None:
-    """A layer of GPT-3's width: 6.75 GiB of gradients, seven eighths of them saved; 96 bytes a token and width for four Ws."""
+def test_the_computed_balance() -> None:
+    """A layer of GPT-3's width: 6.75 GiB of gradients, seven eighths of them saved; 96 bytes per token and unit of width for four
+    Ws."""
     each = Balance(hidden_size=12288, tokens=2048, data_parallel=8, group_size=4)
     assert each.saved_mib == pytest.approx(6.75 * 1024 * 7 / 8)
     assert each.held_mib == 96 * 12288 * 2048 / 2**20
     assert each.link_gb_s == pytest.approx(2 / (2048 * 4) * 400e12 * 7 / 8 / 1e9)
 
 
-def test_what_was_measured_is_what_is_promised() -> None:
-    """Two copies keep about half of the gradients each; volume and error fall with K, to ZeRO-1's."""
-    for rows in json.loads((DOCS / "shard_gradients.json").read_text())["schedules"].values():
+def test_measured_memory_and_volume_match_the_prediction() -> None:
+    """Each of two replicas keeps about half of the gradients; volume and error fall with K, to those of ZeRO-1."""
+    for rows in json.loads((DOCS / "data" / "shard_gradients.json").read_text())["schedules"].values():
         zero1, *sharded = rows
         assert zero1["group_size"] is None
         for row in sharded:
@@ -50,7 +51,7 @@ def test_what_was_measured_is_what_is_promised() -> None:
 
 @pytest.mark.slow
 def test_measures(capsys: pytest.CaptureFixture[str]) -> None:
-    """With layers enough that what is saved is more than the three buckets that are whole at a time."""
+    """With enough layers that more is saved than the three buckets that are full at a time."""
     flags = "--schedule zb-h1 --num-microbatches 2 --group-size 2 --num-layers 12 --hidden-size 32 --bucket-size 2000 --json -"
     assert main(flags.split()) == 0
     zero1, sharded = json.loads(capsys.readouterr().out)["schedules"]["zb-h1"]

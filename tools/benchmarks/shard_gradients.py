@@ -1,17 +1,18 @@
-"""Measure what sharding gradients between microbatches costs and saves, against the size of the groups in which Ws run.
+"""Measure the memory and communication volume of gradients sharded between microbatches (ZeRO-2), by the group size of Ws.
 
-A real GPT on gloo ranks of this machine, p pipeline ranks times d data-parallel ones, trained by ZeRO-1 and with
---zero-bubble-shard-gradients K for several K, from the same weights on the same data. Of each run, on the rank where it is most:
+A real GPT on gloo ranks of this machine, p pipeline ranks x d data-parallel replicas, is trained with ZeRO-1 and with
+--zero-bubble-shard-gradients K for several K, from the same weights on the same data. Reported per run, as the maximum over
+ranks:
 
-  gradients    bytes that gradients take all iteration, and at their peak (buckets that are added to or on their way)
-  waiting      bytes of inputs and output gradients that wait for W, at their peak
-  all          the most tensors of any kind alive at once during an iteration, gradients included, weights and optimizer not
-  reduced      bytes that a rank puts into reductions in an iteration
-  bubble       of the plan, F = B = W and free links
-  apart        largest difference of a weight from ZeRO-1's after three steps, relative to the largest entry of its tensor
+  gradients     bytes of gradients during the whole iteration (persistent), and at their peak, with buckets filled or in flight
+  waiting       peak bytes of inputs and output gradients saved for W
+  all tensors   peak bytes of all tensors allocated in an iteration, gradients included, weights and optimizer state not
+  reduced       bytes that a rank reduce-scatters per iteration
+  bubble        bubble rate of the plan with F = B = W and zero P2P latency
+  difference    largest difference of a weight from ZeRO-1's after three steps, relative to the largest entry of its tensor
 
-Times are not measured: on CPU ranks that share cores they would not say what a cluster does. What memory and links it takes there
-is arithmetic (`balance`), and has a table of its own.
+Times are not measured: those of CPU ranks that share cores do not carry over to a cluster. The memory and the bandwidth needed
+there are computed (`balance`), in a table of their own.
 
   python -m tools.benchmarks.shard_gradients --json docs/benchmarks/data/shard_gradients.json
   python -m tools.benchmarks.shard_gradients --from docs/benchmarks/data/shard_gradients.json > docs/benchmarks/shard_gradients.md
@@ -45,19 +46,19 @@ FORMAT = "zerobubble-shard-gradients-benchmark/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What every rank is told."""
+    """The parameters of a measurement, sent to every rank."""
 
     schedule: str
     num_ranks: int
     num_microbatches: int
     group_sizes: tuple[int | None, ...]
-    """None: ZeRO-1, which comes first."""
+    """Group sizes K to measure; None is ZeRO-1 and must come first."""
     bucket_size: int
     sizes: Sizes
 
 
 def serve(rank: int, request: Request) -> list[dict[str, float]]:
-    """One rank: for each group size train, and look. The weights are compared with those of the first."""
+    """Run one rank: train with each group size and measure; the weights are compared with those of the first."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core's, on import and on every config
         from megatron.zerobubble.mcore.cpu.device import HostDevice
@@ -81,7 +82,7 @@ def serve(rank: int, request: Request) -> list[dict[str, float]]:
 
 
 def measure(request: Request, world_size: int) -> list[dict[str, Any]]:
-    """The rows of a table: of every number, that of the rank where it is most."""
+    """The rows of a table, one per group size; every number is the maximum over ranks."""
     ranks = run_on_ranks(serve, world_size, request)
     rows = []
     for place, group_size in enumerate(request.group_sizes):
@@ -104,9 +105,10 @@ def _apart(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """For people, in Markdown."""
+    """The rows as a Markdown table."""
     lines = [
-        "| K | gradients, kept | at peak | waiting for W | all at peak | reduced a step | bubble | apart |",
+        "| K | gradients, persistent | gradients, peak | waiting for W | all tensors, peak | reduced per step | bubble | "
+        "difference |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -120,35 +122,36 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """What sharding saves and costs in one transformer layer; fp32 gradients, activations of arXiv 2401.10241's table 1."""
+    """Computed memory and bandwidth of one transformer layer; fp32 gradients, activations of arXiv 2401.10241's table 1."""
 
     hidden_size: int
     tokens: int
-    """Of a microbatch."""
+    """Tokens per microbatch."""
     data_parallel: int
     group_size: int
 
     @property
     def saved_mib(self) -> float:
-        """Gradients that need not be kept: 12 h^2 weights of 4 bytes, but the rank's share."""
+        """MiB of gradients saved: 12 h^2 weights of 4 bytes, without the rank's shard."""
         return 48 * self.hidden_size**2 * (1 - 1 / self.data_parallel) / 2**20
 
     @property
     def held_mib(self) -> float:
-        """Inputs and output gradients of the microbatches that wait for their group: 32 bytes a token and unit of width."""
+        """MiB of inputs and output gradients that wait for the last W of their group: 32 bytes per token and unit of width."""
         return (self.group_size - 1) * 32 * self.tokens * self.hidden_size / 2**20
 
     @property
     def link_gb_s(self) -> float:
-        """What a rank must send a second to reduce a group while W of one runs at 400 TFLOP/s: 24 h^2 operations a token."""
+        """Bandwidth in GB/s that hides a group's reduction behind its Ws at 400 TFLOP/s, with 24 h^2 operations per token."""
         seconds = 24 * self.tokens * self.group_size * self.hidden_size**2 / 400e12
         return 48 * self.hidden_size**2 * (1 - 1 / self.data_parallel) / seconds / 1e9
 
 
 def balance(data_parallel: int = 8) -> str:
-    """The arithmetic for layers of several widths, in Markdown."""
+    """A Markdown table of `Balance` for layers of several widths."""
     lines = [
-        "| hidden size | tokens | K | gradients saved | held for the group | difference | link to hide behind W |",
+        "| hidden size | tokens | K | gradients saved | activations waiting for the group | net saving | "
+        "bandwidth to hide behind W |",
         "|---|---|---|---|---|---|---|",
     ]
     for hidden_size in (2048, 4096, 8192, 12288):
@@ -163,27 +166,27 @@ def balance(data_parallel: int = 8) -> str:
 def _verdict(rows: Sequence[dict[str, Any]]) -> str:
     zero1, *sharded = rows
     shares = [f"{row['all_peak'] / zero1['all_peak']:.0%} with K = {row['group_size']}" for row in sharded]
-    return f"Of ZeRO-1's peak of all tensors it is {', '.join(shares)}."
+    return f"Peak of all tensors relative to ZeRO-1: {', '.join(shares)}."
 
 
 def document(report: dict[str, Any]) -> str:
-    """What was measured, and the arithmetic, in Markdown."""
+    """The report as a Markdown page, with the computed table."""
     settings = report["settings"]
     model = f"{settings['num_layers']} layers of hidden size {settings['hidden_size']}, {settings['seq_length']} tokens"
-    ranks = f"{settings['num_ranks']} pipeline ranks x {settings['data_parallel']} copies"
+    ranks = f"{settings['num_ranks']} pipeline ranks x {settings['data_parallel']} data-parallel replicas"
     parts = [
         "# Gradients sharded between microbatches",
         f"`{report['command']}` on {report['machine']}, torch {report['torch']}: a GPT of {model}, {ranks}, "
-        f"{settings['num_microbatches']} microbatches, buckets of {settings['bucket_size']} parameters, fp32. Of every number "
-        "the rank where it is most. The module's docstring says what the columns are; ADR 14 why it is built as it is.",
+        f"{settings['num_microbatches']} microbatches, buckets of {settings['bucket_size']} parameters, fp32. Every number is "
+        "the maximum over ranks. The module's docstring defines the columns; ADR 14 has the design.",
     ]
     for schedule, rows in report["schedules"].items():
         parts += [f"## {schedule}, measured", table(rows), _verdict(rows)]
     parts += [
-        "## A layer of a large model, by arithmetic",
-        "Not measured. Eight copies; tensor parallelism divides what is saved and what is held alike. Two whole buckets come on "
-        "top, once a rank. Groups save memory where the difference is positive. Microbatches that the schedule lets wait in any "
-        "case cost nothing more.",
+        "## A layer of a large model, computed",
+        "Not measured. Eight data-parallel replicas; tensor parallelism divides the saved gradients and the waiting activations "
+        "alike. Two full buckets per rank come on top. Groups save memory if the net saving is positive. Microbatches whose W "
+        "the schedule delays in any case cost nothing more.",
         balance(),
     ]
     return "\n\n".join(parts) + "\n"
@@ -194,20 +197,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", action="append", help="repeat for several (default: zb-h1, zbv)")
     parser.add_argument("--num-ranks", type=int, default=2, help="pipeline ranks, p (default %(default)s)")
-    parser.add_argument("--data-parallel", type=int, default=2, help="copies, d (default %(default)s)")
+    parser.add_argument("--data-parallel", type=int, default=2, help="data-parallel replicas, d (default %(default)s)")
     parser.add_argument("--num-microbatches", type=int, default=8, help="m (default %(default)s)")
     parser.add_argument("--group-size", type=int, action="append", help="repeat for several (default: 1, 2, 4, 8)")
-    parser.add_argument("--bucket-size", type=int, default=150_000, help="parameters of a bucket (default %(default)s)")
+    parser.add_argument("--bucket-size", type=int, default=150_000, help="parameters per bucket (default %(default)s)")
     for name, default in (("num-layers", 16), ("hidden-size", 256), ("num-attention-heads", 4), ("seq-length", 32)):
         parser.add_argument(f"--{name}", type=int, default=default, help="of the model (default %(default)s)")
-    parser.add_argument("--micro-batch-size", type=int, default=1, help="samples (default %(default)s)")
-    parser.add_argument("--from", dest="given", metavar="FILE", help="measure nothing; print the document of this result")
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="samples per microbatch (default %(default)s)")
+    parser.add_argument("--from", dest="given", metavar="FILE", help="measure nothing; print the Markdown page of this result")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
     return parser
 
 
 def run(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """By schedule, a row for ZeRO-1 and one for each group size."""
+    """Measure; returns per schedule a row for ZeRO-1 and one for each group size."""
     sizes = Sizes(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
