@@ -22,7 +22,7 @@ def test_an_untried_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         compat.check_megatron_core()
 
 
-def test_a_missing_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 

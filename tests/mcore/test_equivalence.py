@@ -1,7 +1,7 @@
 """Every schedule against the unpipelined model: same loss, same gradients, same weights after three optimizer steps.
 
 fp32, and bit for bit (`torch.equal`): each weight's gradient is accumulated over the microbatches in the same ascending order on
-both sides, by the same operations. Where a sum is taken in another order the tolerance is 1e-6 and the test says which sum.
+both sides, by the same operations. Where a sum is taken in another order the tolerance is 1e-6 and the test states which sum.
 Weights are compared without clipping, because the gradient norm is a sum over all parameters and its order depends on where they
 are; clipping has its own test.
 """
@@ -30,7 +30,7 @@ def _grid() -> list[Case]:
         for schedule in ("v-half", "v-min", "1f1b-v", "zb-interleaved"):
             cases.append(Case(schedule, num_ranks, num_ranks + 1, num_chunks=2))
         cases.append(Case("zb", num_ranks, 6, max_pending_backward=num_ranks + 1))
-    return sorted(cases, key=lambda case: case.num_microbatches)  # neighbours share their reference
+    return sorted(cases, key=lambda case: case.num_microbatches)  # neighbors share their reference
 
 
 @pytest.mark.parametrize("case", _grid(), ids=str)
@@ -52,7 +52,7 @@ UNEVEN = [
 @pytest.mark.parametrize("case", UNEVEN, ids=str)
 @pytest.mark.sampled(0.34)
 def test_same_bits_with_uneven_stages(four_ranks: RankPool, case: Case) -> None:
-    """Stages of any number of layers, ends without a layer, odd layers a rank under V: each layer keeps its global index."""
+    """Stages of any number of layers, ends without a layer, odd layers per rank under V: each layer keeps its global index."""
     _assert_equal(four_ranks.run(compare, case), case)
 
 
@@ -84,9 +84,9 @@ def test_same_bits_with(four_ranks: RankPool, base: Case, features: dict[str, ob
 @pytest.mark.parametrize("distributed_optimizer", [False, True], ids=["ddp", "zero1"])
 @pytest.mark.sampled(0.25)
 def test_data_parallel_2(four_ranks: RankPool, base: Case, overlap: bool, distributed_optimizer: bool) -> None:
-    """Two copies of the pipeline with different data. The reference runs on four data-parallel ranks, so that the mean over the
-    copies is summed in another order: 1e-6. With the distributed optimizer a rank's gradient buffer holds garbage outside of its
-    own shard, so the weights are what is compared. Adam gets a large epsilon (megatron-core's distributed optimizer takes no
+    """Two data-parallel replicas with different data. The reference runs on four data-parallel ranks, so that the mean over the
+    replicas is summed in another order: 1e-6. With the distributed optimizer a rank's gradient buffer holds garbage outside of
+    its own shard, so the weights are what is compared. Adam gets a large epsilon (megatron-core's distributed optimizer takes no
     SGD): with the usual one it would blow a last-bit difference of a tiny gradient up to a whole step."""
     case = replace(
         base, different_data=True, overlap_grad_reduce=overlap, distributed_optimizer=distributed_optimizer, adam_eps=1.0

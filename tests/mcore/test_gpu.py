@@ -1,7 +1,7 @@
-"""Whole training steps on a GPU: the schedules against the unpipelined model in every format, and the allocator's behaviour.
+"""Whole training steps on a GPU: the schedules against the unpipelined model in every format, and the allocator's behavior.
 
 On one card the ranks share it and talk over gloo through host memory; `multi_gpu` is NCCL with a card for each rank. The bits
-are not those of the unpipelined model: W adds to its accumulator inside of the product, and the embedding's gradient is summed by
+are not those of the unpipelined model: the wgrad GEMM accumulates into its accumulator, and the embedding's gradient is summed by
 atomic additions.
 """
 
@@ -78,8 +78,9 @@ def test_equivalence_on_nccl(nccl_ranks: RankPool, base: Case, dtype: torch.dtyp
 @pytest.mark.timeout(600)
 @BASES
 def test_memory_over_200_iterations(four_ranks_on_gpus: RankPool, base: Case) -> None:
-    """Nothing is held that an iteration leaves behind, the allocator's pool is not cut to pieces (what it has reserved after 20
-    iterations is enough for all that follow), and the plan knows the peak to 5 %."""
+    """No memory leaks from iteration to iteration, the allocator's pool does not fragment (what it has reserved after 20
+    iterations
+    is enough for all later ones), and the plan predicts the peak to 5 %."""
     case = replace(base, num_ranks=4, num_microbatches=8, dtype=torch.bfloat16)
     for rank, ledger in enumerate(four_ranks_on_gpus.run(train_watched, case, 200, 20)):
         assert ledger.complaints() == [], (rank, ledger.predicted, ledger.held[20:])

@@ -3,7 +3,8 @@
 To add a feature, add its values to `FEATURES` under the name of a field of `Case` (or a name that `case_of` translates), what it
 excludes to `CONSTRAINTS`, and what it does to the order of sums to `PairCase.tolerance`.
 
-Half of them run every time, another half each time (`tests/conftest.py` says how to repeat it), and the others with `-m slow`.
+Half of them run every time, another half each time (`tests/conftest.py` explains how to repeat it), and the others with `-m
+slow`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ CONSTRAINTS = [
 ]
 
 _FUSED = {1: "1f1b", 2: "interleaved-1f1b"}
-"""By chunks a rank; under V it is 1f1b-v."""
+"""The schedule with the full backward, by chunks per rank; under V it is 1f1b-v."""
 
 _UNEVEN = {2: "Ett|t*6L", 4: "Et|ttt|t*4|L", 8: "E|tt|t|t|t|t|t|tL"}
 """Eight layers, by number of stages."""
@@ -65,7 +66,7 @@ _UNEVEN = {2: "Ett|t*6L", 4: "Et|ttt|t*4|L", 8: "E|tt|t|t|t|t|t|tL"}
 
 @dataclass(frozen=True)
 class PairCase(Case):
-    """A case with what only the training loop knows."""
+    """A case with the options of the training loop."""
 
     post_validation: bool = False
 
@@ -107,7 +108,7 @@ def case_of(row: Row) -> PairCase:
         max_pending_backward=num_ranks + 1 if schedule == "zb" else None,
         wgrad=wgrad,
         num_steps=2,
-        initial_loss_scale=32.0,  # fp16 sums over tokens and copies overflow with more
+        initial_loss_scale=32.0,  # fp16 sums over tokens and replicas overflow with more
         # The usual one would blow a last-bit difference of a tiny gradient up to a whole step; with one as large as for fp32,
         # weights that start at 0 would stay among the smallest numbers of fp16.
         adam_eps=1.0 if values["dtype"] is torch.float32 else 1e-2,
@@ -136,7 +137,7 @@ def _check(differences: list[Difference], case: PairCase) -> None:
 
 
 def compare_pair(rank: int, case: PairCase) -> Difference:
-    """Train as the reference and as the case says."""
+    """Train the reference and the case; returns their difference."""
     initial, expected = unpipelined(case.reference)
     trainer = Trainer(case, initial)
     actual = _train_optimistically(trainer) if case.post_validation else trainer.train()

@@ -28,7 +28,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
 @pytest.mark.sampled(0.34)
 def test_main_gradients_in_the_weights_precision(four_ranks: RankPool, base: Case, dtype: torch.dtype, tolerance: float) -> None:
     """Every addition is rounded to 16 bits on both sides, microbatch by microbatch in one order. In fp16 the smallest numbers
-    have fewer bits, and dividing by the number of copies (2, and 4 in the reference) loses some: a last bit, 2^-10."""
+    have fewer bits, and dividing by the number of data-parallel replicas (2, and 4 in the reference) loses some: a last bit,
+    2^-10."""
     case = replace(base, dtype=dtype, reduce_in_fp32=False, adam_eps=1.0)
     for difference in four_ranks.run(compare, case):
         assert max(difference.gradients, difference.weights) <= tolerance, difference
@@ -77,17 +78,17 @@ def steps_of(case: Case, initial: Tensors | None = None) -> tuple[list[float], T
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.sampled(0.34)
-def test_kernels_that_add_inside(four_ranks: RankPool, base: Case, dtype: torch.dtype) -> None:
-    """What fused kernels do on a GPU: W adds the product to the fp32 main gradient before it is rounded. In fp32 the sum's order
-    is all that differs; in bf16 a product that the reference rounds to 8 bits is not rounded: 2^-8 of it."""
+def test_kernels_that_accumulate_inside(four_ranks: RankPool, base: Case, dtype: torch.dtype) -> None:
+    """As fused kernels on a GPU: the wgrad GEMM accumulates in the fp32 main gradient before rounding. In fp32 only the order of
+    the sum differs; in bf16 a result that the reference rounds to 8 bits is not rounded: 2^-8 of it."""
     tolerance = 1e-5 if dtype is torch.float32 else 2.0**-7
-    for error, num_products in four_ranks.run(with_addmm, replace(base, dtype=dtype, num_steps=1)):
+    for error, num_gemms in four_ranks.run(with_addmm, replace(base, dtype=dtype, num_steps=1)):
         assert 0 < error < tolerance if dtype is BF16 else error < tolerance
-        assert num_products > 0
+        assert num_gemms > 0
 
 
 def with_addmm(rank: int, case: Case) -> tuple[float, int]:
-    """Largest difference of a gradient, relative to its largest entry, and products that the kernel computed."""
+    """Largest difference of a gradient, relative to its largest entry, and the number of GEMMs that the kernel ran."""
     initial, expected = unpipelined(case.unpipelined)
     trainer = Trainer(case, initial)
     assert trainer.built.store is not None
@@ -119,11 +120,11 @@ def with_addmm(rank: int, case: Case) -> tuple[float, int]:
         ("--fp16 --accumulate-allreduce-grads-in-fp32", True),
     ],
 )
-def test_flags_say_where_gradients_are_added(flags: str, in_fp32: bool) -> None:
+def test_flags_choose_the_dtype_of_main_gradients(flags: str, in_fp32: bool) -> None:
     assert mcore_config.ddp_config(settings(flags)).grad_reduce_in_fp32 is in_fp32
 
 
-def test_flags_say_how_the_loss_is_scaled() -> None:
+def test_flags_configure_the_loss_scale() -> None:
     dynamic = "--fp16 --initial-loss-scale 1024 --min-loss-scale 2 --loss-scale-window 5 --hysteresis 1"
     config = mcore_config.optimizer_config(settings(dynamic), timers=None)
     assert (config.fp16, config.loss_scale, config.initial_loss_scale, config.min_loss_scale) == (True, None, 1024, 2)

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism under zero bubble: who gathers what, and what runs while a sum travels, change no bit."""
+"""Tensor and sequence parallelism with split B and W: all-gather policies and overlapped GEMMs change no bit."""
 
 from __future__ import annotations
 
@@ -57,53 +57,55 @@ def _assert_same_bits(differences: list[Difference]) -> None:
         assert (difference.losses, difference.gradients, difference.weights) == (0.0, 0.0, 0.0), (rank, difference)
 
 
-# -- while a sum travels ------------------------------------------------------------------------------------------------------
+# -- wgrad GEMMs beside B's all-reduce ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", [ZBV, ZB_H2, sequence_parallel(ZBV)], ids=str)
 @pytest.mark.sampled(0.34)
-def test_products_of_other_microbatches_run_while_sums_are_in_flight(four_ranks: RankPool, case: Case) -> None:
-    """In every B that finds a W waiting, and never where passes are being measured."""
-    for running, measured, off in four_ranks.run(products_in_flight, case):
-        assert running["products"] == measured["products"] == off["products"] > 0
-        assert running["sums"] == measured["sums"] == off["sums"] > 0
+def test_wgrad_gemms_of_other_microbatches_overlap_with_all_reduces_of_b(four_ranks: RankPool, case: Case) -> None:
+    """In every B while a W is waiting, and never while passes are profiled."""
+    for running, measured, off in four_ranks.run(gemms_in_flight, case):
+        assert running["gemms"] == measured["gemms"] == off["gemms"] > 0
+        assert running["collectives"] == measured["collectives"] == off["collectives"] > 0
         assert (measured["in flight"], off["in flight"]) == (0, 0)
-        assert running["sums"] / 2 < running["in flight"] <= running["sums"], "one product a sum, where one waits"
+        assert running["collectives"] / 2 < running["in flight"] <= running["collectives"], (
+            "one GEMM per all-reduce, while a W waits"
+        )
 
 
-def products_in_flight(rank: int, case: Case) -> list[dict[str, int]]:
-    """Products and sums of an iteration as it runs, of one that is measured, and of one with the overlap off."""
+def gemms_in_flight(rank: int, case: Case) -> list[dict[str, int]]:
+    """Numbers of GEMMs and all-reduces of a normal iteration, of a profiled one, and of one without overlap."""
     counts = []
     for mode in ("running", "measured", "off"):
         case = replace(case, wgrad=replace(case.wgrad, runs_ahead=mode != "off"))
         trainer = Trainer(case)
         if mode == "measured":
             trainer.schedule.hooks.profiler = Profiler(trainer.schedule.device)
-        with Flights(trainer) as flights:
+        with InFlightCounter(trainer) as counter:
             trainer.forward_backward(0)
         trainer.close()
-        counts.append(flights.counts)
+        counts.append(counter.counts)
     return counts
 
 
-class Flights:
-    """Counts sums of input gradients that the split linears start, products, and products between start and wait."""
+class InFlightCounter:
+    """Counts all-reduces and reduce-scatters of dgrads, wgrad GEMMs, and the GEMMs between start and wait of a collective."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.counts = {"sums": 0, "products": 0, "in flight": 0}
-        self._flying = 0
+        self.counts = {"collectives": 0, "gemms": 0, "in flight": 0}
+        self._num_in_flight = 0
         store = trainer.built.store
         assert store is not None
         accumulate = store.kernel.accumulate
 
         def counted(*operands: torch.Tensor) -> None:
-            self.counts["products"] += 1
-            self.counts["in flight"] += self._flying
+            self.counts["gemms"] += 1
+            self.counts["in flight"] += self._num_in_flight
             accumulate(*operands)
 
         store.kernel = replace(store.kernel, accumulate=counted)
 
-    def __enter__(self) -> Flights:
+    def __enter__(self) -> InFlightCounter:
         self._before = dist.all_reduce, sharing._reduce_scatter
         dist.all_reduce, sharing._reduce_scatter = map(self._started, self._before)
         return self
@@ -116,35 +118,35 @@ class Flights:
             work = collective(*args, **kwargs)
             if not kwargs.get("async_op"):
                 return work
-            self.counts["sums"] += 1
-            self._flying += 1
-            return _Landing(work, self)
+            self.counts["collectives"] += 1
+            self._num_in_flight += 1
+            return _CountedWork(work, self)
 
         return start
 
-    def landed(self) -> None:
-        self._flying -= 1
+    def finished(self) -> None:
+        self._num_in_flight -= 1
 
 
-class _Landing:
-    def __init__(self, work: Any, flights: Flights) -> None:
-        self._work, self._flights = work, flights
+class _CountedWork:
+    def __init__(self, work: Any, counter: InFlightCounter) -> None:
+        self._work, self._counter = work, counter
 
     def wait(self) -> None:
-        self._flights.landed()
+        self._counter.finished()
         self._work.wait()
 
 
-# -- what a microbatch holds --------------------------------------------------------------------------------------------------
+# -- memory of a microbatch ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
 @pytest.mark.sampled(0.5)
-def test_the_measurement_knows_what_w_holds(four_ranks: RankPool, base: Case) -> None:
-    """With `input` a slice of its input less for each column-parallel linear (two a layer, and the head), with `both` also a
-    slice of the output gradient less for each row-parallel one. All are hidden size wide; half of each is gone with t = 2.
-    Twelve microbatches: gloo's threads let go of a tensor a moment after its transfer is done, so now and then an op is seen to
-    hold one more, and what is typical needs more than the median of three."""
+def test_measured_memory_after_backward_depends_on_the_gather_policy(four_ranks: RankPool, base: Case) -> None:
+    """With `input`, each column-parallel linear (two per layer, and the head) saves a slice of its input less; with `both`, each
+    row-parallel one also a slice of the output gradient less. All are hidden size wide; with t = 2 half of each is saved. Twelve
+    microbatches: gloo's threads free a tensor a moment after its transfer is done, so now and then an op seems to hold one more,
+    and the typical value needs more than the median of three."""
     half = SEQUENCE * MICRO_BATCH * 32 * 4 // 2
     heads = set()
     for rank in four_ranks.run(held_after_backward, replace(base, num_microbatches=12)):
@@ -155,7 +157,7 @@ def test_the_measurement_knows_what_w_holds(four_ranks: RankPool, base: Case) ->
 
 
 def held_after_backward(rank: int, base: Case) -> dict[str, int]:
-    """Bytes that a microbatch of this rank's stages holds for W, for each way to gather; and how many linears there are."""
+    """Bytes saved for W per microbatch of this rank's stages, for each gather policy; and the number of linears."""
     found = {}
     for gather in WgradGather:
         trainer = Trainer(sequence_parallel(base, gather))

@@ -33,7 +33,7 @@ ALL = [
 
 
 class _CountGemms(TorchDispatchMode):
-    """Counts the matrix products of linears (attention's batched ones are not linears)."""
+    """Counts the GEMMs of linears (attention's batched ones are not linears)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_b_computes_no_weight_gradient_and_w_computes_all(four_ranks: RankPool, 
 
 
 @pytest.mark.parametrize("case", [Case("1f1b", 2, 2)], ids=str)
-def test_a_fused_backward_runs_both(four_ranks: RankPool, case: Case) -> None:
+def test_a_full_backward_computes_dgrad_and_wgrad(four_ranks: RankPool, case: Case) -> None:
     for counts in four_ranks.run(_gemms_per_op, case):
         assert all(counts[text] == 2 * counts[text.replace("BW", "F")] for text in counts if "BW" in text)
 
@@ -135,7 +135,7 @@ def _memory(rank: int, case: Case) -> dict[str, Any]:
 @pytest.mark.parametrize(("schedule", "num_chunks"), ALL)
 @pytest.mark.parametrize("num_microbatches", [2, 12])
 @pytest.mark.sampled(0.5)
-def test_memory_is_what_the_plan_says(four_ranks: RankPool, schedule: str, num_chunks: int, num_microbatches: int) -> None:
+def test_memory_is_what_the_plan_predicts(four_ranks: RankPool, schedule: str, num_chunks: int, num_microbatches: int) -> None:
     case = Case(schedule, 4, num_microbatches, num_chunks=num_chunks)
     for rank, result in enumerate(four_ranks.run(_memory, case)):
         assert result["live"] == result["planned"], f"rank {rank}: live microbatches after each op"
@@ -259,7 +259,7 @@ def _misuse(rank: int) -> list[str]:
     return messages
 
 
-def test_misuse_is_refused_in_words(four_ranks: RankPool) -> None:
+def test_misuse_raises_a_helpful_error(four_ranks: RankPool) -> None:
     for messages in four_ranks.run(_misuse):
         assert [
             next(word for word in ("list, one", "1 data iterators", "model given", "p2p_communicator") if word in message)

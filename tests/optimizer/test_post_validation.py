@@ -113,7 +113,7 @@ INVERSE = (
 def test_inverted_steps_nearly_equal_synchronous_steps(
     four_ranks: RankPool, scenario: Scenario, rolled_back: tuple[tuple[int, ...], ...]
 ) -> None:
-    """The error of an inverted step (see `InverseRollback`) goes on through the steps behind it. In half precision training makes
+    """The error of an inverted step (see `InverseRollback`) carries over to later steps. In half precision training makes
     any difference large within a few steps, so there it is the last step."""
     for apart, redone, where in four_ranks.run(compare_nearly, replace(scenario, rollback="inverse")):
         assert apart < 1e-4

@@ -187,14 +187,14 @@ def test_only_adam_is_inverted(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [({"amsgrad": True}, "amsgrad"), ({"maximize": True}, "maximize"), ({"betas": (0.0, 0.9)}, "both must be above 0")],
 )
-def test_options_without_an_inverse_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_options_without_an_inverse_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         InverseRollback([torch.optim.AdamW(weights(), lr=LR, **options)])
 
 
-def test_other_types_are_refused() -> None:
+def test_other_dtypes_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"torch\.bfloat16"):
         InverseRollback([torch.optim.AdamW([torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)], lr=LR)])

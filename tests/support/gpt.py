@@ -1,7 +1,7 @@
 """A small real GPT and its training steps, unpipelined and through a schedule, for comparisons on a pool's ranks.
 
 Everything here runs inside the ranks of a `RankPool`. Both sides use megatron-core's GPTModel, DDP, optimizer and gradient
-finalisation; the only difference is the schedule.
+finalization; the only difference is the schedule.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Trainer:
         spec = case.spec
         virtual = case.num_chunks if case.num_chunks > 1 else None
         if parallel_state.model_parallel_is_initialized():  # by a test that ended early
-            _forget_groups()
+            _destroy_groups()
         parallel_state.initialize_model_parallel(
             case.tensor_parallel,
             case.num_ranks,
@@ -172,7 +172,7 @@ class Trainer:
         self.schedule = PipelineSchedule(spec, self.built.chunks, store=self.built.store, config=self.config)
 
     def close(self) -> None:
-        """Give back every process group, with everything that holds one. The trainer is of no use afterwards."""
+        """Destroy every process group, and everything that refers to one. The trainer cannot be used afterwards."""
         # Autograd nodes whose hooks refer back to the chunk, and the distributed optimizer's shards, whose history holds such
         # nodes: cycles that Python cannot see.
         for chunk in self.built.chunks:
@@ -182,7 +182,7 @@ class Trainer:
         case = self.case
         vars(self).clear()
         self.case = case
-        _forget_groups()
+        _destroy_groups()
 
     def _parallel_sizes(self) -> dict[str, Any]:
         """More keywords for megatron-core's parallel state."""
@@ -317,13 +317,13 @@ class Trainer:
                 yield ".".join(words), parameter
 
     def snapshot(self) -> Tensors:
-        """The weights."""
+        """A copy of the weights."""
         return {name: parameter.detach().clone() for name, parameter in self.parameters()}
 
     # -- training ---------------------------------------------------------------------------------------------------------
 
     def zero_gradients(self) -> None:
-        """As before every step."""
+        """Zero all gradients, as before every step."""
         for chunk in self.built.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -365,14 +365,14 @@ class Trainer:
 
     def batches(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(tokens, labels) of each microbatch, the same on every rank unless `different_data`."""
-        copy = parallel_state.get_data_parallel_rank() % 2 if self.case.different_data else 0
+        replica = parallel_state.get_data_parallel_rank() % 2 if self.case.different_data else 0
         for microbatch in range(self.case.num_microbatches):
-            generator = torch.Generator().manual_seed(100_000 * copy + 1000 * step + microbatch)
+            generator = torch.Generator().manual_seed(100_000 * replica + 1000 * step + microbatch)
             text = torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE + 1), generator=generator).to(self.device)
             yield self._part(text[:, :-1]), self._part(text[:, 1:])
 
     def _part(self, sequences: torch.Tensor) -> torch.Tensor:
-        """What this context-parallel rank sees of [batch, sequence]."""
+        """This context-parallel rank's part of [batch, sequence]."""
         return sequences.chunk(self.case.context_parallel, dim=1)[parallel_state.get_context_parallel_rank()].contiguous()
 
     def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
@@ -391,9 +391,9 @@ class Trainer:
         return output, loss_func
 
 
-def _forget_groups() -> None:
+def _destroy_groups() -> None:
     """Destroy every process group but the world, and what still refers to one: gloo keeps threads and sockets for each, and
-    megatron-core only forgets its own."""
+    megatron-core only drops its own references."""
     gc.collect()
     parallel_state.destroy_model_parallel()
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -413,7 +413,7 @@ def unpipelined(case: Case) -> tuple[Tensors, Outcome]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a rank's part of a pipelined run is from the unpipelined one. Exactly 0 where the bits are the same."""
+    """Differences between a rank's part of a pipelined run and the unpipelined one. Exactly 0 if the bits are the same."""
 
     losses: float
     num_losses: int
@@ -432,7 +432,7 @@ class Difference:
 
 
 def compare(rank: int, case: Case, reference: Case | None = None) -> Difference:
-    """Train unpipelined, or as `reference` says, and through the schedule on this rank."""
+    """Train `reference` (by default the unpipelined model) and `case` on this rank; returns their differences."""
     initial, expected = unpipelined(case.unpipelined if reference is None else reference)
     trainer = case.trainer(initial)
     actual = trainer.train()
@@ -441,7 +441,7 @@ def compare(rank: int, case: Case, reference: Case | None = None) -> Difference:
 
 
 def difference(actual: Outcome, expected: Outcome) -> Difference:
-    """How far a rank's outcome is from that of the unpipelined model."""
+    """Differences between a rank's outcome and that of the unpipelined model."""
     gradients, gradient_name = _largest(actual.gradients, expected.gradients)
     weights, weight_name = _largest(actual.weights, expected.weights)
     pairs = [(a, b) for x, y in zip(actual.losses, expected.losses, strict=True) for a, b in zip(x, y, strict=False)]

@@ -43,8 +43,9 @@ class MoeCase(Case):
 
     @property
     def unpipelined(self) -> MoeCase:
-        """The same training without a pipeline, on num_ranks times as many copies. megatron-core's loss over the tokens of all
-        copies is a mean over them twice, so that it needs so much more weight there (a power of two: the same bits)."""
+        """The same training without a pipeline, on num_ranks times as many data-parallel replicas. megatron-core divides the
+        auxiliary loss over the tokens of all replicas twice by their number, so its weight is larger there (a power of two: the
+        same bits)."""
         coeff = self.aux_loss_coeff
         if isinstance(coeff, tuple):
             weights = [self.num_ranks if kind == "global_aux_loss" else 1 for kind in self.balancing]
@@ -61,7 +62,7 @@ class MoeTrainer(Trainer):
     case: MoeCase
 
     def close(self) -> None:
-        """Also what megatron-core keeps of experts beside the model: with it every process group of this trainer stayed alive."""
+        """Also clear megatron-core's own state of experts, which would keep every process group of this trainer alive."""
         for chunk in self.built.chunks:
             for module in chunk.modules():
                 dispatcher = getattr(module, "token_dispatcher", None)

@@ -34,7 +34,7 @@ class MtpTrainer(Trainer):
     case: MtpCase
 
     def close(self) -> None:
-        """Also what megatron-core keeps of the MTP losses beside the model, with a process group."""
+        """Also clear megatron-core's own sums of MTP losses, which refer to a process group."""
         MTPLossLoggingHelper.tracker.clear()
         super().close()
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 import megatron.zerobubble
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.training.layer_specs import mtp_layers
-from tests.support.gpt import _forget_groups
+from tests.support.gpt import _destroy_groups
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stock_megatron_core.py"
 
@@ -54,7 +54,7 @@ def train(rank: int, flags: str, **options: Any) -> History:
     """Run the example with these flags; `options` are given to `install` instead of the flags. What this rank logged."""
     loop = example()
     args = loop.parse(flags.split())
-    _forget_groups()
+    _destroy_groups()
     with HostDevice().on_host():
         if options:
             megatron.zerobubble.install(**options)
@@ -64,5 +64,5 @@ def train(rank: int, flags: str, **options: Any) -> History:
             history: History = loop.train(args)
         finally:
             megatron.zerobubble.uninstall()
-            _forget_groups()
+            _destroy_groups()
     return history

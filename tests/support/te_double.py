@@ -74,7 +74,7 @@ class TransformerEngineContractDouble(nn.Module):
         return (output, self.bias) if self.return_bias else output
 
     def need_backward_dw(self) -> bool:
-        """Whether somebody has to call `backward_dw`."""
+        """Whether the caller has to call `backward_dw`."""
         return self.delays
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ class TransformerEngineContractDouble(nn.Module):
         self.wgrad_accumulation_and_reduce_hooks.append(hook)
 
     def backward_dw(self) -> None:
-        """The weight gradients of the oldest entry."""
+        """Compute the weight gradients of the oldest entry."""
         if not self.delays:
             return
         if not self.queue:
@@ -98,7 +98,7 @@ class TransformerEngineContractDouble(nn.Module):
             hook()
 
     def gradients(self, x: Tensor, grad_output: Tensor, rows: list[int]) -> list[Tensor | None]:
-        """Of each parameter; None where it is added to `main_grad` here."""
+        """The gradient of each parameter; None if it is added to `main_grad` here."""
         xs, grads = x.split(rows), grad_output.split(rows)
         found: list[Tensor | None] = []
         for name, part, grad in zip(self.weight_names, xs, grads, strict=True):
@@ -146,7 +146,7 @@ class _Double(torch.autograd.Function):
 
 
 class TransformerEngineContractDoubleParallel(TransformerEngineContractDouble):
-    """With the constructor and result of megatron-core's wrappers (TELinear and its kin), on one tensor-parallel rank."""
+    """The double with the constructor and result of megatron-core's wrappers (TELinear ...), on one tensor-parallel rank."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool, skip_bias_add: bool, **_: Any

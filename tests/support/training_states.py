@@ -20,7 +20,7 @@ from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job, Launch, set_up_model_parallel
 from megatron.zerobubble.training.setup import assemble
 from megatron.zerobubble.training.step import Training, TrainingState
-from tests.support.gpt import _forget_groups
+from tests.support.gpt import _destroy_groups
 
 VOCABULARY = 64
 SEQUENCE = 16
@@ -56,7 +56,7 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
     launch = Launch(rank=rank, local_rank=rank, ranks_on_host=world_size, world_size=world_size, has_threads_set=True)
     job = Job(launch=launch, host=host, store=store)  # type: ignore[arg-type]
     if parallel_state.model_parallel_is_initialized():  # by a test that ended early
-        _forget_groups()
+        _destroy_groups()
     unset_num_microbatches_calculator()
     spec = settings.schedule_spec
     set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
@@ -78,7 +78,7 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
     for part in getattr(training_state.optimizer, "chained_optimizers", [training_state.optimizer]):
         vars(part).clear()
     vars(training_state.schedule).clear()
-    _forget_groups()
+    _destroy_groups()
     unset_num_microbatches_calculator()
     host.uninstall()
 

@@ -1,7 +1,7 @@
 """Everything that a job trains, put together from all of its ranks: what two jobs must share, however they divide it.
 
-Nothing here asks a checkpoint, or the functions that write one: weights are found by the number that a layer itself was built
-with, master weights and moments in torch's optimizer. So a checkpoint that puts a tensor in the wrong place is seen.
+Nothing here uses a checkpoint, or the functions that write one: weights are identified by the layer number that the layer was
+built with, master weights and moments by torch's optimizer. So a checkpoint that puts a tensor in the wrong place is detected.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _optimized(optimizer: Any, parameter: nn.Parameter) -> tuple[int, Tensor | N
 
 
 def _whole(name: str, pieces: list[_Piece]) -> Tensor:
-    """One tensor from its pieces, of which all copies have to be the same and no element may be missing."""
+    """One tensor from its pieces; replicated elements must be equal, and no element may be missing."""
     dtype, length = pieces[0].values.dtype, torch.Size(pieces[0].shape).numel()
     shards: dict[int, tuple[Tensor, Tensor]] = {}
     for piece in pieces:
@@ -140,7 +140,7 @@ def _whole(name: str, pieces: list[_Piece]) -> Tensor:
         known = is_there[where]
         assert torch.equal(shard[where][known], piece.values[known]), f"ranks differ in {name}"
         shard[where], is_there[where] = piece.values, True
-    assert all(bool(is_there.all()) for _, is_there in shards.values()), f"nobody has all of {name}"
+    assert all(bool(is_there.all()) for _, is_there in shards.values()), f"no ranks together have all of {name}"
     first, parts = pieces[0], [shards[key][0].reshape(pieces[0].shape) for key in sorted(shards)]
     if first.axis is None:
         return parts[0]

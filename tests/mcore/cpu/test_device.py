@@ -1,4 +1,4 @@
-"""The host-device layer: answers for CUDA while installed, leaves everything as it was, stays out of the passes."""
+"""The host-device layer: replaces CUDA functions while installed, restores everything, stays out of the passes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_disabled_does_nothing() -> None:
         assert isinstance(host.on_host(), contextlib.nullcontext)
 
 
-def test_a_missing_seam_is_refused_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_function_raises_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.cuda.current_device
     monkeypatch.delattr(mcore_random, "_set_cuda_rng_state")
     with pytest.raises(CompatibilityError, match="_set_cuda_rng_state does not exist"):
@@ -72,7 +72,7 @@ def test_a_missing_seam_is_refused_before_anything_changes(monkeypatch: pytest.M
     assert torch.cuda.current_device is before
 
 
-def test_the_cpu_answers() -> None:
+def test_cuda_functions_run_on_the_cpu() -> None:
     with HostDevice() as host:
         assert torch.cuda.current_device() == host.device == torch.device("cpu")
         torch.cuda.synchronize()
@@ -92,14 +92,14 @@ def test_megatron_cores_tracker_forks_the_cpu_generator(caplog: pytest.LogCaptur
         outside = torch.get_rng_state()
         with tracker.fork("apart"):
             first = torch.rand(4)
-        assert torch.equal(torch.get_rng_state(), outside), "drawing in a fork leaves the default generator alone"
+        assert torch.equal(torch.get_rng_state(), outside), "a fork leaves the default generator alone"
         with tracker.fork("apart"):
             second = torch.rand(4)
         assert not torch.equal(first, second), "the fork's own generator moves on"
     assert "CPU RNG state changed" not in caplog.text, "the tracker takes the two for different generators"
 
 
-def test_the_mode_lands_on_the_cpu() -> None:
+def test_the_mode_redirects_to_the_cpu() -> None:
     with HostDevice() as host:
         with host.on_host():
             made = torch.tensor([1.0], device="cuda")
@@ -115,7 +115,7 @@ def test_the_mode_lands_on_the_cpu() -> None:
         assert made.type() == "torch.FloatTensor", "outside of the mode nothing is different"
 
 
-def test_the_stand_in_serves_what_the_passes_ask_for() -> None:
+def test_the_replaced_torch_module_serves_the_passes() -> None:
     with HostDevice():
         assert schedules.torch.zeros([], dtype=torch.int, device="cuda").device.type == "cpu"
         assert schedules.torch.distributed is torch.distributed

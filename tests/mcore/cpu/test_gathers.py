@@ -1,4 +1,4 @@
-"""One gather of weights at a time in a group of gloo: who waits for whom, and that real ones survive."""
+"""One all-gather of weights at a time per gloo group: the order of waits, and that real ones do not crash."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def buckets(group: Any) -> SimpleNamespace:
     return SimpleNamespace(intra_distributed_optimizer_instance_group=group, param_gather_handle=None)
 
 
-def test_a_gather_waits_for_the_one_before_in_its_group_only() -> None:
+def test_an_all_gather_waits_for_the_previous_one_of_its_group_only() -> None:
     log: list[str] = []
 
     def gather(buckets: Any, name: str, *, is_waited_for: bool = True) -> None:
@@ -48,7 +48,7 @@ def test_a_gather_waits_for_the_one_before_in_its_group_only() -> None:
     assert log[4:] == ["start again", "start last"]
 
 
-def test_the_host_layer_has_megatron_core_do_so() -> None:
+def test_the_host_device_layer_installs_it() -> None:
     untouched = _ParamAndGradBucketGroup.start_param_sync
     with HostDevice():
         assert vars(_ParamAndGradBucketGroup.start_param_sync)["__wrapped__"] is untouched
@@ -56,7 +56,7 @@ def test_the_host_layer_has_megatron_core_do_so() -> None:
 
 
 def gather_in_pairs(rank: int) -> bool:
-    """Two buckets of one group, both under way before the first is waited for."""
+    """Two buckets of one group, both in flight before the first is waited for."""
 
     def gather(buckets: Any) -> None:
         with _coalescing_manager(dist.group.WORLD, async_ops=True) as handle:

@@ -44,6 +44,6 @@ def test_freed_tensors_are_not_mapped_anew() -> None:
     assert fresh_pages("keep") < PAGES // 100
 
 
-def test_elsewhere_it_says_that_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_return_false(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not keep_freed_memory()

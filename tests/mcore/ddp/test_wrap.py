@@ -31,14 +31,15 @@ CASES = [OVERLAPPED, OVERLAPPED_V, replace(OVERLAPPED, schedule="zb-interleaved"
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.sampled(0.5)
 def test_gathering_while_forwards_run_changes_nothing(four_ranks: RankPool, case: Case) -> None:
-    """The mean over two copies is summed in another order than in the reference, which has four: 1e-6."""
+    """The mean over two replicas is summed in another order than in the reference, which has four: 1e-6."""
     for rank, difference in enumerate(four_ranks.run(compare, case)):
         assert difference.losses < 1e-5, (rank, difference)
         assert difference.weights < 1e-6, (rank, difference)
 
 
 def _badly_saved(rank: int, case: Case) -> tuple[int, list[str]]:
-    """How many tensors of optimizer state this rank saves, and which of them are not what the parameter had."""
+    """The number of tensors of optimizer state that this rank saves, and the names of those with the state of another
+    parameter."""
     trainer = Trainer(case)
     trainer.train()
     marks = {id(parameter): float(mark) for mark, (_, parameter) in enumerate(trainer.parameters(), start=1)}
@@ -79,7 +80,7 @@ def _record(rank: int, case: Case) -> Timeline:
 
 
 @pytest.mark.parametrize("case", [OVERLAPPED, OVERLAPPED_V], ids=str)
-def test_buckets_travel_while_passes_run(four_ranks: RankPool, case: Case) -> None:
+def test_buckets_are_reduced_and_gathered_while_passes_run(four_ranks: RankPool, case: Case) -> None:
     timeline = four_ranks.run(_record, replace(case, num_steps=4))[0]
     for rank, stages in zip(timeline.ranks, timeline.plan.placement.rank_to_stages, strict=True):
         for stage in stages:

@@ -67,7 +67,7 @@ def test_the_same_training_as_zero1(four_ranks: RankPool, case: Case, group_size
 
 
 def _measure(rank: int, case: Case) -> list[tuple[int, int, int, int]]:
-    """Per chunk: bytes of ZeRO-1's buffer, of what stays, of whole buckets at most, and reduced in an iteration."""
+    """Per chunk: bytes of ZeRO-1's buffer, persistent bytes, peak of full buckets, and bytes reduced per iteration."""
     trainer = Trainer(case)
     trainer.train()
     results = []
@@ -84,14 +84,14 @@ def _measure(rank: int, case: Case) -> list[tuple[int, int, int, int]]:
 
 
 @pytest.mark.parametrize(("group_size", "num_groups"), [(1, 5), (3, 2)])
-def test_memory_is_the_shards_and_volume_is_by_the_group(four_ranks: RankPool, group_size: int, num_groups: int) -> None:
+def test_memory_is_that_of_the_shards_and_volume_is_per_group(four_ranks: RankPool, group_size: int, num_groups: int) -> None:
     """The largest bucket here is one weight of the MLP, 4096 elements, and a small gradient of B or two."""
     case = replace(ZERO1, shard_gradients=group_size, num_steps=2)
     for results in four_ranks.run(_measure, case):
-        for buffer_bytes, kept, temporary, reduced in results:
-            whole = 4 * 6 * 1024
-            assert buffer_bytes / 2 <= kept < 0.65 * buffer_bytes, "half of it is the shard, and B's gradients come to that"
-            assert 0 < temporary <= 2.5 * whole, "one bucket is added to, one and its part are on their way"
+        for buffer_bytes, persistent, temporary, reduced in results:
+            full = 4 * 6 * 1024
+            assert buffer_bytes / 2 <= persistent < 0.65 * buffer_bytes, "half of it is the shard; the gradients of B come on top"
+            assert 0 < temporary <= 2.5 * full, "one bucket is filled, one and its part are in flight"
             assert (num_groups - 0.2) * buffer_bytes < reduced <= num_groups * buffer_bytes, "B's are reduced once"
 
 
@@ -104,7 +104,7 @@ def _record(rank: int, case: Case) -> Timeline:
     return timeline
 
 
-def test_reductions_run_beside_other_weights_products(four_ranks: RankPool) -> None:
+def test_reductions_overlap_with_wgrad_gemms_of_other_weights(four_ranks: RankPool) -> None:
     """Every group's buckets are reduced inside that group's Ws, and a group's Ws share its time."""
     case = replace(ZERO1_V, shard_gradients=2, num_steps=2)
     timeline = four_ranks.run(_record, case)[0]
@@ -137,6 +137,6 @@ def _refused(rank: int, case: Case) -> str:
         ({"tied": True}, "--untie-embeddings-and-output-weights"),
     ],
 )
-def test_what_needs_whole_gradients_is_refused_by_name(four_ranks: RankPool, changes: dict[str, Any], why: str) -> None:
+def test_options_that_need_full_gradients_are_rejected(four_ranks: RankPool, changes: dict[str, Any], why: str) -> None:
     messages = four_ranks.run(_refused, replace(ZERO1_V, shard_gradients=2, **changes))
     assert any(why in message for message in messages)

@@ -1,4 +1,4 @@
-"""Which layers a rank holds under V, and where the embedding and the head are."""
+"""Layers of each rank under V, and the ranks of the embedding and the output layer."""
 
 from __future__ import annotations
 

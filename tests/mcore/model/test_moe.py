@@ -39,7 +39,7 @@ def test_same_bits_as_the_unpipelined_model(four_ranks: RankPool, base: MoeCase,
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
 @pytest.mark.sampled(0.5)
 def test_expert_parallel(four_ranks: RankPool, base: MoeCase, dispatcher: str) -> None:
-    """Two copies with data of their own, and half of the experts each. The reference has four, so that the mean over the copies
+    """Two replicas with different data, and half of the experts each. The reference has four, so that the mean over the replicas
     is summed in another order: 1e-6. Adam gets a large epsilon, as in `test_data_parallel_2`."""
     case = replace(base, expert_parallel=2, dispatcher=dispatcher, different_data=True, adam_eps=1.0, shared=True)
     for rank, difference in enumerate(four_ranks.run(compare, case)):
@@ -70,7 +70,7 @@ def _gradients_by_op(rank: int, case: MoeCase) -> list[tuple[OpKind, bool, bool]
     return seen
 
 
-def test_experts_wait_for_w_and_routers_do_not(four_ranks: RankPool) -> None:
+def test_gradients_of_experts_come_in_w_and_those_of_routers_in_b(four_ranks: RankPool) -> None:
     for seen in four_ranks.run(_gradients_by_op, replace(ZBV, expert_parallel=2, shared=True)):
         assert set(seen) == {(OpKind.F, False, False), (OpKind.B, True, False), (OpKind.W, False, True)}
 

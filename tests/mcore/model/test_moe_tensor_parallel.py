@@ -1,6 +1,6 @@
 """Experts on tensor-parallel ranks that share sequences, as megatron-core wants it, against the unpipelined model: the same bits.
 
-Each expert is shared by the two ranks, or each rank has half of the experts; tokens travel between them in F and B only.
+Each expert is shared by the two ranks, or each rank has half of the experts; tokens are exchanged between them in F and B only.
 """
 
 from __future__ import annotations

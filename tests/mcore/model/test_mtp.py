@@ -43,7 +43,7 @@ def test_same_as_the_unpipelined_model(four_ranks: RankPool, case: MtpCase) -> N
 
 
 @pytest.mark.slow
-def test_stock_1f1b_waits_for_no_weight_that_nobody_uses(four_ranks: RankPool) -> None:
+def test_stock_1f1b_does_not_wait_for_the_unused_output_weight(four_ranks: RankPool) -> None:
     _assert_equal(four_ranks, replace(ZB_H2, schedule="stock", tied=True, overlap_grad_reduce=True, num_steps=2))
 
 
@@ -58,4 +58,4 @@ def _assert_equal(ranks: RankPool, case: MtpCase) -> None:
             assert case.dtype is not torch.float32 or SUMS.issuperset(difference.unequal), (rank, difference)
     has_mtp = [any(name.startswith("mtp.layers.") for name in difference.names) for difference in differences]
     last = case.spec.placement.stage_to_rank[-1]
-    assert has_mtp == [rank // (4 // case.num_ranks) == last for rank in range(4)], "they sit with the loss"
+    assert has_mtp == [rank // (4 // case.num_ranks) == last for rank in range(4)], "they are on the stage of the loss"

@@ -1,4 +1,4 @@
-"""With recomputed activations: a forward runs a second time in B and only there, and W multiplies what B recomputed."""
+"""With recomputed activations: a forward runs a second time in B and only there, and W uses the activations that B recomputed."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_a_layer_runs_again_in_b_and_nowhere_else(four_ranks: RankPool, case: Ca
 
 @pytest.mark.parametrize("case", [ZBV, ZB_H2], ids=str)
 @pytest.mark.sampled(0.34)
-def test_w_multiplies_what_b_recomputed(four_ranks: RankPool, case: Case) -> None:
-    """GEMMs of linears: F and W as without recomputation, B as much more as the layers' forward."""
+def test_w_uses_the_activations_that_b_recomputed(four_ranks: RankPool, case: Case) -> None:
+    """GEMMs of linears: F and W as without recomputation, B those of the layers' forward in addition."""
     plain = four_ranks.run(_gemms_per_op, case)
     again = four_ranks.run(_gemms_per_op, replace(case, recompute="full"))
     last = case.spec.placement.num_stages - 1

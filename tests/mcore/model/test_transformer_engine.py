@@ -1,6 +1,6 @@
 """A GPT whose linears are doubles of Transformer Engine's, through real schedules and megatron-core's DDP.
 
-Transformer Engine itself needs CUDA and has not been run here: these tests say that whatever keeps its contract, as
+Transformer Engine itself needs CUDA and has not been run here: these tests show that whatever keeps its contract, as
 `tests/support/te_double.py` writes it down, gets the right gradients.
 """
 
@@ -52,7 +52,7 @@ class _FusingTrainer(_DoubledTrainer):
     fuses = True
 
 
-class _ForgetfulTrainer(_DoubledTrainer):
+class _UndelayedTrainer(_DoubledTrainer):
     delays = False
 
 
@@ -77,7 +77,8 @@ def _compare(rank: int, case: Case, fuses: bool) -> Found:
     [
         (Case("zb-h2", 4, 6), 0.0),
         (Case("zbv", 2, 4, num_chunks=2, recompute="full"), 0.0),
-        # DDP averages over two copies: a sum of halves, in its own order. It asserts that each gradient is ready once, and there.
+        # DDP averages over two replicas: a sum of halves, in its own order. It asserts that each gradient is ready once, and
+        # there.
         (Case("zbv", 2, 4, num_chunks=2, overlap_grad_reduce=True), 1e-6),
     ],
     ids=str,
@@ -92,11 +93,11 @@ def test_same_as_the_unpipelined_model(four_ranks: RankPool, case: Case, toleran
 
 def _built_without(rank: int) -> str:
     with pytest.raises(SplitError) as caught:
-        _ForgetfulTrainer(Case("zb-h1", 4, 4))
+        _UndelayedTrainer(Case("zb-h1", 4, 4))
     return str(caught.value)
 
 
-def test_a_module_that_was_not_told_to_defer_is_refused(four_ranks: RankPool) -> None:
+def test_a_module_built_without_delay_wgrad_compute_is_rejected(four_ranks: RankPool) -> None:
     for message in four_ranks.run(_built_without):
         assert "linear_qkv.weight" in message
         assert "built without delay_wgrad_compute: set config.delay_wgrad_compute = True after" in message

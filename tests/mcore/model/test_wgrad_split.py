@@ -1,4 +1,4 @@
-"""What the split installs, what it refuses by name, and that DDP's gradients stay exact."""
+"""What the B/W split installs, what it rejects, and that DDP's gradients stay exact."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.ranks import RankPool
 
 
 class _OwnGradient(torch.autograd.Function):
-    """A product that adds its weight's gradient itself, like many fused kernels do."""
+    """A linear that computes its own weight gradient, as many fused kernels do."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def _refusals(rank: int) -> dict[str, str]:
     return messages
 
 
-def test_what_cannot_be_split_is_refused_by_name(four_ranks: RankPool) -> None:
+def test_weights_that_cannot_be_split_are_named_in_the_error(four_ranks: RankPool) -> None:
     for messages in four_ranks.run(_refusals):
         assert (
             "decoder.layers.0.mlp.linear_fc1.weight and decoder.layers.1.mlp.linear_fc1.weight are one weight"
@@ -143,7 +143,7 @@ def _refused_config(rank: int, name: str, value: Any) -> str:
 
 
 @pytest.mark.parametrize(("name", "value"), [("defer_embedding_wgrad_compute", True), ("variable_seq_lengths", True)])
-def test_a_feature_that_cannot_be_honoured_is_refused_by_name(four_ranks: RankPool, name: str, value: object) -> None:
+def test_an_unsupported_option_is_named_in_the_error(four_ranks: RankPool, name: str, value: object) -> None:
     for message in four_ranks.run(_refused_config, name, value):
         assert message.startswith(f"{name} does not go with schedule 'zbv'")
 

@@ -1,4 +1,4 @@
-"""Running forwards again puts back what they wrote."""
+"""Rewinding to the start of an iteration restores what its forwards wrote."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tracker() -> Iterator[dict[str, dict[str, torch.Tensor]]]:
         sums.clear()
 
 
-def test_everything_is_as_it_was(tracker: dict[str, dict[str, torch.Tensor]]) -> None:
+def test_everything_is_restored(tracker: dict[str, dict[str, torch.Tensor]]) -> None:
     chunk = torch.nn.BatchNorm1d(2)
     iterator = Replayed(iter(range(5)))
     moe_utils.save_to_aux_losses_tracker("known", torch.tensor(2.0), layer_number=1, num_layers=2)

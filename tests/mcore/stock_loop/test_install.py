@@ -1,4 +1,4 @@
-"""One line in a loop written for megatron.core: the losses stay, what cannot be is refused, `uninstall` leaves nothing."""
+"""One line in a loop written for megatron-core: the same losses, errors for unsupported options, a clean `uninstall`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.core.transformer.module import Float16Module
 import megatron.zerobubble
 from megatron.zerobubble.errors import CompatibilityError, ConfigError
 from megatron.zerobubble.mcore.stock_loop import patches as installing
-from tests.support.gpt import _forget_groups
+from tests.support.gpt import _destroy_groups
 from tests.support.ranks import RankPool
 from tests.support.stock import EXAMPLE, example, train, train_mtp
 from tests.training.launch import ROOT, launch
@@ -30,7 +30,7 @@ CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
 
 
 def _losses(histories: list[Any]) -> list[Any]:
-    """Of the ranks that logged any, in the order of data-parallel copies."""
+    """The losses of the ranks that logged any, in the order of data-parallel replicas."""
     return [[entry["losses"] for entry in history] for history in histories if history]
 
 
@@ -72,9 +72,9 @@ def test_the_same_losses_as_without(four_ranks: RankPool, stock: str, more: str,
 )
 @pytest.mark.sampled(0.34)
 def test_the_same_losses_with_mtp_layers(four_ranks: RankPool, stock: str, options: dict[str, Any]) -> None:
-    """1e-6: the gradients of embedding and head are sums in another order."""
+    """1e-6: the gradients of embedding and output layer are summed in another order."""
     flags = f"{stock} --num-layers 4 --hidden-size 32 --train-iters 4"
-    plain = flags.replace(" --overlap-grad-reduce", "")  # stock waits for the output weight that nobody uses
+    plain = flags.replace(" --overlap-grad-reduce", "")  # stock waits for the unused output weight
     expected, actual = (_losses(four_ranks.run(train_mtp, *each)) for each in ((plain, {}), (flags, options)))
     assert len(actual) == len(expected) > 0
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-6, atol=1e-6)
@@ -166,14 +166,14 @@ def test_flags_that_choose_no_schedule_install_nothing() -> None:
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(call: Callable[[], None], message: str) -> None:
+def test_an_unsupported_option_is_named_in_the_error(call: Callable[[], None], message: str) -> None:
     before = _touched()
     with pytest.raises(ConfigError, match=message):
         call()
     assert _touched() == before
 
 
-def test_a_name_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_name_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(parallel_state, "default_embedding_ranks")
     monkeypatch.setattr(schedules, "get_forward_backward_func", lambda: None)
     with pytest.raises(CompatibilityError) as caught:
@@ -183,13 +183,13 @@ def test_a_name_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _refusals(rank: int) -> dict[str, str]:
-    """What a loop that does not keep its part of the contract is told."""
-    told = {}
+    """The error of each loop that breaks its part of the contract."""
+    messages = {}
 
     def refused(name: str, flags: str, **options: Any) -> None:
         with pytest.raises(ConfigError) as caught:
             train(rank, f"--num-layers 4 --hidden-size 32 --train-iters 1 {flags}", **options)
-        told[name] = str(caught.value)
+        messages[name] = str(caught.value)
 
     refused("no pipeline", "--tensor-model-parallel-size 4", schedule="zb-h1")
     refused("one chunk", TWO, schedule="zbv")
@@ -203,24 +203,28 @@ def _refusals(rank: int) -> dict[str, str]:
     loop.get_megatron_optimizer = install_here
     refused("after the model", TWO)
     loop.get_megatron_optimizer = original
-    _forget_groups()
+    _destroy_groups()
     parallel_state.initialize_model_parallel(1, 4, 2)
     with pytest.raises(ConfigError) as caught:
         megatron.zerobubble.install(schedule="zbv")
-    told["too late"] = str(caught.value)
-    _forget_groups()
-    return told
+    messages["too late"] = str(caught.value)
+    _destroy_groups()
+    return messages
 
 
-def test_a_loop_that_does_not_keep_the_contract_is_told_how(four_ranks: RankPool) -> None:
-    for told in four_ranks.run(_refusals):
-        assert "pipeline_model_parallel_size of at least 2, got 1" in told["no pipeline"]
+def test_a_loop_that_breaks_the_contract_gets_a_helpful_error(four_ranks: RankPool) -> None:
+    for messages in four_ranks.run(_refusals):
+        assert "pipeline_model_parallel_size of at least 2, got 1" in messages["no pipeline"]
         assert (
-            "2 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size None" in told["one chunk"]
+            "2 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size None"
+            in messages["one chunk"]
         )
-        assert "1 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size 2" in told["two chunks"]
-        assert "DistributedDataParallel did not wrap" in told["after the model"]
-        assert "call install before it" in told["too late"]
+        assert (
+            "1 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size 2"
+            in messages["two chunks"]
+        )
+        assert "DistributedDataParallel did not wrap" in messages["after the model"]
+        assert "call install before it" in messages["too late"]
 
 
 @pytest.mark.slow
