@@ -72,8 +72,8 @@ class PairCase(Case):
 
     @property
     def reference(self) -> Case:
-        """What it is compared with: the unpipelined model; with dropout, whose random streams belong to chunks, the fused
-        backward of the same placement."""
+        """The case to compare with: the unpipelined model; with dropout, whose RNG streams belong to chunks, the schedule with
+        full backwards of the same placement."""
         plain = replace(self, post_validation=False)
         if not self.dropout:
             return plain.unpipelined

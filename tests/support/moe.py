@@ -44,8 +44,8 @@ class MoeCase(Case):
     @property
     def unpipelined(self) -> MoeCase:
         """The same training without a pipeline, on num_ranks times as many data-parallel replicas. megatron-core divides the
-        auxiliary loss over the tokens of all replicas twice by their number, so its weight is larger there (a power of two: the
-        same bits)."""
+        auxiliary loss over the tokens of all replicas twice by their number, so its weight is larger there (a power of two:
+        the same bits)."""
         coeff = self.aux_loss_coeff
         if isinstance(coeff, tuple):
             weights = [self.num_ranks if kind == "global_aux_loss" else 1 for kind in self.balancing]

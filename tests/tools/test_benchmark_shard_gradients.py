@@ -27,8 +27,7 @@ def test_the_page_is_made_from_the_recorded_result(capsys: pytest.CaptureFixture
 
 
 def test_the_computed_balance() -> None:
-    """A layer of GPT-3's width: 6.75 GiB of gradients, seven eighths of them saved; 96 bytes per token and unit of width for four
-    Ws."""
+    """A layer of GPT-3's width: 6.75 GiB of gradients, 7/8 of them saved; 96 bytes per token and unit of width for four Ws."""
     each = Balance(hidden_size=12288, tokens=2048, data_parallel=8, group_size=4)
     assert each.saved_mib == pytest.approx(6.75 * 1024 * 7 / 8)
     assert each.held_mib == 96 * 12288 * 2048 / 2**20

@@ -38,8 +38,7 @@ def test_gathering_while_forwards_run_changes_nothing(four_ranks: RankPool, case
 
 
 def _badly_saved(rank: int, case: Case) -> tuple[int, list[str]]:
-    """The number of tensors of optimizer state that this rank saves, and the names of those with the state of another
-    parameter."""
+    """The number of optimizer state tensors that this rank saves, and the names of those saved for the wrong parameter."""
     trainer = Trainer(case)
     trainer.train()
     marks = {id(parameter): float(mark) for mark, (_, parameter) in enumerate(trainer.parameters(), start=1)}

@@ -15,8 +15,7 @@ from typing import Any
 
 
 def one_at_a_time(start_param_sync: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `start_param_sync` of megatron-core's bucket groups so that it first waits for the process group's previous
-    all-gather."""
+    """Wrap `start_param_sync` of bucket groups: it first waits for the previous all-gather of the same process group."""
     latest: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(start_param_sync)

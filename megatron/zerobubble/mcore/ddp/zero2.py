@@ -94,9 +94,11 @@ class _Bucket:
 
 
 class _Reduction:
-    """A reduce-scatter in flight. Keeps its input and output until the current stream has waited for it, so that the allocator
-    cannot
-    reuse their memory earlier."""
+    """A reduce-scatter in flight.
+
+    Keeps its input and output until the current stream has waited for it, so that the allocator cannot reuse their memory
+    earlier.
+    """
 
     __slots__ = ("bucket", "full", "handle", "part")
 

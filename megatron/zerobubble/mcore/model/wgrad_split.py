@@ -40,8 +40,7 @@ from megatron.zerobubble.wgrad.store import WeightGradStore
 
 _SPLIT = (ColumnParallelLinear, RowParallelLinear)
 _STAYS_IN_B = (VocabParallelEmbedding, nn.Embedding, LanguageModelEmbedding, Router, SharedExpertMLP)
-"""Modules whose own weights stay in B. A SharedExpertMLP's own weight is its gate, one row; its linears are modules of their
-own."""
+"""Modules whose own weights stay in B. Of a SharedExpertMLP that is the gate, one row; its linears are split as others."""
 
 _FORWARD_HOOK = "_zero_bubble_forward_hook"
 """Attribute of a module that defers its weight gradients itself: the handle of our forward hook."""

@@ -74,11 +74,11 @@ class MegatronRollbackOptimizer:
     ) -> None:
         self._optimizer = optimizer
         self._parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-        self._busy = [part for part in self._parts if not getattr(part, "is_stub_optimizer", False)]
+        self._active = [part for part in self._parts if not getattr(part, "is_stub_optimizer", False)]
         self._check_options()
         self._stage_groups = _StageGroups(timeout)
         self._groups = [self._stage_groups.within(part.get_grad_stats_parallel_group()) for part in self._parts]
-        stepping = [part.optimizer for part in self._busy]
+        stepping = [part.optimizer for part in self._active]
         self._rollback: Rollback = (
             InverseRollback(stepping, agree=self._stage_groups.agree)
             if rollback == "inverse"
@@ -93,7 +93,7 @@ class MegatronRollbackOptimizer:
             overflows = [self._prepare_part(part, group) for part, group in zip(self._parts, self._groups, strict=True)]
             squares = [
                 get_grad_norm_fp32(
-                    part.get_main_grads_for_grad_norm() if part in self._busy else [], grad_stats_parallel_group=group
+                    part.get_main_grads_for_grad_norm() if part in self._active else [], grad_stats_parallel_group=group
                 )
                 ** 2
                 for part, group in zip(self._parts, self._groups, strict=True)
@@ -110,7 +110,7 @@ class MegatronRollbackOptimizer:
         if statistics.overflowed:
             return
         with self._on_host():
-            for part in self._busy:
+            for part in self._active:
                 if _clip_factor(part, statistics.norm) < 1.0:
                     clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, statistics.norm)
             self._optimizer.step_with_ready_grads()
@@ -135,7 +135,7 @@ class MegatronRollbackOptimizer:
         if roll_back:
             with self._on_host():
                 self._rollback.rollback()
-                for part in self._busy:
+                for part in self._active:
                     if hasattr(part, "_copy_main_params_to_model_params"):
                         part._copy_main_params_to_model_params()
                     if hasattr(part, "model_chunks") and not _overlaps(part):
@@ -147,7 +147,7 @@ class MegatronRollbackOptimizer:
     def _gather_overlapped(self) -> None:
         """All-gather the weights that forwards gather as they need them; waits for gathers in flight."""
         with self._on_host():
-            for part in self._busy:
+            for part in self._active:
                 for chunk in part.model_chunks if _overlaps(part) else ():
                     chunk.start_param_sync(force_sync=True)
 
@@ -173,7 +173,7 @@ class MegatronRollbackOptimizer:
             part.prepare_grads()
             return 0.0
         part.found_inf.fill_(0.0)
-        if part in self._busy:
+        if part in self._active:
             part._copy_model_grads_to_main_grads()
             grads = part._collect_main_grad_data_for_unscaling()
             torch._amp_foreach_non_finite_check_and_unscale_(grads, part.found_inf, scaler.inv_scale)

@@ -93,8 +93,7 @@ class _Writer(FileSystemWriterAsync):
         self._answer: IO[bytes] | None = tempfile.TemporaryFile() if self.write_buckets else None  # noqa: SIM115
 
     def get_save_function_and_args(self) -> tuple[Any, Any, list[Any]]:
-        """(write function, function that copies tensors to the host, arguments of the write function), as megatron-core calls
-        them."""
+        """(write function, function that copies tensors to the host, arguments of the write function)."""
         if not self.write_buckets:
             return None, None, []
         rank = torch.distributed.get_rank()
