@@ -1,6 +1,6 @@
-"""The command line: flags in groups -> `Settings`, checked, or one clear line and exit code 2.
+"""Parses the command line into checked `Settings`, or reports one line and exits with code 2.
 
-The only place that sees argv. Fast (no torch) and free of side effects, so that `--help` and a typing error cost nothing.
+The only module that reads argv. It imports no torch and has no side effects, so that `--help` and a mistyped flag cost nothing.
 """
 
 from __future__ import annotations
@@ -12,23 +12,21 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.training.config.batch import BatchConfig
+from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
+from megatron.zerobubble.training.config.data import DataConfig
 from megatron.zerobubble.training.config.flags import add_group, from_namespace
+from megatron.zerobubble.training.config.logging import LoggingConfig
 from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
 from megatron.zerobubble.training.config.moe import MoeConfig
+from megatron.zerobubble.training.config.optim import OptimConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
-from megatron.zerobubble.training.config.run import (
-    BatchConfig,
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    OptimConfig,
-    RunConfig,
-)
+from megatron.zerobubble.training.config.run import RunConfig
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.training.validate import check_settings
 
-__all__ = ["build_parser", "parse_arguments", "refuse", "settings_from_argv"]
+__all__ = ["build_parser", "exit_with_error", "parse_arguments", "settings_from_argv"]
 
 _GROUPS = {
     "model": ModelConfig,

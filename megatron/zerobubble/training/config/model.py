@@ -127,10 +127,10 @@ class ModelConfig:
             )
         if self.swiglu and self.squared_relu:
             raise ConfigError("--swiglu and --squared-relu are both given; the MLP has one activation")
-        self._check_further_tokens()
+        self._check_mtp()
         self._check_recompute()
 
-    def _check_further_tokens(self) -> None:
+    def _check_mtp(self) -> None:
         if self.mtp_num_layers is not None and self.position_embedding_type == "learned_absolute":
             raise ConfigError(
                 "--mtp-num-layers would give learned positions a second copy that nothing keeps equal: choose "

@@ -10,17 +10,15 @@ from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import placement_of, schedule_info
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
+from megatron.zerobubble.training.config.batch import BatchConfig
+from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
+from megatron.zerobubble.training.config.data import DataConfig
+from megatron.zerobubble.training.config.logging import LoggingConfig
 from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
 from megatron.zerobubble.training.config.moe import MoeConfig, layer_pattern
+from megatron.zerobubble.training.config.optim import OptimConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
-from megatron.zerobubble.training.config.run import (
-    BatchConfig,
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    OptimConfig,
-    RunConfig,
-)
+from megatron.zerobubble.training.config.run import RunConfig
 from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
 
 __all__ = ["Settings"]
@@ -79,7 +77,7 @@ class Settings:
         return self.moe.expert_tensor_parallel_size or self.parallel.tensor_model_parallel_size
 
     @property
-    def layers_with_experts(self) -> tuple[int, ...]:
+    def moe_layer_pattern(self) -> tuple[int, ...]:
         """For each layer 1 or 0. Raises ConfigError where --moe-layer-freq is no pattern of them."""
         if self.moe.num_experts is None:
             return (0,) * self.model.num_layers
