@@ -11,7 +11,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from megatron.zerobubble.mcore.model.layout import pipeline_layout
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.training.layer_specs import further_token_heads, stage_layers
+from megatron.zerobubble.training.layer_specs import mtp_layers, stage_layers
 from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
 
 
@@ -67,7 +67,7 @@ class FurtherTokensTrainer(Trainer):
             post_process=post_process,
             share_embeddings_and_output_weights=self.case.tied,
             position_embedding_type="rope",
-            mtp_block_spec=further_token_heads(self.config, vp_stage=vp_stage),
+            mtp_block_spec=mtp_layers(self.config, vp_stage=vp_stage),
             vp_stage=vp_stage,
         )
 

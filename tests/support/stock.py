@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 import megatron.zerobubble
 from megatron.zerobubble.mcore.cpu.device import HostDevice
-from megatron.zerobubble.training.layer_specs import further_token_heads
+from megatron.zerobubble.training.layer_specs import mtp_layers
 from tests.support.gpt import _forget_groups
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stock_megatron_core.py"
@@ -39,7 +39,7 @@ def train_further_tokens(rank: int, flags: str, options: dict[str, Any]) -> Hist
     loop = example()
 
     def model(*, config: TransformerConfig, vp_stage: int | None, **others: Any) -> GPTModel:
-        heads = further_token_heads(config, vp_stage=vp_stage)
+        heads = mtp_layers(config, vp_stage=vp_stage)
         return GPTModel(config=config, vp_stage=vp_stage, mtp_block_spec=heads, position_embedding_type="rope", **others)
 
     configured = functools.partial(TransformerConfig, mtp_num_layers=1, transformer_impl="local")

@@ -18,8 +18,8 @@ from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job, Launch, set_up_model_parallel
-from megatron.zerobubble.training.setup import assemble
-from megatron.zerobubble.training.step import Training, TrainingState
+from megatron.zerobubble.training.setup import build_training_state
+from megatron.zerobubble.training.step import Trainer, TrainingState
 from tests.support.gpt import _forget_groups
 
 VOCABULARY = 64
@@ -62,7 +62,7 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
     set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
     batch = settings.batch
     init_num_microbatches_calculator(rank, None, settings.global_batch_size, batch.micro_batch_size, settings.data_parallel_size)
-    training_state = assemble(
+    training_state = build_training_state(
         settings,
         job,
         spec,
@@ -71,8 +71,8 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
         forward_step_provider=pretrain_gpt.forward_step_provider,
     )
     yield training_state, store
-    if training_state.steps is not None:
-        training_state.steps.close()
+    if training_state.post_validation is not None:
+        training_state.post_validation.close()
     for chunk in training_state.chunks:  # cycles that Python cannot see, as in tests.support.gpt
         chunk.grad_accs.clear()
     for part in getattr(training_state.optimizer, "chained_optimizers", [training_state.optimizer]):
@@ -85,7 +85,7 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
 
 def train(training_state: TrainingState, *, first: int, last: int) -> list[float]:
     """Iterations `first` to `last` on data that depends on their number only; the sum of losses of each, over all ranks."""
-    training, losses = Training(training_state), []
+    training, losses = Trainer(training_state), []
     for iteration in range(first, last + 1):
         iterators = [_batches(training_state.settings, iteration) for _ in training_state.chunks]
         results = training.iterate(iterators if len(iterators) > 1 else iterators[0])

@@ -218,16 +218,16 @@ KILLED = """
 import os, signal, pretrain_gpt
 from megatron.zerobubble.training import loop, step
 
-class Killed(step.Training):
+class Killed(step.Trainer):
     def iterate(self, data_iterator):
         results = super().iterate(data_iterator)
         self.iteration = getattr(self, "iteration", 0) + 1
-        if self.iteration == 5 and self._training_state.steps.is_unvalidated and int(os.environ["RANK"]) == 0:
+        if self.iteration == 5 and self._training_state.post_validation.is_unvalidated and int(os.environ["RANK"]) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return results
 
 if __name__ == "__main__":
-    loop.Training = Killed
+    loop.Trainer = Killed
     pretrain_gpt.main()
 """
 """Rank 0 is killed after its step of iteration 5, which is not validated yet. A process of its own that outlived it would keep
@@ -274,7 +274,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(corpus: str, tmp_path: Path) -> N
             said += line
             if line.startswith("iteration 4: clipped after the fact"):
                 job.terminate()
-    (left,) = re.findall(r"leaving at iteration (\d+) \(on SIGTERM\)", said)
+    (left,) = re.findall(r"exiting at iteration (\d+) \(on SIGTERM\)", said)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == left
     assert said.index(f"iteration {left}: clipped after the fact") < said.index("saved "), "what is saved has been validated"
     assert f"validation loss at iteration {left}" not in said, "there may be little time"

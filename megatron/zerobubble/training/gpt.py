@@ -29,7 +29,7 @@ def model_provider(setup: ModelSetup, pre_process: bool, post_process: bool, vp_
     """
     from megatron.core.models.gpt import GPTModel
 
-    from megatron.zerobubble.training.layer_specs import further_token_heads, stage_layers
+    from megatron.zerobubble.training.layer_specs import mtp_layers, stage_layers
 
     model = setup.settings.model
     return GPTModel(
@@ -45,7 +45,7 @@ def model_provider(setup: ModelSetup, pre_process: bool, post_process: bool, vp_
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
-        mtp_block_spec=further_token_heads(setup.config, vp_stage=vp_stage),
+        mtp_block_spec=mtp_layers(setup.config, vp_stage=vp_stage),
         vp_stage=vp_stage,
     )
 

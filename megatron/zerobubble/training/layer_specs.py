@@ -24,7 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-__all__ = ["LocalNorm", "further_token_heads", "stage_layers"]
+__all__ = ["LocalNorm", "mtp_layers", "stage_layers"]
 
 
 class LocalNorm:
@@ -59,7 +59,7 @@ def stage_layers(config: TransformerConfig, *, vp_stage: int | None) -> ModuleSp
     return TransformerBlockSubmodules(layer_specs=[layers[kind] for kind in has_experts], layer_norm=LocalNorm)
 
 
-def further_token_heads(config: TransformerConfig, *, vp_stage: int | None) -> MultiTokenPredictionBlockSubmodules | None:
+def mtp_layers(config: TransformerConfig, *, vp_stage: int | None) -> MultiTokenPredictionBlockSubmodules | None:
     """The layers that predict further tokens; None on a stage without the loss, and without --mtp-num-layers.
 
     Each is made of a layer like the model's last one. Arguments as of `stage_layers`.

@@ -106,7 +106,7 @@ def _experts(settings: Settings) -> dict[str, Any]:
         **{name: getattr(moe, name) for name in names},
         "num_moe_experts": moe.num_experts,
         "expert_tensor_parallel_size": settings.expert_tensor_parallel_size,
-        "moe_layer_freq": list(settings.layers_with_experts),
+        "moe_layer_freq": list(settings.moe_layer_pattern),
         "moe_ffn_hidden_size": moe.moe_ffn_hidden_size
         or _activation(settings.model)["ffn_hidden_size"]
         or 4 * settings.model.hidden_size,

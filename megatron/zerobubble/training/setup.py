@@ -1,4 +1,4 @@
-"""Puts together what is trained: configuration, chunks, schedule, optimizer. All ranks must call `assemble`.
+"""Puts together what is trained: configuration, chunks, schedule, optimizer. All ranks must call `build_training_state`.
 
 The order matters: the schedule's placement decides which layers and embeddings a rank holds, the B/W split has to be in the
 model before DistributedDataParallel wraps it, and the optimizer wants the wrapped chunks.
@@ -29,7 +29,7 @@ from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job
 from megatron.zerobubble.training.step import ForwardStep, TrainingState
 
-__all__ = ["ModelProvider", "ModelSetup", "assemble"]
+__all__ = ["ModelProvider", "ModelSetup", "build_training_state"]
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ ForwardStepProvider = Callable[[ModelSetup], ForwardStep]
 """setup -> what a microbatch does in a chunk."""
 
 
-def assemble(
+def build_training_state(
     settings: Settings,
     job: Job,
     spec: ScheduleSpec,
@@ -119,7 +119,7 @@ def assemble(
         chunks=built.chunks,
         schedule=schedule,
         optimizer=optimizer,
-        steps=steps,
+        post_validation=steps,
         scheduler=scheduler,
         forward_step=forward_step_provider(setup),
         timers=timers,

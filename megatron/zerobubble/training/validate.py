@@ -237,7 +237,7 @@ def _check_experts(settings: Settings) -> None:
     moe, size = settings.moe, settings.parallel.tensor_model_parallel_size
     if moe.num_experts is None:
         return
-    pattern = settings.layers_with_experts
+    pattern = settings.moe_layer_pattern
     ranks, shared = settings.world_size // settings.pipeline_size, settings.expert_tensor_parallel_size
     if ranks % (shared * moe.expert_model_parallel_size):
         raise ConfigError(

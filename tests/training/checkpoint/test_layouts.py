@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.zerobubble.training.checkpoint import load as checkpointing
-from megatron.zerobubble.training.checkpoint.save import Saver
+from megatron.zerobubble.training.checkpoint.load import RestoredProgress, load_checkpoint
+from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from tests.support.ranks import RankPool
 from tests.support.training_states import VOCABULARY, train, training_state_of
 from tests.support.whole_state import Tensors, whole_state
@@ -91,8 +91,8 @@ def walk(rank: int, chain: list[str], folder: str) -> Walk:
         load = ["--load", f"{folder}/{number - 1}"] if number else []
         with training_state_of(rank, [*flags.split(), "--save", f"{folder}/{number}", *load]) as (training_state, store):
             if load:
-                restored = checkpointing.load(training_state)
-                assert restored == checkpointing.Restored(2, 16)
+                restored = load_checkpoint(training_state)
+                assert restored == RestoredProgress(2, 16)
             else:
                 train(training_state, first=1, last=2)
             state = whole_state(training_state, vocabulary=VOCABULARY)
@@ -101,7 +101,7 @@ def walk(rank: int, chain: list[str], folder: str) -> Walk:
             first = first or state
             seen.differing.append([name for name in sorted(first.keys() | state.keys()) if not _same(name, first, state)])
             seen.states.append({name.partition("/")[2] for name, tensor in state.items() if tensor.any()})
-            saver = Saver(training_state, store)
+            saver = CheckpointSaver(training_state, store)
             saver.save(iteration=2, consumed_samples=16)
             if number == 0:
                 seen.expected = train(training_state, first=3, last=4)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training.checkpoint import load as checkpointing
-from megatron.zerobubble.training.checkpoint.save import Saver
+from megatron.zerobubble.training.checkpoint.load import RestoredProgress, load_checkpoint
+from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from tests.support.training_states import train, training_state_of
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -19,12 +19,12 @@ DISTRIBUTED = ["--use-distributed-optimizer"]
 def saved(flags: list[str], folder: Path) -> None:
     with training_state_of(0, [*flags, "--save", str(folder)]) as (training_state, store):
         train(training_state, first=1, last=2)
-        Saver(training_state, store).save(iteration=2, consumed_samples=16)
+        CheckpointSaver(training_state, store).save(iteration=2, consumed_samples=16)
 
 
 def continued(flags: list[str], folder: Path) -> list[float]:
     with training_state_of(0, [*flags, "--load", str(folder)]) as (training_state, _):
-        assert checkpointing.load(training_state) == checkpointing.Restored(2, 16)
+        assert load_checkpoint(training_state) == RestoredProgress(2, 16)
         return train(training_state, first=3, last=4)
 
 

@@ -22,9 +22,9 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training.checkpoint import load as checkpointing
 from megatron.zerobubble.training.checkpoint.directory import tracked_iteration
-from megatron.zerobubble.training.checkpoint.save import Saver
+from megatron.zerobubble.training.checkpoint.load import load_checkpoint
+from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from tests.support.ranks import RankPool
 from tests.support.training_states import train, training_state_of
 from tests.training.launch import TINY_BATCH, TINY_MODEL, launch
@@ -49,7 +49,7 @@ def failing_saves(rank: int, folder: str) -> list[str]:
     for mode in ([], ["--async-save"]):
         with training_state_of(rank, [*V4, "--save", folder, *mode]) as (training_state, store):
             train(training_state, first=1, last=1)
-            saver = Saver(training_state, store)
+            saver = CheckpointSaver(training_state, store)
             _save(saver, 1)
             said.append(_failure(saver, 2, full_disk if rank == 2 else _nothing))
             if mode:
@@ -58,13 +58,13 @@ def failing_saves(rank: int, folder: str) -> list[str]:
     return said
 
 
-def _failure(saver: Saver, iteration: int, around: Any) -> str:
+def _failure(saver: CheckpointSaver, iteration: int, around: Any) -> str:
     with pytest.raises(CheckpointError) as caught, around():
         _save(saver, iteration)
     return str(caught.value)
 
 
-def _save(saver: Saver, iteration: int) -> None:
+def _save(saver: CheckpointSaver, iteration: int) -> None:
     saver.save(iteration=iteration, consumed_samples=8 * iteration)
     saver.finish()
 
@@ -101,7 +101,7 @@ def polled_save(rank: int, folder: str) -> list[int]:
     """The iterations at whose end a save in the background was still under way, on this rank."""
     with training_state_of(rank, [*V4, "--save", folder, "--async-save"]) as (training_state, store):
         train(training_state, first=1, last=1)
-        saver, seen = Saver(training_state, store), []
+        saver, seen = CheckpointSaver(training_state, store), []
         saver.save(iteration=1, consumed_samples=8)
         for iteration in range(2, 200):
             train(training_state, first=2, last=2)
@@ -139,7 +139,7 @@ class Attack:
 
 def load_tampered(rank: int, folder: str) -> str:
     with training_state_of(rank, [*V4, "--load", folder]) as (training_state, _), pytest.raises(CheckpointError) as caught:
-        checkpointing.load(training_state)
+        load_checkpoint(training_state)
     return str(caught.value)
 
 
@@ -171,13 +171,13 @@ ORPHAN_SCRIPT = """
 import os, pathlib, signal, time
 import pretrain_gpt
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.zerobubble.training.checkpoint import save as saving
+from megatron.zerobubble.training.checkpoint import save
 
 def slowly(*arguments, **options):
     pathlib.Path(__file__).with_suffix(".pids").open("a").write(f"{os.getpid()}\\n")
     time.sleep(10_000)
 
-class Killed(saving.Saver):
+class Killed(save.CheckpointSaver):
     def poll(self, iteration):
         super().poll(iteration)
         pids = pathlib.Path(__file__).with_suffix(".pids")
@@ -187,7 +187,7 @@ class Killed(saving.Saver):
 if __name__ == "__main__":
     from megatron.zerobubble.training import loop
     FileSystemWriterAsync.write_preloaded_data = staticmethod(slowly)
-    loop.Saver = Killed
+    loop.CheckpointSaver = Killed
     pretrain_gpt.main()
 """
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron.zerobubble.training.resilience.early_exit import Departure
+from megatron.zerobubble.training.resilience.early_exit import EarlyExit
 
 
 @pytest.fixture
@@ -18,22 +18,22 @@ def store() -> torch.distributed.HashStore:
 
 
 @pytest.fixture
-def signalled(store: torch.distributed.HashStore) -> Iterator[Departure]:
-    departure = Departure(store, handles_signal=True, after_minutes=None)  # type: ignore[arg-type]
-    yield departure
-    departure.close()
+def signalled(store: torch.distributed.HashStore) -> Iterator[EarlyExit]:
+    early_exit = EarlyExit(store, handles_signal=True, after_minutes=None)  # type: ignore[arg-type]
+    yield early_exit
+    early_exit.close()
 
 
 def test_nobody_asks() -> None:
     class Untouchable:
         """A store that must not be asked: asking costs a round trip an iteration."""
 
-    departure = Departure(Untouchable(), handles_signal=False, after_minutes=None)  # type: ignore[arg-type]
-    assert not departure.is_due(1)
+    early_exit = EarlyExit(Untouchable(), handles_signal=False, after_minutes=None)  # type: ignore[arg-type]
+    assert not early_exit.is_due(1)
 
 
-def test_all_leave_one_iteration_after_the_first_who_knew(store: torch.distributed.HashStore, signalled: Departure) -> None:
-    other = Departure(store, handles_signal=False, after_minutes=60.0)  # type: ignore[arg-type]
+def test_all_leave_one_iteration_after_the_first_who_knew(store: torch.distributed.HashStore, signalled: EarlyExit) -> None:
+    other = EarlyExit(store, handles_signal=False, after_minutes=60.0)  # type: ignore[arg-type]
     assert not signalled.is_due(4)
     assert not other.is_due(4)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -45,8 +45,8 @@ def test_all_leave_one_iteration_after_the_first_who_knew(store: torch.distribut
     assert (signalled.is_urgent, other.is_urgent) == (True, True)
 
 
-def test_the_first_to_ask_decides(store: torch.distributed.HashStore, signalled: Departure) -> None:
-    late = Departure(store, handles_signal=False, after_minutes=0.0)  # type: ignore[arg-type]
+def test_the_first_to_ask_decides(store: torch.distributed.HashStore, signalled: EarlyExit) -> None:
+    late = EarlyExit(store, handles_signal=False, after_minutes=0.0)  # type: ignore[arg-type]
     assert not late.is_due(7)
     os.kill(os.getpid(), signal.SIGTERM)
     assert signalled.is_due(8)
@@ -56,7 +56,7 @@ def test_the_first_to_ask_decides(store: torch.distributed.HashStore, signalled:
 
 def test_afterwards_the_signal_does_what_it_did(store: torch.distributed.HashStore) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    departure = Departure(store, handles_signal=True, after_minutes=None)  # type: ignore[arg-type]
+    early_exit = EarlyExit(store, handles_signal=True, after_minutes=None)  # type: ignore[arg-type]
     assert signal.getsignal(signal.SIGTERM) != before
-    departure.close()
+    early_exit.close()
     assert signal.getsignal(signal.SIGTERM) == before

@@ -30,7 +30,7 @@ from megatron.zerobubble.training.checkpoint.optimizer_kinds import OptimizerKin
 from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load, prepare_to_save
 from megatron.zerobubble.training.step import TrainingState
 
-__all__ = ["Restored", "agree", "load", "state_to_save", "without_optimizer"]
+__all__ = ["RestoredProgress", "load_checkpoint", "run_on_rank_0", "state_to_save", "without_optimizer"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _PARTS = "optimizer of this rank"
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredProgress:
     """How far the loaded run was."""
 
     iteration: int
@@ -77,7 +77,7 @@ def state_to_save(training_state: TrainingState, *, iteration: int, consumed_sam
     return state
 
 
-def load(training_state: TrainingState) -> Restored | None:
+def load_checkpoint(training_state: TrainingState) -> RestoredProgress | None:
     """Load the checkpoint that --load and --ckpt-step name, into the model, optimizer, scheduler and generators.
 
     All ranks must call this.
@@ -95,7 +95,7 @@ def load(training_state: TrainingState) -> Restored | None:
         _log.info("no checkpoint in %s yet: starting from new weights", flags.load)
         return None
     directory = existing_directory(flags.load, iteration)
-    agree(lambda: inspect_checkpoint(directory))
+    run_on_rank_0(lambda: inspect_checkpoint(directory))
     try:
         restored = _load_from(training_state, directory)
     except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError, AssertionError, OSError) as error:
@@ -113,7 +113,7 @@ def _reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__} {error}".split())
 
 
-def _load_from(training_state: TrainingState, directory: Path) -> Restored:
+def _load_from(training_state: TrainingState, directory: Path) -> RestoredProgress:
     flags, optimizer = training_state.settings.checkpoint, training_state.optimizer
     common = dist_checkpointing.load_common_state_dict(str(directory))
     header = common.get("header", {})
@@ -143,7 +143,7 @@ def _load_from(training_state: TrainingState, directory: Path) -> Restored:
     elif flags.load_rng and not flags.finetune:
         why = "the checkpoint has no random generators" if same_layout else "the layout differs from the checkpoint's"
         _log.info("%s: dropout continues with fresh ones", why)
-    return Restored(header["iteration"], header["consumed_samples"])
+    return RestoredProgress(header["iteration"], header["consumed_samples"])
 
 
 # -- what a checkpoint holds ------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
-def agree(check: Callable[[], None]) -> None:
+def run_on_rank_0(check: Callable[[], None]) -> None:
     """Run something on rank 0; if it raises a CheckpointError there, every rank raises the same. All ranks must call this."""
     verdict: list[str | None] = [None]
     if torch.distributed.get_rank() == 0:

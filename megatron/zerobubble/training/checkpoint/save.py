@@ -25,17 +25,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.directory import iteration_directory, prepare, publish, writing_directory
-from megatron.zerobubble.training.checkpoint.load import agree, state_to_save, without_optimizer
+from megatron.zerobubble.training.checkpoint.load import run_on_rank_0, state_to_save, without_optimizer
 from megatron.zerobubble.training.checkpoint.writer import SaveStrategy
 from megatron.zerobubble.training.resilience.failure import Store
 from megatron.zerobubble.training.step import TrainingState, parameters_in_place
 
-__all__ = ["Saver"]
+__all__ = ["CheckpointSaver"]
 
 _log = logging.getLogger(__name__)
 
 
-class Saver:
+class CheckpointSaver:
     """One rank's saves, for a whole run with --save. Every rank needs one, and calls it alike.
 
     Args:
@@ -54,7 +54,7 @@ class Saver:
         self._calls = AsyncCallsQueue()
         self._under_way: int | None = None
         """The iteration that is being written in the background."""
-        self._has_told = False
+        self._has_reported = False
         self._num_saves = 0
 
     def save(self, *, iteration: int, consumed_samples: int) -> None:
@@ -68,7 +68,7 @@ class Saver:
             CheckpointError: it, or the one under way before, cannot be written.
         """
         self.finish()
-        agree(lambda: self._prepare(iteration))
+        run_on_rank_0(lambda: self._prepare(iteration))
         self._num_saves += 1
         with self._training_state.on_host(), parameters_in_place(self._training_state):
             request = self._request(iteration, consumed_samples)
@@ -76,7 +76,7 @@ class Saver:
                 self._conclude(iteration, request.execute_sync)
                 return
             self._calls.schedule_async_request(request)
-        self._under_way, self._has_told = iteration, False
+        self._under_way, self._has_reported = iteration, False
         _log.info("saving %s in the background", iteration_directory(self._folder, iteration))
 
     @property
@@ -94,9 +94,9 @@ class Saver:
             return
         written, agreed = f"save/{self._num_saves}/written", f"save/{self._num_saves}/agreed"
         caller = self._calls.async_calls[0].async_caller
-        if not self._has_told and caller.is_current_async_call_done(blocking=False, no_dist=True):
+        if not self._has_reported and caller.is_current_async_call_done(blocking=False, no_dist=True):
             self._store.add(written, 1)
-            self._has_told = True
+            self._has_reported = True
         if self._store.add(written, 0) == torch.distributed.get_world_size():
             self._store.compare_set(agreed, "", str(iteration + 1))
         if self._store.check([agreed]) and iteration >= int(self._store.get(agreed)):
@@ -130,9 +130,9 @@ class Saver:
         try:
             write()
         except CheckpointException as error:  # torch's, which is no Exception: raised on all ranks, the reason on rank 0
-            agree(partial(self._fail, iteration, error))
+            run_on_rank_0(partial(self._fail, iteration, error))
             raise
-        agree(lambda: self._publish(iteration))
+        run_on_rank_0(lambda: self._publish(iteration))
         _log.info("saved %s", iteration_directory(self._folder, iteration))
 
     def _fail(self, iteration: int, failed: CheckpointException) -> NoReturn:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["ExtraLosses"]
+__all__ = ["AuxLosses"]
 
 _ROUTER_LOSSES = {
     "aux_loss": "load_balancing_loss",
@@ -24,7 +24,7 @@ _ROUTER_LOSSES = {
 """Kind of --moe-router-load-balancing-type -> name in megatron-core's tracker."""
 
 
-class ExtraLosses:
+class AuxLosses:
     """Begins anew when it is made. One on every rank.
 
     Args:
@@ -40,10 +40,10 @@ class ExtraLosses:
     @staticmethod
     def _router_losses(settings: Settings) -> dict[str, int]:
         """Name -> by what the sum over all ranks and layers is to be divided for a mean over layers and copies."""
-        moe, num_layers = settings.moe, sum(settings.layers_with_experts)
+        moe, num_layers = settings.moe, sum(settings.moe_layer_pattern)
         if moe.num_experts is None:
             return {}
-        if settings.layers_with_experts[-1]:
+        if settings.moe_layer_pattern[-1]:
             num_layers += settings.model.mtp_num_layers or 0  # further-token heads are layers like the last one
         losses = {}
         for kind, weight in zip(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff, strict=True):

@@ -1,4 +1,4 @@
-"""What an iteration did, told: progress lines, a progress bar, JSON lines, curves.
+"""What an iteration did, logger: progress lines, a progress bar, JSON lines, curves.
 
 Iterations are kept until the next progress line; then one reduction tells all ranks their losses, and rank 0 writes. So
 telling costs an iteration no synchronisation of its own, and a progress line speaks of whole iterations.
@@ -20,11 +20,11 @@ import torch
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.metrics.aux_losses import ExtraLosses
+from megatron.zerobubble.training.metrics.aux_losses import AuxLosses
 from megatron.zerobubble.training.metrics.curves import Curves
 from megatron.zerobubble.training.step import StepResult, mean_losses
 
-__all__ = ["IterationRecord", "Metrics"]
+__all__ = ["IterationRecord", "MetricsLogger"]
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _TIMERS = (
     *("backward-send", "forward-send-backward-recv", "backward-send-forward-recv", "all-grads-sync"),
     *("embedding-grads-all-reduce", "non-tensor-parallel-grads-all-reduce", "params-all-gather", "optimizer"),
 )
-"""Timers of megatron-core and ours that are told; the same list on all ranks, which need not have them all."""
+"""Timers of megatron-core and ours that are logger; the same list on all ranks, which need not have them all."""
 
 
 @dataclass(kw_only=True)
@@ -61,21 +61,21 @@ class IterationRecord:
             "lr": self.result.lr,
             "grad_norm": self.result.grad_norm,
             "skipped": not self.result.is_stepped,
-            "amended": self.result.undone is not None,
+            "amended": self.result.rolled_back is not None,
             "tokens_per_s": self.samples * settings.model.seq_length / self.seconds,
             "iteration_ms": self.seconds * 1000.0,
             "schedule": settings.zero_bubble.schedule,
         }
 
 
-class Metrics:
+class MetricsLogger:
     """Collects iterations and tells them. One on every rank; only the first writes.
 
     Args:
         settings: what to write, and where.
         rank: this rank.
         start_iteration: iterations done before; above 0 an existing --metrics-jsonl file is continued.
-        timers: megatron-core's Timers, told with every progress line.
+        timers: megatron-core's Timers, logger with every progress line.
     """
 
     def __init__(self, settings: Settings, *, rank: int, start_iteration: int, timers: Any) -> None:
@@ -84,7 +84,7 @@ class Metrics:
         self._pending: list[IterationRecord] = []
         self._num_skipped = self._num_amended = 0
         self._speeds: list[tuple[int, float]] = []
-        self._extra_losses = ExtraLosses(settings)
+        self._aux_losses = AuxLosses(settings)
         self._resources = ExitStack()
         self._jsonl: IO[str] | None = None
         self._curves: Curves | None = None
@@ -123,7 +123,7 @@ class Metrics:
         self._pending.append(record)
         self._speeds.append((record.samples, record.seconds))
         self._num_skipped += not record.result.is_stepped
-        if record.result.undone is not None:
+        if record.result.rolled_back is not None:
             self._num_amended += 1
             _log.info("%s", _amendment(record.iteration, record.result))
         if self._bar is not None:
@@ -131,7 +131,7 @@ class Metrics:
         if record.result.is_stepped:
             self._check_finite("gradient norm", record.result.grad_norm, record.iteration)
 
-    def tell(self, *, validation_loss: float | None = None, iteration: int = 0) -> None:
+    def log(self, *, validation_loss: float | None = None, iteration: int = 0) -> None:
         """Reduce the losses of all kept iterations and write everything. All ranks must call this.
 
         Args:
@@ -149,8 +149,8 @@ class Metrics:
                 record.loss = loss
             settings = self._settings
             samples = sum(record.samples for record in records)
-            extras = self._extra_losses.take(samples // (settings.batch.micro_batch_size * settings.data_parallel_size))
-            self._tell_progress(records, extras)
+            extras = self._aux_losses.take(samples // (settings.batch.micro_batch_size * settings.data_parallel_size))
+            self._log_progress(records, extras)
         objects = [record.to_json(self._settings) for record in records]
         if objects:
             objects[-1] |= extras  # means since the last progress line
@@ -178,15 +178,15 @@ class Metrics:
         samples, seconds = map(sum, zip(*self._speeds[1:], strict=True))
         return self._settings.model.seq_length * samples / seconds
 
-    def _tell_progress(self, records: list[IterationRecord], extras: Mapping[str, float]) -> None:
+    def _log_progress(self, records: list[IterationRecord], extras: Mapping[str, float]) -> None:
         last, settings = records[-1], self._settings
-        told = [record.loss for record in records if record.result.is_stepped] or [last.loss]
+        logger = [record.loss for record in records if record.result.is_stepped] or [last.loss]
         seconds = sum(record.seconds for record in records) / len(records)
         tokens = settings.model.seq_length * sum(record.samples for record in records) / len(records)
         parts = [
             f"iteration {last.iteration:6d}/{settings.run.train_iters}",
             f"consumed samples {last.consumed_samples}",
-            f"loss {sum(told) / len(told):.4f}",
+            f"loss {sum(logger) / len(logger):.4f}",
             *(f"{name} {value:.4f}" for name, value in extras.items()),
             f"lr {last.result.lr:.3e}",
             "grad norm " + ("-" if last.result.grad_norm is None else f"{last.result.grad_norm:.3f}"),
@@ -229,7 +229,7 @@ def _amendment(iteration: int, result: StepResult) -> str:
     """A sentence about a step that was taken early and corrected."""
     what = "clipped" if result.is_stepped else "left out for an overflow"
     how = "redone" if result.is_stepped else "undone"
-    ranks = _ranges(result.undone or ())
+    ranks = _ranges(result.rolled_back or ())
     return f"iteration {iteration}: {what} after the fact" + (f" on {ranks}, {how}" if ranks else ", no rank had stepped")
 
 

@@ -1,4 +1,4 @@
-"""What really ran, told and drawn at the end of a run: the chosen iterations of the first pipeline, or the last recorded one.
+"""What really ran, logger and drawn at the end of a run: the chosen iterations of the first pipeline, or the last recorded one.
 
 ``trace.json`` holds all of them at the times at which they ran, ``report.json`` an entry each; a picture and a plan belong to one
 iteration and have its number in their names. docs/reading-the-trace.md reads them.
@@ -18,9 +18,9 @@ from megatron.zerobubble.plan.render.trace import render_trace
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.profiling.report import PipelineReport, RankMemory, memory_line, report, reports_to_json
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.metrics.metrics import Metrics
+from megatron.zerobubble.training.metrics.logger import MetricsLogger
 
-__all__ = ["picture", "show_pipeline", "write_trace"]
+__all__ = ["picture", "report_pipeline", "write_trace"]
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,9 @@ _STOCK = (
 )
 
 
-def show_pipeline(schedule: Any, settings: Settings, metrics: Metrics, *, memory: Sequence[RankMemory] | None = None) -> bool:
+def report_pipeline(
+    schedule: Any, settings: Settings, metrics: MetricsLogger, *, memory: Sequence[RankMemory] | None = None
+) -> bool:
     """Say what the pipeline's bubble was, in the log and as curves, and write the trace if it is asked for.
 
     Every rank must call it; rank 0 writes.

@@ -28,7 +28,7 @@ from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
-from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, assemble
+from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, build_training_state
 from megatron.zerobubble.training.step import TrainingState, run_passes
 
 __all__ = ["choose_schedule", "costs_from"]
@@ -55,7 +55,7 @@ def choose_schedule(
     """
     probed = _probed(settings)
     set_up_model_parallel(probed, **embedding_ranks(probed.placement))
-    training_state = assemble(
+    training_state = build_training_state(
         probed,
         job,
         probed.schedule_spec,
@@ -139,8 +139,8 @@ def _profile(training_state: TrainingState, tokenizer: Any, *, on_gpu: bool) -> 
 
 def _take_down(training_state: TrainingState) -> None:
     training_state.schedule.close()
-    if training_state.steps is not None:
-        training_state.steps.close()
+    if training_state.post_validation is not None:
+        training_state.post_validation.close()
     parallel_state.destroy_model_parallel()
 
 

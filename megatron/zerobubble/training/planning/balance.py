@@ -21,12 +21,12 @@ from megatron.zerobubble.plan.partition.balance import PartTimes, balance
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.profiling.report import measured_costs
 
-__all__ = ["measured_parts", "proposal", "tell_balance"]
+__all__ = ["log_balance", "measured_parts", "proposal"]
 
 _log = logging.getLogger(__name__)
 
 
-def tell_balance(schedule: PipelineSchedule, layers: StageLayers, costs: CostModel | None) -> None:
+def log_balance(schedule: PipelineSchedule, layers: StageLayers, costs: CostModel | None) -> None:
     """Log what the model's parts take, and the layout that would suit them better. All ranks must call it.
 
     Args:
@@ -42,7 +42,7 @@ def tell_balance(schedule: PipelineSchedule, layers: StageLayers, costs: CostMod
 
 
 def measured_parts(schedule: PipelineSchedule, layers: StageLayers, costs: CostModel | None) -> PartTimes | None:
-    """What the model's parts take, the same answer on all ranks. Arguments as of `tell_balance`; all ranks must call it.
+    """What the model's parts take, the same answer on all ranks. Arguments as of `log_balance`; all ranks must call it.
 
     A stage's time is that of its slowest member, over tensor parallelism and over the copies of the pipeline.
 

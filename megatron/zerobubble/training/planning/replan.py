@@ -15,10 +15,10 @@ from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.training.checkpoint.atomic_files import replace_text
 from megatron.zerobubble.training.step import TrainingState
 
-__all__ = ["PlanKeeper", "make_replanner"]
+__all__ = ["PlanFileWriter", "make_replanner"]
 
 
-class PlanKeeper:
+class PlanFileWriter:
     """Writes --zero-bubble-save-plan: a plan as soon as it is found, or at the end the one that ran. Rank 0 writes.
 
     Args:
@@ -29,7 +29,7 @@ class PlanKeeper:
         self._file = None if file is None else Path(file)
         self._is_written = False
 
-    def keep(self, found: Simulation) -> None:
+    def write_found(self, found: Simulation) -> None:
         """Write what was found for measured costs."""
         self._write(found.plan.to_json(costs=found.costs.to_json(), metrics=found.metrics()))
 
@@ -44,7 +44,7 @@ class PlanKeeper:
             self._is_written = True
 
 
-def make_replanner(training_state: TrainingState, keeper: PlanKeeper, *, ranks_on_host: int) -> Replanner | None:
+def make_replanner(training_state: TrainingState, plan_writer: PlanFileWriter, *, ranks_on_host: int) -> Replanner | None:
     """What times iterations and plans anew; None where the flags, or the schedule, leave nothing to plan."""
     settings, zero_bubble = training_state.settings, training_state.settings.zero_bubble
     timed = zero_bubble.timed_iterations
@@ -74,5 +74,5 @@ def make_replanner(training_state: TrainingState, keeper: PlanKeeper, *, ranks_o
         num_microbatches=settings.num_microbatches,
         room=None if limit is None or limit.is_relative else room,
         state=held,
-        keep=keeper.keep,
+        keep=plan_writer.write_found,
     )

@@ -15,12 +15,12 @@ from typing import Any
 
 from megatron.zerobubble.training.resilience.failure import Store
 
-__all__ = ["Departure"]
+__all__ = ["EarlyExit"]
 
-_KEY = "departure"
+_KEY = "early_exit"
 
 
-class Departure:
+class EarlyExit:
     """One rank's look at whether to leave.
 
     Args:
