@@ -319,5 +319,5 @@ def test_a_bad_flag_is_one_line_before_anything_starts() -> None:
     own_lines = done.stderr.split("Traceback")[0].strip().splitlines()
     assert [line for line in own_lines if "pretrain_gpt.py: error:" in line] == [
         "pretrain_gpt.py: error: --num-layers 5: 5 layers do not divide over 4 stages (V placement); 4 or 6 would. "
-        "--pipeline-model-parallel-layout says what each stage holds"
+        "--pipeline-model-parallel-layout sets the layers of each stage"
     ]

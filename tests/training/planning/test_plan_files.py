@@ -112,7 +112,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("not a plan")
     with pytest.raises(PlanError, match=r"--zero-bubble-load-plan .*text: "):
         settings(RUN + f"--zero-bubble-load-plan {tmp_path}/text", base="")
-    with pytest.raises(ConfigError, match=r"--zero-bubble-save-plan .*: .*/no is not a folder that can be written to"):
+    with pytest.raises(ConfigError, match=r"--zero-bubble-save-plan .*: .*/no is not a writable directory"):
         settings(RUN + f"--zero-bubble-v-schedule --zero-bubble-save-plan {tmp_path}/no/plan.json", base="")
     with pytest.raises(ConfigError, match="the stock schedule has no plan"):
         settings(RUN + f"--zero-bubble-save-plan {tmp_path}/plan.json", base="")

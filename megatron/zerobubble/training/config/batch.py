@@ -15,17 +15,18 @@ class BatchConfig:
     """Batch."""
 
     micro_batch_size: int
-    """Samples per microbatch and data-parallel rank."""
+    """Samples per microbatch."""
     global_batch_size: int | None = None
-    """Samples per iteration. Default: one microbatch per data-parallel rank."""
+    """Samples per iteration, over all microbatches and data-parallel ranks. Default: one microbatch per data-parallel rank."""
     rampup_batch_size: tuple[int, ...] = field(default=(), metadata={"metavar": "N"})
-    """Three numbers: samples of the first iterations, how many are added at a time, and after how many samples in all the
-    iterations have --global-batch-size. The learning rate goes by samples, so small iterations advance it less."""
+    """Batch size ramp-up, three numbers: the global batch size of the first iterations, its increment, and the number of samples
+    after which it reaches --global-batch-size. The learning rate schedule counts samples, so small batches advance it less.
+    Default: no ramp-up."""
 
     def __post_init__(self) -> None:
         positive(self, "micro_batch_size", "global_batch_size")
         if self.rampup_batch_size and (len(self.rampup_batch_size) != 3 or min(self.rampup_batch_size) < 1):
             raise ConfigError(
                 f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))} must be three numbers above 0: "
-                "first batch size, increment, and samples until the last one"
+                "start batch size, increment, and samples until --global-batch-size is reached"
             )

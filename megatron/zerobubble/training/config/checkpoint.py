@@ -15,31 +15,32 @@ class CheckpointConfig:
     """Checkpoints."""
 
     save: str | None = field(default=None, metadata={"metavar": "DIR"})
-    """Where to write checkpoints, after --save-interval iterations and at the end."""
+    """Directory to write checkpoints to, every --save-interval iterations and at the end. Default: no checkpoints."""
     save_interval: int | None = None
-    """Iterations between checkpoints. Default: only at the end."""
+    """Iterations between checkpoints. Default: one checkpoint, at the end."""
     save_retain_interval: int | None = None
-    """Keep checkpoints whose iteration is a multiple of this, and the latest; remove others once a newer one is complete.
-    Default: keep all."""
+    """Keep the latest checkpoint and those whose iteration is a multiple of this number; remove others once a newer one is
+    complete. Default: keep all."""
     async_save: bool = False
-    """Train on while a checkpoint is written from a copy in host memory, by a process beside each rank. At most one is under way;
-    the next save and the end of the run wait for it."""
+    """Save asynchronously: training continues while a process beside each rank writes the checkpoint from a copy in host memory.
+    The next save and the end of the run wait for an unfinished one."""
     load: str | None = field(default=None, metadata={"metavar": "DIR"})
-    """Continue from the latest checkpoint there. May be empty only if it is also the --save directory."""
+    """Directory to load the latest checkpoint from. It may have none only if it is also the --save directory. Default: start from
+    newly initialized weights."""
     ckpt_step: int | None = None
-    """Load this iteration instead of the latest."""
+    """Load the checkpoint of this iteration instead of the latest."""
     exit_on_missing_checkpoint: bool = False
-    """Leave where --load has no checkpoint, also if it is the --save directory, instead of starting from new weights."""
+    """Exit with an error if the --load directory has no checkpoint, even if it is also the --save directory."""
     finetune: bool = False
-    """Load the weights only, and start at iteration 0."""
+    """Load only the weights and start at iteration 0, with a new optimizer state."""
     save_optim: bool = True
-    """Do not save the optimizer."""
+    """Do not save the optimizer state. By default it is saved."""
     save_rng: bool = True
-    """Do not save the random generators."""
+    """Do not save the state of the random number generators. By default it is saved."""
     load_optim: bool = True
-    """Do not load the optimizer."""
+    """Do not load the optimizer state. By default it is loaded."""
     load_rng: bool = True
-    """Do not load the random generators."""
+    """Do not load the state of the random number generators. By default it is loaded if the layout of ranks is the same."""
 
     def __post_init__(self) -> None:
         positive(self, "save_interval", "save_retain_interval", "ckpt_step")

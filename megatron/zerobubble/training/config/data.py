@@ -17,31 +17,31 @@ class DataConfig:
     """Data."""
 
     data_path: tuple[str, ...] = field(default=(), metadata={"metavar": "[WEIGHT] PREFIX"})
-    """Indexed dataset(s), without .bin/.idx: one prefix, several, or pairs of weight and prefix."""
+    """Path prefixes of indexed datasets, without .bin and .idx: one prefix, several, or pairs of weight and prefix."""
     split: str = "969, 30, 1"
-    """Proportions of training, validation and test documents."""
+    """Proportions of training, validation and test documents, separated by commas."""
     mock_data: bool = False
-    """Synthetic data instead of --data-path."""
+    """Train on synthetic data instead of --data-path."""
     data_cache_path: str | None = None
-    """Where sample indices are cached. Default: beside the data; those of several datasets together are not."""
+    """Directory to cache sample indices in. Default: beside the dataset; indices of blended datasets are then not cached."""
     tokenizer_type: Literal["ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer"] = (
         "ByteLevelTokenizer"
     )
-    """Which tokenizer the data was made with. ByteLevelTokenizer needs no files: a token is a byte."""
+    """Tokenizer that the dataset was made with. ByteLevelTokenizer needs no files: every byte is a token."""
     tokenizer_model: str | None = None
-    """Path (or Hugging Face name) of the tokenizer, for the types that have one."""
+    """Path (or Hugging Face name) of the tokenizer, for HuggingFaceTokenizer and SentencePieceTokenizer."""
     vocab_size: int | None = None
-    """Vocabulary before padding. Default: the tokenizer's; NullTokenizer needs it."""
+    """Vocabulary size before padding. Default: the tokenizer's; NullTokenizer requires it."""
     num_workers: int = 0
-    """Processes per rank that load data ahead; 0 loads in the rank itself."""
+    """Data loader processes per rank; 0 loads samples in the rank's own process."""
     reset_position_ids: bool = False
-    """Restart positions after each end of document."""
+    """Restart position ids after each end-of-document token."""
     reset_attention_mask: bool = False
-    """No attention across an end of document."""
+    """Mask attention across end-of-document tokens."""
     eod_mask_loss: bool = False
-    """No loss on end-of-document tokens."""
+    """Mask the loss of end-of-document tokens."""
     mmap_bin_files: bool = True
-    """Read .bin files with file pointers instead of memory maps."""
+    """Read .bin files through file pointers. By default they are memory-mapped."""
 
     def __post_init__(self) -> None:
         not_negative(self, "num_workers")
@@ -51,7 +51,7 @@ class DataConfig:
         if not are_numbers:
             raise ConfigError(f"--split {self.split!r} must be up to three proportions, for example 969,30,1")
         if not any(self.split_weights):
-            raise ConfigError(f"--split {self.split!r} gives no share to anything; one must be above 0, for example 969,30,1")
+            raise ConfigError(f"--split {self.split!r} has no proportion above 0; give for example 969,30,1")
         if self.mock_data and self.data_path:
             raise ConfigError("--mock-data and --data-path are both given; choose one")
         if not self.mock_data and not self.data_path:
@@ -66,13 +66,13 @@ class DataConfig:
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
-        """Shares of training, validation and test documents, in any unit."""
+        """Proportions of training, validation and test documents, in any unit."""
         train, valid, test, *_ = (*map(float, re.split(r"[,/]", self.split)), 0.0, 0.0, 0.0)
         return train, valid, test
 
     @property
     def blend(self) -> tuple[list[str], list[float] | None]:
-        """Prefixes and, where they were given, weights."""
+        """Dataset prefixes, and their weights or None if --data-path has none."""
         words = list(self.data_path)
         if len(words) % 2 == 0 and all(re.fullmatch(r"\d*\.?\d+", word) for word in words[::2]):
             return words[1::2], [float(word) for word in words[::2]]

@@ -16,23 +16,25 @@ class LoggingConfig:
     """Logging."""
 
     log_interval: int = 100
-    """Iterations between progress lines."""
+    """Iterations between progress lines in the log."""
     metrics_jsonl: str | None = field(default=None, metadata={"metavar": "FILE"})
-    """Append one JSON object per iteration, written at every progress line; means over its iterations are in the last one."""
+    """File to write one JSON object per iteration to, with its loss, learning rate and time. Objects are written at every
+    progress line; means over its iterations, such as auxiliary losses, are in the last one. A continued run appends."""
     tensorboard_dir: str | None = field(default=None, metadata={"metavar": "DIR"})
-    """Write TensorBoard events."""
+    """Directory to write TensorBoard events to. Needs the package tensorboard."""
     wandb_project: str | None = field(default=None, metadata={"metavar": "NAME"})
-    """Log to this project of Weights & Biases, which has to be installed."""
+    """Weights & Biases project to log to. Needs the package wandb."""
     wandb_exp_name: str | None = field(default=None, metadata={"metavar": "NAME"})
-    """Name of the run there."""
+    """Name of the Weights & Biases run."""
     wandb_save_dir: str | None = field(default=None, metadata={"metavar": "DIR"})
-    """Where it keeps its files. Default: ./wandb."""
+    """Directory for the local files of Weights & Biases. Default: ./wandb."""
     log_num_zeros_in_grad: bool = False
-    """Count and log zeros in the gradients."""
+    """Count the zeros in the gradients and log their number."""
     timing_log_level: int = 0
-    """0 times iterations; 1 adds the phases of an iteration; 2 adds every pass."""
+    """Granularity of the timers: 0 times whole iterations, 1 adds the phases of an iteration, 2 adds every forward and backward
+    pass."""
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
-    """What timers say about the ranks."""
+    """Statistic over ranks that timers log: the maximum, minimum and maximum, or the time of every rank."""
 
     def __post_init__(self) -> None:
         positive(self, "log_interval")

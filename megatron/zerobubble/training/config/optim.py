@@ -15,57 +15,58 @@ __all__ = ["OptimConfig"]
 class OptimConfig:
     """Optimizer and learning rate.
 
-    Iterations count here as they do in Megatron-LM: warm-up and decay advance with every successful step.
+    Warm-up and decay advance with every successful optimizer step, as in Megatron-LM; skipped steps do not count.
     """
 
     lr: float
-    """Largest learning rate."""
+    """Maximum learning rate, reached after warm-up."""
     optimizer: Literal["adam", "sgd"] = "adam"
-    """AdamW, or SGD with momentum."""
+    """Optimizer: AdamW (adam), or SGD with momentum (sgd)."""
     min_lr: float = 0.0
-    """Learning rate at the end of the decay."""
+    """Minimum learning rate, at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
-    """Shape of the decay."""
+    """Learning rate decay function. WSD is warm-up, stable, decay: constant until the last --lr-wsd-decay-iters iterations."""
     lr_decay_iters: int | None = None
-    """Iterations until the learning rate has decayed. Default: --train-iters."""
+    """Number of iterations over which the learning rate decays. Default: --train-iters."""
     lr_warmup_iters: int = 0
-    """Iterations of linear warm-up."""
+    """Number of iterations of linear learning rate warm-up."""
     lr_warmup_fraction: float | None = None
-    """Warm-up as a part of --lr-decay-iters, instead of --lr-warmup-iters."""
+    """Length of the learning rate warm-up as a fraction of --lr-decay-iters, instead of --lr-warmup-iters."""
     lr_warmup_init: float = 0.0
-    """Learning rate at the start of the warm-up."""
+    """Initial learning rate of the warm-up."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
-    """With WSD: shape of the annealing."""
+    """With --lr-decay-style WSD: decay function of the annealing phase."""
     lr_wsd_decay_iters: int | None = None
-    """With WSD: iterations of annealing."""
+    """With --lr-decay-style WSD: number of iterations of the annealing phase."""
     decoupled_lr: float | None = None
-    """Separate largest learning rate for the input and output layer."""
+    """Separate maximum learning rate for the input and output layer. Default: --lr."""
     decoupled_min_lr: float | None = None
-    """Separate smallest learning rate for the input and output layer."""
+    """Separate minimum learning rate for the input and output layer, with --decoupled-lr. Default: --min-lr."""
     weight_decay: float = 0.01
-    """Weight decay; not applied to biases and norms."""
+    """Weight decay coefficient; not applied to biases and normalization layers."""
     start_weight_decay: float | None = None
-    """First weight decay, with --weight-decay-incr-style linear or cosine."""
+    """Initial weight decay coefficient, with --weight-decay-incr-style linear or cosine."""
     end_weight_decay: float | None = None
-    """Last weight decay, with --weight-decay-incr-style linear or cosine."""
+    """Final weight decay coefficient, with --weight-decay-incr-style linear or cosine."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """How weight decay changes over the run."""
+    """Function by which the weight decay increases over the run."""
     clip_grad: float = 1.0
-    """Clip gradients to this global norm; 0 does not clip."""
+    """Clip gradients to this global 2-norm; 0 disables clipping."""
     adam_beta1: float = 0.9
-    """Decay of Adam's mean of gradients."""
+    """Adam's decay rate of the first moment (mean of gradients)."""
     adam_beta2: float = 0.999
-    """Decay of Adam's mean of squares."""
+    """Adam's decay rate of the second moment (mean of squared gradients)."""
     adam_eps: float = 1e-8
-    """Adam's epsilon."""
+    """Adam's epsilon, added to the denominator."""
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
     calculate_per_token_loss: bool = False
-    """Average the loss over all tokens of the global batch, instead of over microbatches of equal weight."""
+    """Average the loss over all tokens of the global batch. By default it is averaged over the tokens of each microbatch, and
+    microbatches weigh the same."""
     override_opt_param_scheduler: bool = field(default=False, metadata={"flag": "--override-opt_param-scheduler"})
-    """On loading a checkpoint keep the learning rate schedule of the flags."""
+    """When loading a checkpoint, use the learning rate and weight decay schedule of the flags."""
     use_checkpoint_opt_param_scheduler: bool = field(default=False, metadata={"flag": "--use-checkpoint-opt_param-scheduler"})
-    """On loading a checkpoint take its learning rate schedule, whatever the flags say."""
+    """When loading a checkpoint, use its learning rate and weight decay schedule instead of that of the flags."""
 
     def __post_init__(self) -> None:
         positive(self, "lr", "lr_decay_iters", "lr_wsd_decay_iters", "adam_eps", "decoupled_lr")
@@ -83,7 +84,7 @@ class OptimConfig:
         if self.decoupled_min_lr is not None and self.decoupled_lr is None:
             raise ConfigError("--decoupled-min-lr needs --decoupled-lr")
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
-            raise ConfigError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict")
+            raise ConfigError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")
         self._check_weight_decay()
 
     def _check_weight_decay(self) -> None:

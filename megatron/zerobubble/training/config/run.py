@@ -14,23 +14,24 @@ class RunConfig:
     """Run control."""
 
     train_iters: int
-    """Iterations to train."""
+    """Number of iterations to train."""
     eval_interval: int = 1000
-    """Iterations between evaluations; there is one at the end, too."""
+    """Iterations between evaluations on validation samples; the last iteration is always followed by one."""
     eval_iters: int = 100
-    """Global batches per evaluation; 0 does not evaluate. Every evaluation reads the same samples."""
+    """Global batches per evaluation; 0 disables evaluation. Every evaluation reads the same samples."""
     exit_interval: int | None = None
-    """Save and leave after an iteration divisible by this."""
+    """Save a checkpoint and exit after an iteration divisible by this number. Default: train all iterations."""
     exit_duration_in_mins: float | None = None
-    """Save and leave after the iteration behind the first one that ends later than this."""
+    """Save a checkpoint and exit once the run has lasted this many minutes; all ranks finish one more iteration first. Default:
+    no limit."""
     exit_signal_handler: bool = False
-    """On SIGTERM finish the next iteration, save, and leave without a last evaluation."""
+    """On SIGTERM, finish the next iteration, save a checkpoint, and exit without a final evaluation (preemption)."""
     skip_train: bool = False
-    """Load, evaluate and leave."""
+    """Only load a checkpoint and evaluate it; train and save nothing."""
     seed: int = 1234
-    """Seed of weights, data order and dropout."""
+    """Seed of weight initialization, data order and dropout."""
     check_for_nan_in_loss_and_grad: bool = True
-    """Train on when loss or gradient norm is not finite. Without it the run stops there."""
+    """Continue training after a loss or gradient norm that is not finite. By default the run stops."""
 
     def __post_init__(self) -> None:
         positive(self, "train_iters", "eval_interval", "exit_interval", "exit_duration_in_mins", "seed")
