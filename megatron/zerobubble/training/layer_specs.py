@@ -1,7 +1,8 @@
-"""The layers a GPT stage is made of: megatron-core's own, or Transformer Engine's.
+"""Layer specs of a GPT stage: megatron-core's own layers, or Transformer Engine's.
 
-The local layers get our `LocalNorm`: torch's LayerNorm or RMSNorm, which also works where megatron-core's wrapper refuses
-(sequence parallelism needs the norm's parameters marked, so that their gradients are summed over the tensor-parallel ranks).
+The local layers use `LocalNorm`: torch's LayerNorm or RMSNorm, which also supports what megatron-core's wrapper does not
+(sequence parallelism needs the normalization parameters marked, so that their gradients are all-reduced over the tensor-parallel
+ranks).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["LocalNorm", "mtp_layers", "stage_layers"]
 
 
 class LocalNorm:
-    """Builds torch's LayerNorm or RMSNorm, as the configuration says. A factory: instances are torch modules."""
+    """Builds torch's LayerNorm or RMSNorm, by `config.normalization`. A factory: instances are torch modules."""
 
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
@@ -41,12 +42,12 @@ class LocalNorm:
 
 
 def stage_layers(config: TransformerConfig, *, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
-    """The layers of one stage.
+    """The spec of the transformer layers of one stage.
 
     Args:
-        config: the model; its pipeline layout says which layers the stage has, and `moe_layer_freq`, a list where there are
-            experts, which of them have any.
-        vp_stage: which of the rank's chunks; None if it has one.
+        config: the model. Its pipeline layout selects the layers of the stage; `moe_layer_freq`, a list with one entry per layer,
+            selects those with experts.
+        vp_stage: index of the stage among the rank's model chunks; None if the rank has one.
     """
     if config.transformer_impl == "transformer_engine":
         if config.num_moe_experts is not None:
@@ -60,9 +61,14 @@ def stage_layers(config: TransformerConfig, *, vp_stage: int | None) -> ModuleSp
 
 
 def mtp_layers(config: TransformerConfig, *, vp_stage: int | None) -> MultiTokenPredictionBlockSubmodules | None:
-    """The layers that predict further tokens; None on a stage without the loss, and without --mtp-num-layers.
+    """The spec of the multi-token prediction (MTP) layers of one stage. Each contains a layer like the model's last one.
 
-    Each is made of a layer like the model's last one. Arguments as of `stage_layers`.
+    Args:
+        config: the model; `mtp_num_layers` is the number of MTP layers.
+        vp_stage: index of the stage among the rank's model chunks; None if the rank has one.
+
+    Returns:
+        The spec; None on a stage that does not compute the loss, or without MTP layers.
     """
     count = get_mtp_num_layers_to_build(config, vp_stage=vp_stage) if config.mtp_num_layers else 0
     if count == 0:
@@ -89,7 +95,7 @@ def _local_layer(config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
     )
     layer.submodules.input_layernorm = LocalNorm
     layer.submodules.pre_mlp_layernorm = LocalNorm
-    if has_experts:  # the map names an MLP's weights as Transformer Engine does; experts have no such norm in front
+    if has_experts:  # the default map also renames a dense MLP's norm to Transformer Engine's name; MoE layers keep theirs
         layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if config.qk_layernorm:
         attention = layer.submodules.self_attention.submodules

@@ -85,7 +85,7 @@ def test_every_rank_says_what_it_waits_for(store: torch.distributed.Store, said:
         "stuck: rank 0 waits, before 0B2, to receive the gradient for stage 0, microbatch 2 (rank 1 to rank 0)"
     )
     assert lines[1].startswith("stuck: rank 1 runs 1F2, the forward of stage 1, microbatch 2, for 0.")
-    assert lines[2].startswith("stuck: rank 2 rests, outside of the passes")
+    assert lines[2].startswith("stuck: rank 2 is idle, outside of the passes")
     assert "test_watchdog.py" in lines[1] or "threading.py" in lines[1], "and where the main thread is"
 
 
