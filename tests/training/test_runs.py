@@ -185,7 +185,7 @@ def test_auto_is_the_run_with_the_schedule_it_takes(corpus: str, tmp_path: Path)
 
 
 def test_a_plan_from_measured_times_changes_nothing_and_can_be_kept(corpus: str, tmp_path: Path) -> None:
-    """With dropout, steps taken early, more and more microbatches and a new plan every second iteration; then a run with its last
+    """With dropout, optimistic steps, a batch size ramp-up and a new plan every second iteration; then a run with its last
     plan from the start."""
     flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]
     flags += ["--rampup-batch-size", "4", "4", "16", "--post-validation-patience", "0", "--clip-grad", "1e-2"]
@@ -205,7 +205,7 @@ def test_a_plan_from_measured_times_changes_nothing_and_can_be_kept(corpus: str,
     assert Plan.from_json((tmp_path / "again.json").read_bytes()) == kept, "what ran"
     assert "planned for measured times" not in loaded.said
     assert losses(loaded) == losses(measured)
-    assert measured.said.count("clipped after the fact") == 6, "forwards of timed iterations run again"
+    assert measured.said.count("clipped by post-validation") == 6, "forwards of timed iterations run again"
     assert measured.said.count("4 microbatches from iteration 5 on") == 1, "so the first evaluation has more than training"
     assert [fields["tokens_per_s"] * fields["iteration_ms"] / 1000 / 32 for _, fields in sorted(measured.metrics.items())] == [
         pytest.approx(samples) for samples in (4, 4, 4, 4, 8, 8)
@@ -234,7 +234,7 @@ if __name__ == "__main__":
 the job's output open, and the test would wait for its end."""
 
 
-def test_steps_taken_early_change_nothing(corpus: str, tmp_path: Path) -> None:
+def test_optimistic_steps_change_nothing(corpus: str, tmp_path: Path) -> None:
     """ZBV with dropout, clipped in every step; progress lines, checkpoints and an evaluation between steps and their validation,
     and a kill there."""
     flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--clip-grad", "0.5", "--log-interval", "4"]
@@ -250,8 +250,8 @@ def test_steps_taken_early_change_nothing(corpus: str, tmp_path: Path) -> None:
     told = metrics(folder / "metrics.jsonl")
     _same_metrics(told, synchronous.metrics, [1, 2, 3, 4])
     assert [fields["amended"] for fields in told.values()] == [True, True, True, True]
-    assert re.findall(r"iteration (\d+): clipped after the fact", done.stdout)[:4] == ["1", "2", "3", "4"]
-    assert "| amended 4" in done.stdout
+    assert re.findall(r"iteration (\d+): clipped by post-validation", done.stdout)[:4] == ["1", "2", "3", "4"]
+    assert "| corrected 4" in done.stdout
     trace = ["--zero-bubble-trace", str(tmp_path / "trace"), "--zero-bubble-trace-iterations", "4,6"]
     continued = Job(tmp_path / "continued", [*early, "--load", str(folder / "checkpoints"), *trace])
     _same_metrics(continued.metrics, synchronous.metrics, [4, 5, 6])
@@ -262,7 +262,7 @@ def test_steps_taken_early_change_nothing(corpus: str, tmp_path: Path) -> None:
 
 
 def test_a_signal_ends_a_run_with_a_checkpoint(corpus: str, tmp_path: Path) -> None:
-    """With every step taken early and clipped after the fact; the last one before it is saved."""
+    """With every step optimistic and clipped by post-validation; the last one before it is saved."""
     flags = [*RUN, "--data-path", corpus, "--enable-zero-bubble", "--exit-signal-handler", "--clip-grad", "1e-3"]
     flags += ["--enable-optimizer-post-validation", "--post-validation-patience", "0", "--log-interval", "1000000"]
     flags += ["--train-iters", "100000", "--eval-interval", "100000", "--lr-decay-iters", "6", "--save", str(tmp_path)]
@@ -272,11 +272,11 @@ def test_a_signal_ends_a_run_with_a_checkpoint(corpus: str, tmp_path: Path) -> N
         said = ""
         for line in job.stdout:
             said += line
-            if line.startswith("iteration 4: clipped after the fact"):
+            if line.startswith("iteration 4: clipped by post-validation"):
                 job.terminate()
     (left,) = re.findall(r"exiting at iteration (\d+) \(on SIGTERM\)", said)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == left
-    assert said.index(f"iteration {left}: clipped after the fact") < said.index("saved "), "what is saved has been validated"
+    assert said.index(f"iteration {left}: clipped by post-validation") < said.index("saved "), "what is saved has been validated"
     assert f"validation loss at iteration {left}" not in said, "there may be little time"
 
 

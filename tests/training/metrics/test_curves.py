@@ -90,7 +90,7 @@ def test_without_wandb_the_log_says_what_is_lost(monkeypatch: pytest.MonkeyPatch
         curves = Curves(settings("--wandb-project zb"), start_iteration=0)
     curves.add({"loss": 2.5}, 1)
     curves.close()
-    assert "--wandb-project zb: wandb is not installed (pip install wandb); no curves go there" in caplog.text
+    assert "--wandb-project zb: wandb is not installed (pip install wandb); it gets no curves" in caplog.text
 
 
 def test_nothing_asked_for_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What is logger about iterations."""
+"""Progress lines, JSON lines and curves of iterations."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def test_one_object_per_iteration_in_full_precision(logger: MetricsLogger, jsonl: Path) -> None:
     logger.add(record(1))
     logger.add(record(2, loss=torch.tensor([1.0, 3.0]), grad_norm=1 / 7))
-    assert read(jsonl) == [], "logger with the next progress line"
+    assert read(jsonl) == [], "written with the next progress line"
     logger.log()
     first, second = read(jsonl)
     assert first == {
@@ -150,14 +150,14 @@ def test_speed_leaves_out_the_first_iteration(logger: MetricsLogger) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rolled_back": ()}, "clipped after the fact, no rank had stepped"),
-        ({"rolled_back": (0,)}, "clipped after the fact on rank 0, redone"),
-        ({"rolled_back": (0, 1, 2)}, "clipped after the fact on ranks 0-2, redone"),
-        ({"rolled_back": (0, 2, 3, 5)}, "clipped after the fact on ranks 0, 2-3, 5, redone"),
-        ({"rolled_back": (0, 1), "is_stepped": False}, "left out for an overflow after the fact on ranks 0-1, undone"),
+        ({"rolled_back": ()}, "clipped by post-validation, no rank had stepped"),
+        ({"rolled_back": (0,)}, "clipped by post-validation, rolled back and redone on rank 0"),
+        ({"rolled_back": (0, 1, 2)}, "clipped by post-validation, rolled back and redone on ranks 0-2"),
+        ({"rolled_back": (0, 2, 3, 5)}, "clipped by post-validation, rolled back and redone on ranks 0, 2-3, 5"),
+        ({"rolled_back": (0, 1), "is_stepped": False}, "skipped for an overflow by post-validation, rolled back on ranks 0-1"),
     ],
 )
-def test_a_corrected_step_is_named(
+def test_a_corrected_step_is_logged(
     logger: MetricsLogger, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], said: str
 ) -> None:
     with caplog.at_level(logging.INFO):

@@ -39,8 +39,7 @@ class EarlyExit:
         """Whether the exit is due to SIGTERM, so that little time is left: skip the final evaluation."""
 
     def is_due(self, iteration: int) -> bool:
-        """Whether to exit after this iteration. Every rank must call it at the end of every iteration; all get the same
-        answer."""
+        """Whether to exit after this iteration. Every rank must call it at the end of every iteration; all agree."""
         if not self._watches:
             return False
         if self._is_signalled or (self._until_s is not None and time.monotonic() >= self._until_s):
