@@ -64,7 +64,7 @@ ZB_H1 = ["--enable-zero-bubble", "--use-distributed-optimizer", "--disable-bias-
 ZB_H1 += ["--num-layers", "6"]
 
 
-BALANCE = r"stages: F, B and W of a microbatch take \d+\.\d\d ms in a layer, .* in the head; the busiest rank computes"
+BALANCE = r"stages: F, B and W of a microbatch take \d+\.\d\d ms in a layer, .* in the head; the bottleneck rank computes"
 
 
 def losses(job: Job, first: int = 1) -> list[float]:
@@ -120,7 +120,7 @@ def test_a_checkpoint_goes_on_under_another_schedule_and_optimizer_split(zb_h1: 
     flags += ["--zero-bubble-trace", str(tmp_path / "trace"), "--tensorboard-dir", str(tmp_path / "events")]
     continued = Job(tmp_path, [*flags, "--zero-bubble-v-schedule"])
     assert "training with the ZBV schedule" in continued.said
-    assert "the layout differs from the checkpoint's: dropout continues with fresh ones" in continued.said
+    assert "the layout differs from the checkpoint's: dropout continues with newly seeded generators" in continued.said
     assert len(re.findall(BALANCE, continued.said)) == 2, "when an iteration was recorded, and at the end"
     (seen,) = _check_trace(tmp_path / "trace", iterations=[5])
     measured = seen["measured"]
@@ -172,7 +172,9 @@ def test_auto_is_the_run_with_the_schedule_it_takes(corpus: str, tmp_path: Path)
     flags = ["--data-path", corpus, "--zero-bubble-planning-seconds", "0.2", "--train-iters", "2"]
     (tmp_path / "auto").mkdir()
     auto = Job(tmp_path / "auto", [*flags, "--zero-bubble-schedule", "auto", "--zero-bubble-memory-limit", "0.75"])
-    assert re.search(r"^measured on zbv: F [\d.]+ [\d.]+ [\d.]+ [\d.]+, B .*, W .* ms by stage, links", auto.said, re.MULTILINE)
+    assert re.search(
+        r"^profiled with schedule zbv: F [\d.]+ [\d.]+ [\d.]+ [\d.]+, B .*, W .* ms by stage, links", auto.said, re.MULTILINE
+    )
     taken = re.search(r"^auto takes ([a-z0-9-]+)(?: with (\d) stages a rank)?, makespan [\d.]+ ms; ", auto.said, re.MULTILINE)
     assert taken
     schedule, chunks = taken.groups(default="1")
@@ -298,7 +300,7 @@ def test_a_checkpoint_of_another_model_is_refused(stock: Job, corpus: str) -> No
     flags = ["--data-path", corpus, "--load", str(stock.checkpoints), "--hidden-size", "64"]
     done = launch([*RUN, *flags], num_ranks=2)
     assert done.returncode != 0
-    assert "holds a model with --hidden-size 32, got 64" in done.stderr
+    assert "was saved with --hidden-size 32, this run has 64" in done.stderr
     assert done.stderr.count("error: ") == 1
 
 

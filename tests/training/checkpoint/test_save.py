@@ -106,7 +106,7 @@ def polled_save(rank: int, folder: str) -> list[int]:
         for iteration in range(2, 200):
             train(training_state, first=2, last=2)
             saver.poll(iteration)
-            if not saver.is_under_way:
+            if not saver.is_in_progress:
                 break
             seen.append(iteration)
     return seen
@@ -181,7 +181,7 @@ class Killed(save.CheckpointSaver):
     def poll(self, iteration):
         super().poll(iteration)
         pids = pathlib.Path(__file__).with_suffix(".pids")
-        if self.is_under_way and pids.exists() and len(set(pids.read_text().split())) == 2:
+        if self.is_in_progress and pids.exists() and len(set(pids.read_text().split())) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What --zero-bubble-balance-stages says about a recorded iteration."""
+"""--zero-bubble-balance-stages: the times and the layout that it logs for a recorded iteration."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ def test_nothing_recorded() -> None:
     assert measured_parts(_Unrecorded(), layers, None) is None  # type: ignore[arg-type]
 
 
-def test_a_proposal_says_how_much_it_can_gain() -> None:
+def test_a_proposal_states_its_gain() -> None:
     placement = Placement.linear(4)
-    told = proposal(PartTimes(layer_ms=10.0, head_ms=21.0), StageLayers.spread(16, placement), placement)
-    assert told == (
+    line = proposal(PartTimes(layer_ms=10.0, head_ms=21.0), StageLayers.spread(16, placement), placement)
+    assert line == (
         "stages: F, B and W of a microbatch take 10.00 ms in a layer, 0.00 ms in the embedding and 21.00 ms in the head; the "
-        'busiest rank computes 61.00 ms; with --pipeline-model-parallel-layout "Et*5|t*5|tttt|ttL" it would be 50.00 ms, '
+        'bottleneck rank computes 61.00 ms; with --pipeline-model-parallel-layout "Et*5|t*5|tttt|ttL" it would be 50.00 ms, '
         "1.22 times as fast in the steady state"
     )
 
 
 def test_the_best_layout_is_left_as_it_is() -> None:
     layers, placement = StageLayers(per_stage=(2, 1)), Placement.linear(2)
-    told = proposal(PartTimes(layer_ms=10.0, head_ms=9.0), layers, placement)
-    assert told.endswith("and no other layout than Ett|tL leaves it less")
-    assert "(two stages cannot tell them apart: one counts as layers only)" in told
+    line = proposal(PartTimes(layer_ms=10.0, head_ms=9.0), layers, placement)
+    assert line.endswith("and no layout reduces that (now Ett|tL)")
+    assert "(estimated: with two stages, one is assumed to hold layers only)" in line

@@ -1,13 +1,14 @@
-"""Saving: at once, or in the background while training goes on.
+"""Saving checkpoints, synchronously or in the background (--async-save).
 
-A save has three parts. All ranks gather what they write, rank by rank; each rank writes its files; and when all have written,
-rank 0 writes the metadata and makes the checkpoint the latest (see `checkpoint_folder`). With --async-save the second part is
-done by a forked process, from a copy in host memory, and the third at the end of an iteration that all ranks agree on without
-waiting for each other: each counts itself in the job's store once it has written, whoever sees that all have writes down the
-number of the next iteration, and everyone looks there at the end of each. That all see it in time is `departure`'s argument.
+A save has three parts. All ranks plan what each of them writes; each rank writes its files; and when all have written, rank 0
+writes the metadata and makes the checkpoint the latest (see `directory`). With --async-save a forked process does the second
+part, from a copy in host memory, and the third follows at the end of an iteration that all ranks agree on without a barrier: each
+rank counts itself in the job's store once it has written, the first rank that finds the count complete stores the number of the
+next iteration, and every rank reads it at the end of each iteration. `resilience.early_exit` explains why all ranks read it in
+time.
 
-At most one save is under way. The next save, and the end of the run, wait for it. A write that failed ends the run, with the
-reason, when the save is finished; the checkpoint before it is still the latest then.
+At most one save is in progress. The next save, and the end of the run, wait for it. A failed write ends the run, with the reason,
+when the save is finished; the checkpoint before it remains the latest.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """One rank's saves, for a whole run with --save. Every rank needs one, and calls it alike.
+    """Saves the checkpoints of a run with --save. Every rank needs one, and all must call the same methods.
 
     Args:
-        training_state: what is saved.
+        training_state: model chunks, optimizer and scheduler to save.
         store: the job's store.
     """
 
@@ -52,20 +53,20 @@ class CheckpointSaver:
         self._retain_interval = flags.save_retain_interval
         self._is_async = flags.async_save
         self._calls = AsyncCallsQueue()
-        self._under_way: int | None = None
-        """The iteration that is being written in the background."""
+        self._in_progress: int | None = None
+        """Iteration of the checkpoint that is being written in the background."""
         self._has_reported = False
         self._num_saves = 0
 
     def save(self, *, iteration: int, consumed_samples: int) -> None:
-        """Write a checkpoint, or with --async-save begin to. All ranks must call this.
+        """Write a checkpoint, or with --async-save start writing it. All ranks must call this.
 
         Args:
-            iteration: iterations done. The last one's step must be validated.
-            consumed_samples: samples consumed.
+            iteration: iterations done. The optimizer step of the last one must be validated.
+            consumed_samples: samples consumed so far by all ranks together.
 
         Raises:
-            CheckpointError: it, or the one under way before, cannot be written.
+            CheckpointError: it, or a previous one in progress, cannot be written.
         """
         self.finish()
         run_on_rank_0(lambda: self._prepare(iteration))
@@ -76,21 +77,24 @@ class CheckpointSaver:
                 self._conclude(iteration, request.execute_sync)
                 return
             self._calls.schedule_async_request(request)
-        self._under_way, self._has_reported = iteration, False
+        self._in_progress, self._has_reported = iteration, False
         _log.info("saving %s in the background", iteration_directory(self._folder, iteration))
 
     @property
-    def is_under_way(self) -> bool:
+    def is_in_progress(self) -> bool:
         """Whether a checkpoint is being written in the background."""
-        return self._under_way is not None
+        return self._in_progress is not None
 
     def poll(self, iteration: int) -> None:
-        """Finish the save under way if all ranks have written. Every rank must call this at the end of every iteration.
+        """Finish the save in progress if all ranks have written. Every rank must call this at the end of every iteration.
+
+        Args:
+            iteration: the iteration that ended.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._under_way is None:
+        if self._in_progress is None:
             return
         written, agreed = f"save/{self._num_saves}/written", f"save/{self._num_saves}/agreed"
         caller = self._calls.async_calls[0].async_caller
@@ -103,13 +107,13 @@ class CheckpointSaver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save under way. All ranks must call this.
+        """Wait for the save in progress. All ranks must call this.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._under_way is not None:
-            iteration, self._under_way = self._under_way, None
+        if self._in_progress is not None:
+            iteration, self._in_progress = self._in_progress, None
             self._conclude(iteration, lambda: self._calls.maybe_finalize_async_calls(blocking=True))
 
     def _prepare(self, iteration: int) -> None:
@@ -126,10 +130,10 @@ class CheckpointSaver:
         )
 
     def _conclude(self, iteration: int, write: Callable[[], object]) -> None:
-        """Let `write` do what is left, and make the checkpoint the latest; what fails is raised alike on all ranks."""
+        """Complete the write by calling `write`, and make the checkpoint the latest; errors are raised on all ranks."""
         try:
             write()
-        except CheckpointException as error:  # torch's, which is no Exception: raised on all ranks, the reason on rank 0
+        except CheckpointException as error:  # torch's, a BaseException: raised on all ranks, with the reason on rank 0
             run_on_rank_0(partial(self._fail, iteration, error))
             raise
         run_on_rank_0(lambda: self._publish(iteration))
