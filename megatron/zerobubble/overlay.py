@@ -114,9 +114,7 @@ class _SpecOf:
 def _from_flags(args: argparse.Namespace) -> ZeroBubbleConfig:
     fields = [field for field in dataclasses.fields(ZeroBubbleConfig) if hasattr(args, field.name)]
     if not fields:
-        raise ConfigError(
-            "the parsed flags have no zero-bubble flags: call megatron.zerobubble.add_zero_bubble_args(parser) first"
-        )
+        raise ConfigError("no zero-bubble flags were parsed: call megatron.zerobubble.add_zero_bubble_args(parser) first")
     return ZeroBubbleConfig(**{field.name: getattr(args, field.name) for field in fields})
 
 

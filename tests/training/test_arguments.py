@@ -1,4 +1,4 @@
-"""The command line: what is accepted, what is refused and how, and that no flag comes or goes unnoticed."""
+"""The command line: accepted flags, error messages, and a frozen list of flags."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_only_rank_0_says_what_is_wrong(rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_reports_an_error(rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from megatron.zerobubble.training import arguments
 
     monkeypatch.setattr(arguments.time, "sleep", lambda _: None)
@@ -332,6 +332,16 @@ def test_only_rank_0_says_what_is_wrong(rank: int, monkeypatch: pytest.MonkeyPat
     said = capsys.readouterr().err
     assert said.count("\n") == (1 if rank == 0 else 0)
     assert (rank != 0) or said.startswith("pretrain_gpt.py: error: ")
+
+
+def test_errors_name_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.zerobubble.cli.train import main
+
+    assert "usage: zerobubble train " in build_parser(prog="zerobubble train").format_usage()
+    with pytest.raises(SystemExit) as left:
+        main(["--nproc-per-node", "2", "--bad"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith("zerobubble train: error: ")
 
 
 def test_user_errors_share_a_root() -> None:
