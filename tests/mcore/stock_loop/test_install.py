@@ -215,7 +215,9 @@ def _refusals(rank: int) -> dict[str, str]:
 def test_a_loop_that_does_not_keep_the_contract_is_told_how(four_ranks: RankPool) -> None:
     for told in four_ranks.run(_refusals):
         assert "pipeline_model_parallel_size of at least 2, got 1" in told["no pipeline"]
-        assert "2 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size None" in told["one chunk"]
+        assert (
+            "2 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size None" in told["one chunk"]
+        )
         assert "1 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size 2" in told["two chunks"]
         assert "DistributedDataParallel did not wrap" in told["after the model"]
         assert "call install before it" in told["too late"]

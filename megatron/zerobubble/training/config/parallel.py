@@ -113,5 +113,5 @@ class ParallelConfig:
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether the stock interleaved schedule is asked for."""
+        """Whether the stock interleaved schedule is requested."""
         return bool(self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank)

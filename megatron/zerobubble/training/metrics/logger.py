@@ -33,7 +33,7 @@ _TIMERS = (
     *("backward-send", "forward-send-backward-recv", "backward-send-forward-recv", "all-grads-sync"),
     *("embedding-grads-all-reduce", "non-tensor-parallel-grads-all-reduce", "params-all-gather", "optimizer"),
 )
-"""Names of the timers in the log, megatron-core's and ours; the same list on all ranks, even where some do not run."""
+"""Names of the timers in the log, megatron-core's and this package's; the same list on all ranks, even where some do not run."""
 
 
 @dataclass(kw_only=True)
