@@ -1,4 +1,4 @@
-"""What a training job sets up, on the ranks of a `RankPool`: from flags to a `TrainingState` that trains, saves and loads."""
+"""A training job's set-up on the ranks of a `RankPool`: from flags to a `TrainingState` that trains, saves and loads."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def train(training_state: TrainingState, *, first: int, last: int) -> list[float
 
 
 def _batches(settings: Settings, iteration: int) -> Iterator[dict[str, torch.Tensor]]:
-    """This data-parallel rank's share of the global batch, a microbatch at a time."""
+    """This data-parallel rank's share of the global batch, one microbatch at a time."""
     rank, size = parallel_state.get_data_parallel_rank(), settings.data_parallel_size
     for number in range(settings.num_microbatches):
         generator = torch.Generator().manual_seed(1000 * iteration + number * size + rank)
@@ -111,5 +111,5 @@ def _batches(settings: Settings, iteration: int) -> Iterator[dict[str, torch.Ten
 
 
 def _turn() -> int:
-    """How many jobs these ranks have had: a store keeps what an earlier one wrote."""
+    """How many jobs these ranks have run: a store keeps the keys of earlier ones."""
     return int(dist.distributed_c10d._get_default_store().add(f"turn of rank {dist.get_rank()}", 1))

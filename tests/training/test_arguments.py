@@ -235,7 +235,7 @@ def test_bad_flags_are_refused_in_one_line(flags: str, world_size: int, message:
     assert "\n" not in str(raised.value)
 
 
-def test_missing_flags_are_named() -> None:
+def test_missing_flags_are_listed() -> None:
     with pytest.raises(ConfigError, match="required: --num-layers, --hidden-size"):
         settings_from_argv([], world_size=1)
 
@@ -258,7 +258,7 @@ def test_data_of_another_vocabulary_is_refused(corpus: str) -> None:
 
 
 def test_a_split_that_is_read_has_documents(corpus: str) -> None:
-    """An empty one would be searched for samples without end. Test samples are never read."""
+    """megatron-core would search an empty split for samples forever. Test samples are never read."""
     base = BASE.replace("--mock-data", f"--data-path {corpus}")
     assert settings("--split 95,5,0.1", base=base).data.split_weights == (95.0, 5.0, 0.1)
     assert settings("--split 1000,1 --eval-iters 0", base=base).data.split_weights == (1000.0, 1.0, 0.0)
@@ -272,7 +272,7 @@ def test_a_split_that_is_read_has_documents(corpus: str) -> None:
         settings("--split 0,0", base=base)
 
 
-def test_what_is_no_dataset_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_dataset_is_an_error(tmp_path: Path) -> None:
     for suffix in (".idx", ".bin"):
         (tmp_path / f"text{suffix}").write_bytes(b"text")
     with pytest.raises(DataError, match=r"text\.idx is not the index of a dataset"):
@@ -344,5 +344,5 @@ def test_errors_name_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("zerobubble train: error: ")
 
 
-def test_user_errors_share_a_root() -> None:
+def test_user_errors_have_a_common_base_class() -> None:
     assert issubclass(ConfigError, UserError)

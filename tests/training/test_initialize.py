@@ -31,7 +31,7 @@ def test_a_process_alone_is_a_job_of_one() -> None:
     assert not read_launch({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}).has_single_queue
 
 
-def test_a_broken_environment_is_named() -> None:
+def test_a_broken_environment_is_an_error() -> None:
     with pytest.raises(ConfigError, match="WORLD_SIZE is 'two', not a number"):
         read_launch({"WORLD_SIZE": "two"})
 
@@ -41,7 +41,7 @@ def test_the_cpu_computes_every_format_of_this_torch(dtype: torch.dtype) -> None
     assert computes(dtype, torch.device("cpu"))
 
 
-def test_a_format_that_a_device_lacks_is_found_out() -> None:
+def test_an_unsupported_dtype_is_detected() -> None:
     assert not computes(torch.float8_e4m3fn, torch.device("cpu"))
 
 
@@ -105,6 +105,6 @@ def test_with_gloo_ranks_share_a_gpu(one_gpu: list[int]) -> None:
         ),
     ],
 )
-def test_what_gloo_cannot_do_with_gpus_is_refused(flags: str, message: str) -> None:
+def test_what_gloo_does_not_support_on_gpus_is_an_error(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_device(settings_from_argv(f"{FLAGS} {flags} --distributed-backend gloo".split(), world_size=2), LAUNCH)

@@ -38,7 +38,7 @@ def test_which_layers_have_experts(text: str, pattern: tuple[int, ...]) -> None:
     "text",
     ["0", "[0,1]", "[0,0,0,0]", "[0,1,2,0]", "[1]*99999999", "__import__('os')", "x", "", "[1]*4+1", "[[1]]*4", "-1", "True"],
 )
-def test_what_is_no_pattern_of_four_layers(text: str) -> None:
+def test_a_malformed_layer_pattern(text: str) -> None:
     with pytest.raises(ConfigError, match="neither a number nor a pattern of 4 layers"):
         layer_pattern(text, 4)
 
@@ -87,6 +87,6 @@ def test_what_is_no_pattern_of_four_layers(text: str) -> None:
         (P2 + "--recompute-granularity selective --recompute-modules mpl", "'mpl' is unknown; choose from core_attn, mlp"),
     ],
 )
-def test_what_does_not_go_together_is_refused(flags: str, message: str) -> None:
+def test_flags_that_exclude_each_other(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(flags)

@@ -1,4 +1,4 @@
-"""Whole jobs, started as a user starts them: they learn, stop, continue bit for bit, change schedule, and say what they did.
+"""Whole jobs, started as a user starts them: they learn, stop, continue bit for bit, change schedule, and log a summary.
 
 Every job costs seconds of start-up, so jobs are shared: one job writes checkpoints that several tests continue.
 """
@@ -29,7 +29,7 @@ NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 
 
 class Job:
-    """A finished job: what it said and what it wrote."""
+    """A finished job: its output and the files that it wrote."""
 
     def __init__(self, folder: Path, flags: list[str], *, num_ranks: int = 2) -> None:
         self.checkpoints = folder / "checkpoints"
@@ -71,7 +71,7 @@ def losses(job: Job, first: int = 1) -> list[float]:
     return [fields["loss"] for iteration, fields in sorted(job.metrics.items()) if iteration >= first]
 
 
-def test_a_run_learns_and_says_so(stock: Job) -> None:
+def test_a_run_learns_and_logs(stock: Job) -> None:
     assert sorted(stock.metrics) == [1, 2, 3, 4, 5, 6]
     assert abs(losses(stock)[0] - math.log(256)) < 0.3, "it starts from a guess among 256 bytes"
     assert losses(stock)[-1] < losses(stock)[0] - 0.5
@@ -93,7 +93,7 @@ def test_a_run_learns_and_says_so(stock: Job) -> None:
         assert part in stock.said, stock.said
 
 
-def test_a_checkpoint_is_complete_before_it_is_named(stock: Job) -> None:
+def test_a_checkpoint_is_complete_before_it_is_the_latest(stock: Job) -> None:
     assert (stock.checkpoints / "latest_checkpointed_iteration.txt").read_text() == "6\n"
     assert {path.name for path in stock.checkpoints.iterdir()} == {
         "iter_0000003",
@@ -103,7 +103,7 @@ def test_a_checkpoint_is_complete_before_it_is_named(stock: Job) -> None:
 
 
 def test_a_continued_run_is_bit_for_bit_the_same(stock: Job, corpus: str, tmp_path: Path) -> None:
-    """With dropout: weights, optimizer, learning rate, order of samples and generators all go on where they were."""
+    """With dropout: weights, optimizer, learning rate, order of samples and generators all continue where they were."""
     shutil.copytree(stock.checkpoints, tmp_path / "checkpoints")
     continued = Job(tmp_path, ["--data-path", corpus, "--load", str(tmp_path / "checkpoints"), "--ckpt-step", "3"])
     assert sorted(continued.metrics) == [4, 5, 6]
@@ -112,8 +112,8 @@ def test_a_continued_run_is_bit_for_bit_the_same(stock: Job, corpus: str, tmp_pa
             assert fields.get(name) == stock.metrics[iteration].get(name), (iteration, name)
 
 
-def test_a_checkpoint_goes_on_under_another_schedule_and_optimizer_split(zb_h1: Job, corpus: str, tmp_path: Path) -> None:
-    """ZB-H1 -> ZBV: other stages on other ranks, where three layers a rank make stages of two and of one; the same losses up to
+def test_a_checkpoint_continues_with_another_schedule_and_optimizer_sharding(zb_h1: Job, corpus: str, tmp_path: Path) -> None:
+    """ZB-H1 -> ZBV: other stages on other ranks, where three layers per rank make stages of two and of one; the same losses up to
     the order of additions."""
     flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]
     flags += ["--zero-bubble-balance-stages", "--zero-bubble-planning-seconds", "0"]
@@ -167,8 +167,8 @@ def _curve(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-def test_auto_is_the_run_with_the_schedule_it_takes(corpus: str, tmp_path: Path) -> None:
-    """Measuring and planning leave no trace in seeds, data and weights."""
+def test_auto_equals_the_run_with_the_chosen_schedule(corpus: str, tmp_path: Path) -> None:
+    """Profiling and planning change neither seeds nor data nor weights."""
     flags = ["--data-path", corpus, "--zero-bubble-planning-seconds", "0.2", "--train-iters", "2"]
     (tmp_path / "auto").mkdir()
     auto = Job(tmp_path / "auto", [*flags, "--zero-bubble-schedule", "auto", "--zero-bubble-memory-limit", "0.75"])
@@ -185,7 +185,7 @@ def test_auto_is_the_run_with_the_schedule_it_takes(corpus: str, tmp_path: Path)
     assert losses(Job(tmp_path, [*flags, *named])) == losses(auto)
 
 
-def test_a_plan_from_measured_times_changes_nothing_and_can_be_kept(corpus: str, tmp_path: Path) -> None:
+def test_replanning_changes_no_result_and_the_plan_can_be_saved(corpus: str, tmp_path: Path) -> None:
     """With dropout, optimistic steps, a batch size ramp-up and a new plan every second iteration; then a run with its last
     plan from the start."""
     flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]
@@ -235,7 +235,7 @@ if __name__ == "__main__":
 the job's output open, and the test would wait for its end."""
 
 
-def test_optimistic_steps_change_nothing(corpus: str, tmp_path: Path) -> None:
+def test_optimistic_steps_change_no_result(corpus: str, tmp_path: Path) -> None:
     """ZBV with dropout, clipped in every step; progress lines, checkpoints and an evaluation between steps and their validation,
     and a kill there."""
     flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--clip-grad", "0.5", "--log-interval", "4"]
@@ -248,9 +248,9 @@ def test_optimistic_steps_change_nothing(corpus: str, tmp_path: Path) -> None:
     done = launch([*RUN, *early, *save], num_ranks=2, script=script)
     assert done.returncode != 0
     assert "Signal 9" in done.stderr
-    told = metrics(folder / "metrics.jsonl")
-    _same_metrics(told, synchronous.metrics, [1, 2, 3, 4])
-    assert [fields["amended"] for fields in told.values()] == [True, True, True, True]
+    logged = metrics(folder / "metrics.jsonl")
+    _same_metrics(logged, synchronous.metrics, [1, 2, 3, 4])
+    assert [fields["amended"] for fields in logged.values()] == [True, True, True, True]
     assert re.findall(r"iteration (\d+): clipped by post-validation", done.stdout)[:4] == ["1", "2", "3", "4"]
     assert "| corrected 4" in done.stdout
     trace = ["--zero-bubble-trace", str(tmp_path / "trace"), "--zero-bubble-trace-iterations", "4,6"]
@@ -281,21 +281,21 @@ def test_a_signal_ends_a_run_with_a_checkpoint(corpus: str, tmp_path: Path) -> N
     assert f"validation loss at iteration {left}" not in said, "there may be little time"
 
 
-def _same_metrics(told: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]], iterations: list[int]) -> None:
-    assert sorted(told) == iterations
-    for iteration, fields in told.items():
+def _same_metrics(actual: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]], iterations: list[int]) -> None:
+    assert sorted(actual) == iterations
+    for iteration, fields in actual.items():
         for name in ("loss", "grad_norm", "lr", "validation_loss", "skipped"):
             assert fields.get(name) == expected[iteration].get(name), (iteration, name)
 
 
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(zb_h1: Job, corpus: str, tmp_path: Path) -> None:
-    """2 pipeline ranks -> 2 data-parallel copies without a pipeline, stock: the distributed optimizer's state is resharded."""
+def test_a_checkpoint_continues_with_another_number_of_ranks(zb_h1: Job, corpus: str, tmp_path: Path) -> None:
+    """2 pipeline ranks -> 2 data-parallel replicas without a pipeline, stock: the distributed optimizer's state is resharded."""
     flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]
     continued = Job(tmp_path, [*flags, "--pipeline-model-parallel-size", "1"])
     assert losses(continued) == pytest.approx(losses(zb_h1, first=4), rel=1e-6)
 
 
-def test_a_checkpoint_of_another_model_is_refused(stock: Job, corpus: str) -> None:
+def test_a_checkpoint_of_another_model_is_an_error(stock: Job, corpus: str) -> None:
     flags = ["--data-path", corpus, "--load", str(stock.checkpoints), "--hidden-size", "64"]
     done = launch([*RUN, *flags], num_ranks=2)
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""A checkpoint is looked at before it is loaded: complete, undamaged, and nothing but data."""
+"""Inspection of a checkpoint before it is loaded: complete, undamaged, and nothing but data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 class Attack:
-    """What a pickle from elsewhere may be: unpickling it runs code."""
+    """An untrusted pickle: unpickling it runs code."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -1,4 +1,4 @@
-"""A checkpoint can be loaded under any other layout, and saved again: training goes on as if nothing had been in between.
+"""A checkpoint can be loaded with any other layout, and saved again: training continues as if uninterrupted.
 
 A chain of jobs on four ranks, each with another schedule, placement, pipeline, tensor or data-parallel size, or optimizer. The
 first one trains, each loads what the one before it saved and saves it again, and the last one trains on. After every load all
@@ -55,7 +55,7 @@ CHAINS = {
         V4,
     ],
 }
-"""fp32 first, which the plain run takes."""
+"""fp32 first, which the plain run uses."""
 
 LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --group-query-attention"
 LLAMA += " --num-query-groups 2 --untie-embeddings-and-output-weights"
@@ -72,7 +72,7 @@ padded: megatron-core's loss counts the padding, of which there is more with mor
 
 @dataclass
 class Walk:
-    """What a rank saw."""
+    """Results of one rank."""
 
     expected: list[float] = field(default_factory=list)
     """Losses of iterations 3 and 4 in the first job, which saves after 2."""
@@ -85,7 +85,7 @@ class Walk:
 
 
 def walk(rank: int, chain: list[str], folder: str) -> Walk:
-    """Go through the jobs of a chain."""
+    """Run the jobs of a chain."""
     seen, first = Walk(), Tensors()
     for number, flags in enumerate(chain):
         load = ["--load", f"{folder}/{number - 1}"] if number else []
@@ -116,7 +116,7 @@ def _same(name: str, one: Tensors, other: Tensors) -> bool:
 
 
 @pytest.mark.parametrize("name", ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in CHAINS if name != "fp32")])
-def test_a_checkpoint_goes_through_any_layout(name: str, four_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_with_any_layout(name: str, four_ranks: RankPool, tmp_path: Path) -> None:
     chain = [f"{flags} {COMMON.get(name, '')}" for flags in CHAINS[name]]
     walks = four_ranks.run(walk, chain, str(tmp_path))
     moments = {"momentum_buffer"} if name == "sgd" else {"exp_avg", "exp_avg_sq", "step"}

@@ -1,4 +1,4 @@
-"""Checkpoints between kinds of optimizers, on one rank: training goes on bit for bit. Between layouts: tests/training."""
+"""Checkpoints between kinds of optimizers, on one rank: training continues bit for bit. Between layouts: tests/training."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def continued(flags: list[str], folder: Path) -> list[float]:
 @pytest.mark.parametrize("precision", [pytest.param([], id="fp32", marks=pytest.mark.slow), pytest.param(["--bf16"], id="bf16")])
 @pytest.mark.parametrize("writes_distributed", [True, False], ids=["distributed to plain", "plain to distributed"])
 @pytest.mark.sampled(0.25)
-def test_the_other_kind_goes_on_bit_for_bit(precision: list[str], writes_distributed: bool, tmp_path: Path) -> None:
+def test_the_other_kind_continues_bit_for_bit(precision: list[str], writes_distributed: bool, tmp_path: Path) -> None:
     """fp32 is also in the chain of layouts."""
     writes, reads = (DISTRIBUTED, []) if writes_distributed else ([], DISTRIBUTED)
     saved([*precision, *writes], tmp_path)
     assert continued([*precision, *reads], tmp_path) == continued([*precision, *writes], tmp_path)
 
 
-def test_master_weights_are_not_given_up_silently(tmp_path: Path) -> None:
+def test_losing_master_weights_is_an_error(tmp_path: Path) -> None:
     saved(["--bf16"], tmp_path)
     with pytest.raises(CheckpointError, match=r"written by the plain optimizer with master weights .* --no-load-optim"):
         continued([], tmp_path)

@@ -44,7 +44,7 @@ def full_disk() -> Iterator[None]:
 
 
 def failing_saves(rank: int, folder: str) -> list[str]:
-    """What is said about a save for which rank 2 has no room, at once and in the background, and when its writer is killed."""
+    """Errors of a save while the disk of rank 2 is full, synchronous and in the background, and when its writer is killed."""
     said = []
     for mode in ([], ["--async-save"]):
         with training_state_of(rank, [*V4, "--save", folder, *mode]) as (training_state, store):
@@ -76,7 +76,7 @@ def _nothing() -> Iterator[None]:
 
 @contextmanager
 def _killed_writer() -> Iterator[None]:
-    """A process that begins to write in here is killed."""
+    """Inside, a process that starts to write is killed."""
 
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -98,7 +98,7 @@ def test_a_write_that_fails_is_raised_on_every_rank_with_its_reason(four_ranks: 
 
 
 def polled_save(rank: int, folder: str) -> list[int]:
-    """The iterations at whose end a save in the background was still under way, on this rank."""
+    """The iterations at whose end a background save was still in progress, on this rank."""
     with training_state_of(rank, [*V4, "--save", folder, "--async-save"]) as (training_state, store):
         train(training_state, first=1, last=1)
         saver, seen = CheckpointSaver(training_state, store), []
@@ -114,12 +114,12 @@ def polled_save(rank: int, folder: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def saved(four_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]], Path]:
-    """What the ranks saw, and the folder with the checkpoint of iteration 1."""
+    """The iterations per rank, and the directory with the checkpoint of iteration 1."""
     folder = tmp_path_factory.mktemp("saved")
     return four_ranks.run(polled_save, str(folder)), folder
 
 
-def test_a_save_in_the_background_is_over_at_the_same_iteration_on_all_ranks(saved: tuple[list[list[int]], Path]) -> None:
+def test_a_background_save_finishes_at_the_same_iteration_on_all_ranks(saved: tuple[list[list[int]], Path]) -> None:
     seen, folder = saved
     assert seen[0], "it is agreed on one iteration before"
     assert seen[0] == list(range(2, 2 + len(seen[0])))
@@ -128,7 +128,7 @@ def test_a_save_in_the_background_is_over_at_the_same_iteration_on_all_ranks(sav
 
 
 class Attack:
-    """What a pickle from elsewhere may be: unpickling it runs code."""
+    """An untrusted pickle: unpickling it runs code."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -144,10 +144,10 @@ def load_tampered(rank: int, folder: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["noise", "code"])
-def test_a_tensor_that_is_none_is_refused_and_not_run(
+def test_code_stored_as_a_tensor_is_not_run(
     kind: str, saved: tuple[list[list[int]], Path], four_ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Code that is stored as a tensor is: the inspection does not read tensors, and torch's reader takes nothing but data."""
+    """The inspection does not read tensors, and torch's reader loads only data."""
     shutil.copytree(saved[1], tmp_path, dirs_exist_ok=True)
     directory = tmp_path / "iter_0000001"
     metadata = dcp.FileSystemReader(directory).read_metadata()
@@ -193,7 +193,7 @@ if __name__ == "__main__":
 
 
 def test_a_process_that_writes_ends_with_its_rank(tmp_path: Path) -> None:
-    """It has the job's output open: this would wait for its end."""
+    """It has the job's output open, so this test would wait for it."""
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN_SCRIPT)
     flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--pipeline-model-parallel-size", "2", "--train-iters", "100000"]

@@ -1,4 +1,4 @@
-"""Flags that say how gradients are reduced, and what does not go with sharding them."""
+"""Flags of the gradient reduction, and those that gradient sharding excludes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--transformer-impl transformer_engine as far as flags go: what is missing is said before anything is started."""
+"""--transformer-impl transformer_engine: errors in flags are reported before the job starts."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_training_stops_when_it_diverges(logger: MetricsLogger, changes: dict[st
         go()
 
 
-def test_training_goes_on_when_asked_to() -> None:
+def test_training_continues_with_no_check_for_nan() -> None:
     metrics = MetricsLogger(settings("--no-check-for-nan-in-loss-and-grad"), rank=0, start_iteration=0, timers=None)
     metrics.add(record(1, grad_norm=math.nan))
     metrics.log()

@@ -34,7 +34,7 @@ class _Unrecorded:
 
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("name", ["zbv", "1f1b"])
-def test_the_parts_are_found_in_what_ran(name: str) -> None:
+def test_part_times_follow_from_a_recorded_iteration(name: str) -> None:
     """F, B and W apart, and fused; from a recorded iteration, and from costs."""
     plan = build_plan(name, num_ranks=4, num_microbatches=8)
     layers = StageLayers.spread(16, plan.placement)
@@ -47,8 +47,8 @@ def test_the_parts_are_found_in_what_ran(name: str) -> None:
         activation=(1.0,) * layers.num_stages,
         activation_after_backward=(1.0,) * layers.num_stages,
     )
-    for known in (None, costs):
-        found = measured_parts(_Recorded(plan, costs), layers, known)  # type: ignore[arg-type]
+    for given in (None, costs):
+        found = measured_parts(_Recorded(plan, costs), layers, given)  # type: ignore[arg-type]
         assert found is not None
         assert vars(found) == pytest.approx(vars(expected))
 
@@ -69,7 +69,7 @@ def test_a_proposal_states_its_gain() -> None:
     )
 
 
-def test_the_best_layout_is_left_as_it_is() -> None:
+def test_the_best_layout_is_not_changed() -> None:
     layers, placement = StageLayers(per_stage=(2, 1)), Placement.linear(2)
     line = proposal(PartTimes(layer_ms=10.0, head_ms=9.0), layers, placement)
     assert line.endswith("and no layout reduces that (now Ett|tL)")
