@@ -149,7 +149,7 @@ def _load_from(training_state: TrainingState, directory: Path) -> RestoredProgre
     return RestoredProgress(header["iteration"], header["consumed_samples"])
 
 
-# -- what a checkpoint holds ------------------------------------------------------------------------------------------
+# -- contents of a checkpoint -------------------------------------------------------------------------------------------
 
 
 def _named_stages(training_state: TrainingState) -> Iterator[tuple[str, Any]]:

@@ -299,16 +299,17 @@ class ZeroBubbleConfig:
         return frozenset(map(int, words))
 
     def schedule_spec(self, *, num_ranks: int, num_chunks: int, memory_limit: float | None) -> ScheduleSpec:
-        """The schedule that these flags name, on a pipeline of this size. Not for `auto`, which names none.
+        """The schedule that these flags choose, on a pipeline of this size. Not defined for `auto`.
 
         Args:
             num_ranks: pipeline ranks, p.
             num_chunks: stages per rank, v.
-            memory_limit: of plans before anything was measured, relative to 1F1B's activation memory; None: the schedule's own.
+            memory_limit: limit of plans before memory is measured, in units of 1F1B's activation memory on the first rank; None:
+                the schedule's own.
 
         Raises:
-            ConfigError: --zero-bubble-max-pending-backward is no number, or the schedule does not take these sizes.
-            PlanError: the file of --zero-bubble-load-plan holds no plan.
+            ConfigError: --zero-bubble-max-pending-backward is malformed, or the schedule does not support these sizes.
+            PlanError: the --zero-bubble-load-plan file is not a plan.
         """
         return schedule_spec(
             self.schedule,
