@@ -6,19 +6,19 @@
 #   ENABLE_ZERO_BUBBLE=0 bash examples/pretrain_zero_bubble.sh   megatron-core's own 1F1B
 #
 # Switches (environment variables):
-#   ZERO_BUBBLE_V_SCHEDULE=1            ZBV: no bubble at 1F1B's memory (the default)
+#   ZERO_BUBBLE_V_SCHEDULE=1            ZBV: no bubble at 1F1B's activation memory (the default)
 #   ENABLE_ZERO_BUBBLE=1|0              ZB-H1 | megatron-core's own 1F1B
 #   ZERO_BUBBLE_MAX_PENDING_BACKWARD    1p (ZB-H1), 2p (ZB-H2) or a number of microbatches; ZERO_BUBBLE_MEM_LIMIT is the same
 #   INTERLEAVED_1F1B=1                  megatron-core's own interleaved 1F1B, one layer per chunk
-#   PIPELINE_SIZE TP_SIZE               pipeline and tensor ranks; what is left is data parallel
+#   PIPELINE_SIZE TP_SIZE               pipeline- and tensor-parallel size; the remaining ranks are data parallel
 #   GPUS_PER_NODE                       ranks per machine
-#   WORLD_SIZE (or NNODES) RANK         number of machines, and which one this is
-#   MASTER_ADDR MASTER_PORT             where the ranks meet, with several machines
+#   WORLD_SIZE (or NNODES) RANK         number of machines, and the number of this one
+#   MASTER_ADDR MASTER_PORT             rendezvous address, with several machines
 #   HIDDEN_SIZE LAYERS ATTENTION_HEADS SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR
-#   DATA_PATH (or DATASET)              prefix of an indexed dataset (tools/preprocess_data.py)
-#   RUN_DIR                             checkpoint and metrics; runs/<schedule> by default
-#   EXIT_INTERVAL FP32=1                leave after this iteration; fp32 on GPUs too
-# Further arguments are passed on to pretrain_gpt.py and win over these: ... pretrain_zero_bubble.sh --train-iters 20
+#   DATA_PATH (or DATASET)              path prefix of an indexed dataset (tools/preprocess_data.py)
+#   RUN_DIR                             directory of checkpoints and metrics; runs/<schedule> by default
+#   EXIT_INTERVAL FP32=1                exit after this iteration; fp32 on GPUs too
+# Further arguments are passed to pretrain_gpt.py and override these: ... pretrain_zero_bubble.sh --train-iters 20
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -72,10 +72,10 @@ else
     micro="${MICRO_BATCH_SIZE:-2}" iterations="${TRAIN_ITERS:-120}" lr="${LR:-2e-3}"
     batch="${GLOBAL_BATCH_SIZE:-$((ranks / tensor / pipeline * 8 * micro))}"
     device=(--exit-duration-in-mins 3.5)
-    # A short run: measure and plan early, and not for long.
+    # A short run: profile and re-plan early, and briefly.
     [[ $name == zb* ]] && device+=(--zero-bubble-pipeline-timers-start-iter 20 --zero-bubble-planning-seconds 2)
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-    export CUDA_VISIBLE_DEVICES= # sizes for the CPU; with gloo, too, ranks take a GPU that they see
+    export CUDA_VISIBLE_DEVICES= # the sizes above are for the CPU; with gloo, ranks would use visible GPUs
 fi
 data="${DATA_PATH:-${DATASET:-$here/data/python-stdlib}}"
 run="${RUN_DIR:-$here/runs/$name}"

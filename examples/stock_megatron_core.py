@@ -1,4 +1,4 @@
-"""A training loop written against megatron.core alone, and one line that lets it run zero bubble.
+"""A training loop for stock megatron-core, and one call that makes it run a zero-bubble schedule.
 
 ::
 
@@ -7,11 +7,11 @@
     torchrun --nproc-per-node 2 examples/stock_megatron_core.py --pipeline-model-parallel-size 2 \\
         --virtual-pipeline-model-parallel-size 2 --zero-bubble-v-schedule
 
-The first runs megatron-core's own 1F1B, the second ZB-H1, the third ZBV; the losses are the same. Two lines know of
-megatron.zerobubble: one adds its flags, one installs what they say. Everything else is what any such loop does.
+The first runs megatron-core's own 1F1B, the second ZB-H1, the third ZBV; the losses are the same. Two lines use
+megatron.zerobubble: one adds its flags, one installs the schedule that they choose. The rest is a usual megatron-core loop.
 
-Needs GPUs, as megatron.core does. Without, let tools/on_cpu.py run it: `torchrun --nproc-per-node 2 tools/on_cpu.py
-examples/stock_megatron_core.py --pipeline-model-parallel-size 2`. The data are random numbers, the same for all schedules.
+Needs GPUs, as megatron-core does. Without GPUs, run it through tools/on_cpu.py: `torchrun --nproc-per-node 2 tools/on_cpu.py
+examples/stock_megatron_core.py --pipeline-model-parallel-size 2`. The data is random, the same for all schedules.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VOCABULARY = 96
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of this loop, and those of zero bubble."""
+    """Parse the flags of this loop and the zero-bubble flags."""
     parser = argparse.ArgumentParser(description="Train a small GPT on random tokens with megatron.core.", allow_abbrev=False)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
@@ -78,7 +78,7 @@ def initialize(args: argparse.Namespace) -> None:
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
-    """The model, and how it is spread over ranks."""
+    """megatron-core's configuration of the model and its parallelism."""
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     interleaves = args.virtual_pipeline_model_parallel_size is not None
     return TransformerConfig(
@@ -103,7 +103,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
 
 
 def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
-    """This rank's chunks: one, or as many as the virtual pipeline size says."""
+    """This rank's model chunks, wrapped in DistributedDataParallel: one, or --virtual-pipeline-model-parallel-size."""
     interleaves = args.virtual_pipeline_model_parallel_size is not None
     chunks: list[Any] = []
     for number in range(args.virtual_pipeline_model_parallel_size or 1):
@@ -118,7 +118,7 @@ def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[Dis
             share_embeddings_and_output_weights=args.tie_embeddings_and_output_weights,
             vp_stage=vp_stage,
         )
-        draw_weights(chunk)
+        initialize_weights(chunk)
         chunks.append(chunk.cuda(torch.cuda.current_device()))
     if config.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
@@ -134,8 +134,8 @@ def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[Dis
 
 
 @torch.no_grad()
-def draw_weights(chunk: GPTModel) -> None:
-    """The same weights for a layer wherever it is, so that runs with other numbers of ranks and chunks can be compared."""
+def initialize_weights(chunk: GPTModel) -> None:
+    """Initialize each layer by its global number, so that runs with other numbers of ranks and chunks are comparable."""
     for name, weight in chunk.named_parameters():
         if weight.dim() < 2:
             continue
@@ -143,24 +143,24 @@ def draw_weights(chunk: GPTModel) -> None:
         if words[:2] == ["decoder", "layers"]:
             words[2] = str(chunk.decoder.layers[int(words[2])].layer_number)
         elif name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-            words = ["embedding", "word_embeddings", "weight"]  # a copy of it
+            words = ["embedding", "word_embeddings", "weight"]  # tied: the same weights
         seed = hashlib.blake2b(".".join(words).encode(), digest_size=6).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
         weight.copy_(torch.empty(weight.shape).normal_(0.0, 0.02, generator=generator))
 
 
 def batches(args: argparse.Namespace) -> Iterator[torch.Tensor]:
-    """[micro batch, sequence + 1] tokens for ever; each data-parallel copy of the model draws its own."""
+    """Yield [micro batch size, sequence length + 1] tokens forever, different ones per data-parallel replica."""
     generator = torch.Generator().manual_seed(77 + parallel_state.get_data_parallel_rank())
     device = torch.cuda.current_device()
     while True:
         first = torch.randint(0, 8, (args.micro_batch_size, 1), generator=generator)
-        later = 3 * torch.arange(args.seq_length + 1)  # all of them follow from the first: something to learn
+        later = 3 * torch.arange(args.seq_length + 1)  # all tokens follow from the first: something to learn
         yield (first + later).remainder(VOCABULARY).to(device)
 
 
 def forward_step(args: argparse.Namespace, data_iterator: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-    """What one microbatch does in one chunk, as megatron.core's schedules want it."""
+    """Run one microbatch through one model chunk, as megatron-core's schedules call it."""
     text = next(data_iterator)
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     positions = torch.arange(args.seq_length, device=tokens.device).expand_as(tokens)
@@ -168,14 +168,14 @@ def forward_step(args: argparse.Namespace, data_iterator: Iterator[torch.Tensor]
 
 
 def loss_function(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum over tokens, their number, and the mean for the log."""
+    """The sum of losses over tokens, the number of tokens, and the mean loss for the log."""
     total = losses.float().sum()
     count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
     return total, count, {"lm loss": total.detach() / losses.numel()}
 
 
 def train(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The loop. Returns what was logged, on ranks with the last stage; they print it, too."""
+    """The training loop. Returns the logged iterations on ranks with the last stage; one of these prints them, too."""
     initialize(args)
     config = transformer_config(args)
     model = build_model(args, config)
@@ -220,7 +220,7 @@ def train(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, install, train, leave."""
+    """Parse the flags, install the schedule, train, clean up."""
     args = parse(argv)
     megatron.zerobubble.install(args)
     train(args)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Text -> an indexed dataset that megatron-core reads: PREFIX.bin, PREFIX.idx, and PREFIX.corpus.json beside them.
+"""Tokenize text into an indexed dataset for megatron-core: PREFIX.bin and PREFIX.idx, with PREFIX.corpus.json beside them.
 
     python tools/preprocess_data.py --input books.jsonl --json-keys text --append-eod --output-prefix data/books
     python tools/preprocess_data.py --python-stdlib --output-prefix data/python-stdlib
 
-A document is one value of a JSON line, or with --python-stdlib one source file of the Python standard library: real text
-that is on every machine. Output is the same on every run over the same text, and appears complete or not at all. The .json
-says which tokenizer and vocabulary made the data, so that the trainer can refuse others.
+A document is one value of a JSON line, or with --python-stdlib one source file of the Python standard library: real text that
+every machine has. The output is deterministic and replaces an old dataset atomically. PREFIX.corpus.json records tokenizer and
+vocabulary size, so that training can reject others.
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_pat
 _SKIPPED_FOLDERS = frozenset(
     ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "idlelib", "turtledemo")
 )
-"""Folders of the standard library that are tests, demonstrations, or not part of it."""
+"""Directories of the standard library that contain tests or demonstrations, or are not part of it."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Text -> token ids. Holds no tokenizer, so that it can be sent to worker processes."""
+    """Arguments of a tokenizer; without the tokenizer itself, so that it can be pickled to worker processes."""
 
     tokenizer_type: str
+    """As for --tokenizer-type."""
     tokenizer_model: str | None
+    """Path or name of the tokenizer, for the types that have one."""
     vocab_size: int | None
+    """Vocabulary size; None: the tokenizer's."""
 
     def build(self) -> Any:
         """The tokenizer."""
@@ -71,9 +74,9 @@ def main(argv: list[str] | None = None) -> int:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     text = parser.add_argument_group("text").add_mutually_exclusive_group(required=True)
-    text.add_argument("--input", metavar="FILE.jsonl", help="one JSON object a line")
+    text.add_argument("--input", metavar="FILE.jsonl", help="JSON lines: one object per line")
     text.add_argument("--python-stdlib", action="store_true", help="the Python standard library's own source files")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys with text (default: text)")
+    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the texts (default: text)")
     tokens = parser.add_argument_group("tokens")
     tokens.add_argument(
         "--tokenizer-type",
@@ -81,17 +84,27 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         choices=("ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer"),
         help="ByteLevelTokenizer (the default) needs no files",
     )
-    tokens.add_argument("--tokenizer-model", metavar="PATH", help="for the types that have one")
-    tokens.add_argument("--vocab-size", type=int, metavar="N", help="for NullTokenizer, or a larger byte vocabulary")
-    tokens.add_argument("--append-eod", action="store_true", help="an end-of-document token after each document")
+    tokens.add_argument("--tokenizer-model", metavar="PATH", help="path or name, for the Hugging Face and SentencePiece types")
+    tokens.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary size, required by NullTokenizer")
+    tokens.add_argument("--append-eod", action="store_true", help="append an end-of-document token to each document")
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
-    output.add_argument("--workers", type=int, default=1, metavar="N", help="tokenizing processes (default: 1)")
+    output.add_argument("--workers", type=int, default=1, metavar="N", help="number of tokenizing processes (default: 1)")
     return parser.parse_args(argv)
 
 
 def preprocess(*, documents: Iterator[str], encoder: Encoder, prefix: str, appends_eod: bool, num_workers: int) -> CorpusInfo:
-    """Tokenize documents and write the dataset. Returns what was written.
+    """Tokenize documents and write the dataset.
+
+    Args:
+        documents: their texts; empty ones are skipped.
+        encoder: the tokenizer.
+        prefix: path prefix of the dataset.
+        appends_eod: whether to append an end-of-document token to each document.
+        num_workers: tokenizing processes.
+
+    Returns:
+        The contents of PREFIX.corpus.json.
 
     Raises:
         DataError: there is no text, or it cannot be read or tokenized.
@@ -120,12 +133,12 @@ def preprocess(*, documents: Iterator[str], encoder: Encoder, prefix: str, appen
 
 
 def _files(prefix: str) -> tuple[Path, ...]:
-    """What a dataset consists of. The index comes last: a dataset that has one is complete."""
+    """The files of a dataset. The index is the last one: a dataset that has it is complete."""
     return Path(f"{prefix}.bin"), corpus_info_path(prefix), Path(f"{prefix}.idx")
 
 
 def _write(documents: Iterator[list[int]], prefix: str, vocab_size: int) -> tuple[int, int]:
-    """Write .bin and .idx; returns the number of documents and of tokens. Empty documents are left out."""
+    """Write .bin and .idx; return the number of documents and of tokens. Empty documents are skipped."""
     with quiet_third_parties():
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocab_size))
@@ -170,7 +183,7 @@ def json_texts(path: str, keys: list[str]) -> Iterator[str]:
     """The text of each document of a JSON-lines file.
 
     Raises:
-        DataError: the file cannot be read, or a line is not an object with the keys; it says which line.
+        DataError: the file does not exist, or a line is not an object with the keys; the message has the line number.
     """
     if not Path(path).is_file():
         raise DataError(f"--input {path} does not exist; give a file with one JSON object a line")
@@ -188,10 +201,10 @@ def json_texts(path: str, keys: list[str]) -> Iterator[str]:
 
 
 def stdlib_texts(root: Path | None = None) -> Iterator[str]:
-    """The Python standard library's source files, in the order of their names, so that every run gives the same dataset.
+    """The Python standard library's source files, sorted by path, so that every run makes the same dataset.
 
     Args:
-        root: where it lies; by default where the running Python has it.
+        root: directory of the library; None: that of the running Python.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):

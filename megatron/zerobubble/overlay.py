@@ -1,15 +1,15 @@
-"""Zero bubble in a training loop that is not ours: the flags, and the one line that installs what they say.
+"""Zero bubble in an existing training loop for megatron-core: its flags, and the one call that installs a schedule.
 
 ::
 
     import megatron.zerobubble
 
-    megatron.zerobubble.add_zero_bubble_args(parser)            # a loop with Megatron's kind of parser, or
+    megatron.zerobubble.add_zero_bubble_args(parser)            # a loop with a Megatron-LM-like parser, or
     megatron.zerobubble.install(parser.parse_args())            # megatron.zerobubble.install(schedule="zb-h1")
-    ...                                                         # the loop, as it was
+    ...                                                         # the loop, unchanged
 
-What a stock loop cannot give is refused by name: it zeroes gradients and moves the learning rate between the step and its
-validation, so there are no early steps; nobody tells us of its optimizer, so there are no memory limits in bytes.
+Flags that such a loop cannot support raise a ConfigError. It zeroes gradients and advances the learning rate between a step and
+its validation, so there is no post-validation; its optimizer is not accessible, so there are no memory limits in bytes.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from megatron.zerobubble.training.initialize import read_launch
 
 __all__ = ["add_zero_bubble_args", "install"]
 
-_HONOURED = (
+_SUPPORTED = (
     *("enable_zero_bubble", "zero_bubble_max_pending_backward", "zero_bubble_v_schedule", "zero_bubble_schedule"),
     *("zero_bubble_v_schedule_mem_setup", "zero_bubble_memory_limit", "zero_bubble_load_plan"),
     *("zero_bubble_pipeline_timers_start_iter", "zero_bubble_pipeline_timers_end_iter", "zero_bubble_replan_interval"),
     "zero_bubble_planning_seconds",
 )
-"""Fields of `ZeroBubbleConfig` that mean something in a loop that is not ours."""
+"""Fields of `ZeroBubbleConfig` that a stock training loop supports."""
 
 _WHY_NOT = {
-    "enable_optimizer_post_validation": "a stock loop zeroes its gradients and moves the learning rate before the step is "
-    "validated, and could then not take it again",
+    "enable_optimizer_post_validation": "it zeroes gradients and advances the learning rate before the step is validated, which "
+    "could then not be redone",
 }
+"""Field -> why a stock training loop does not support it."""
 
 
 def add_zero_bubble_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `install` honours to `parser`, as a group of their own. They are those of pretrain_gpt.py."""
-    add_group(parser, ZeroBubbleConfig, only=_HONOURED)
+    """Add the flags that `install` supports to `parser`, as an argument group. They mean the same as in pretrain_gpt.py."""
+    add_group(parser, ZeroBubbleConfig, only=_SUPPORTED)
 
 
 def install(
@@ -56,25 +57,26 @@ def install(
     plan: str | None = None,
     optimizer_post_validation: bool = False,
 ) -> None:
-    """Let a loop that is written for megatron.core run a zero-bubble schedule. Every rank must call it.
+    """Make a training loop that is written for megatron-core run a zero-bubble schedule. Every rank must call it.
 
-    Call it before the loop makes its TransformerConfig, and for schedules in a V before `initialize_model_parallel`. The loop
-    builds as many model chunks a rank as the schedule has (two under V), as for megatron-core's interleaved schedule.
+    Call it before the loop makes its TransformerConfig, and for schedules with V placement before `initialize_model_parallel`.
+    The loop must build the schedule's number of model chunks per rank (two with V placement), as for megatron-core's interleaved
+    schedule.
 
     Args:
-        args: what a parser with `add_zero_bubble_args` parsed. If its flags choose no schedule, nothing is installed. Instead of
-            the other arguments.
-        schedule: zb-h1, zb-h2, zb, zbv, v-half, v-min, zb-interleaved ...; see --zero-bubble-schedule.
-        max_pending_backward: instead of `schedule`: most microbatches between forward pass and weight gradient on a rank; "1p"
-            and "2p" count in pipeline ranks.
-        memory_limit: most activation memory on any rank, 1.0 is what 1F1B holds on the first one.
-        plan: file of a plan to run.
-        optimizer_post_validation: refused.
+        args: flags from a parser with `add_zero_bubble_args`; excludes the other arguments. If they choose no schedule, nothing
+            is installed.
+        schedule: zb-h1, zb-h2, zb, zbv, v-half, v-min, zb-interleaved, ...; see --zero-bubble-schedule.
+        max_pending_backward: instead of `schedule`: maximum number of microbatches per rank between F and W; "1p" and "2p" are
+            multiples of the pipeline size.
+        memory_limit: maximum activation memory per rank, in units of 1F1B's on the first rank.
+        plan: path of a plan file to run.
+        optimizer_post_validation: not supported in a stock loop; True raises ConfigError.
 
     Raises:
-        CompatibilityError: the installed megatron-core is not one we know; says what differs.
-        ConfigError: options that cannot be honoured, or others are installed.
-        PlanError: the file holds no plan.
+        CompatibilityError: the installed megatron-core is not supported; the message lists the differences.
+        ConfigError: an option is not supported in a stock loop, or other options are already installed.
+        PlanError: the file is not a plan.
     """
     given: dict[str, Any] = {
         "zero_bubble_schedule": schedule,
@@ -86,19 +88,19 @@ def install(
     if args is None:
         config = ZeroBubbleConfig(**given)
         if config.schedule == "stock" and schedule is None and not optimizer_post_validation:
-            raise ConfigError("install was told nothing: give schedule, max_pending_backward, plan, or parsed flags")
+            raise ConfigError("install has no schedule to install: give schedule, max_pending_backward, plan, or parsed flags")
     else:
         if any(value not in (None, False) for value in given.values()):
-            raise ConfigError("install was given parsed flags and options of its own; give one of them")
+            raise ConfigError("install got parsed flags and other arguments; give one of them")
         config = _from_flags(args)
-    _refuse(config)
+    _check_supported(config)
     if config.schedule != "stock":
         _install(config)
 
 
 @dataclass(frozen=True)
 class _SpecOf:
-    """(pipeline ranks, chunks per rank) -> the schedule that the flags name. Equal for equal flags."""
+    """(pipeline ranks, chunks per rank) -> the schedule of the flags. Instances with equal flags compare equal."""
 
     config: ZeroBubbleConfig
 
@@ -112,26 +114,24 @@ class _SpecOf:
 def _from_flags(args: argparse.Namespace) -> ZeroBubbleConfig:
     fields = [field for field in dataclasses.fields(ZeroBubbleConfig) if hasattr(args, field.name)]
     if not fields:
-        raise ConfigError("the parsed flags have none of ours: call megatron.zerobubble.add_zero_bubble_args(parser) first")
+        raise ConfigError("no zero-bubble flags were parsed: call megatron.zerobubble.add_zero_bubble_args(parser) first")
     return ZeroBubbleConfig(**{field.name: getattr(args, field.name) for field in fields})
 
 
-def _refuse(config: ZeroBubbleConfig) -> None:
+def _check_supported(config: ZeroBubbleConfig) -> None:
     for field in dataclasses.fields(config):
-        if field.name not in _HONOURED and getattr(config, field.name) != field.default:
-            why = _WHY_NOT.get(field.name, "it is a part of our own loop")
-            raise ConfigError(
-                f"{flag_of(field)} cannot be honoured in a loop that is not ours: {why}. Use pretrain_gpt.py for it"
-            )
+        if field.name not in _SUPPORTED and getattr(config, field.name) != field.default:
+            why = _WHY_NOT.get(field.name, "it is part of this package's own loop")
+            raise ConfigError(f"{flag_of(field)} is not supported in a stock training loop: {why}. Use pretrain_gpt.py for it")
     if config.schedule == AUTO:
         raise ConfigError(
-            f"schedule {AUTO} builds the model once to measure it, which a loop that is not ours cannot do: name a schedule, or "
-            "let pretrain_gpt.py choose one"
+            f"schedule {AUTO} builds the model once to profile it, which a stock training loop cannot do: choose a schedule by "
+            "name, or use pretrain_gpt.py"
         )
     if config.memory_limit is not None and not config.memory_limit.is_relative:
         raise ConfigError(
-            f"--zero-bubble-memory-limit {config.zero_bubble_memory_limit}: in a loop that is not ours give a number, 1 is what "
-            "1F1B's activations take; in bytes the limit would have to know the loop's optimizer"
+            f"--zero-bubble-memory-limit {config.zero_bubble_memory_limit}: in a stock training loop give a number (1 is 1F1B's "
+            "activation memory); a limit in bytes would need the loop's optimizer"
         )
 
 

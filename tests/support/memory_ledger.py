@@ -1,4 +1,4 @@
-"""Whole steps of a real model, with a ledger of what every iteration leaves behind."""
+"""Training steps of a real model, with a ledger of the tensors that each iteration leaves behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tools.benchmarks.memory.ledger import RankLedger, watch
 
 
 def train_watched(rank: int, case: Case, num_iterations: int, warmup: int, leaks: bool = False) -> RankLedger:
-    """Whole steps of the case. With `leaks` each leaves the tensor behind that a pass has made."""
+    """Train the case. With `leaks` every step leaves a tensor of a pass behind."""
     trainer = Trainer(case)
     leaked: list[torch.Tensor] = []
     step = 0

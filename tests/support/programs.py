@@ -1,6 +1,6 @@
-"""Every family of schedules, and changes that break a program's transfers on purpose.
+"""All schedule families, and changes that break a program's transfers on purpose.
 
-Standard library only, like the plans: both the model of links and real process groups are shown that they notice.
+Standard library only, like the plans: tests check that the model of links and real process groups detect them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def post_at_take(_: int, row: list[Step]) -> list[Step]:
 
 
 def post_one_later(_: int, row: list[Step]) -> list[Step]:
-    """Against rule 2, where nothing looks ahead: a receive is posted behind the op that takes it."""
+    """Against rule 2, without lookahead: a receive is posted after the op that takes it."""
     late: tuple[Message, ...] = ()
     for index, step in enumerate(row):
         row[index] = replace(step, post=late)

@@ -2,7 +2,7 @@
 
 The *checker* reads a program and recomputes what must hold of it, the order of events by vector clocks. The *rendezvous model*
 executes a program: a transfer happens only when its send and its receive are both posted, in the order of both ends, at a moment
-that an adversary picks. Both know nothing of how the communication pass works.
+that an adversary picks. Both are independent of how the communication pass works.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def check_retires(program: Program) -> None:
 
 
 class StuckError(Exception):
-    """Every rank waits."""
+    """All ranks wait: a deadlock."""
 
 
 class BrokenError(Exception):
@@ -178,7 +178,7 @@ class Rendezvous:
         return f"{verb} {self.messages[number]}"
 
     def rank_moves(self, rank: int) -> Callable[[], bool]:
-        """A function that lets the rank act a few times, and says whether it did."""
+        """A function that lets the rank act a few times, and returns whether it did."""
         script, ends, arrived = self.scripts[rank], self.ends, self.arrived
 
         def move() -> bool:

@@ -1,4 +1,4 @@
-"""What a training job sets up, on the ranks of a `RankPool`: from flags to a `TrainingState` that trains, saves and loads."""
+"""A training job's set-up on the ranks of a `RankPool`: from flags to a `TrainingState` that trains, saves and loads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job, Launch, set_up_model_parallel
-from megatron.zerobubble.training.setup import assemble
-from megatron.zerobubble.training.step import Training, TrainingState
+from megatron.zerobubble.training.setup import build_training_state
+from megatron.zerobubble.training.step import Trainer, TrainingState
 from tests.support.gpt import _destroy_groups
 
 VOCABULARY = 64
@@ -62,7 +62,7 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
     set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
     batch = settings.batch
     init_num_microbatches_calculator(rank, None, settings.global_batch_size, batch.micro_batch_size, settings.data_parallel_size)
-    training_state = assemble(
+    training_state = build_training_state(
         settings,
         job,
         spec,
@@ -71,8 +71,8 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
         forward_step_provider=pretrain_gpt.forward_step_provider,
     )
     yield training_state, store
-    if training_state.steps is not None:
-        training_state.steps.close()
+    if training_state.post_validation is not None:
+        training_state.post_validation.close()
     for chunk in training_state.chunks:  # cycles that Python cannot see, as in tests.support.gpt
         chunk.grad_accs.clear()
     for part in getattr(training_state.optimizer, "chained_optimizers", [training_state.optimizer]):
@@ -85,7 +85,7 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
 
 def train(training_state: TrainingState, *, first: int, last: int) -> list[float]:
     """Iterations `first` to `last` on data that depends on their number only; the sum of losses of each, over all ranks."""
-    training, losses = Training(training_state), []
+    training, losses = Trainer(training_state), []
     for iteration in range(first, last + 1):
         iterators = [_batches(training_state.settings, iteration) for _ in training_state.chunks]
         results = training.iterate(iterators if len(iterators) > 1 else iterators[0])
@@ -97,7 +97,7 @@ def train(training_state: TrainingState, *, first: int, last: int) -> list[float
 
 
 def _batches(settings: Settings, iteration: int) -> Iterator[dict[str, torch.Tensor]]:
-    """This data-parallel rank's share of the global batch, a microbatch at a time."""
+    """This data-parallel rank's share of the global batch, one microbatch at a time."""
     rank, size = parallel_state.get_data_parallel_rank(), settings.data_parallel_size
     for number in range(settings.num_microbatches):
         generator = torch.Generator().manual_seed(1000 * iteration + number * size + rank)
@@ -111,5 +111,5 @@ def _batches(settings: Settings, iteration: int) -> Iterator[dict[str, torch.Ten
 
 
 def _turn() -> int:
-    """How many jobs these ranks have had: a store keeps what an earlier one wrote."""
+    """How many jobs these ranks have run: a store keeps the keys of earlier ones."""
     return int(dist.distributed_c10d._get_default_store().add(f"turn of rank {dist.get_rank()}", 1))

@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py: text in, the same dataset out every time, complete or not at all."""
+"""tools/preprocess_data.py: deterministic and atomic."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_several_workers_make_the_same_dataset(lines: Path, tmp_path: Path) -> N
         assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()
 
 
-def test_a_bad_line_is_named_and_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_line_is_reported_and_no_file_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "good"}\n{"body": "no text"}\n')
     assert main(["--input", str(path), "--output-prefix", str(tmp_path / "out" / "data")]) == 2

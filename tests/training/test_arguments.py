@@ -1,4 +1,4 @@
-"""The command line: what is accepted, what is refused and how, and that no flag comes or goes unnoticed."""
+"""The command line: accepted flags, error messages, and a frozen list of flags."""
 
 from __future__ import annotations
 
@@ -100,20 +100,24 @@ def test_batch_and_data_parallelism() -> None:
         (
             P4 + V + "--num-layers 10",
             4,
-            "10 layers do not divide .*V placement.; 8 or 12 would.*-layout says what each stage holds$",
+            "10 layers do not divide .*V placement.; 8 or 12 would.*-layout sets the layers of each stage$",
         ),
-        (P4 + "--num-layers 7", 4, "; 4 or 8 would.*, --allow-padding-num-layers lets the ends hold one less"),
+        (P4 + "--num-layers 7", 4, "; 4 or 8 would.*, --allow-padding-num-layers gives the first and last stage one less"),
         (P4 + PADDED + "--num-layers 5", 4, "5 layers on 4 stages .* leave 3 places empty, .* use one of 4, 6, 7, 8"),
-        (P4 + LAYOUT + "Et|tt|tt|ttL", 4, "has 7 layers, --num-layers says 8"),
-        (P4 + LAYOUT + "Et|(tt|)*3tL --enable-zero-bubble", 4, "has 5 stages; schedule zb-h1 on 4 pipeline ranks takes 4"),
-        (P4 + LAYOUT + "Et|(tt|)*3tL", 4, "has 5 stages; schedule stock on 4 pipeline ranks takes a multiple of 4"),
+        (P4 + LAYOUT + "Et|tt|tt|ttL", 4, "has 7 layers, --num-layers is 8"),
+        (P4 + LAYOUT + "Et|(tt|)*3tL --enable-zero-bubble", 4, "has 5 stages; schedule zb-h1 on 4 pipeline ranks needs 4"),
+        (P4 + LAYOUT + "Et|(tt|)*3tL", 4, "has 5 stages; schedule stock on 4 pipeline ranks needs a multiple of 4"),
         (P4 + LAYOUT + "E|(t|)*6ttL --global-batch-size 6", 4, "interleaved .* divisible by the pipeline size 4, got 6"),
-        (P4 + LAYOUT + "Et*4|t*4L " + V, 4, "has 2 stages; schedule zbv on 4 pipeline ranks takes 8"),
+        (P4 + LAYOUT + "Et*4|t*4L " + V, 4, "has 2 stages; schedule zbv on 4 pipeline ranks needs 8"),
         (P4 + LAYOUT + "Et*7|mtL", 4, "--pipeline-model-parallel-layout: layout .* has an m .multi-token prediction."),
-        (P4 + LAYOUT + "E(tt|)*4L " + PADDED, 4, "says what every stage holds; leave out --allow-padding-num-layers"),
+        (P4 + LAYOUT + "E(tt|)*4L " + PADDED, 4, "sets the layers of every stage; leave out --allow-padding-num-layers"),
         (LAYOUT + "Et*4|t*4L", 4, "--pipeline-model-parallel-layout .* --pipeline-model-parallel-size of at least 2, got 1"),
         (P4 + "--num-layers-per-virtual-pipeline-stage 4 --num-layers 7 " + PADDED, 4, "make stages of 2; give that or less"),
-        (P4 + "--zero-bubble-balance-stages", 4, "needs a schedule of ours: add --enable-zero-bubble, or .*-schedule 1f1b"),
+        (
+            P4 + "--zero-bubble-balance-stages",
+            4,
+            "needs a schedule of this package: add --enable-.*-schedule 1f1b",
+        ),
         (P4 + V + "--num-layers-per-virtual-pipeline-stage 1", 4, "cannot be combined with --num-layers-per-virtual"),
         (V, 4, "--zero-bubble-v-schedule .* --pipeline-model-parallel-size of at least 2, got 1"),
         ("--enable-zero-bubble", 4, "zb-h1 .* needs --pipeline-model-parallel-size of at least 2"),
@@ -145,12 +149,12 @@ def test_batch_and_data_parallelism() -> None:
             "divisible by --micro-batch-size x data-parallel size = 4; 4 and 4",
         ),
         ("--global-batch-size 6", 4, "--global-batch-size 6 is not divisible by --micro-batch-size 1 x .* 4 = 4; 8 would be"),
-        (P4 + EARLY, 4, "--enable-optimizer-post-validation needs a schedule of ours: add --enable-zero-bubble"),
+        (P4 + EARLY, 4, "--enable-optimizer-post-validation needs a schedule of this package: add --enable-zero-bubble"),
         (P4 + V + EARLY + "--post-validation-patience -1", 4, "--post-validation-patience is -1; give 0 or a number of steps"),
         (
             P4 + V + EARLY + "--post-validation-rollback inverse --optimizer sgd",
             4,
-            "--post-validation-rollback inverse can take back Adam only, and --optimizer is sgd: choose exact",
+            "--post-validation-rollback inverse can roll back Adam only, and --optimizer is sgd: choose exact",
         ),
         (
             P4 + V + EARLY + "--post-validation-snapshot disk",
@@ -160,7 +164,7 @@ def test_batch_and_data_parallelism() -> None:
         (
             P4 + "--zero-bubble-schedule zb-h1 --zero-bubble-memory-limit 1",
             4,
-            "schedule zb-h1 is one fixed order; give --enable-",
+            "schedule zb-h1 has a fixed order; give --enable-",
         ),
         (P4 + V + "--zero-bubble-memory-limit 0.1", 4, "memory limit 0.1 is too small .* the smallest that works is 1.0"),
         (P4 + V + "--zero-bubble-memory-limit 0", 4, "--zero-bubble-memory-limit '0' is none of: a number above 0 .* 60GiB"),
@@ -171,9 +175,9 @@ def test_batch_and_data_parallelism() -> None:
             4,
             "9GiB: with --zero-bubble-schedule auto give a number",
         ),
-        ("--zero-bubble-schedule auto", 4, "schedule auto fills the bubble between pipeline ranks and needs"),
+        ("--zero-bubble-schedule auto", 4, "schedule auto fills the pipeline bubble and needs"),
         (P4 + "--zero-bubble-schedule auto --num-virtual-stages-per-pipeline-rank 2", 4, "cannot be combined with"),
-        (P4 + V + "--zero-bubble-memory-limit auto --zero-bubble-planning-seconds 0", 4, "limit auto needs iterations that are"),
+        (P4 + V + "--zero-bubble-memory-limit auto --zero-bubble-planning-seconds 0", 4, "limit auto needs profiled iterations"),
         (P4 + "--zero-bubble-v-schedule-mem-setup half", 4, "mem-setup half needs --zero-bubble-v-schedule"),
         (P4 + V + "--zero-bubble-v-schedule-mem-setup less", 4, "mem-setup 'less' is unknown; choose from zb, half, min"),
         (
@@ -181,14 +185,18 @@ def test_batch_and_data_parallelism() -> None:
             4,
             "--zero-bubble-memory-limit 1 replaces",
         ),
-        (P4 + "--zero-bubble-replan-interval 9", 4, "schedule stock is one fixed order: .*--zero-bubble-replan-interval need"),
-        (P4 + V + "--zero-bubble-replan-interval 9", 4, "shorter than the 11 iterations that are timed; give at least that many"),
-        (P4 + V + "--zero-bubble-pipeline-timers-end-iter 9", 4, "end-iter 9 is before the first timed iteration 100"),
+        (P4 + "--zero-bubble-replan-interval 9", 4, "schedule stock has a fixed order: .*--zero-bubble-replan-interval need"),
+        (
+            P4 + V + "--zero-bubble-replan-interval 9",
+            4,
+            "than the 11 iterations that are profiled; give at least that many",
+        ),
+        (P4 + V + "--zero-bubble-pipeline-timers-end-iter 9", 4, "end-iter 9 is before the first profiled iteration 100"),
         (P4 + V + "--zero-bubble-trace-iterations 5", 4, "--zero-bubble-trace-iterations needs --zero-bubble-trace DIR"),
         (P4 + V + TRACE + "0,5", 4, "--zero-bubble-trace-iterations '0,5' must be iterations from 1 on, for example 100,200"),
         (P4 + V + TRACE + "2,x", 4, "--zero-bubble-trace-iterations '2,x' must be"),
         (P4 + V + TRACE + "11,12,3", 4, "--zero-bubble-trace-iterations: 11, 12 come after the last one .--train-iters 10."),
-        (P4 + V + "--zero-bubble-trace /dev/null/x", 4, "--zero-bubble-trace /dev/null/x: /dev/null is not a folder"),
+        (P4 + V + "--zero-bubble-trace /dev/null/x", 4, "--zero-bubble-trace /dev/null/x: /dev/null is not a writable directory"),
         ("--wandb-exp-name first", 4, "--wandb-exp-name and --wandb-save-dir need --wandb-project NAME"),
         ("--tensor-model-parallel-size 2 --num-attention-heads 1", 2, "--num-attention-heads 1 is not divisible"),
         ("--sequence-parallel", 4, "--sequence-parallel needs --tensor-model-parallel-size"),
@@ -227,7 +235,7 @@ def test_bad_flags_are_refused_in_one_line(flags: str, world_size: int, message:
     assert "\n" not in str(raised.value)
 
 
-def test_missing_flags_are_named() -> None:
+def test_missing_flags_are_listed() -> None:
     with pytest.raises(ConfigError, match="required: --num-layers, --hidden-size"):
         settings_from_argv([], world_size=1)
 
@@ -250,7 +258,7 @@ def test_data_of_another_vocabulary_is_refused(corpus: str) -> None:
 
 
 def test_a_split_that_is_read_has_documents(corpus: str) -> None:
-    """An empty one would be searched for samples without end. Test samples are never read."""
+    """megatron-core would search an empty split for samples forever. Test samples are never read."""
     base = BASE.replace("--mock-data", f"--data-path {corpus}")
     assert settings("--split 95,5,0.1", base=base).data.split_weights == (95.0, 5.0, 0.1)
     assert settings("--split 1000,1 --eval-iters 0", base=base).data.split_weights == (1000.0, 1.0, 0.0)
@@ -260,11 +268,11 @@ def test_a_split_that_is_read_has_documents(corpus: str) -> None:
         settings("--split 1000,1", base=base)
     with pytest.raises(DataError, match=r"--split '0,100' leaves none of the \d+ document\(s\) .* for training"):
         settings("--split 0,100", base=base)
-    with pytest.raises(ConfigError, match="--split '0,0' gives no share to anything"):
+    with pytest.raises(ConfigError, match="--split '0,0' has no proportion above 0"):
         settings("--split 0,0", base=base)
 
 
-def test_what_is_no_dataset_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_dataset_is_an_error(tmp_path: Path) -> None:
     for suffix in (".idx", ".bin"):
         (tmp_path / f"text{suffix}").write_bytes(b"text")
     with pytest.raises(DataError, match=r"text\.idx is not the index of a dataset"):
@@ -314,7 +322,7 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_only_rank_0_says_what_is_wrong(rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_reports_an_error(rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from megatron.zerobubble.training import arguments
 
     monkeypatch.setattr(arguments.time, "sleep", lambda _: None)
@@ -326,5 +334,15 @@ def test_only_rank_0_says_what_is_wrong(rank: int, monkeypatch: pytest.MonkeyPat
     assert (rank != 0) or said.startswith("pretrain_gpt.py: error: ")
 
 
-def test_user_errors_share_a_root() -> None:
+def test_errors_name_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.zerobubble.cli.train import main
+
+    assert "usage: zerobubble train " in build_parser(prog="zerobubble train").format_usage()
+    with pytest.raises(SystemExit) as left:
+        main(["--nproc-per-node", "2", "--bad"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith("zerobubble train: error: ")
+
+
+def test_user_errors_have_a_common_base_class() -> None:
     assert issubclass(ConfigError, UserError)

@@ -1,4 +1,4 @@
-"""Start-up before the ranks meet: the environment, the device, and what it can compute."""
+"""Start-up before the process group is initialized: the environment, the device, and what it can compute."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_process_alone_is_a_job_of_one() -> None:
     assert not read_launch({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}).has_single_queue
 
 
-def test_a_broken_environment_is_named() -> None:
+def test_a_broken_environment_is_an_error() -> None:
     with pytest.raises(ConfigError, match="WORLD_SIZE is 'two', not a number"):
         read_launch({"WORLD_SIZE": "two"})
 
@@ -41,7 +41,7 @@ def test_the_cpu_computes_every_format_of_this_torch(dtype: torch.dtype) -> None
     assert computes(dtype, torch.device("cpu"))
 
 
-def test_a_format_that_a_device_lacks_is_found_out() -> None:
+def test_an_unsupported_dtype_is_detected() -> None:
     assert not computes(torch.float8_e4m3fn, torch.device("cpu"))
 
 
@@ -67,7 +67,7 @@ def test_the_cpu_is_chosen_with_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has a GPU for that rank")
 def test_nccl_without_a_gpu_for_the_rank_is_refused() -> None:
-    with pytest.raises(ConfigError, match="needs a GPU for each rank; rank 1 is number 1 on a machine with"):
+    with pytest.raises(ConfigError, match="needs a GPU per rank; rank 1 has local rank 1 on a machine with"):
         choose_device(settings_from_argv((FLAGS + "--distributed-backend nccl").split(), world_size=2), LAUNCH)
 
 
@@ -93,15 +93,18 @@ def test_with_gloo_ranks_share_a_gpu(one_gpu: list[int]) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--pipeline-model-parallel-size 2", "name one of ours .*which gloo cannot do there; use NCCL, or hide the GPUs"),
-        ("--use-distributed-optimizer", "--use-distributed-optimizer gathers and scatters shards"),
-        ("--tensor-model-parallel-size 2 --sequence-parallel", "--sequence-parallel gathers and scatters"),
+        (
+            "--pipeline-model-parallel-size 2",
+            "choose --zero-bubble-.*which gloo does not support there; use NCCL, or hide the GPUs",
+        ),
+        ("--use-distributed-optimizer", "--use-distributed-optimizer all-gathers and reduce-scatters"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "--sequence-parallel all-gathers and reduce-scatters"),
         (
             "--pipeline-model-parallel-size 2 --enable-zero-bubble --zero-bubble-memory-limit auto",
             "here ranks share one; give each rank's share in bytes",
         ),
     ],
 )
-def test_what_gloo_cannot_do_with_gpus_is_refused(flags: str, message: str) -> None:
+def test_what_gloo_does_not_support_on_gpus_is_an_error(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_device(settings_from_argv(f"{FLAGS} {flags} --distributed-backend gloo".split(), world_size=2), LAUNCH)

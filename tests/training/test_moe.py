@@ -1,4 +1,4 @@
-"""Flags of experts and of further-token heads: what they mean, and what is refused before anything is started."""
+"""Flags of experts and MTP layers: their meaning, and the errors before a job starts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_which_layers_have_experts(text: str, pattern: tuple[int, ...]) -> None:
     "text",
     ["0", "[0,1]", "[0,0,0,0]", "[0,1,2,0]", "[1]*99999999", "__import__('os')", "x", "", "[1]*4+1", "[[1]]*4", "-1", "True"],
 )
-def test_what_is_no_pattern_of_four_layers(text: str) -> None:
+def test_a_malformed_layer_pattern(text: str) -> None:
     with pytest.raises(ConfigError, match="neither a number nor a pattern of 4 layers"):
         layer_pattern(text, 4)
 
@@ -60,19 +60,19 @@ def test_what_is_no_pattern_of_four_layers(text: str) -> None:
         (EXPERTS + "--moe-router-num-groups 2", "need each other"),
         (EXPERTS + "--moe-router-num-groups 3 --moe-router-group-topk 1", "3 must divide --num-experts 4"),
         (EXPERTS + "--moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor"),
-        (EXPERTS + "--moe-shared-expert-intermediate-size 32", "have no bias: add --disable-bias-linear"),
-        (EXPERTS + "--moe-grouped-gemm", "leave it out, and the experts run one by one"),
+        (EXPERTS + "--moe-shared-expert-intermediate-size 32", "do not support biases: add --disable-bias-linear"),
+        (EXPERTS + "--moe-grouped-gemm", "leave it out to run the experts one by one"),
         (EXPERTS + "--moe-token-dispatcher-type flex", "invalid choice: 'flex'"),
         (
             EXPERTS + "--tensor-model-parallel-size 2",
             "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel",
         ),
-        (EXPERTS + "--moe-layer-freq 2 --zero-bubble-schedule auto", "measures layers that are alike"),
-        (P2 + "--mtp-num-layers 1", "--mtp-num-layers would give learned positions a second copy"),
+        (EXPERTS + "--moe-layer-freq 2 --zero-bubble-schedule auto", "needs layers of one kind"),
+        (P2 + "--mtp-num-layers 1", "--mtp-num-layers does not support learned position embeddings"),
         (
             P2 + "--mtp-num-layers 1 --enable-zero-bubble --zero-bubble-shard-gradients 2 --use-distributed-optimizer "
             "--untie-embeddings-and-output-weights " + ROPE,
-            "--zero-bubble-shard-gradients 2 does not go with --mtp-num-layers, whose embedding sums whole gradients",
+            "--zero-bubble-shard-gradients 2 cannot be combined with --mtp-num-layers, whose embedding all-reduces whole",
         ),
         (P2 + "--mtp-num-layers 0 " + ROPE, "--mtp-num-layers 0 must be greater than 0"),
         (
@@ -87,6 +87,6 @@ def test_what_is_no_pattern_of_four_layers(text: str) -> None:
         (P2 + "--recompute-granularity selective --recompute-modules mpl", "'mpl' is unknown; choose from core_attn, mlp"),
     ],
 )
-def test_what_does_not_go_together_is_refused(flags: str, message: str) -> None:
+def test_flags_that_exclude_each_other(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(flags)

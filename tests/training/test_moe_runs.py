@@ -1,4 +1,4 @@
-"""Jobs that train a model with experts and a head for a further token, started as a user starts them."""
+"""Jobs that train a model with experts and an MTP layer, started as a user starts them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXTRAS = ("load_balancing_loss", "global_load_balancing_loss", "z_loss")
 
 
 def _told(path: Path) -> list[dict[str, float]]:
-    """The numbers of each iteration that no clock has a part in."""
+    """The metrics of each iteration, without times."""
     names = ("loss", "grad_norm", *EXTRAS, "mtp_1 loss")
     return [{name: fields[name] for name in names if name in fields} for _, fields in sorted(metrics(path).items())]
 
@@ -33,8 +33,8 @@ def _assert_equal(ours: list[dict[str, float]], theirs: list[dict[str, float]], 
         assert mine == pytest.approx(yours, rel=rel), iteration
 
 
-def test_experts_and_a_further_token_under_zbv_and_stock_1f1b(corpus: str, tmp_path: Path) -> None:
-    """Tied embeddings, three losses of routers, steps taken early. Stock 1F1B goes on from iteration 2, where both have the same
+def test_experts_and_an_mtp_layer_under_zbv_and_stock_1f1b(corpus: str, tmp_path: Path) -> None:
+    """Tied embeddings, three router losses, optimistic steps. Stock 1F1B continues from iteration 2, where both have the same
     weights; gradients of the tied weight are summed in another order, which grows over the steps: 1e-4. Under the default --split
     the corpus has no document for testing."""
     flags = [*MODEL, *HEAD, "--data-path", corpus]
@@ -55,19 +55,20 @@ def test_experts_and_a_further_token_under_zbv_and_stock_1f1b(corpus: str, tmp_p
     _assert_curves(events, _told(zbv))
 
 
-def _assert_curves(events: Path, told: list[dict[str, float]]) -> None:
+def _assert_curves(events: Path, logged: list[dict[str, float]]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     curves = EventAccumulator(str(events))
     curves.Reload()
     for name in (*EXTRAS, "mtp_1 loss"):
         points = [(event.step, event.value) for event in curves.Scalars(name)]
-        assert points == [(step, pytest.approx(each[name])) for step, each in enumerate(told, start=1)], name
+        assert points == [(step, pytest.approx(each[name])) for step, each in enumerate(logged, start=1)], name
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_experts_goes_on_bit_for_bit_and_under_another_layout(corpus: str, tmp_path: Path) -> None:
-    """Saved by two expert-parallel ranks under V. Under ZB-H2 with all experts on every rank tokens meet in another order."""
+def test_a_checkpoint_of_experts_continues_bit_for_bit_and_with_another_layout(corpus: str, tmp_path: Path) -> None:
+    """Saved by two expert-parallel ranks under V. Under ZB-H2 with all experts on every rank tokens are summed in another
+    order."""
     whole, again, other = (tmp_path / f"{name}.jsonl" for name in ("whole", "again", "other"))
     flags = [*MODEL, *HEAD, "--data-path", corpus]
     shared = [*EARLY_V, "--expert-model-parallel-size", 2]

@@ -1,4 +1,4 @@
-"""Whole jobs, started as a user starts them: they learn, stop, continue bit for bit, change schedule, and say what they did.
+"""Whole jobs, started as a user starts them: they learn, stop, continue bit for bit, change schedule, and log a summary.
 
 Every job costs seconds of start-up, so jobs are shared: one job writes checkpoints that several tests continue.
 """
@@ -29,7 +29,7 @@ NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 
 
 class Job:
-    """A finished job: what it said and what it wrote."""
+    """A finished job: its output and the files that it wrote."""
 
     def __init__(self, folder: Path, flags: list[str], *, num_ranks: int = 2) -> None:
         self.checkpoints = folder / "checkpoints"
@@ -64,14 +64,14 @@ ZB_H1 = ["--enable-zero-bubble", "--use-distributed-optimizer", "--disable-bias-
 ZB_H1 += ["--num-layers", "6"]
 
 
-BALANCE = r"stages: F, B and W of a microbatch take \d+\.\d\d ms in a layer, .* in the head; the busiest rank computes"
+BALANCE = r"stages: F, B and W of a microbatch take \d+\.\d\d ms in a layer, .* in the head; the bottleneck rank computes"
 
 
 def losses(job: Job, first: int = 1) -> list[float]:
     return [fields["loss"] for iteration, fields in sorted(job.metrics.items()) if iteration >= first]
 
 
-def test_a_run_learns_and_says_so(stock: Job) -> None:
+def test_a_run_learns_and_logs(stock: Job) -> None:
     assert sorted(stock.metrics) == [1, 2, 3, 4, 5, 6]
     assert abs(losses(stock)[0] - math.log(256)) < 0.3, "it starts from a guess among 256 bytes"
     assert losses(stock)[-1] < losses(stock)[0] - 0.5
@@ -93,7 +93,7 @@ def test_a_run_learns_and_says_so(stock: Job) -> None:
         assert part in stock.said, stock.said
 
 
-def test_a_checkpoint_is_complete_before_it_is_named(stock: Job) -> None:
+def test_a_checkpoint_is_complete_before_it_is_the_latest(stock: Job) -> None:
     assert (stock.checkpoints / "latest_checkpointed_iteration.txt").read_text() == "6\n"
     assert {path.name for path in stock.checkpoints.iterdir()} == {
         "iter_0000003",
@@ -103,7 +103,7 @@ def test_a_checkpoint_is_complete_before_it_is_named(stock: Job) -> None:
 
 
 def test_a_continued_run_is_bit_for_bit_the_same(stock: Job, corpus: str, tmp_path: Path) -> None:
-    """With dropout: weights, optimizer, learning rate, order of samples and generators all go on where they were."""
+    """With dropout: weights, optimizer, learning rate, order of samples and generators all continue where they were."""
     shutil.copytree(stock.checkpoints, tmp_path / "checkpoints")
     continued = Job(tmp_path, ["--data-path", corpus, "--load", str(tmp_path / "checkpoints"), "--ckpt-step", "3"])
     assert sorted(continued.metrics) == [4, 5, 6]
@@ -112,15 +112,15 @@ def test_a_continued_run_is_bit_for_bit_the_same(stock: Job, corpus: str, tmp_pa
             assert fields.get(name) == stock.metrics[iteration].get(name), (iteration, name)
 
 
-def test_a_checkpoint_goes_on_under_another_schedule_and_optimizer_split(zb_h1: Job, corpus: str, tmp_path: Path) -> None:
-    """ZB-H1 -> ZBV: other stages on other ranks, where three layers a rank make stages of two and of one; the same losses up to
+def test_a_checkpoint_continues_with_another_schedule_and_optimizer_sharding(zb_h1: Job, corpus: str, tmp_path: Path) -> None:
+    """ZB-H1 -> ZBV: other stages on other ranks, where three layers per rank make stages of two and of one; the same losses up to
     the order of additions."""
     flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]
     flags += ["--zero-bubble-balance-stages", "--zero-bubble-planning-seconds", "0"]
     flags += ["--zero-bubble-trace", str(tmp_path / "trace"), "--tensorboard-dir", str(tmp_path / "events")]
     continued = Job(tmp_path, [*flags, "--zero-bubble-v-schedule"])
     assert "training with the ZBV schedule" in continued.said
-    assert "the layout differs from the checkpoint's: dropout continues with fresh ones" in continued.said
+    assert "the layout differs from the checkpoint's: dropout continues with newly seeded generators" in continued.said
     assert len(re.findall(BALANCE, continued.said)) == 2, "when an iteration was recorded, and at the end"
     (seen,) = _check_trace(tmp_path / "trace", iterations=[5])
     measured = seen["measured"]
@@ -167,12 +167,13 @@ def _curve(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-def test_auto_is_the_run_with_the_schedule_it_takes(corpus: str, tmp_path: Path) -> None:
-    """Measuring and planning leave no trace in seeds, data and weights."""
+def test_auto_equals_the_run_with_the_chosen_schedule(corpus: str, tmp_path: Path) -> None:
+    """Profiling and planning change neither seeds nor data nor weights."""
     flags = ["--data-path", corpus, "--zero-bubble-planning-seconds", "0.2", "--train-iters", "2"]
     (tmp_path / "auto").mkdir()
     auto = Job(tmp_path / "auto", [*flags, "--zero-bubble-schedule", "auto", "--zero-bubble-memory-limit", "0.75"])
-    assert re.search(r"^measured on zbv: F [\d.]+ [\d.]+ [\d.]+ [\d.]+, B .*, W .* ms by stage, links", auto.said, re.MULTILINE)
+    times = r"F [\d.]+ [\d.]+ [\d.]+ [\d.]+, B .*, W .* ms by stage, links"
+    assert re.search("^profiled with schedule zbv: " + times, auto.said, re.MULTILINE)
     verdict = r"^auto chose ([a-z0-9-]+)(?: with (\d) virtual stages \(VPP\) per rank)?: [\d.]+ ms per iteration .*\(makespan\); "
     taken = re.search(verdict, auto.said, re.MULTILINE)
     assert taken
@@ -185,8 +186,8 @@ def test_auto_is_the_run_with_the_schedule_it_takes(corpus: str, tmp_path: Path)
     assert losses(Job(tmp_path, [*flags, *named])) == losses(auto)
 
 
-def test_a_plan_from_measured_times_changes_nothing_and_can_be_kept(corpus: str, tmp_path: Path) -> None:
-    """With dropout, steps taken early, more and more microbatches and a new plan every second iteration; then a run with its last
+def test_replanning_changes_no_result_and_the_plan_can_be_saved(corpus: str, tmp_path: Path) -> None:
+    """With dropout, optimistic steps, a batch size ramp-up and a new plan every second iteration; then a run with its last
     plan from the start."""
     flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]
     flags += ["--rampup-batch-size", "4", "4", "16", "--post-validation-patience", "0", "--clip-grad", "1e-2"]
@@ -206,7 +207,7 @@ def test_a_plan_from_measured_times_changes_nothing_and_can_be_kept(corpus: str,
     assert Plan.from_json((tmp_path / "again.json").read_bytes()) == kept, "what ran"
     assert "re-planned with profiled timings" not in loaded.said
     assert losses(loaded) == losses(measured)
-    assert measured.said.count("clipped after the fact") == 6, "forwards of timed iterations run again"
+    assert measured.said.count("clipped by post-validation") == 6, "forwards of timed iterations run again"
     assert measured.said.count("4 microbatches from iteration 5 on") == 1, "so the first evaluation has more than training"
     assert [fields["tokens_per_s"] * fields["iteration_ms"] / 1000 / 32 for _, fields in sorted(measured.metrics.items())] == [
         pytest.approx(samples) for samples in (4, 4, 4, 4, 8, 8)
@@ -219,23 +220,23 @@ KILLED = """
 import os, signal, pretrain_gpt
 from megatron.zerobubble.training import loop, step
 
-class Killed(step.Training):
+class Killed(step.Trainer):
     def iterate(self, data_iterator):
         results = super().iterate(data_iterator)
         self.iteration = getattr(self, "iteration", 0) + 1
-        if self.iteration == 5 and self._training_state.steps.is_unvalidated and int(os.environ["RANK"]) == 0:
+        if self.iteration == 5 and self._training_state.post_validation.is_unvalidated and int(os.environ["RANK"]) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return results
 
 if __name__ == "__main__":
-    loop.Training = Killed
+    loop.Trainer = Killed
     pretrain_gpt.main()
 """
 """Rank 0 is killed after its step of iteration 5, which is not validated yet. A process of its own that outlived it would keep
 the job's output open, and the test would wait for its end."""
 
 
-def test_steps_taken_early_change_nothing(corpus: str, tmp_path: Path) -> None:
+def test_optimistic_steps_change_no_result(corpus: str, tmp_path: Path) -> None:
     """ZBV with dropout, clipped in every step; progress lines, checkpoints and an evaluation between steps and their validation,
     and a kill there."""
     flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--clip-grad", "0.5", "--log-interval", "4"]
@@ -248,11 +249,11 @@ def test_steps_taken_early_change_nothing(corpus: str, tmp_path: Path) -> None:
     done = launch([*RUN, *early, *save], num_ranks=2, script=script)
     assert done.returncode != 0
     assert "Signal 9" in done.stderr
-    told = metrics(folder / "metrics.jsonl")
-    _same_metrics(told, synchronous.metrics, [1, 2, 3, 4])
-    assert [fields["amended"] for fields in told.values()] == [True, True, True, True]
-    assert re.findall(r"iteration (\d+): clipped after the fact", done.stdout)[:4] == ["1", "2", "3", "4"]
-    assert "| amended 4" in done.stdout
+    logged = metrics(folder / "metrics.jsonl")
+    _same_metrics(logged, synchronous.metrics, [1, 2, 3, 4])
+    assert [fields["amended"] for fields in logged.values()] == [True, True, True, True]
+    assert re.findall(r"iteration (\d+): clipped by post-validation", done.stdout)[:4] == ["1", "2", "3", "4"]
+    assert "| corrected 4" in done.stdout
     trace = ["--zero-bubble-trace", str(tmp_path / "trace"), "--zero-bubble-trace-iterations", "4,6"]
     continued = Job(tmp_path / "continued", [*early, "--load", str(folder / "checkpoints"), *trace])
     _same_metrics(continued.metrics, synchronous.metrics, [4, 5, 6])
@@ -263,7 +264,7 @@ def test_steps_taken_early_change_nothing(corpus: str, tmp_path: Path) -> None:
 
 
 def test_a_signal_ends_a_run_with_a_checkpoint(corpus: str, tmp_path: Path) -> None:
-    """With every step taken early and clipped after the fact; the last one before it is saved."""
+    """With every step optimistic and clipped by post-validation; the last one before it is saved."""
     flags = [*RUN, "--data-path", corpus, "--enable-zero-bubble", "--exit-signal-handler", "--clip-grad", "1e-3"]
     flags += ["--enable-optimizer-post-validation", "--post-validation-patience", "0", "--log-interval", "1000000"]
     flags += ["--train-iters", "100000", "--eval-interval", "100000", "--lr-decay-iters", "6", "--save", str(tmp_path)]
@@ -273,33 +274,33 @@ def test_a_signal_ends_a_run_with_a_checkpoint(corpus: str, tmp_path: Path) -> N
         said = ""
         for line in job.stdout:
             said += line
-            if line.startswith("iteration 4: clipped after the fact"):
+            if line.startswith("iteration 4: clipped by post-validation"):
                 job.terminate()
-    (left,) = re.findall(r"leaving at iteration (\d+) \(on SIGTERM\)", said)
+    (left,) = re.findall(r"exiting at iteration (\d+) \(on SIGTERM\)", said)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == left
-    assert said.index(f"iteration {left}: clipped after the fact") < said.index("saved "), "what is saved has been validated"
+    assert said.index(f"iteration {left}: clipped by post-validation") < said.index("saved "), "what is saved has been validated"
     assert f"validation loss at iteration {left}" not in said, "there may be little time"
 
 
-def _same_metrics(told: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]], iterations: list[int]) -> None:
-    assert sorted(told) == iterations
-    for iteration, fields in told.items():
+def _same_metrics(actual: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]], iterations: list[int]) -> None:
+    assert sorted(actual) == iterations
+    for iteration, fields in actual.items():
         for name in ("loss", "grad_norm", "lr", "validation_loss", "skipped"):
             assert fields.get(name) == expected[iteration].get(name), (iteration, name)
 
 
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(zb_h1: Job, corpus: str, tmp_path: Path) -> None:
-    """2 pipeline ranks -> 2 data-parallel copies without a pipeline, stock: the distributed optimizer's state is resharded."""
+def test_a_checkpoint_continues_with_another_number_of_ranks(zb_h1: Job, corpus: str, tmp_path: Path) -> None:
+    """2 pipeline ranks -> 2 data-parallel replicas without a pipeline, stock: the distributed optimizer's state is resharded."""
     flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]
     continued = Job(tmp_path, [*flags, "--pipeline-model-parallel-size", "1"])
     assert losses(continued) == pytest.approx(losses(zb_h1, first=4), rel=1e-6)
 
 
-def test_a_checkpoint_of_another_model_is_refused(stock: Job, corpus: str) -> None:
+def test_a_checkpoint_of_another_model_is_an_error(stock: Job, corpus: str) -> None:
     flags = ["--data-path", corpus, "--load", str(stock.checkpoints), "--hidden-size", "64"]
     done = launch([*RUN, *flags], num_ranks=2)
     assert done.returncode != 0
-    assert "holds a model with --hidden-size 32, got 64" in done.stderr
+    assert "was saved with --hidden-size 32, this run has 64" in done.stderr
     assert done.stderr.count("error: ") == 1
 
 
@@ -320,5 +321,5 @@ def test_a_bad_flag_is_one_line_before_anything_starts() -> None:
     own_lines = done.stderr.split("Traceback")[0].strip().splitlines()
     assert [line for line in own_lines if "pretrain_gpt.py: error:" in line] == [
         "pretrain_gpt.py: error: --num-layers 5: 5 layers do not divide over 4 stages (V placement); 4 or 6 would. "
-        "--pipeline-model-parallel-layout says what each stage holds"
+        "--pipeline-model-parallel-layout sets the layers of each stage"
     ]

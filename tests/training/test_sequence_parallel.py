@@ -1,4 +1,4 @@
-"""`--sequence-parallel` in whole jobs, as a user starts them: a checkpoint goes on under any schedule to the same losses.
+"""`--sequence-parallel` in whole jobs, as a user starts them: a checkpoint continues with any schedule to the same losses.
 
 One job on two ranks, tensor-parallel 2 without a pipeline (it has no bubble: zero bubble is refused there), trains and saves.
 Other jobs go on from it: ZBV on two ranks without tensor parallelism, and on four ranks, tensor 2 x pipeline 2, megatron-core's
@@ -24,12 +24,12 @@ ON_FOUR = [
     "--zero-bubble-schedule v-half --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 ]
 RELATIVE = 2e-5
-"""How far losses may be apart after four steps of float32 that take sums in another order."""
+"""Tolerance of losses after four float32 steps with another order of summation."""
 
 
 @pytest.fixture(scope="module")
 def unpipelined(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the job on two ranks; a checkpoint at iteration 2."""
+    """The directory of the job on two ranks, with a checkpoint at iteration 2."""
     folder = tmp_path_factory.mktemp("unpipelined")
     saves = ["--save", str(folder), "--save-interval", "2"]
     files = ["--data-path", corpus, "--metrics-jsonl", folder / "metrics.jsonl", *saves]

@@ -16,6 +16,7 @@ from megatron.zerobubble.training.entry import run
 from megatron.zerobubble.training.gpt import forward_step_provider, model_provider
 
 _FLAG = "--nproc-per-node"
+_PROG = "zerobubble train"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,14 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0].partition("=")[0] != _FLAG:
-        run(model_provider, forward_step_provider, argv=words)
+        run(model_provider, forward_step_provider, argv=words, prog=_PROG)
         return 0
     _, has_value, value = words[0].partition("=")
     count, flags = (value, words[1:]) if has_value else ("".join(words[1:2]), words[2:])
     if not count.isdecimal() or int(count) < 1:
-        print(f"zerobubble train: error: {_FLAG} is {count!r}; give the number of ranks on this machine", file=sys.stderr)
+        print(f"{_PROG}: error: {_FLAG} is {count!r}; give the number of ranks on this machine", file=sys.stderr)
         return 2
-    parse_arguments(flags, rank=0, world_size=int(count))  # one line for a bad flag, before any rank starts
+    parse_arguments(flags, rank=0, world_size=int(count), prog=_PROG)  # one line for a bad flag, before any rank starts
     return _start_ranks(int(count), flags)
 
 

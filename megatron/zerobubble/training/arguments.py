@@ -1,6 +1,6 @@
-"""The command line: flags in groups -> `Settings`, checked, or one clear line and exit code 2.
+"""Parses the command line into checked `Settings`, or reports one line and exits with code 2.
 
-The only place that sees argv. Fast (no torch) and free of side effects, so that `--help` and a typing error cost nothing.
+The only module that reads argv. It imports no torch and has no side effects, so that `--help` and a mistyped flag cost nothing.
 """
 
 from __future__ import annotations
@@ -12,23 +12,21 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.training.config.batch import BatchConfig
+from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
+from megatron.zerobubble.training.config.data import DataConfig
 from megatron.zerobubble.training.config.flags import add_group, from_namespace
+from megatron.zerobubble.training.config.logging import LoggingConfig
 from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
 from megatron.zerobubble.training.config.moe import MoeConfig
+from megatron.zerobubble.training.config.optim import OptimConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
-from megatron.zerobubble.training.config.run import (
-    BatchConfig,
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    OptimConfig,
-    RunConfig,
-)
+from megatron.zerobubble.training.config.run import RunConfig
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.training.validate import check_settings
 
-__all__ = ["build_parser", "parse_arguments", "refuse", "settings_from_argv"]
+__all__ = ["build_parser", "exit_with_error", "parse_arguments", "settings_from_argv"]
 
 _GROUPS = {
     "model": ModelConfig,
@@ -43,22 +41,30 @@ _GROUPS = {
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
 }
-"""Field of `Settings` -> group of flags, in the order of --help."""
+"""Field of `Settings` -> dataclass with its flags, in the order of --help."""
+
+_PROG = "pretrain_gpt.py"
+"""Program name in the usage and in error lines, unless the caller passes another."""
 
 _GRACE_S = 5.0
-"""How long a rank other than 0 waits, after a bad flag, for rank 0 to say so and for torchrun to end the job."""
+"""Seconds that a rank other than 0 waits, after a bad flag, for rank 0 to report it and for torchrun to end the job."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises instead of printing its usage and leaving."""
+    """An ArgumentParser that raises ConfigError instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (--help lists all flags)")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser with all groups. It raises ConfigError where argparse would exit."""
+def build_parser(*, prog: str = _PROG) -> argparse.ArgumentParser:
+    """The parser with the flags of all groups. It raises ConfigError where argparse would exit with an error.
+
+    Args:
+        prog: program name in the usage.
+    """
     parser = _Parser(
+        prog=prog,
         description="Train a GPT through zero-bubble pipeline schedules on megatron-core. Start it with torchrun.",
         allow_abbrev=False,
     )
@@ -67,34 +73,53 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def settings_from_argv(argv: Sequence[str], *, world_size: int) -> Settings:
-    """Parse and check. Raises UserError with one clear line."""
-    namespace = build_parser().parse_args(argv)
+def settings_from_argv(argv: Sequence[str], *, world_size: int, prog: str = _PROG) -> Settings:
+    """Parse and check flags.
+
+    Args:
+        argv: the flags.
+        world_size: number of ranks of the job.
+        prog: program name in the usage.
+
+    Raises:
+        UserError: a flag is wrong; the message is one line.
+    """
+    namespace = build_parser(prog=prog).parse_args(argv)
     groups: dict[str, Any] = {name: from_namespace(config_class, namespace) for name, config_class in _GROUPS.items()}
     settings = Settings(**groups, world_size=world_size)
     check_settings(settings)
     return settings
 
 
-def parse_arguments(argv: Sequence[str] | None = None, *, rank: int, world_size: int) -> Settings:
-    """Settings from the command line of this process, or the end of it with exit code 2.
+def parse_arguments(argv: Sequence[str] | None = None, *, rank: int, world_size: int, prog: str = _PROG) -> Settings:
+    """Parse and check the command line of this process.
 
     Args:
         argv: flags; None takes them from `sys.argv`.
-        rank: this process' rank. Only rank 0 speaks.
-        world_size: ranks of the job.
+        rank: this process' rank. Only rank 0 reports an error.
+        world_size: number of ranks of the job.
+        prog: program name in the usage and in the error line.
+
+    Raises:
+        SystemExit: a flag is wrong (exit code 2), or --help was printed (exit code 0).
     """
     try:
-        return settings_from_argv(sys.argv[1:] if argv is None else argv, world_size=world_size)
+        return settings_from_argv(sys.argv[1:] if argv is None else argv, world_size=world_size, prog=prog)
     except UserError as error:
-        refuse(error, rank=rank)
+        exit_with_error(error, rank=rank, prog=prog)
 
 
-def refuse(error: UserError, *, rank: int) -> NoReturn:
-    """Say once per job what is wrong with what the user gave, and leave with exit code 2."""
+def exit_with_error(error: UserError, *, rank: int, prog: str = _PROG) -> NoReturn:
+    """Print a user error once per job, on rank 0, and exit with code 2.
+
+    Args:
+        error: its message is printed.
+        rank: this process' rank. Other ranks wait a few seconds, so that rank 0 reports before torchrun ends the job.
+        prog: program name in front of the message.
+    """
     if rank != 0:
         time.sleep(_GRACE_S)
     else:
-        sys.stderr.write(f"pretrain_gpt.py: error: {error}\n")
+        sys.stderr.write(f"{prog}: error: {error}\n")
         sys.stderr.flush()
     sys.exit(2)

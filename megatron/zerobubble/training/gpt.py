@@ -1,4 +1,4 @@
-"""The GPT that `pretrain_gpt.py` and `zerobubble train` train: one stage of the model, one microbatch, the loss.
+"""The GPT that `pretrain_gpt.py` and `zerobubble train` train: model provider, forward step, loss function.
 
 Heavy imports are inside the functions, so that flags are checked before torch is loaded.
 """
@@ -19,13 +19,13 @@ __all__ = ["forward_step_provider", "loss_function", "model_provider"]
 
 
 def model_provider(setup: ModelSetup, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
-    """One stage of the model, as a megatron-core `GPTModel`.
+    """Build one stage of the model, as a megatron-core `GPTModel`.
 
     Args:
         setup: the settings and megatron-core's configuration.
         pre_process: whether the stage embeds tokens.
         post_process: whether the stage computes the loss.
-        vp_stage: which of the rank's chunks it is; None if the rank has one.
+        vp_stage: index of the stage among the rank's model chunks; None if the rank has one.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -51,7 +51,14 @@ def model_provider(setup: ModelSetup, pre_process: bool, post_process: bool, vp_
 
 
 def forward_step_provider(setup: ModelSetup) -> ForwardStep:
-    """What one microbatch does in one chunk, as megatron-core's schedules call it."""
+    """Make the function that runs one microbatch through one model chunk, as megatron-core's schedules call it.
+
+    Args:
+        setup: the settings and the device of this rank.
+
+    Returns:
+        (data iterator, model chunk) -> (output, loss function).
+    """
     from megatron.core.utils import get_attr_wrapped_model
 
     from megatron.zerobubble.training.data.samples import next_batch
@@ -74,21 +81,21 @@ def forward_step_provider(setup: ModelSetup) -> ForwardStep:
 def loss_function(
     loss_mask: torch.Tensor | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of one microbatch.
+    """The loss of one microbatch of b samples of s tokens.
 
     Args:
-        loss_mask: [b, s], 1 where the loss counts.
-        losses: [b, s], cross entropy of each token in nats.
+        loss_mask: [b, s], float32, 1 for tokens whose loss counts, else 0.
+        losses: [b, s], cross entropy per token in nats.
 
     Returns:
-        The sum of losses and the number of tokens, which the schedule averages (over the microbatch, or with
-        --calculate-per-token-loss over the global batch), and the same two for the log.
+        The sum of losses, the number of tokens, and both stacked under `step.LOSS` for the log. The schedule averages the first
+        two over the microbatch, or with --calculate-per-token-loss over the global batch.
     """
     import torch
 
     from megatron.zerobubble.training.step import LOSS
 
-    assert loss_mask is not None, "only the last stage computes the loss, and it has read its samples"
+    assert loss_mask is not None, "only the last stage computes the loss, and it reads samples"
     total = (losses.float() * loss_mask).sum()
     num_tokens = loss_mask.sum().to(torch.int)
     return total, num_tokens, {LOSS: torch.stack([total.detach(), num_tokens.to(total.dtype)])}

@@ -1,6 +1,6 @@
-"""Start-up: the environment of this process, its device, the process groups, the seeds.
+"""Start-up of one rank: environment variables, device, process groups, seeds.
 
-The only place that sees `os.environ`. torch is imported inside the functions: flags are checked before it is loaded.
+The only module that reads `os.environ`. torch is imported inside the functions: flags are checked before it is loaded.
 """
 
 from __future__ import annotations
@@ -29,36 +29,39 @@ __all__ = ["Job", "Launch", "choose_device", "join_job", "read_launch", "set_up_
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """This process among the processes of the job, as torchrun tells it."""
+    """This process' place in the job, from torchrun's environment variables."""
 
     rank: int
-    """0 .. world_size-1."""
+    """Global rank, 0 .. world_size-1."""
     local_rank: int
     """Rank among the processes of this machine; the index of its GPU."""
     ranks_on_host: int
-    """Processes of the job on this machine."""
+    """Number of ranks on this machine."""
     world_size: int
-    """Processes of the job."""
+    """Number of ranks of the job."""
     has_threads_set: bool
-    """Whether OMP_NUM_THREADS says how many threads a process may use."""
+    """Whether OMP_NUM_THREADS is set."""
     has_single_queue: bool = False
-    """Whether CUDA_DEVICE_MAX_CONNECTIONS=1: all kernels of a GPU share one hardware queue."""
+    """Whether CUDA_DEVICE_MAX_CONNECTIONS=1: all streams of a GPU share one hardware queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a rank shares with the others once it has joined."""
+    """A rank's connection to the job after `join_job`."""
 
     launch: Launch
     """Which rank this is."""
     host: HostDevice
-    """Stands in for CUDA on the CPU; does nothing on GPUs."""
+    """On the CPU, the layer that stands in for CUDA; inert on GPUs."""
     store: Store
     """The job's key-value store. With torchrun it outlives a rank that fails."""
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
-    """What torchrun put into the environment; a process started without it is a job of one.
+    """Read torchrun's environment variables; a process started without torchrun is a job of one rank.
+
+    Args:
+        environment: the variables; None takes those of the process.
 
     Raises:
         ConfigError: a variable is not a number.
@@ -83,25 +86,25 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
 
 
 def set_up_logging(launch: Launch) -> None:
-    """Rank 0 talks, on standard output; the others only warn. megatron-core's own notes are left out."""
-    talks = launch.rank == 0
-    logging.basicConfig(level=logging.INFO if talks else logging.WARNING, format="%(message)s", stream=sys.stdout)
+    """Log to standard output: everything from rank 0, only warnings from other ranks. megatron-core's info lines are muted."""
+    is_first = launch.rank == 0
+    logging.basicConfig(level=logging.INFO if is_first else logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("megatron.core").setLevel(logging.WARNING)
     logging.getLogger("torch").setLevel(logging.WARNING)
-    if not talks:
-        warnings.simplefilter("ignore")  # rank 0 says the same
+    if not is_first:
+        warnings.simplefilter("ignore")  # rank 0 prints the same ones
 
 
 def choose_device(settings: Settings, launch: Launch) -> HostDevice:
-    """The device of this rank: a GPU where torch sees one, else the CPU with gloo. Checks that it can compute what is asked for.
+    """Choose and set up the device of this rank: a GPU if torch finds one, else the CPU with gloo.
 
-    With NCCL each rank of a machine has a GPU of its own; with gloo ranks share GPUs where there are too few, and their transfers
-    go through host memory (`runtime.staging`). Called before any process group exists. On the CPU installs the host-device layer,
-    and lets this process keep what it frees (`mcore.cpu.malloc`).
+    With NCCL each rank of a machine has a GPU of its own; with gloo ranks share GPUs if there are too few, and their transfers go
+    through host memory (`runtime.staging`). On the CPU this installs the host-device layer and lets the allocator retain freed
+    memory (`mcore.cpu.malloc`). Call it before any process group exists.
 
     Raises:
-        ConfigError: NCCL without a GPU for this rank, something that gloo cannot do with CUDA tensors, or a number format that
-            the device cannot compute.
+        ConfigError: NCCL without a GPU for this rank, a collective that gloo does not support for CUDA tensors, or a precision
+            that the device does not support.
     """
     import torch
 
@@ -115,8 +118,8 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
             _check_gloo_on_gpus(settings, is_shared=launch.ranks_on_host > torch.cuda.device_count())
         elif launch.local_rank >= torch.cuda.device_count():
             raise ConfigError(
-                f"--distributed-backend nccl needs a GPU for each rank; rank {launch.rank} is number "
-                f"{launch.local_rank} on a machine with {torch.cuda.device_count()}; with gloo ranks share a GPU or use the CPU"
+                f"--distributed-backend nccl needs a GPU per rank; rank {launch.rank} has local rank {launch.local_rank} on a "
+                f"machine with {torch.cuda.device_count()} GPUs; with gloo ranks share a GPU or use the CPU"
             )
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
     if backend == "gloo" and settings.parallel.ddp_average_in_collective:
@@ -142,37 +145,37 @@ def _backend(settings: Settings) -> str:
 
 
 def _check_gloo_on_gpus(settings: Settings, *, is_shared: bool) -> None:
-    """Raise ConfigError for what megatron-core does with collectives and transfers that gloo has for host memory only."""
+    """Raise ConfigError for flags that need collectives or transfers which gloo supports for host memory only."""
     parallel, remedy = settings.parallel, "use NCCL, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
     refused = {
-        "--sequence-parallel gathers and scatters activations": parallel.sequence_parallel,
-        "--use-distributed-optimizer gathers and scatters shards": parallel.use_distributed_optimizer,
-        "megatron-core's own schedules send CUDA tensors; name one of ours (--zero-bubble-schedule 1f1b)": (
+        "--sequence-parallel all-gathers and reduce-scatters activations": parallel.sequence_parallel,
+        "--use-distributed-optimizer all-gathers and reduce-scatters shards": parallel.use_distributed_optimizer,
+        "megatron-core's own schedules send CUDA tensors (choose --zero-bubble-schedule 1f1b instead)": (
             settings.pipeline_size > 1 and settings.zero_bubble.schedule == "stock"
         ),
     }
     for what, is_given in refused.items():
         if is_given:
-            raise ConfigError(f"--distributed-backend gloo on a GPU: {what}, which gloo cannot do there; {remedy}")
+            raise ConfigError(f"--distributed-backend gloo on a GPU: {what}, which gloo does not support there; {remedy}")
     if is_shared and settings.zero_bubble.zero_bubble_memory_limit == "auto":
         raise ConfigError(
-            "--zero-bubble-memory-limit auto takes a GPU for each rank, and here ranks share one; give each rank's share in bytes"
+            "--zero-bubble-memory-limit auto needs a GPU per rank, and here ranks share one; give each rank's share in bytes"
         )
 
 
 def computes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `device` can multiply matrices of `dtype`, found out by doing it."""
+    """Whether `device` can multiply matrices of `dtype`. Tries a small GEMM."""
     import torch
 
     try:
         sample = torch.ones(8, 8, dtype=dtype, device=device)
         return bool(torch.isfinite(sample @ sample).all())
-    except RuntimeError:  # what torch raises for a dtype without a kernel, too, is one
+    except RuntimeError:  # NotImplementedError, for a dtype without a kernel, is a subclass
         return False
 
 
 def join_job(settings: Settings, launch: Launch, host: HostDevice) -> Job:
-    """Meet the other ranks. All ranks must call this."""
+    """Initialize the default process group and the job's store. All ranks must call this."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
     from torch.distributed.rendezvous import rendezvous
@@ -192,18 +195,19 @@ def join_job(settings: Settings, launch: Launch, host: HostDevice) -> Job:
         timeout=timeout,
         device_id=host.device if backend == "nccl" else None,
     )
-    shared: Any = c10d.PrefixStore("job", store)  # torch's stubs do not know that it has `clone`
+    shared: Any = c10d.PrefixStore("job", store)  # `clone` is missing in torch's stubs
     return Job(launch=launch, host=host, store=shared)
 
 
 def set_up_model_parallel(settings: Settings, **embedding_ranks: Any) -> None:
-    """Make megatron-core's process groups and seed every generator. All ranks must call this.
+    """Make megatron-core's process groups and seed every random number generator. All ranks must call this.
 
-    Seeds are Megatron-LM's: different for each pipeline rank, the same for all data-parallel copies.
+    Seeds are Megatron-LM's: different per pipeline rank, the same for all data-parallel replicas.
 
     Args:
-        settings: sizes and seed.
-        **embedding_ranks: which pipeline ranks hold embeddings, where the schedule's placement moves them.
+        settings: parallel sizes and seed.
+        **embedding_ranks: passed to `initialize_model_parallel`: the pipeline ranks that hold embeddings, if the schedule's
+            placement moves them.
     """
     import numpy
     import torch

@@ -1,7 +1,7 @@
 """`pretrain`: from checked settings to a trained model.
 
-Phases, in order: choose the device; meet the other ranks; make process groups; build data and model; load a checkpoint;
-iterate; evaluate; save; say what happened. What can be refused is refused before the ranks meet.
+Phases, in order: choose the device; join the job; make process groups; build the datasets and the model; load a checkpoint;
+iterate; evaluate; save; log a summary. User errors that need no other rank are reported before the process group is initialized.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.plan.planner import AUTO
-from megatron.zerobubble.training.arguments import refuse
-from megatron.zerobubble.training.checkpoint import load as checkpointing
+from megatron.zerobubble.training.arguments import exit_with_error
 from megatron.zerobubble.training.checkpoint.directory import iteration_directory
-from megatron.zerobubble.training.checkpoint.save import Saver
+from megatron.zerobubble.training.checkpoint.load import load_checkpoint
+from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.data.tokenizers import build_tokenizer
@@ -40,16 +40,16 @@ from megatron.zerobubble.training.initialize import (
     set_up_logging,
     set_up_model_parallel,
 )
-from megatron.zerobubble.training.metrics.metrics import IterationRecord, Metrics
-from megatron.zerobubble.training.metrics.trace import show_pipeline
+from megatron.zerobubble.training.metrics.logger import IterationRecord, MetricsLogger
+from megatron.zerobubble.training.metrics.trace import report_pipeline
 from megatron.zerobubble.training.planning.auto import choose_schedule
-from megatron.zerobubble.training.planning.balance import tell_balance
-from megatron.zerobubble.training.planning.replan import PlanKeeper, make_replanner
-from megatron.zerobubble.training.resilience.early_exit import Departure
+from megatron.zerobubble.training.planning.balance import log_balance
+from megatron.zerobubble.training.planning.replan import PlanFileWriter, make_replanner
+from megatron.zerobubble.training.resilience.early_exit import EarlyExit
 from megatron.zerobubble.training.resilience.failure import JobGuard
 from megatron.zerobubble.training.resilience.watchdog import watchdog
-from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, assemble
-from megatron.zerobubble.training.step import StepResult, Training, TrainingState, evaluate
+from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, build_training_state
+from megatron.zerobubble.training.step import StepResult, Trainer, TrainingState, evaluate
 
 __all__ = ["pretrain"]
 
@@ -58,20 +58,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """How far training is. Changes with every iteration."""
+    """How far training is. Updated after every iteration."""
 
     iteration: int = 0
     """Iterations done."""
     consumed_samples: int = 0
     """Samples of all finished iterations."""
     saved_iteration: int = -1
-    """Iteration of the last checkpoint written."""
+    """Iteration of the last checkpoint written; -1 before the first."""
     evaluated_iteration: int = -1
-    """Iteration of the last evaluation."""
+    """Iteration of the last evaluation; -1 before the first."""
 
 
 class _Iteration(NamedTuple):
-    """An iteration whose step may not be validated."""
+    """An iteration that is not logged yet because its step may not be validated."""
 
     iteration: int
     consumed_samples: int
@@ -80,15 +80,21 @@ class _Iteration(NamedTuple):
 
 
 def pretrain(
-    settings: Settings, launch: Launch, *, model_provider: ModelProvider, forward_step_provider: ForwardStepProvider
+    settings: Settings,
+    launch: Launch,
+    *,
+    model_provider: ModelProvider,
+    forward_step_provider: ForwardStepProvider,
+    prog: str = "pretrain_gpt.py",
 ) -> None:
-    """Train, evaluate and save as the settings say. All ranks must call this; it ends the process when one fails.
+    """Train, evaluate and save as the settings request. All ranks must call this; it ends the process when a rank fails.
 
     Args:
         settings: checked flags.
         launch: which rank this process is.
         model_provider: builds the module of one stage.
         forward_step_provider: makes the function that runs one microbatch through a chunk.
+        prog: program name in error lines.
     """
     set_up_logging(launch)
     try:
@@ -97,7 +103,7 @@ def pretrain(
         )
         host = choose_device(settings, launch)
     except UserError as error:
-        refuse(error, rank=launch.rank)
+        exit_with_error(error, rank=launch.rank, prog=prog)
     job = join_job(settings, launch, host)
     with JobGuard(job.store, launch.rank) as guard:
         if settings.zero_bubble.schedule == AUTO:
@@ -117,7 +123,7 @@ def pretrain(
             settings.batch.micro_batch_size,
             settings.data_parallel_size,
         )
-        training_state = assemble(
+        training_state = build_training_state(
             settings,
             job,
             spec,
@@ -129,54 +135,54 @@ def pretrain(
         if watch is not None:
             guard.doing = watch.text
         with watchdog(settings, job, watch):
-            _Run(training_state, job, tokenizer).to_the_end()
+            _Run(training_state, job, tokenizer).run()
     _tear_down(job)
 
 
 class _Run:
-    """One call of `pretrain`, after everything is put together."""
+    """One call of `pretrain`, after the training state is built."""
 
     def __init__(self, training_state: TrainingState, job: Job, tokenizer: Any) -> None:
         self.training_state = training_state
-        self.training = Training(training_state)
-        self.keeper = PlanKeeper(training_state.settings.zero_bubble.zero_bubble_save_plan)
-        self.replanner = make_replanner(training_state, self.keeper, ranks_on_host=job.launch.ranks_on_host)
+        self.trainer = Trainer(training_state)
+        self.plan_writer = PlanFileWriter(training_state.settings.zero_bubble.zero_bubble_save_plan)
+        self.replanner = make_replanner(training_state, self.plan_writer, ranks_on_host=job.launch.ranks_on_host)
         self.iterations_here = 0
-        self.untold: deque[_Iteration] = deque()
+        self.unvalidated: deque[_Iteration] = deque()
         self.settings = training_state.settings
         self.job = job
         self.reads_by_chunk = [chunk_reads(chunk, training_state.settings) for chunk in training_state.chunks]
         self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=any(self.reads_by_chunk))
         run = self.settings.run
-        self.departure = Departure(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
-        self.saver = None if self.settings.checkpoint.save is None else Saver(training_state, job.store)
+        self.early_exit = EarlyExit(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
+        self.saver = None if self.settings.checkpoint.save is None else CheckpointSaver(training_state, job.store)
         self.progress = Progress()
         if self.settings.checkpoint.load is not None:
-            restored = checkpointing.load(training_state)
+            restored = load_checkpoint(training_state)
             if restored is not None:
                 self.progress = Progress(restored.iteration, restored.consumed_samples)
-        self.metrics = Metrics(
+        self.metrics = MetricsLogger(
             self.settings, rank=job.launch.rank, start_iteration=self.progress.iteration, timers=training_state.timers
         )
 
-    def to_the_end(self) -> None:
-        """Iterate, evaluate, save, summarize."""
-        _log.info("%s", self._what_runs())
+    def run(self) -> None:
+        """Iterate, evaluate, save, log a summary."""
+        _log.info("%s", self._description())
         if not self.settings.run.skip_train:
             self._train()
-        if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration < 0 and not self.departure.is_urgent:
+        if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration < 0 and not self.early_exit.is_urgent:
             self._evaluate()  # nothing was trained
         self._save()
         if self.saver is not None:
             self.saver.finish()
         if self.settings.zero_bubble.schedule != "stock":
-            self.keeper.finish(self.training_state.schedule, self.settings.num_microbatches)
+            self.plan_writer.finish(self.training_state.schedule, self.settings.num_microbatches)
         self._summarize()
         self.metrics.close()
-        self.departure.close()
+        self.early_exit.close()
         self.training_state.schedule.close()
-        if self.training_state.steps is not None:
-            self.training_state.steps.close()
+        if self.training_state.post_validation is not None:
+            self.training_state.post_validation.close()
 
     def _train(self) -> None:
         run, logs, progress = self.settings.run, self.settings.logging, self.progress
@@ -187,20 +193,20 @@ class _Run:
             self._replan()
             if self.saver is not None:
                 self.saver.poll(progress.iteration)
-            is_last = self._leaves() or progress.iteration == run.train_iters
+            is_last = self._exits_early() or progress.iteration == run.train_iters
             interval = self.settings.checkpoint.save_interval
             evaluates = run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0)
-            evaluates = evaluates and not self.departure.is_urgent
+            evaluates = evaluates and not self.early_exit.is_urgent
             saves = interval is not None and progress.iteration % interval == 0
-            tells = progress.iteration % logs.log_interval == 0
-            if is_last or evaluates or saves or tells:
+            logs_progress = progress.iteration % logs.log_interval == 0
+            if is_last or evaluates or saves or logs_progress:
                 self._flush()
             if self.replanner is None and self.iterations_here == 2 and not is_last:  # the first one that is recorded
-                self._tell_balance()
+                self._log_balance()
             if evaluates:
                 self._evaluate()
-            elif is_last or tells:
-                self.metrics.tell()
+            elif is_last or logs_progress:
+                self.metrics.log()
             if saves:
                 self._save()
             if is_last:
@@ -213,39 +219,39 @@ class _Run:
             self.replanner.before(self.iterations_here, get_num_microbatches())
         timer = self.training_state.timers("iteration", log_level=0)
         timer.start(barrier=False)
-        results = self.training.iterate(data_iterator)
+        results = self.trainer.iterate(data_iterator)
         timer.stop()
         samples = get_current_running_global_batch_size()
         self.progress.iteration += 1
         self.progress.consumed_samples += samples
         progress = self.progress
-        self.untold.append(_Iteration(progress.iteration, progress.consumed_samples, samples, timer.elapsed(reset=True)))
-        self._keep(results)
+        self.unvalidated.append(_Iteration(progress.iteration, progress.consumed_samples, samples, timer.elapsed(reset=True)))
+        self._add_metrics(results)
 
     def _ramp_up(self) -> None:
-        """--rampup-batch-size: as many microbatches as the samples so far allow."""
+        """Set the number of microbatches for the samples consumed so far (--rampup-batch-size)."""
         before = get_num_microbatches()
         update_num_microbatches(self.progress.consumed_samples, consistency_check=True)
         if get_num_microbatches() != before:
-            self._flush()  # a plan for another number may be searched for, which nothing under way must wait for
+            self._flush()  # planning for another number may take seconds; no validation may be pending meanwhile
             _log.info("%d microbatches from iteration %d on", get_num_microbatches(), self.progress.iteration + 1)
             if self.settings.zero_bubble.schedule != "stock":
                 self.training_state.schedule.plan(get_num_microbatches())
 
     def _replan(self) -> None:
-        """At the end of a window of timed iterations: plan from what was measured, with nothing under way between the ranks."""
+        """At the end of a window of timed iterations, re-plan with the profiled timings, with no step left to validate."""
         if self.replanner is not None and self.replanner.is_due(self.iterations_here):
             self._flush()
             self.replanner.after(self.iterations_here, get_num_microbatches())
-            self._tell_balance()
+            self._log_balance()
 
     def _flush(self) -> None:
-        """Before anyone sees weights or results: the truth about the last step. All ranks must call this."""
-        self._keep(self.training.flush())
+        """Validate the last step, before weights or results are used. All ranks must call this."""
+        self._add_metrics(self.trainer.flush())
 
-    def _keep(self, results: list[StepResult]) -> None:
+    def _add_metrics(self, results: list[StepResult]) -> None:
         for result in results:
-            done = self.untold.popleft()
+            done = self.unvalidated.popleft()
             self.metrics.add(
                 IterationRecord(
                     iteration=done.iteration,
@@ -257,10 +263,10 @@ class _Run:
             )
 
     def _evaluate(self) -> None:
-        """Every evaluation reads the same samples, so that its losses can be compared."""
+        """Every evaluation reads the same samples, so that validation losses are comparable."""
         loss = evaluate(self.training_state, self._iterators(self.datasets.valid, consumed=0))
         self.progress.evaluated_iteration = self.progress.iteration
-        self.metrics.tell(validation_loss=loss, iteration=self.progress.iteration)
+        self.metrics.log(validation_loss=loss, iteration=self.progress.iteration)
 
     def _save(self) -> None:
         progress = self.progress
@@ -268,20 +274,20 @@ class _Run:
             return
         if self.settings.run.skip_train:
             return
-        self.metrics.tell()
+        self.metrics.log()
         self.saver.save(iteration=progress.iteration, consumed_samples=progress.consumed_samples)
         progress.saved_iteration = progress.iteration
 
-    def _leaves(self) -> bool:
-        """Whether to stop here, before --train-iters. All ranks decide alike."""
+    def _exits_early(self) -> bool:
+        """Whether to stop here, before --train-iters. All ranks return the same."""
         run = self.settings.run
         if run.exit_interval is not None and self.progress.iteration % run.exit_interval == 0:
-            _log.info("leaving at iteration %d (--exit-interval)", self.progress.iteration)
+            _log.info("exiting at iteration %d (--exit-interval)", self.progress.iteration)
             return True
-        if not self.departure.is_due(self.progress.iteration):
+        if not self.early_exit.is_due(self.progress.iteration):
             return False
-        why = "on SIGTERM" if self.departure.is_urgent else "--exit-duration-in-mins"
-        _log.info("leaving at iteration %d (%s)", self.progress.iteration, why)
+        why = "on SIGTERM" if self.early_exit.is_urgent else "--exit-duration-in-mins"
+        _log.info("exiting at iteration %d (%s)", self.progress.iteration, why)
         return True
 
     def _iterators(self, dataset: Any | None, *, consumed: int) -> Any:
@@ -294,7 +300,8 @@ class _Run:
             on_gpu=not self.job.host.enabled,
         )
 
-    def _what_runs(self) -> str:
+    def _description(self) -> str:
+        """The first log line: schedule, parallel sizes, batch, precision, device."""
         settings = self.settings
         return (
             f"training with {self._schedule_name()}: {settings.world_size} ranks = {settings.pipeline_size} pipeline x "
@@ -317,29 +324,29 @@ class _Run:
         if speed is not None:
             _log.info("speed: %.0f tokens per second", speed)
         memory = None if self.replanner is None else self.replanner.memory
-        if show_pipeline(self.training_state.schedule, self.settings, self.metrics, memory=memory):
+        if report_pipeline(self.training_state.schedule, self.settings, self.metrics, memory=memory):
             self._warn_of_shared_cores()
-        self._tell_balance()
+        self._log_balance()
         if self.settings.checkpoint.save is not None:
             where = iteration_directory(self.settings.checkpoint.save, self.progress.iteration)
             _log.info("checkpoint: %s", where)
 
-    def _tell_balance(self) -> None:
-        """Which layout of stages would be faster, if asked for. All ranks must call this."""
+    def _log_balance(self) -> None:
+        """With --zero-bubble-balance-stages, log which layers per stage would be faster. All ranks must call this."""
         if not self.settings.zero_bubble.zero_bubble_balance_stages:
             return
         layers = self.settings.stage_layers(self.training_state.schedule.spec.placement)
-        tell_balance(self.training_state.schedule, layers, None if self.replanner is None else self.replanner.costs)
+        log_balance(self.training_state.schedule, layers, None if self.replanner is None else self.replanner.costs)
 
     def _warn_of_shared_cores(self) -> None:
-        """On the CPU of one machine the ranks may take turns on its cores; no schedule can then be faster than another."""
+        """If CPU ranks outnumber the cores they take turns on them, and no schedule can be faster than another."""
         cores = os.cpu_count() or 1
         if self.job.host.enabled and self.settings.world_size > cores:
-            _log.info("(%d ranks take turns on %d cores here, which counts as bubble)", self.settings.world_size, cores)
+            _log.info("(%d ranks share %d CPU cores; waiting for a core counts as bubble)", self.settings.world_size, cores)
 
 
 def _tear_down(job: Job) -> None:
-    """Leave nothing behind, so that a process could train again."""
+    """Undo what `pretrain` set up, so that the process could train again."""
     unset_num_microbatches_calculator()
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()

@@ -1,6 +1,6 @@
-"""Our settings in megatron-core's words: its configuration objects, built from `Settings`.
+"""Builds megatron-core's configuration objects from `Settings`.
 
-What is named differently there, or means something only together with the device, is decided here and nowhere else.
+Names that differ in megatron-core, and choices that depend on the device, are translated here and nowhere else.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ __all__ = [
 
 
 def parameter_dtype(settings: Settings) -> torch.dtype:
-    """The number format of weights and of what flows between stages."""
+    """The dtype of parameters and of the activations and gradients sent between stages."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.precision.name]
 
 
 def padded_vocab_size(settings: Settings, vocab_size: int) -> int:
-    """`vocab_size`, rounded up so that it divides over the tensor-parallel ranks."""
+    """`vocab_size`, padded to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size."""
     multiple = settings.model.make_vocab_size_divisible_by * settings.parallel.tensor_model_parallel_size
     return (vocab_size + multiple - 1) // multiple * multiple
 
 
 def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) -> TransformerConfig:
-    """The model as megatron-core wants it.
+    """megatron-core's configuration of the model and its parallelism.
 
     Args:
-        settings: what was asked for.
-        on_gpu: whether kernels that exist only there (fusions, compiled activations) may be used.
-        layout: which layers each stage holds, where megatron-core would not divide them like that by itself.
+        settings: checked flags.
+        on_gpu: whether to use kernels that exist only on GPUs (fusions, compiled activations).
+        layout: the layers of each stage; None lets megatron-core divide them evenly.
     """
     model, parallel, dtype = settings.model, settings.parallel, parameter_dtype(settings)
     interleaves = settings.virtual_pipeline_size is not None and settings.zero_bubble.schedule == "stock"
@@ -106,11 +106,11 @@ def _experts(settings: Settings) -> dict[str, Any]:
         **{name: getattr(moe, name) for name in names},
         "num_moe_experts": moe.num_experts,
         "expert_tensor_parallel_size": settings.expert_tensor_parallel_size,
-        "moe_layer_freq": list(settings.layers_with_experts),
+        "moe_layer_freq": list(settings.moe_layer_pattern),
         "moe_ffn_hidden_size": moe.moe_ffn_hidden_size
         or _activation(settings.model)["ffn_hidden_size"]
         or 4 * settings.model.hidden_size,
-        # megatron-core tells one kind from several by the type.
+        # megatron-core takes a scalar for one kind and a list for several.
         "moe_router_load_balancing_type": kinds[0] if len(kinds) == 1 else kinds,
         "moe_aux_loss_coeff": weights[0] if len(weights) == 1 else weights,
     }
@@ -131,7 +131,7 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _kernels(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """Fused kernels where they exist. On the CPU the plain torch ops run: compiling them takes longer than it saves."""
+    """Flags of fused kernels, set where they exist. On the CPU plain torch ops run: compiling takes longer than it saves."""
     activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and not model.squared_relu
     has_bias = model.swiglu or model.add_bias_linear
     softmax = all(map(_is_installed, ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda")))
@@ -150,7 +150,7 @@ def _is_installed(package: str) -> bool:
 
 
 def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
-    """How gradients are accumulated and reduced over the copies of the model."""
+    """How gradients are accumulated, and reduced over the data-parallel replicas."""
     parallel = settings.parallel
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=settings.precision.reduce_grads_in_fp32,
@@ -163,7 +163,7 @@ def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
 
 
 def wgrad_policy(settings: Settings) -> WgradPolicy:
-    """How weight gradients use the tensor-parallel link."""
+    """What W gathers over the tensor-parallel ranks, and whether deferred wgrad GEMMs overlap B's all-reduce."""
     zero_bubble = settings.zero_bubble
     policy = WgradPolicy(runs_ahead=zero_bubble.zero_bubble_overlap_tensor_parallel)
     given = zero_bubble.zero_bubble_wgrad_gather
@@ -171,7 +171,7 @@ def wgrad_policy(settings: Settings) -> WgradPolicy:
 
 
 def optimizer_config(settings: Settings, *, timers: Any) -> OptimizerConfig:
-    """How weights are stepped."""
+    """megatron-core's configuration of the optimizer, gradient clipping and loss scaling."""
     optim, precision = settings.optim, settings.precision
     names = (
         *("optimizer", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "clip_grad"),
@@ -193,7 +193,7 @@ def optimizer_config(settings: Settings, *, timers: Any) -> OptimizerConfig:
 
 
 def scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
-    """The learning rate and weight decay over the run. Counts samples, as Megatron-LM does."""
+    """The schedule of learning rate and weight decay, in samples, as in Megatron-LM."""
     optim, samples = settings.optim, settings.global_batch_size
     start = optim.weight_decay if optim.start_weight_decay is None else optim.start_weight_decay
     end = optim.weight_decay if optim.end_weight_decay is None else optim.end_weight_decay

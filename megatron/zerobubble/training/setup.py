@@ -1,7 +1,7 @@
-"""Puts together what is trained: configuration, chunks, schedule, optimizer. All ranks must call `assemble`.
+"""Sets up training on this rank: megatron-core's configuration, model chunks, schedule, optimizer.
 
-The order matters: the schedule's placement decides which layers and embeddings a rank holds, the B/W split has to be in the
-model before DistributedDataParallel wraps it, and the optimizer wants the wrapped chunks.
+The order matters: the schedule's placement decides which layers and embeddings are on a rank, linear layers must defer their
+wgrad before DistributedDataParallel wraps the model, and the optimizer takes the wrapped chunks.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job
 from megatron.zerobubble.training.step import ForwardStep, TrainingState
 
-__all__ = ["ModelProvider", "ModelSetup", "assemble"]
+__all__ = ["ModelProvider", "ModelSetup", "build_training_state"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSetup:
-    """What a model provider and a forward step may need to know."""
+    """Arguments of model providers and forward step providers."""
 
     settings: Settings
-    """What was asked for."""
+    """The checked flags."""
     config: Any
     """megatron-core's TransformerConfig."""
     padded_vocab_size: int
-    """Rows of the embedding."""
+    """Vocabulary size after padding: the rows of the word embeddings over all tensor-parallel ranks."""
     device: torch.device
-    """Where this rank computes."""
+    """Device of this rank's parameters and activations."""
 
 
 ModelProvider = Callable[[ModelSetup, bool, bool, "int | None"], Any]
 """(setup, pre_process, post_process, vp_stage) -> the module of one stage."""
 
 ForwardStepProvider = Callable[[ModelSetup], ForwardStep]
-"""setup -> what a microbatch does in a chunk."""
+"""setup -> the function that runs one microbatch through one model chunk."""
 
 
-def assemble(
+def build_training_state(
     settings: Settings,
     job: Job,
     spec: ScheduleSpec,
@@ -64,7 +64,16 @@ def assemble(
     model_provider: ModelProvider,
     forward_step_provider: ForwardStepProvider,
 ) -> TrainingState:
-    """Build this rank's part of the model, and what trains it."""
+    """Build this rank's model chunks, schedule and optimizer. All ranks must call this.
+
+    Args:
+        settings: checked flags.
+        job: device and store of this rank.
+        spec: the schedule to run.
+        vocab_size: the tokenizer's vocabulary size, before padding.
+        model_provider: builds the module of one stage.
+        forward_step_provider: makes the function that runs one microbatch through one chunk.
+    """
     timers = Timers(settings.logging.timing_log_level, settings.logging.timing_log_option)
     with job.host.on_host():
         layers, num_mtp_layers = settings.stage_layers(spec.placement), settings.model.mtp_num_layers or 0
@@ -119,7 +128,7 @@ def assemble(
         chunks=built.chunks,
         schedule=schedule,
         optimizer=optimizer,
-        steps=steps,
+        post_validation=steps,
         scheduler=scheduler,
         forward_step=forward_step_provider(setup),
         timers=timers,
@@ -129,7 +138,7 @@ def assemble(
 
 
 def _count_parameters(chunks: list[Any]) -> None:
-    """Say how large the model is: parameters of one copy, tied weights counted on every stage that holds them."""
+    """Log the number of parameters of one data-parallel replica; tied weights count on every stage that holds them."""
     from megatron.core import parallel_state
 
     own = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())

@@ -1,11 +1,12 @@
-"""One iteration, and one evaluation.
+"""One training iteration, and one evaluation.
 
-The schedule's function does all forward and backward passes; what is left is to zero the gradients, to step the optimizer
-and the learning rate, and to add up the loss. The loss stays on the device and is not told to the other ranks here: that is
-done once per progress line, so that an iteration has no synchronisation of its own.
+The schedule's `forward_backward_func` runs all forward and backward passes. This module zeroes the gradients, steps the optimizer
+and the learning rate, and sums the loss. The loss stays on the device and is not all-reduced here: that happens once per progress
+line, so an iteration adds no synchronization of its own.
 
-With post-validation an iteration ends before the truth about its step is known. The truth comes in the next iteration, between
-its first forwards and its first backward, or with `flush`; so the learning rate moves and gradients are zeroed only there.
+With post-validation an iteration ends before its optimizer step is validated. The global gradient statistics arrive during the
+next iteration, between its first forwards and its first backward, or with `flush`; the learning rate advances and the gradients
+are zeroed only then.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdic
 from megatron.zerobubble.plan.timeline import Activity
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["LOSS", "ForwardStep", "StepResult", "Training", "TrainingState", "evaluate", "run_passes"]
+__all__ = ["LOSS", "ForwardStep", "StepResult", "Trainer", "TrainingState", "evaluate", "run_passes"]
 
 LOSS = "lm loss"
-"""Under this name the loss function reports [sum of losses, number of tokens] of a microbatch."""
+"""Key under which the loss function reports [sum of losses, number of tokens] of a microbatch."""
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
 """(data iterator, model chunk) -> (output, loss function), as megatron-core's schedules call it."""
@@ -33,53 +34,54 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """What is trained on this rank, put together: see `assembly`."""
+    """Everything that one rank trains with: model chunks, schedule, optimizer. `setup.build_training_state` makes it."""
 
     settings: Settings
-    """What was asked for."""
+    """The checked flags."""
     chunks: list[Any]
     """The model chunks of this rank, each wrapped in DistributedDataParallel."""
     schedule: Any
     """The `PipelineSchedule`: its `forward_backward_func` runs all passes of an iteration."""
     optimizer: Any
     """megatron-core's optimizer."""
-    steps: PostValidation | None
-    """Steps of the optimizer, early or not; None where megatron-core's own step is taken (the stock schedule)."""
+    post_validation: PostValidation | None
+    """Steps the optimizer, optimistically or not; None with the stock schedule, which calls megatron-core's own step."""
     scheduler: Any
     """megatron-core's OptimizerParamScheduler."""
     forward_step: ForwardStep
-    """What a microbatch does in a chunk."""
+    """Runs one microbatch through one model chunk."""
     timers: Any
     """megatron-core's Timers."""
     device: torch.device
-    """Where this rank computes."""
+    """Device of this rank's parameters and activations."""
     on_host: Callable[[], AbstractContextManager[object]]
-    """To be entered around optimizer steps and checkpoints (see `mcore.cpu.device`)."""
+    """Context manager to enter around optimizer steps and checkpoints: the CPU stands in for CUDA (see `mcore.cpu.device`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one iteration did."""
+    """Loss and optimizer step of one iteration."""
 
     loss: torch.Tensor
-    """[sum of losses, number of tokens] of this rank's microbatches, float64; zeros where the loss is not computed."""
+    """[sum of losses, number of tokens] of this rank's microbatches, shape [2], float64; zeros on ranks that do not compute the
+    loss."""
     is_stepped: bool
-    """False where a gradient overflowed and the optimizer left the weights alone."""
+    """False if a gradient overflowed and the optimizer skipped the step."""
     grad_norm: float | None
-    """Norm of all gradients before clipping; None where the optimizer did not say."""
+    """2-norm of all gradients before clipping; None if the optimizer did not report it."""
     num_zeros: int | None
-    """Zeros in the gradients, where asked for."""
+    """Zeros in the gradients; None without --log-num-zeros-in-grad."""
     lr: float
     """Learning rate of this step."""
     loss_scale: float
-    """Loss scale of this step; 1 without."""
+    """Loss scale of this step; 1 without loss scaling."""
     rolled_back: tuple[int, ...] | None = None
-    """If an optimistic step was wrong and redone: the pipeline ranks that had taken it and rolled it back; else None."""
+    """None unless validation corrected an optimistic step; then the pipeline ranks that had stepped and were rolled back."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Taken:
-    """A step whose outcome is not known."""
+class _PendingStep:
+    """An iteration whose optimizer step is not validated yet."""
 
     loss: torch.Tensor
     samples: int
@@ -87,32 +89,33 @@ class _Taken:
     loss_scale: float
 
 
-class Training:
-    """Iterations of one rank.
+class Trainer:
+    """Runs training iterations on one rank.
 
     Args:
-        training_state: what is trained.
+        training_state: model chunks, schedule and optimizer of this rank. With post-validation, the schedule's
+            `before_gradients` hook is set.
     """
 
     def __init__(self, training_state: TrainingState) -> None:
         self._training_state = training_state
-        self._taken: _Taken | None = None
+        self._pending: _PendingStep | None = None
         self._results: list[StepResult] = []
-        self._optimistic = training_state.steps is not None and training_state.steps.optimistic
+        self._optimistic = training_state.post_validation is not None and training_state.post_validation.optimistic
         if self._optimistic:
             training_state.schedule.hooks.before_gradients = self._before_gradients
 
     def iterate(self, data_iterator: Any) -> list[StepResult]:
-        """Forward, backward, optimizer. All ranks must call this.
+        """Run forward, backward and the optimizer step of one iteration. All ranks must call this.
 
         Returns:
-            The results that became known: of the iteration before, of this one, both or neither, in order.
+            The results validated during this call, in order: of the previous iteration, of this one, both or neither.
         """
         training_state = self._training_state
         if not self._optimistic:
             self._zero_gradients()
         reports = run_passes(training_state, data_iterator, num_microbatches=get_num_microbatches(), forward_only=False)
-        self._taken = _Taken(
+        self._pending = _PendingStep(
             loss=_total(reports, training_state.device),
             samples=get_current_running_global_batch_size(),
             lr=_learning_rate(training_state.optimizer),
@@ -122,36 +125,42 @@ class Training:
         watch = training_state.schedule.hooks.watch
         with (
             training_state.schedule.recorder.span(Activity.OPTIMIZER),
-            nullcontext() if watch is None else watch.doing("steps its optimizer with other ranks"),
+            nullcontext() if watch is None else watch.doing("waits for other ranks in the optimizer step"),
         ):
             self._step()
         training_state.timers("optimizer").stop()
-        return self._told()
+        return self._take_results()
 
     def _step(self) -> None:
         training_state = self._training_state
-        if training_state.steps is None:
+        if training_state.post_validation is None:
             with training_state.on_host():
                 is_stepped, norm, zeros = training_state.optimizer.step()
             self._finish(bool(is_stepped), norm, zeros, rolled_back=None)
         else:
-            training_state.steps.step()
-            if not training_state.steps.is_unvalidated:
-                self._finalize(training_state.steps.validate())
+            training_state.post_validation.step()
+            if not training_state.post_validation.is_unvalidated:
+                self._record_verdict(training_state.post_validation.validate())
 
     def flush(self) -> list[StepResult]:
-        """After this the weights are those of the synchronous optimizer. All ranks must call this; returns what became known."""
-        self._finalize(self._training_state.steps.flush() if self._training_state.steps is not None else None)
-        return self._told()
+        """Validate the last step, so that the weights are those of the synchronous optimizer. All ranks must call this.
+
+        Returns:
+            The result of the last iteration, if its step was not validated before.
+        """
+        self._record_verdict(
+            self._training_state.post_validation.flush() if self._training_state.post_validation is not None else None
+        )
+        return self._take_results()
 
     def _before_gradients(self) -> bool:
-        assert self._training_state.steps is not None
-        verdict = self._training_state.steps.validate()
-        self._finalize(verdict)
+        assert self._training_state.post_validation is not None
+        verdict = self._training_state.post_validation.validate()
+        self._record_verdict(verdict)
         self._zero_gradients()
         return verdict is not None and verdict.is_redone
 
-    def _finalize(self, verdict: Verdict | None) -> None:
+    def _record_verdict(self, verdict: Verdict | None) -> None:
         if verdict is not None:
             logs = self._training_state.settings.logging
             zeros = verdict.zeros if logs.log_num_zeros_in_grad else None
@@ -159,18 +168,18 @@ class Training:
             self._finish(verdict.is_stepped, norm, zeros, rolled_back=verdict.rolled_back if verdict.is_redone else None)
 
     def _finish(self, is_stepped: bool, norm: float | None, zeros: float | None, *, rolled_back: tuple[int, ...] | None) -> None:
-        taken, self._taken = self._taken, None
-        assert taken is not None
+        pending, self._pending = self._pending, None
+        assert pending is not None
         if is_stepped:
-            self._training_state.scheduler.step(increment=taken.samples)
+            self._training_state.scheduler.step(increment=pending.samples)
         self._results.append(
             StepResult(
-                loss=taken.loss,
+                loss=pending.loss,
                 is_stepped=is_stepped,
                 grad_norm=None if norm is None else float(norm),
                 num_zeros=None if zeros is None else int(zeros),
-                lr=taken.lr,
-                loss_scale=taken.loss_scale,
+                lr=pending.lr,
+                loss_scale=pending.loss_scale,
                 rolled_back=rolled_back,
             )
         )
@@ -180,14 +189,17 @@ class Training:
             chunk.zero_grad_buffer()
         self._training_state.optimizer.zero_grad()
 
-    def _told(self) -> list[StepResult]:
+    def _take_results(self) -> list[StepResult]:
         results, self._results = self._results, []
         return results
 
 
 @torch.no_grad()
 def evaluate(training_state: TrainingState, data_iterator: Any) -> float:
-    """The mean loss over --eval-iters global batches, whole ones even while the batch size ramps up. All ranks must call this."""
+    """The mean loss per token over --eval-iters global batches. All ranks must call this.
+
+    Batches have --global-batch-size samples even while --rampup-batch-size trains on smaller ones.
+    """
     num_microbatches = training_state.settings.num_microbatches
     for chunk in training_state.chunks:
         chunk.eval()
@@ -204,10 +216,10 @@ def evaluate(training_state: TrainingState, data_iterator: Any) -> float:
 
 
 def mean_losses(totals: torch.Tensor) -> list[float]:
-    """Mean losses from [n, 2] sums and token counts, summed over all ranks. All ranks must call this.
+    """Mean losses per token from [n, 2] loss sums and token counts of this rank. All ranks must call this.
 
-    Tensor-parallel ranks hold the same sums and count alike, and a rank without the last stage adds zero, so that one sum
-    over the world serves every layout and placement.
+    One all-reduce over the world serves every layout and placement: tensor-parallel ranks hold equal sums and counts, so their
+    ratio is unchanged, and ranks without the last stage add zero.
     """
     totals = totals.to(torch.float64)
     torch.distributed.all_reduce(totals)
@@ -216,7 +228,7 @@ def mean_losses(totals: torch.Tensor) -> list[float]:
 
 @contextmanager
 def parameters_in_place(training_state: TrainingState) -> Iterator[None]:
-    """With --overlap-param-gather the weights of the last step arrive during the next forward pass; here they are waited for."""
+    """Inside, all parameters are gathered. With --overlap-param-gather they would arrive only during the next forward pass."""
     overlaps = training_state.settings.parallel.overlap_param_gather
     for chunk in training_state.chunks if overlaps else ():
         chunk.disable_forward_pre_hook(param_sync=True)
@@ -228,10 +240,16 @@ def parameters_in_place(training_state: TrainingState) -> Iterator[None]:
 def run_passes(
     training_state: TrainingState, data_iterator: Any, *, num_microbatches: int, forward_only: bool
 ) -> list[dict[str, torch.Tensor]]:
-    """All passes of an iteration or an evaluation, and no step. All ranks must call this.
+    """Run the forward (and backward) passes of one global batch, without an optimizer step. All ranks must call this.
+
+    Args:
+        training_state: model chunks and schedule of this rank.
+        data_iterator: microbatches, as `data.samples.chunk_iterators` returns them.
+        num_microbatches: microbatches per data-parallel rank.
+        forward_only: skip the backward passes.
 
     Returns:
-        What the loss function reported of each microbatch; empty where the loss is not computed.
+        What the loss function reported for each microbatch; empty on ranks that do not compute the loss.
     """
     settings = training_state.settings
     return list(
@@ -249,7 +267,7 @@ def run_passes(
 
 
 def _total(reports: list[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
-    """[sum of losses, number of tokens] over microbatches."""
+    """[sum of losses, number of tokens] over microbatches, float64."""
     if not reports:
         return torch.zeros(2, dtype=torch.float64, device=device)
     return torch.stack([report[LOSS] for report in reports]).to(torch.float64).sum(dim=0)

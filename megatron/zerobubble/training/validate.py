@@ -1,6 +1,6 @@
 """Checks across groups of flags, before torch is loaded or a process group exists.
 
-Each failure is one line that says what was given, what is allowed and what to do. Files on disk are looked at, never written.
+Each failure is an error of one line: what was given, what is allowed, what to do. Files are read, never written.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from megatron.zerobubble.training.data.corpus import documents_of_splits, read_c
 __all__ = ["check_settings"]
 
 _DEFERRING_TRANSFORMER_ENGINE = Version("2.3.0")
-"""The first one whose layers take `delay_wgrad_compute`."""
+"""The first version of Transformer Engine whose layers support `delay_wgrad_compute`."""
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuse what cannot be run.
+    """Raise unless a job with these settings can run.
 
     Raises:
-        ConfigError: flags that do not go together, or not with the number of ranks.
-        DataError: a dataset that is missing, has a split without documents, or was made with another tokenizer or vocabulary.
-        CheckpointError: a checkpoint to load that is not there.
+        ConfigError: flags contradict each other or do not fit the number of ranks.
+        DataError: a dataset is missing, has a split without documents, or was made with another tokenizer or vocabulary.
+        CheckpointError: the checkpoint to load does not exist.
     """
     _check_world(settings)
     _check_schedule(settings)
@@ -68,13 +68,13 @@ def _check_schedule(settings: Settings) -> None:
     if zero_bubble.schedule == "stock":
         if zero_bubble.enable_optimizer_post_validation:
             raise ConfigError(
-                "--enable-optimizer-post-validation needs a schedule of ours: add --enable-zero-bubble or "
+                "--enable-optimizer-post-validation needs a schedule of this package: add --enable-zero-bubble or "
                 "--zero-bubble-schedule, or leave it out"
             )
         return
     if zero_bubble.post_validation_rollback == "inverse" and settings.optim.optimizer != "adam":
         raise ConfigError(
-            f"--post-validation-rollback inverse can take back Adam only, and --optimizer is {settings.optim.optimizer}: "
+            f"--post-validation-rollback inverse can roll back Adam only, and --optimizer is {settings.optim.optimizer}: "
             "choose exact, or --optimizer adam"
         )
     flag = "--zero-bubble-v-schedule" if zero_bubble.zero_bubble_v_schedule else f"schedule {zero_bubble.schedule}"
@@ -85,9 +85,7 @@ def _check_schedule(settings: Settings) -> None:
             "--num-virtual-stages-per-pipeline-rank, which choose the interleaved schedule; leave one of them out"
         )
     if settings.pipeline_size < 2:
-        raise ConfigError(
-            f"{flag} fills the bubble between pipeline ranks and needs --pipeline-model-parallel-size of at least 2, got 1"
-        )
+        raise ConfigError(f"{flag} fills the pipeline bubble and needs --pipeline-model-parallel-size of at least 2, got 1")
 
 
 def _check_layers(settings: Settings) -> None:
@@ -106,8 +104,8 @@ def _check_layers(settings: Settings) -> None:
         )
     if settings.zero_bubble.zero_bubble_balance_stages and settings.zero_bubble.schedule == "stock":
         raise ConfigError(
-            "--zero-bubble-balance-stages measures passes that our executor runs and needs a schedule of ours: add "
-            "--enable-zero-bubble, or for the order of megatron-core's own --zero-bubble-schedule 1f1b"
+            "--zero-bubble-balance-stages measures passes of this package's executor and needs a schedule of this package: add "
+            "--enable-zero-bubble, or for megatron-core's own order --zero-bubble-schedule 1f1b"
         )
 
 
@@ -126,13 +124,13 @@ def _check_batch(settings: Settings) -> None:
         return
     if ranks == 2 and not settings.parallel.overlap_p2p_communication:
         raise ConfigError(
-            "the interleaved schedule on 2 pipeline ranks needs overlapped communication (without it megatron-core confuses "
+            "the interleaved schedule on 2 pipeline ranks needs overlapped communication (without it megatron-core mixes up "
             "the two directions between them); leave out --no-overlap-p2p-communication"
         )
     if settings.batch.rampup_batch_size:
         raise ConfigError(
             "--rampup-batch-size: the interleaved schedule needs every number of microbatches divisible by the pipeline size; "
-            "leave one of them out, or choose a schedule of ours"
+            "leave one of them out, or choose a schedule of this package"
         )
     if microbatches % ranks:
         raise ConfigError(
@@ -142,7 +140,7 @@ def _check_batch(settings: Settings) -> None:
 
 
 def _check_rampup(settings: Settings, step: int) -> None:
-    """`step`: samples of one microbatch on all data-parallel ranks."""
+    """Check --rampup-batch-size. `step`: samples of one microbatch on all data-parallel ranks."""
     if not settings.batch.rampup_batch_size:
         return
     first, increment, _ = settings.batch.rampup_batch_size
@@ -159,7 +157,7 @@ def _check_rampup(settings: Settings, step: int) -> None:
 
 
 def _check_plan(settings: Settings) -> None:
-    """Generate the plan once, here, so that what the planner refuses is refused before anything is started."""
+    """Generate the plan once, so that the planner's errors are reported before the job starts."""
     zero_bubble = settings.zero_bubble
     if zero_bubble.schedule == "stock":
         return
@@ -181,7 +179,7 @@ def _check_plan(settings: Settings) -> None:
 
 
 def _check_loaded(zero_bubble: ZeroBubbleConfig, plan: Plan, wanted: Plan) -> None:
-    """A plan from a file can run where the chosen schedule's own, `wanted`, could."""
+    """Raise unless a plan from a file fits the ranks, placement and microbatches of `wanted`, the plan of the chosen schedule."""
     flag, limit = f"--zero-bubble-load-plan {zero_bubble.zero_bubble_load_plan}", zero_bubble.memory_limit
     if plan.num_ranks != wanted.num_ranks:
         raise ConfigError(
@@ -189,7 +187,7 @@ def _check_loaded(zero_bubble: ZeroBubbleConfig, plan: Plan, wanted: Plan) -> No
         )
     if plan.placement != wanted.placement:
         raise ConfigError(
-            f"{flag}: the plan's stages sit on ranks {_listed(plan)} ({plan.placement.name} placement), those of schedule "
+            f"{flag}: the plan's stages are on ranks {_listed(plan)} ({plan.placement.name} placement), those of schedule "
             f"{wanted.schedule} on {_listed(wanted)} ({wanted.placement.name} placement); choose another schedule or plan"
         )
     if plan.num_microbatches != wanted.num_microbatches:
@@ -208,17 +206,17 @@ def _listed(plan: Plan) -> str:
 
 
 def _check_writable(flag: str, given: str, folder: Path) -> None:
-    """What is written into a folder at the end of a run can be written."""
+    """Raise unless the directory `folder`, where `flag` writes at the end of the run, is writable."""
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"{flag} {given}: {folder} is not a folder that can be written to")
+        raise ConfigError(f"{flag} {given}: {folder} is not a writable directory")
 
 
 def _check_tensor_parallel(settings: Settings) -> None:
     gather = settings.zero_bubble.zero_bubble_wgrad_gather
     if gather is not None and (settings.zero_bubble.schedule == "stock" or not settings.parallel.sequence_parallel):
         raise ConfigError(
-            f"--zero-bubble-wgrad-gather {gather} says what W gathers along the sequence: it needs --sequence-parallel and a "
-            "schedule of ours (--enable-zero-bubble); leave it out, or add those"
+            f"--zero-bubble-wgrad-gather {gather} chooses what W gathers along the sequence: it needs --sequence-parallel and a "
+            "schedule of this package (--enable-zero-bubble); leave it out, or add those"
         )
     model, size = settings.model, settings.parallel.tensor_model_parallel_size
     needs = {"--num-attention-heads": model.num_attention_heads}
@@ -237,7 +235,7 @@ def _check_experts(settings: Settings) -> None:
     moe, size = settings.moe, settings.parallel.tensor_model_parallel_size
     if moe.num_experts is None:
         return
-    pattern = settings.layers_with_experts
+    pattern = settings.moe_layer_pattern
     ranks, shared = settings.world_size // settings.pipeline_size, settings.expert_tensor_parallel_size
     if ranks % (shared * moe.expert_model_parallel_size):
         raise ConfigError(
@@ -248,17 +246,16 @@ def _check_experts(settings: Settings) -> None:
         raise ConfigError(f"--num-experts with --tensor-model-parallel-size {size} needs --sequence-parallel")
     if settings.model.add_bias_linear and (moe.moe_shared_expert_intermediate_size is not None or shared > 1):
         raise ConfigError(
-            "--moe-shared-expert-intermediate-size, and experts that tensor-parallel ranks share, have no bias: add "
-            "--disable-bias-linear"
+            "--moe-shared-expert-intermediate-size and tensor-parallel experts do not support biases: add --disable-bias-linear"
         )
     if moe.moe_grouped_gemm and settings.model.transformer_impl == "local":
         raise ConfigError(
-            "--moe-grouped-gemm with --transformer-impl local is one weight for all experts, whose gradient cannot be split: "
-            "leave it out, and the experts run one by one, or use Transformer Engine's"
+            "--moe-grouped-gemm with --transformer-impl local is one weight for all experts, whose wgrad cannot be deferred: "
+            "leave it out to run the experts one by one, or use --transformer-impl transformer_engine"
         )
     if settings.zero_bubble.schedule == AUTO and len(set(pattern)) > 1:
         raise ConfigError(
-            "--zero-bubble-schedule auto measures layers that are alike, and --moe-layer-freq makes two kinds; name a schedule"
+            "--zero-bubble-schedule auto needs layers of one kind, and --moe-layer-freq makes two; choose a schedule by name"
         )
 
 
@@ -266,7 +263,7 @@ def _check_installed(settings: Settings) -> None:
     wanted = {}
     if settings.model.transformer_impl == "transformer_engine":
         remedy = (
-            "pip install 'transformer-engine[pytorch]>=2.3' on a machine with CUDA, or leave it out for megatron-core's layers"
+            "pip install 'transformer-engine[pytorch]>=2.3' on a machine with CUDA, or leave it out to use megatron-core's layers"
         )
         wanted["transformer_engine"] = ("--transformer-impl transformer_engine", remedy)
     if settings.logging.tensorboard_dir is not None:
@@ -285,10 +282,10 @@ def _check_installed(settings: Settings) -> None:
 
 
 def _check_transformer_engine(settings: Settings) -> None:
-    """It is installed; whether it can do what is asked for."""
+    """Raise unless the installed Transformer Engine supports the backend and the schedule."""
     if settings.parallel.distributed_backend == "gloo":
         raise ConfigError(
-            "--transformer-impl transformer_engine computes on CUDA only, and --distributed-backend is gloo: leave one out"
+            "--transformer-impl transformer_engine needs CUDA, and --distributed-backend is gloo: leave one of them out"
         )
     installed = Version(importlib.metadata.version("transformer_engine"))
     if settings.zero_bubble.schedule != "stock" and installed < _DEFERRING_TRANSFORMER_ENGINE:
@@ -301,11 +298,11 @@ def _check_transformer_engine(settings: Settings) -> None:
 
 def _check_optimizer(settings: Settings) -> None:
     if settings.optim.optimizer == "sgd" and settings.parallel.use_distributed_optimizer:
-        raise ConfigError("--use-distributed-optimizer splits the state of Adam; leave it out with --optimizer sgd")
+        raise ConfigError("--use-distributed-optimizer shards Adam's state; leave it out with --optimizer sgd")
     warmup, decay = settings.lr_warmup_iters, settings.lr_decay_iters
     if warmup >= decay:
         raise ConfigError(
-            f"the warm-up of {warmup:g} iterations must be shorter than the decay of {decay} "
+            f"the learning rate warm-up of {warmup:g} iterations must be shorter than the decay of {decay} "
             "(--lr-decay-iters, by default --train-iters)"
         )
     annealing = settings.optim.lr_wsd_decay_iters
@@ -314,7 +311,7 @@ def _check_optimizer(settings: Settings) -> None:
 
 
 def _check_gradients(settings: Settings) -> None:
-    """How gradients are reduced, and whether they can be sharded while they are accumulated."""
+    """Check the data-parallel gradient reduction and --zero-bubble-shard-gradients."""
     parallel, model, size = settings.parallel, settings.model, settings.zero_bubble.zero_bubble_shard_gradients
     if parallel.ddp_bucket_size is not None and not parallel.overlap_grad_reduce and size is None:
         raise ConfigError("--ddp-bucket-size needs --overlap-grad-reduce")
@@ -327,12 +324,16 @@ def _check_gradients(settings: Settings) -> None:
     problems = {
         "needs --use-distributed-optimizer, which steps on shards": not parallel.use_distributed_optimizer,
         f"shards over data-parallel ranks, and there is {settings.data_parallel_size}": settings.data_parallel_size < 2,
-        "needs --untie-embeddings-and-output-weights: tied ones sum their whole gradients over two stages": (
+        "needs --untie-embeddings-and-output-weights: tied weights all-reduce whole gradients over two stages": (
             not model.untie_embeddings_and_output_weights
         ),
-        "does not go with --mtp-num-layers, whose embedding sums whole gradients over two stages": bool(model.mtp_num_layers),
-        "does not go with --sequence-parallel, which sums norms' gradients after the reduction": parallel.sequence_parallel,
-        "does not go with --qk-layernorm under tensor parallelism, which sums norms' gradients after the reduction": (
+        "cannot be combined with --mtp-num-layers, whose embedding all-reduces whole gradients over two stages": bool(
+            model.mtp_num_layers
+        ),
+        "cannot be combined with --sequence-parallel, which all-reduces normalization gradients after the reduction": (
+            parallel.sequence_parallel
+        ),
+        "cannot be combined with --qk-layernorm and tensor parallelism, which all-reduce its gradients after the reduction": (
             model.qk_layernorm and parallel.tensor_model_parallel_size > 1
         ),
     }
@@ -360,7 +361,7 @@ def _check_data(settings: Settings) -> None:
 
 
 def _check_splits(settings: Settings, prefix: str) -> None:
-    """That no split which is read is empty: megatron-core would look for its samples for ever."""
+    """Raise if a split that the run reads has no documents: megatron-core would search for its samples forever."""
     data, run = settings.data, settings.run
     counts = documents_of_splits(prefix, data.split_weights)
 
@@ -387,12 +388,12 @@ def _check_checkpoint(settings: Settings) -> None:
         remedy = "--exit-on-missing-checkpoint" if resumes_itself else "--load"
         raise CheckpointError(
             f"--load {checkpoint.load}: there is no checkpoint ({tracker.name} is missing); "
-            f"leave {remedy} out to start from new weights"
+            f"leave {remedy} out to start from newly initialized weights"
         )
 
 
 def _check_trace(settings: Settings) -> None:
-    """A trace is written at the end of a run: what would keep it from being written is found out now."""
+    """Raise now if the trace could not be written at the end of the run."""
     zero_bubble = settings.zero_bubble
     if zero_bubble.zero_bubble_trace is None:
         return
@@ -413,11 +414,11 @@ def _check_watchdog(settings: Settings) -> None:
         return
     if settings.zero_bubble.schedule == "stock":
         raise ConfigError(
-            f"--zero-bubble-watchdog-seconds {given:g} looks at ops that our executor runs and needs a schedule of ours: add "
-            "--enable-zero-bubble, or for the order of megatron-core's own --zero-bubble-schedule 1f1b"
+            f"--zero-bubble-watchdog-seconds {given:g} watches this package's executor and needs a schedule of this package: add "
+            "--enable-zero-bubble, or for megatron-core's own order --zero-bubble-schedule 1f1b"
         )
     if given >= 60 * minutes:
         raise ConfigError(
             f"--zero-bubble-watchdog-seconds {given:g} must be less than --distributed-timeout-minutes {minutes}, after which "
-            f"ranks give up anyway: at most {60 * minutes - 1}"
+            f"process groups time out anyway: at most {60 * minutes - 1}"
         )

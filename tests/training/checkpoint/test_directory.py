@@ -1,4 +1,4 @@
-"""The folder of checkpoints: whatever moment a job dies at, the latest one is there, complete."""
+"""The --save directory: whenever a job dies, the latest checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.zerobubble.training.checkpoint.directory import TRACKER, existing_
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 def write(folder: Path, iteration: int, content: str) -> None:
@@ -25,7 +25,7 @@ def write(folder: Path, iteration: int, content: str) -> None:
 
 
 def latest(folder: Path) -> str:
-    """What is in the checkpoint that a run would load; it has to be of one piece."""
+    """The contents of the checkpoint that a run would load; all files must be of one save."""
     iteration = tracked_iteration(folder)
     assert iteration is not None
     directory = existing_directory(folder, iteration)
@@ -35,7 +35,7 @@ def latest(folder: Path) -> str:
 
 
 def die_at(number: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """From here on the process dies before its `number`-th change on disk; the list tells the changes it came to."""
+    """From here on the process dies before its `number`-th change on disk; the list collects the changes before."""
     done: list[str] = []
 
     def dying(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,14 +81,14 @@ def test_only_the_latest_and_multiples_of_the_interval_are_kept(tmp_path: Path) 
     assert {path.name for path in tmp_path.iterdir()} == {TRACKER, "iter_0000004", "iter_0000008", "iter_0000010"}
 
 
-def test_what_others_keep_there_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_are_left_alone(tmp_path: Path) -> None:
     for name in ("iter_0000001.writing", "iter_0000001.mine", "notes.writing"):
         (tmp_path / name).mkdir()
     write(tmp_path, 2, "new")
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001.mine", "notes.writing", "iter_0000002.writing"}
 
 
-def test_a_damaged_tracker_is_named(tmp_path: Path) -> None:
+def test_a_damaged_tracker_is_an_error(tmp_path: Path) -> None:
     assert tracked_iteration(tmp_path) is None
     (tmp_path / TRACKER).write_bytes(b"release\xff")
     with pytest.raises(CheckpointError, match=rf"{TRACKER} is damaged: it holds 'release.', not an iteration"):

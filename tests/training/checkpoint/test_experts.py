@@ -22,10 +22,10 @@ CHAINS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_checkpoint_of_experts_goes_through_any_optimizer(
+def test_a_checkpoint_of_experts_loads_with_any_optimizer(
     name: str, precision: str, four_ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Tokens meet in another order where ranks share experts."""
+    """With expert parallelism tokens are summed in another order."""
     chain = [f"{flags} {precision}" for flags in CHAINS[name]]
     for expected, actual in four_ranks.run(walk, chain, str(tmp_path)):
         assert actual == pytest.approx(expected, rel=1e-3 if precision else 1e-6)

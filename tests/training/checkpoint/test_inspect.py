@@ -1,4 +1,4 @@
-"""A checkpoint is looked at before it is loaded: complete, undamaged, and nothing but data."""
+"""Inspection of a checkpoint before it is loaded: complete, undamaged, and nothing but data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 class Attack:
-    """What a pickle from elsewhere may be: unpickling it runs code."""
+    """An untrusted pickle: unpickling it runs code."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -81,7 +81,7 @@ def test_a_foreign_format_is_named(checkpoint: Path) -> None:
 def test_code_in_the_metadata_is_refused_and_not_run(checkpoint: Path, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Attack(mark)))
-    with pytest.raises(CheckpointError, match=r"it names posix\.mkdir"):
+    with pytest.raises(CheckpointError, match=r"it contains posix\.mkdir"):
         inspect_checkpoint(checkpoint)
     assert not mark.exists()
 
@@ -131,5 +131,5 @@ def test_an_enum_pickled_by_getattr_is_read_and_nothing_else_is() -> None:
 
     assert load(kind, "TORCH_PRESERVE_FORMAT") is kind.TORCH_PRESERVE_FORMAT
     for owner, name in ((kind, "__class__"), (kind, "mro"), (torch.distributed.checkpoint.metadata.Metadata, "__init__")):
-        with pytest.raises(CheckpointError, match=f"it asks for '{name}'"):
+        with pytest.raises(CheckpointError, match=f"it contains '{name}'"):
             load(owner, name)

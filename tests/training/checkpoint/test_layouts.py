@@ -1,4 +1,4 @@
-"""A checkpoint can be loaded under any other layout, and saved again: training goes on as if nothing had been in between.
+"""A checkpoint can be loaded with any other layout, and saved again: training continues as if uninterrupted.
 
 A chain of jobs on four ranks, each with another schedule, placement, pipeline, tensor or data-parallel size, or optimizer. The
 first one trains, each loads what the one before it saved and saves it again, and the last one trains on. After every load all
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.zerobubble.training.checkpoint import load as checkpointing
-from megatron.zerobubble.training.checkpoint.save import Saver
+from megatron.zerobubble.training.checkpoint.load import RestoredProgress, load_checkpoint
+from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from tests.support.ranks import RankPool
 from tests.support.training_states import VOCABULARY, train, training_state_of
 from tests.support.whole_state import Tensors, whole_state
@@ -55,7 +55,7 @@ CHAINS = {
         V4,
     ],
 }
-"""fp32 first, which the plain run takes."""
+"""fp32 first, which the plain run uses."""
 
 LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --group-query-attention"
 LLAMA += " --num-query-groups 2 --untie-embeddings-and-output-weights"
@@ -72,7 +72,7 @@ padded: megatron-core's loss counts the padding, of which there is more with mor
 
 @dataclass
 class Walk:
-    """What a rank saw."""
+    """Results of one rank."""
 
     expected: list[float] = field(default_factory=list)
     """Losses of iterations 3 and 4 in the first job, which saves after 2."""
@@ -85,14 +85,14 @@ class Walk:
 
 
 def walk(rank: int, chain: list[str], folder: str) -> Walk:
-    """Go through the jobs of a chain."""
+    """Run the jobs of a chain."""
     seen, first = Walk(), Tensors()
     for number, flags in enumerate(chain):
         load = ["--load", f"{folder}/{number - 1}"] if number else []
         with training_state_of(rank, [*flags.split(), "--save", f"{folder}/{number}", *load]) as (training_state, store):
             if load:
-                restored = checkpointing.load(training_state)
-                assert restored == checkpointing.Restored(2, 16)
+                restored = load_checkpoint(training_state)
+                assert restored == RestoredProgress(2, 16)
             else:
                 train(training_state, first=1, last=2)
             state = whole_state(training_state, vocabulary=VOCABULARY)
@@ -101,7 +101,7 @@ def walk(rank: int, chain: list[str], folder: str) -> Walk:
             first = first or state
             seen.differing.append([name for name in sorted(first.keys() | state.keys()) if not _same(name, first, state)])
             seen.states.append({name.partition("/")[2] for name, tensor in state.items() if tensor.any()})
-            saver = Saver(training_state, store)
+            saver = CheckpointSaver(training_state, store)
             saver.save(iteration=2, consumed_samples=16)
             if number == 0:
                 seen.expected = train(training_state, first=3, last=4)
@@ -116,7 +116,7 @@ def _same(name: str, one: Tensors, other: Tensors) -> bool:
 
 
 @pytest.mark.parametrize("name", ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in CHAINS if name != "fp32")])
-def test_a_checkpoint_goes_through_any_layout(name: str, four_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_with_any_layout(name: str, four_ranks: RankPool, tmp_path: Path) -> None:
     chain = [f"{flags} {COMMON.get(name, '')}" for flags in CHAINS[name]]
     walks = four_ranks.run(walk, chain, str(tmp_path))
     moments = {"momentum_buffer"} if name == "sgd" else {"exp_avg", "exp_avg_sq", "step"}

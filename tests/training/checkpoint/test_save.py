@@ -22,9 +22,9 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training.checkpoint import load as checkpointing
 from megatron.zerobubble.training.checkpoint.directory import tracked_iteration
-from megatron.zerobubble.training.checkpoint.save import Saver
+from megatron.zerobubble.training.checkpoint.load import load_checkpoint
+from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from tests.support.ranks import RankPool
 from tests.support.training_states import train, training_state_of
 from tests.training.launch import TINY_BATCH, TINY_MODEL, launch
@@ -44,12 +44,12 @@ def full_disk() -> Iterator[None]:
 
 
 def failing_saves(rank: int, folder: str) -> list[str]:
-    """What is said about a save for which rank 2 has no room, at once and in the background, and when its writer is killed."""
+    """Errors of a save while the disk of rank 2 is full, synchronous and in the background, and when its writer is killed."""
     said = []
     for mode in ([], ["--async-save"]):
         with training_state_of(rank, [*V4, "--save", folder, *mode]) as (training_state, store):
             train(training_state, first=1, last=1)
-            saver = Saver(training_state, store)
+            saver = CheckpointSaver(training_state, store)
             _save(saver, 1)
             said.append(_failure(saver, 2, full_disk if rank == 2 else _nothing))
             if mode:
@@ -58,13 +58,13 @@ def failing_saves(rank: int, folder: str) -> list[str]:
     return said
 
 
-def _failure(saver: Saver, iteration: int, around: Any) -> str:
+def _failure(saver: CheckpointSaver, iteration: int, around: Any) -> str:
     with pytest.raises(CheckpointError) as caught, around():
         _save(saver, iteration)
     return str(caught.value)
 
 
-def _save(saver: Saver, iteration: int) -> None:
+def _save(saver: CheckpointSaver, iteration: int) -> None:
     saver.save(iteration=iteration, consumed_samples=8 * iteration)
     saver.finish()
 
@@ -76,7 +76,7 @@ def _nothing() -> Iterator[None]:
 
 @contextmanager
 def _killed_writer() -> Iterator[None]:
-    """A process that begins to write in here is killed."""
+    """Inside, a process that starts to write is killed."""
 
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -98,15 +98,15 @@ def test_a_write_that_fails_is_raised_on_every_rank_with_its_reason(four_ranks: 
 
 
 def polled_save(rank: int, folder: str) -> list[int]:
-    """The iterations at whose end a save in the background was still under way, on this rank."""
+    """The iterations at whose end a background save was still in progress, on this rank."""
     with training_state_of(rank, [*V4, "--save", folder, "--async-save"]) as (training_state, store):
         train(training_state, first=1, last=1)
-        saver, seen = Saver(training_state, store), []
+        saver, seen = CheckpointSaver(training_state, store), []
         saver.save(iteration=1, consumed_samples=8)
         for iteration in range(2, 200):
             train(training_state, first=2, last=2)
             saver.poll(iteration)
-            if not saver.is_under_way:
+            if not saver.is_in_progress:
                 break
             seen.append(iteration)
     return seen
@@ -114,12 +114,12 @@ def polled_save(rank: int, folder: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def saved(four_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]], Path]:
-    """What the ranks saw, and the folder with the checkpoint of iteration 1."""
+    """The iterations per rank, and the directory with the checkpoint of iteration 1."""
     folder = tmp_path_factory.mktemp("saved")
     return four_ranks.run(polled_save, str(folder)), folder
 
 
-def test_a_save_in_the_background_is_over_at_the_same_iteration_on_all_ranks(saved: tuple[list[list[int]], Path]) -> None:
+def test_a_background_save_finishes_at_the_same_iteration_on_all_ranks(saved: tuple[list[list[int]], Path]) -> None:
     seen, folder = saved
     assert seen[0], "it is agreed on one iteration before"
     assert seen[0] == list(range(2, 2 + len(seen[0])))
@@ -128,7 +128,7 @@ def test_a_save_in_the_background_is_over_at_the_same_iteration_on_all_ranks(sav
 
 
 class Attack:
-    """What a pickle from elsewhere may be: unpickling it runs code."""
+    """An untrusted pickle: unpickling it runs code."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -139,15 +139,15 @@ class Attack:
 
 def load_tampered(rank: int, folder: str) -> str:
     with training_state_of(rank, [*V4, "--load", folder]) as (training_state, _), pytest.raises(CheckpointError) as caught:
-        checkpointing.load(training_state)
+        load_checkpoint(training_state)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["noise", "code"])
-def test_a_tensor_that_is_none_is_refused_and_not_run(
+def test_code_stored_as_a_tensor_is_not_run(
     kind: str, saved: tuple[list[list[int]], Path], four_ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Code that is stored as a tensor is: the inspection does not read tensors, and torch's reader takes nothing but data."""
+    """The inspection does not read tensors, and torch's reader loads only data."""
     shutil.copytree(saved[1], tmp_path, dirs_exist_ok=True)
     directory = tmp_path / "iter_0000001"
     metadata = dcp.FileSystemReader(directory).read_metadata()
@@ -171,29 +171,29 @@ ORPHAN_SCRIPT = """
 import os, pathlib, signal, time
 import pretrain_gpt
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.zerobubble.training.checkpoint import save as saving
+from megatron.zerobubble.training.checkpoint import save
 
 def slowly(*arguments, **options):
     pathlib.Path(__file__).with_suffix(".pids").open("a").write(f"{os.getpid()}\\n")
     time.sleep(10_000)
 
-class Killed(saving.Saver):
+class Killed(save.CheckpointSaver):
     def poll(self, iteration):
         super().poll(iteration)
         pids = pathlib.Path(__file__).with_suffix(".pids")
-        if self.is_under_way and pids.exists() and len(set(pids.read_text().split())) == 2:
+        if self.is_in_progress and pids.exists() and len(set(pids.read_text().split())) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
     from megatron.zerobubble.training import loop
     FileSystemWriterAsync.write_preloaded_data = staticmethod(slowly)
-    loop.Saver = Killed
+    loop.CheckpointSaver = Killed
     pretrain_gpt.main()
 """
 
 
 def test_a_process_that_writes_ends_with_its_rank(tmp_path: Path) -> None:
-    """It has the job's output open: this would wait for its end."""
+    """It has the job's output open, so this test would wait for it."""
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN_SCRIPT)
     flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--pipeline-model-parallel-size", "2", "--train-iters", "100000"]

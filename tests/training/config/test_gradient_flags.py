@@ -1,4 +1,4 @@
-"""Flags that say how gradients are reduced, and what does not go with sharding them."""
+"""Flags of the gradient reduction, and those that gradient sharding excludes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def test_they_reach_megatron_core_and_the_schedule() -> None:
     ("flags", "message"),
     [
         (SHARD + "--zero-bubble-shard-gradients 0", "--zero-bubble-shard-gradients 0 must be greater than 0"),
-        (STOCK_2, "needs a schedule of ours.* not stock: add"),
-        (STOCK_2 + " --zero-bubble-schedule auto", "needs a schedule of ours.* not auto: add"),
-        (SHARD_2 + "--zero-bubble-memory-limit 1", "--zero-bubble-memory-limit has no room .*, or give groups of 1"),
+        (STOCK_2, "needs a schedule of this package.* not stock: add"),
+        (STOCK_2 + " --zero-bubble-schedule auto", "needs a schedule of this package.* not auto: add"),
+        (SHARD_2 + "--zero-bubble-memory-limit 1", "--zero-bubble-memory-limit has no headroom .*, or give groups of 1"),
         (SHARD_2.replace("--use-distributed-optimizer ", ""), "gradients 2 needs --use-distributed-optimizer"),
         (SHARD_2.replace("--untie-embeddings-and-output-weights ", ""), "gradients 2 needs --untie-embeddings"),
         (SHARD_2 + "--pipeline-model-parallel-size 4", "shards over data-parallel ranks, and there is 1"),

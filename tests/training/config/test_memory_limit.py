@@ -1,4 +1,4 @@
-"""What --zero-bubble-memory-limit says."""
+"""--zero-bubble-memory-limit: parsing, and the memory of the device."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_limits(text: str, limit: MemoryLimit) -> None:
     assert limit.is_relative is (limit.relative is not None)
 
 
-def test_what_fits_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU is one rank's, the machine's memory all of its ranks'; a part of either is left alone."""
+def test_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU belongs to one rank, the machine's memory is shared by its ranks; a fraction of either is reserved."""
     sizes = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(memory.os, "sysconf", sizes.__getitem__)
     assert usable_bytes(torch.device("cpu"), ranks_on_host=4) == 942_080

@@ -1,4 +1,4 @@
-"""--transformer-impl transformer_engine as far as flags go: what is missing is said before anything is started."""
+"""--transformer-impl transformer_engine: errors in flags are reported before the job starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_it_has_to_be_installed() -> None:
     ("version", "more", "message"),
     [
         ("2.2.0", "--enable-zero-bubble", r"version 2\.2\.0 is installed, which cannot defer.* schedule zb-h1 needs 2\.3\.0"),
-        ("2.3.0", "--enable-zero-bubble --distributed-backend gloo", "computes on CUDA only"),
+        ("2.3.0", "--enable-zero-bubble --distributed-backend gloo", "needs CUDA, and --distributed-backend is gloo"),
         ("2.2.0", "", None),
         ("2.10.0", "--zero-bubble-schedule zb-h2", None),
     ],

@@ -1,4 +1,4 @@
-"""The order of samples, the part of a batch a stage needs, and what data was made with."""
+"""The order of samples, the tensors that a stage reads, and the tokenizer of a dataset."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ with quiet_third_parties():
 
 
 def microbatches(*, consumed: int, num_ranks: int, total: int = 48, micro: int = 2) -> list[list[list[int]]]:
-    """For each data-parallel rank its microbatches."""
+    """The microbatches of each data-parallel rank."""
     return [
         list(ConsumedSamples(consumed=consumed, total=total, micro_batch_size=micro, rank=rank, num_ranks=num_ranks))
         for rank in range(num_ranks)
@@ -41,14 +41,14 @@ def test_a_global_batch_is_the_same_set_of_samples_for_every_data_parallel_size(
         assert sorted(samples) == list(range(step * batch, (step + 1) * batch))
 
 
-def test_a_run_reads_on_where_it_stopped() -> None:
+def test_a_run_continues_in_the_data_where_it_stopped() -> None:
     from_start = microbatches(consumed=0, num_ranks=2)
     resumed = microbatches(consumed=16, num_ranks=2)
     assert resumed == [rank[4:] for rank in from_start]
 
 
 def test_the_data_parallel_size_may_change_in_between() -> None:
-    """16 samples read by two ranks, then four go on: nothing is read twice or left out."""
+    """16 samples read by two ranks, then four continue: no sample is read twice or skipped."""
     first = [sample for rank in microbatches(consumed=0, num_ranks=2) for microbatch in rank[:4] for sample in microbatch]
     rest = [sample for rank in microbatches(consumed=16, num_ranks=4) for microbatch in rank for sample in microbatch]
     assert sorted(first + rest) == list(range(48))
@@ -88,12 +88,12 @@ def test_the_byte_tokenizer_needs_no_files_and_loses_nothing() -> None:
     assert tokenizer.eod not in tokenizer.tokenize(text)
 
 
-def test_a_tokenizer_that_is_not_there_is_named() -> None:
+def test_a_missing_tokenizer_is_an_error() -> None:
     with pytest.raises(DataError, match="--tokenizer-model /absent: cannot be loaded"):
         build_tokenizer("SentencePieceTokenizer", model="/absent")
 
 
-def test_what_data_was_made_with_is_read_back(tmp_path: Path) -> None:
+def test_corpus_info_is_read_back(tmp_path: Path) -> None:
     info = CorpusInfo(tokenizer_type="ByteLevelTokenizer", vocab_size=256, num_documents=2, num_tokens=10)
     prefix = str(tmp_path / "data")
     assert read_corpus_info(prefix) is None, "data of other tools has none"

@@ -1,4 +1,4 @@
-"""Curves: TensorBoard's are read back; Weights & Biases is played by a stand-in, because it is not installed."""
+"""TensorBoard curves are read back; a stand-in replaces Weights & Biases, which is not installed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def settings(flags: str) -> Settings:
 
 
 class WandbStandIn(types.ModuleType):
-    """The three calls of wandb that are used; keeps what they were given."""
+    """The three calls of wandb that are used; records their arguments."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -84,16 +84,16 @@ def test_wandb_gets_points_with_their_iteration(monkeypatch: pytest.MonkeyPatch)
     assert stand_in.is_finished
 
 
-def test_without_wandb_the_log_says_what_is_lost(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_wandb_a_warning_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import of it then fails
     with caplog.at_level(logging.WARNING, "megatron.zerobubble.training.metrics.curves"):
         curves = Curves(settings("--wandb-project zb"), start_iteration=0)
     curves.add({"loss": 2.5}, 1)
     curves.close()
-    assert "--wandb-project zb: wandb is not installed (pip install wandb); no curves go there" in caplog.text
+    assert "--wandb-project zb: wandb is not installed (pip install wandb); it gets no curves" in caplog.text
 
 
-def test_nothing_asked_for_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flags_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     curves = Curves(settings(""), start_iteration=0)
     curves.add({"loss": 2.5}, 1)

@@ -1,4 +1,4 @@
-"""What --zero-bubble-balance-stages says about a recorded iteration."""
+"""--zero-bubble-balance-stages: the times and the layout that it logs for a recorded iteration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Unrecorded:
 
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("name", ["zbv", "1f1b"])
-def test_the_parts_are_found_in_what_ran(name: str) -> None:
+def test_part_times_follow_from_a_recorded_iteration(name: str) -> None:
     """F, B and W apart, and fused; from a recorded iteration, and from costs."""
     plan = build_plan(name, num_ranks=4, num_microbatches=8)
     layers = StageLayers.spread(16, plan.placement)
@@ -47,8 +47,8 @@ def test_the_parts_are_found_in_what_ran(name: str) -> None:
         activation=(1.0,) * layers.num_stages,
         activation_after_backward=(1.0,) * layers.num_stages,
     )
-    for known in (None, costs):
-        found = measured_parts(_Recorded(plan, costs), layers, known)  # type: ignore[arg-type]
+    for given in (None, costs):
+        found = measured_parts(_Recorded(plan, costs), layers, given)  # type: ignore[arg-type]
         assert found is not None
         assert vars(found) == pytest.approx(vars(expected))
 
@@ -59,18 +59,18 @@ def test_nothing_recorded() -> None:
     assert measured_parts(_Unrecorded(), layers, None) is None  # type: ignore[arg-type]
 
 
-def test_a_proposal_says_how_much_it_can_gain() -> None:
+def test_a_proposal_states_its_gain() -> None:
     placement = Placement.linear(4)
-    told = proposal(PartTimes(layer_ms=10.0, head_ms=21.0), StageLayers.spread(16, placement), placement)
-    assert told == (
+    line = proposal(PartTimes(layer_ms=10.0, head_ms=21.0), StageLayers.spread(16, placement), placement)
+    assert line == (
         "stages: F, B and W of a microbatch take 10.00 ms in a layer, 0.00 ms in the embedding and 21.00 ms in the head; the "
-        'busiest rank computes 61.00 ms; with --pipeline-model-parallel-layout "Et*5|t*5|tttt|ttL" it would be 50.00 ms, '
+        'bottleneck rank computes 61.00 ms; with --pipeline-model-parallel-layout "Et*5|t*5|tttt|ttL" it would be 50.00 ms, '
         "1.22 times as fast in the steady state"
     )
 
 
-def test_the_best_layout_is_left_as_it_is() -> None:
+def test_the_best_layout_is_not_changed() -> None:
     layers, placement = StageLayers(per_stage=(2, 1)), Placement.linear(2)
-    told = proposal(PartTimes(layer_ms=10.0, head_ms=9.0), layers, placement)
-    assert told.endswith("and no other layout than Ett|tL leaves it less")
-    assert "(two stages cannot tell them apart: one counts as layers only)" in told
+    line = proposal(PartTimes(layer_ms=10.0, head_ms=9.0), layers, placement)
+    assert line.endswith("and no layout reduces that (now Ett|tL)")
+    assert "(estimated: with two stages, one is assumed to hold layers only)" in line

@@ -1,4 +1,4 @@
-"""Plans that are given and kept: a file that fits runs, one that does not is refused with the reason."""
+"""Plan files: one that fits runs, one that does not is an error with the reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _file(tmp_path: Path, change: Callable[[dict[str, Any]], None] = lambda body
 
 
 @pytest.mark.parametrize("flags", ["", "--zero-bubble-v-schedule", "--zero-bubble-schedule v-min"])
-def test_a_plan_that_fits_is_what_runs(tmp_path: Path, flags: str) -> None:
+def test_a_plan_that_fits_runs(tmp_path: Path, flags: str) -> None:
     def reorder(body: dict[str, Any]) -> None:
         rank = body["ops"][3]
         last = len(rank) - 1
@@ -50,7 +50,7 @@ def test_a_plan_that_fits_is_what_runs(tmp_path: Path, flags: str) -> None:
     assert again.zero_bubble.timed_iterations == (100, 110)
 
 
-def test_a_loaded_plan_keeps_a_limit_with_the_memory_it_was_made_for(tmp_path: Path) -> None:
+def test_a_loaded_plan_is_checked_with_the_costs_it_was_made_for(tmp_path: Path) -> None:
     kept = _file(tmp_path, lambda body: body.update(costs=SMALL)) + "--zero-bubble-memory-limit 0.9"
     assert settings(RUN + kept, base="").zero_bubble.plan is not None
 
@@ -112,7 +112,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("not a plan")
     with pytest.raises(PlanError, match=r"--zero-bubble-load-plan .*text: "):
         settings(RUN + f"--zero-bubble-load-plan {tmp_path}/text", base="")
-    with pytest.raises(ConfigError, match=r"--zero-bubble-save-plan .*: .*/no is not a folder that can be written to"):
+    with pytest.raises(ConfigError, match=r"--zero-bubble-save-plan .*: .*/no is not a writable directory"):
         settings(RUN + f"--zero-bubble-v-schedule --zero-bubble-save-plan {tmp_path}/no/plan.json", base="")
     with pytest.raises(ConfigError, match="the stock schedule has no plan"):
         settings(RUN + f"--zero-bubble-save-plan {tmp_path}/plan.json", base="")
@@ -133,7 +133,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         ("", None),
     ],
 )
-def test_what_is_timed(flags: str, timed: tuple[int, int] | None) -> None:
+def test_profiled_iterations(flags: str, timed: tuple[int, int] | None) -> None:
     assert settings(RUN + flags, base="").zero_bubble.timed_iterations == timed
 
 

@@ -62,7 +62,7 @@ def test_the_first_to_fail_shows_its_traceback() -> None:
         TransferError("stage 2, microbatch 1: send failed"),
     ],
 )
-def test_a_peer_that_lost_it_says_one_line(error: Exception) -> None:
+def test_a_rank_that_lost_a_peer_prints_one_line(error: Exception) -> None:
     store = torch.distributed.HashStore()
     report(ZeroDivisionError("why"), rank=1, store=store)
     left, said = report(error, rank=2, store=store)

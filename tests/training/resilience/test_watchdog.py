@@ -1,4 +1,4 @@
-"""A pipeline that is stuck ends, after every rank has said what it waits for; one that is only slow goes on."""
+"""A stuck pipeline ends, after every rank has logged what it waits for; a slow one continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GRADIENT = Message(Payload.GRADIENT, 0, 2, 1, 0)
 
 
 class Rank:
-    """A watchdog over a watch that a test tells things, and what it did."""
+    """A watchdog, its watch that a test drives, and what it did."""
 
     def __init__(self, store: torch.distributed.Store, rank: int, *, world_size: int = 1, limit_s: float = 0.4) -> None:
         self.watch = Watch(CPU)
@@ -68,8 +68,8 @@ def first_iteration(watch: Watch) -> None:
             pass
 
 
-def test_every_rank_says_what_it_waits_for(store: torch.distributed.Store, said: io.StringIO) -> None:
-    """Rank 1 does not come out of its forward, rank 0 waits for it, rank 2 is not in the passes."""
+def test_every_rank_logs_what_it_waits_for(store: torch.distributed.Store, said: io.StringIO) -> None:
+    """Rank 1 is stuck in a forward pass, rank 0 waits for it, rank 2 is outside of the passes."""
     ranks = [Rank(store, rank, world_size=3) for rank in range(3)]
     for rank in ranks:
         first_iteration(rank.watch)
@@ -85,11 +85,11 @@ def test_every_rank_says_what_it_waits_for(store: torch.distributed.Store, said:
         "stuck: rank 0 waits, before 0B2, to receive the gradient for stage 0, microbatch 2 (rank 1 to rank 0)"
     )
     assert lines[1].startswith("stuck: rank 1 runs 1F2, the forward of stage 1, microbatch 2, for 0.")
-    assert lines[2].startswith("stuck: rank 2 rests, outside of the passes")
+    assert lines[2].startswith("stuck: rank 2 is idle, outside of the passes")
     assert "test_watchdog.py" in lines[1] or "threading.py" in lines[1], "and where the main thread is"
 
 
-def test_a_rank_that_cannot_speak_is_not_waited_for(
+def test_a_rank_that_cannot_report_is_not_waited_for(
     store: torch.distributed.Store, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron.zerobubble.training.resilience.watchdog._GRACE_S", 0.2)
@@ -101,7 +101,7 @@ def test_a_rank_that_cannot_speak_is_not_waited_for(
     assert "rank 0 waits until it has sent the gradient for stage 0, microbatch 2 (rank 1 to rank 0)" in said.getvalue()
 
 
-def test_progress_rest_and_a_first_iteration_are_no_alarm(store: torch.distributed.Store, said: io.StringIO) -> None:
+def test_progress_idle_time_and_a_first_iteration_are_no_alarm(store: torch.distributed.Store, said: io.StringIO) -> None:
     rank = Rank(store, 0, limit_s=0.2)
     with rank.dog:
         for forward_only in (False, True):
@@ -122,7 +122,7 @@ def fail_after(tell: Callable[[Message], None]) -> None:
     raise ZeroDivisionError
 
 
-def test_an_error_is_told_with_its_place() -> None:
+def test_an_error_is_reported_with_the_activity() -> None:
     watch = Watch(CPU)
     with pytest.raises(ZeroDivisionError), watch.passes(forward_only=False):
         fail_after(watch.awaited)
@@ -135,7 +135,7 @@ def test_an_error_is_told_with_its_place() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_it_is_the_device_that_is_stuck() -> None:
-    """The host has issued everything and rests; the device is still in the second op."""
+    """The host has issued everything and is idle; the device is still in the second op."""
     watch = Watch(torch.device("cuda"))
     with watch.passes(forward_only=False):
         watch.start(Op.parse("0F0"))
@@ -189,7 +189,7 @@ def test_a_job_in_which_a_rank_sleeps_ends_with_the_reason(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_job_in_which_a_rank_is_stopped_ends_with_the_reason(num_ranks: int, tmp_path: Path) -> None:
-    """It cannot speak, all others do; and torchrun, which asks it to end, waits half a minute before it no longer asks."""
+    """It cannot report, all others do; torchrun sends it SIGTERM and waits half a minute before it sends SIGKILL."""
     script = tmp_path / "stuck.py"
     script.write_text(STUCK_SCRIPT.replace("{STOP}", "os.kill(os.getpid(), signal.SIGSTOP)"))
     flags = [*STUCK, "--save", str(tmp_path / "saved"), "--pipeline-model-parallel-size", str(num_ranks)]
@@ -208,5 +208,5 @@ def test_a_job_in_which_a_rank_is_stopped_ends_with_the_reason(num_ranks: int, t
         os.kill(int(pid), signal.SIGKILL)
         job.stdout.read()
     assert job.returncode != 0
-    assert sorted(said) == [rank for rank in range(num_ranks) if rank != 1], "who was stopped says nothing"
+    assert sorted(said) == [rank for rank in range(num_ranks) if rank != 1], "the stopped rank reports nothing"
     assert max(said.values()) - float(when) < 30.0

@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, loading and inspecting them, saving them whole or not at all."""
+"""Checkpoints: loading and inspecting them, and saving them atomically."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic replacement of small files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["replace_text", "sync"]
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write `file` and put it on disk; whoever reads it, or loses power meanwhile, finds the old content or the new.
+    """Replace `file` atomically and sync it to disk: a reader, or a crash, finds the old content or the new.
 
-    One process at a time may write a file. The name of the unfinished one begins with a dot.
+    Only one process at a time may write a file. The unfinished file's name begins with a dot.
     """
     unfinished = file.with_name(f".{file.name}.new")
     unfinished.write_text(text, encoding="utf-8")
@@ -21,7 +21,7 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return when the file's content, or the folder's list of names, is on disk."""
+    """fsync a file's content, or a directory's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,16 +1,16 @@
-"""The folder that checkpoints lie in, and how one of them becomes the latest without a moment in which there is none.
+"""The --save directory, and how a new checkpoint becomes the latest one atomically.
 
 ::
 
     SAVE/iter_0000100/                       a complete checkpoint
-    SAVE/iter_0000200.writing/               one that is being written, or was when the job died
-    SAVE/iter_0000100.replaced/              what another of the same iteration takes the place of
-    SAVE/latest_checkpointed_iteration.txt   the number of the latest one, replaced last
+    SAVE/iter_0000200.writing/               a checkpoint being written, or left behind by a job that died
+    SAVE/iter_0000100.replaced/              an older checkpoint of the same iteration, while a new one replaces it
+    SAVE/latest_checkpointed_iteration.txt   the iteration of the latest checkpoint, updated last
 
-Every step of `publish` is a rename, after everything renamed is on disk. So a job that dies at any moment leaves the checkpoint
-that the text file names: under its own name, or, between two renames, under that of what is replaced.
+Every step of `publish` is a rename, of files that are synced to disk. So a job that dies at any moment leaves the checkpoint that
+the text file names: as `iter_N`, or, between two renames, as `iter_N.replaced`.
 
-Only rank 0 changes anything here. Only one job at a time may save into a folder.
+Only rank 0 changes the directory. Only one job at a time may save into it.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from megatron.zerobubble.training.checkpoint.atomic_files import replace_text, s
 __all__ = ["TRACKER", "existing_directory", "iteration_directory", "prepare", "publish", "tracked_iteration", "writing_directory"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""The file that names the latest checkpoint."""
+"""Name of the file that holds the iteration of the latest checkpoint."""
 
 _WRITING, _REPLACED = ".writing", ".replaced"
 _LEFT_BEHIND = re.compile(rf"iter_\d{{7,}}{re.escape(_WRITING)}")
 
 
 def iteration_directory(folder: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration lies."""
+    """Path of the checkpoint of an iteration."""
     return Path(folder) / f"iter_{iteration:07d}"
 
 
 def writing_directory(folder: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration is written."""
+    """Path that the checkpoint of an iteration is written to before it is published."""
     return _beside(iteration_directory(folder, iteration), _WRITING)
 
 
 def existing_directory(folder: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration is to be read, also after a job that died while it was replaced."""
+    """Path to read the checkpoint of an iteration from, even if a job died while replacing it."""
     final = iteration_directory(folder, iteration)
     replaced = _beside(final, _REPLACED)
     return replaced if replaced.is_dir() and not final.is_dir() else final
 
 
 def tracked_iteration(folder: str | Path) -> int | None:
-    """The iteration of the latest checkpoint; None where there is none.
+    """The iteration of the latest checkpoint; None if the directory has none.
 
     Raises:
-        CheckpointError: the file that names it holds something else.
+        CheckpointError: latest_checkpointed_iteration.txt is damaged.
     """
     tracker = Path(folder) / TRACKER
     try:
@@ -65,7 +65,7 @@ def tracked_iteration(folder: str | Path) -> int | None:
 
 
 def prepare(folder: str | Path, iteration: int) -> Path:
-    """A new empty directory to write the checkpoint of an iteration into. What jobs that died were writing is removed.
+    """Make an empty directory to write the checkpoint of an iteration to, and remove what jobs that died left behind.
 
     Raises:
         OSError: it cannot be made.
@@ -81,16 +81,16 @@ def prepare(folder: str | Path, iteration: int) -> Path:
 
 
 def publish(folder: str | Path, iteration: int, *, retain_interval: int | None = None) -> Path:
-    """Make what was written into `prepare`'s directory the latest checkpoint; returns where it lies.
+    """Make the checkpoint written to `prepare`'s directory the latest one; return its path.
 
     Args:
-        folder: of the checkpoints.
-        iteration: of the checkpoint.
-        retain_interval: remove the one that was the latest until now, unless its iteration is a multiple of this. Those of jobs
-            that died or were told otherwise stay.
+        folder: the --save directory.
+        iteration: iteration of the checkpoint.
+        retain_interval: remove the previous latest checkpoint, unless its iteration is a multiple of this; None: keep all. Other
+            checkpoints are never removed.
 
     Raises:
-        OSError: a file cannot be written; the checkpoint before stays the latest.
+        OSError: a file cannot be written; the previous checkpoint remains the latest.
     """
     final = iteration_directory(folder, iteration)
     writing, replaced = writing_directory(folder, iteration), _beside(final, _REPLACED)
@@ -98,7 +98,7 @@ def publish(folder: str | Path, iteration: int, *, retain_interval: int | None =
     for path in (*writing.iterdir(), writing):
         sync(path)
     if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)  # of a job that died here, after `final` had come into its place
+        shutil.rmtree(replaced, ignore_errors=True)  # left by a job that died after `final` was in place
         final.rename(replaced)
     writing.rename(final)
     sync(final.parent)

@@ -1,9 +1,9 @@
-"""Looks at a checkpoint before it is loaded: is it complete, and does it contain nothing but data?
+"""Inspects a checkpoint before it is loaded: whether it is complete, and contains nothing but data.
 
-torch's distributed checkpoint format keeps its metadata, and every object that is not a tensor, as a pickle, and torch loads
-them as such: a checkpoint from elsewhere could run code. So the metadata is read here first with an unpickler that knows only
-the classes such metadata consists of, and every stored object with torch's own `weights_only` loader. What does not pass is
-refused by name. Files that are missing or too short are found on the way.
+torch's distributed checkpoint format stores its metadata, and every object that is not a tensor, as a pickle, and unpickles them
+without restrictions: a checkpoint from an untrusted source could run code. So the metadata is first read with an unpickler that
+allows only the classes of such metadata, and every stored object with torch's `weights_only` loader. Errors name the offending
+class or file. Files that are missing or too short are found on the way.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _METADATA_NAMES = {
 
 
 def inspect_checkpoint(directory: Path) -> None:
-    """Raise CheckpointError unless `directory` holds a complete checkpoint without foreign code."""
+    """Raise CheckpointError unless `directory` is a complete checkpoint that contains only data."""
     for name in ("metadata.json", "common.pt", ".metadata"):
         if not (directory / name).is_file():
             raise CheckpointError(f"{directory} is not a complete checkpoint: {name} is missing")
@@ -65,7 +65,7 @@ def inspect_checkpoint(directory: Path) -> None:
 
 
 def _check_backend(path: Path) -> None:
-    """What megatron-core picks its reader by. Others than this one's would unpickle what is not looked at here."""
+    """Check the format by which megatron-core chooses its reader. Other readers would unpickle files that are not inspected."""
     try:
         named = json.loads(path.read_bytes())
         found = {key: named[key] for key in _BACKEND}
@@ -94,7 +94,7 @@ def _check_object(file: Path, offset: int, length: int, name: str) -> None:
 
 
 def _check_tensor(file: Path, offset: int, name: str) -> None:
-    """Only that it begins as a stored tensor does: its bytes are not read twice. torch reads it as data and nothing else."""
+    """Check only the first bytes of a stored tensor; torch loads tensors with `weights_only`, so they need no inspection."""
     with file.open("rb") as stream:
         stream.seek(offset)
         if stream.read(len(_ZIP)) != _ZIP:
@@ -103,7 +103,7 @@ def _check_tensor(file: Path, offset: int, name: str) -> None:
 
 def _check_loads(what: Path, data: bytes) -> None:
     try:
-        with warnings.catch_warnings():  # about what it then refuses
+        with warnings.catch_warnings():  # about content that it then rejects
             warnings.simplefilter("ignore")
             torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
@@ -112,19 +112,19 @@ def _check_loads(what: Path, data: bytes) -> None:
 
 
 def _enum_member(kind: Any, name: Any) -> Any:
-    """What stands in for `getattr`: it knows the members of an enum, and nothing else."""
+    """Replaces `getattr` in pickles: returns members of an enum, and raises CheckpointError for anything else."""
     if isinstance(kind, enum.EnumMeta) and isinstance(name, str) and name in kind.__members__:
         return kind[name]
-    raise CheckpointError(f"it asks for {name!r} of {kind!r}, which checkpoint metadata does not contain; it is not loaded")
+    raise CheckpointError(f"it contains {name!r} of {kind!r}, which is not allowed in checkpoint metadata; it is not loaded")
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles checkpoint metadata, and nothing else."""
+    """Unpickles checkpoint metadata and rejects every other class."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return _enum_member  # some Pythons, 3.11.2 for one, pickle a member of an enum so
+            return _enum_member  # some Python versions, such as 3.11.2, pickle enum members this way
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype) or (module, name) in _METADATA_NAMES:
             return super().find_class(module, name)
-        raise CheckpointError(f"it names {module}.{name}, which checkpoint metadata does not contain; it is not loaded")
+        raise CheckpointError(f"it contains {module}.{name}, which is not allowed in checkpoint metadata; it is not loaded")

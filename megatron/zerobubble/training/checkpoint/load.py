@@ -1,10 +1,10 @@
-"""What a checkpoint holds, and loading it: readable by any layout, never a foreign pickle. `saving` writes it.
+"""Contents of a checkpoint, and loading it with any parallel layout. `save` writes it.
 
-Tensors are stored under global names (a layer keeps its number in the whole model), so a checkpoint can be read with another
-pipeline size, schedule or data-parallel size. The random generators belong to a rank's place in the layout and are restored
-where the layout is the same; the run then continues bit for bit.
+Tensors are stored under global names (layers are numbered through the whole model), so a checkpoint can be loaded with another
+pipeline size, schedule or data-parallel size. Random number generators belong to a rank's position in the layout and are restored
+only if the layout is the same; the run then continues bit for bit.
 
-A distributed checkpoint contains pickles, so rank 0 inspects it before anything is loaded (see `checkpoint_files`).
+A distributed checkpoint contains pickles, so rank 0 inspects it before anything is loaded (see `inspect`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from megatron.zerobubble.training.checkpoint.optimizer_kinds import OptimizerKin
 from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load, prepare_to_save
 from megatron.zerobubble.training.step import TrainingState
 
-__all__ = ["Restored", "agree", "load", "state_to_save", "without_optimizer"]
+__all__ = ["RestoredProgress", "load_checkpoint", "run_on_rank_0", "state_to_save", "without_optimizer"]
 
 _log = logging.getLogger(__name__)
 
 _FORMAT = "megatron-zerobubble/1"
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""How the distributed optimizer stores its state: by parameter, so that any layout can read it."""
-_PARTS = "optimizer of this rank"
-"""Where the optimizer's tensors are asked for: apart from what is stored in common, whose parts may be those of another rank."""
+"""How the distributed optimizer stores its state: per parameter, so that any layout can load it."""
+_OWN_OPTIMIZER = "optimizer of this rank"
+"""Key of the optimizer's sharded tensors, apart from the common state, whose parts may be those of another rank."""
 
 
 @dataclass(frozen=True)
-class Restored:
-    """How far the loaded run was."""
+class RestoredProgress:
+    """Progress of the run that saved the loaded checkpoint."""
 
     iteration: int
     """Iterations done."""
@@ -52,14 +52,14 @@ class Restored:
 
 
 def state_to_save(training_state: TrainingState, *, iteration: int, consumed_samples: int) -> dict[str, Any]:
-    """What a checkpoint holds, as megatron-core's `dist_checkpointing.save` takes it: tensors of this rank, and what is common.
+    """The contents of a checkpoint, for megatron-core's `dist_checkpointing.save`: sharded tensors of this rank and common state.
 
     All ranks must call this, inside `training_state.on_host()` and `parameters_in_place`.
 
     Args:
-        training_state: what to save.
+        training_state: model chunks, optimizer and scheduler to save.
         iteration: iterations done.
-        consumed_samples: samples consumed.
+        consumed_samples: samples consumed so far by all ranks together.
     """
     flags = training_state.settings.checkpoint
     state = _model_state(training_state)
@@ -77,25 +77,28 @@ def state_to_save(training_state: TrainingState, *, iteration: int, consumed_sam
     return state
 
 
-def load(training_state: TrainingState) -> Restored | None:
-    """Load the checkpoint that --load and --ckpt-step name, into the model, optimizer, scheduler and generators.
+def load_checkpoint(training_state: TrainingState) -> RestoredProgress | None:
+    """Load the checkpoint of --load and --ckpt-step into the model, optimizer, scheduler and random number generators.
 
     All ranks must call this.
 
+    Args:
+        training_state: changed in place.
+
     Returns:
-        How far it was; None with --finetune, and where the --save directory has no checkpoint yet.
+        Progress of the run that saved it; None with --finetune, or if the --save directory has no checkpoint yet.
 
     Raises:
-        CheckpointError: it is missing, damaged, contains foreign code, or belongs to another model.
+        CheckpointError: it is missing, damaged, contains more than data, or belongs to another model.
     """
     flags = training_state.settings.checkpoint
     assert flags.load is not None
     iteration = flags.ckpt_step if flags.ckpt_step is not None else tracked_iteration(flags.load)
     if iteration is None:
-        _log.info("no checkpoint in %s yet: starting from new weights", flags.load)
+        _log.info("no checkpoint in %s yet: starting from newly initialized weights", flags.load)
         return None
     directory = existing_directory(flags.load, iteration)
-    agree(lambda: inspect_checkpoint(directory))
+    run_on_rank_0(lambda: inspect_checkpoint(directory))
     try:
         restored = _load_from(training_state, directory)
     except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError, AssertionError, OSError) as error:
@@ -107,13 +110,13 @@ def load(training_state: TrainingState) -> Restored | None:
 
 
 def _reason(error: BaseException) -> str:
-    """In one line. torch's CheckpointException, which is no Exception, holds what each rank failed with."""
+    """The error as one line. torch's CheckpointException, a BaseException, contains the error of each rank."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {_reason(each)}" for rank, (each, _) in sorted(error.failures.items()))
     return " ".join(f"{type(error).__name__} {error}".split())
 
 
-def _load_from(training_state: TrainingState, directory: Path) -> Restored:
+def _load_from(training_state: TrainingState, directory: Path) -> RestoredProgress:
     flags, optimizer = training_state.settings.checkpoint, training_state.optimizer
     common = dist_checkpointing.load_common_state_dict(str(directory))
     header = common.get("header", {})
@@ -128,29 +131,29 @@ def _load_from(training_state: TrainingState, directory: Path) -> Restored:
         if loads_optimizer:
             prepare_to_load(optimizer)
             own = optimizer.sharded_state_dict(dict(wanted), is_loading=True, metadata=dict(_SHARDING))
-            wanted[_PARTS] = ask_for(own, common=common["optimizer"], optimizer=optimizer)
+            wanted[_OWN_OPTIMIZER] = ask_for(own, common=common["optimizer"], optimizer=optimizer)
         if loads_rng:
             wanted["rng"] = _rng_state()
         state = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
         for name, stage in _named_stages(training_state):
             stage.load_state_dict(state[name])
         if loads_optimizer:
-            _load_optimizer(training_state, state | {"optimizer": common["optimizer"]}, asked=wanted[_PARTS])
+            _load_optimizer(training_state, state | {"optimizer": common["optimizer"]}, asked=wanted[_OWN_OPTIMIZER])
         else:
             optimizer.reload_model_params()
     if loads_rng:
         _set_rng_state(state["rng"])
     elif flags.load_rng and not flags.finetune:
-        why = "the checkpoint has no random generators" if same_layout else "the layout differs from the checkpoint's"
-        _log.info("%s: dropout continues with fresh ones", why)
-    return Restored(header["iteration"], header["consumed_samples"])
+        why = "the checkpoint has no random number generators" if same_layout else "the layout differs from the checkpoint's"
+        _log.info("%s: dropout continues with newly seeded generators", why)
+    return RestoredProgress(header["iteration"], header["consumed_samples"])
 
 
-# -- what a checkpoint holds ------------------------------------------------------------------------------------------
+# -- contents of a checkpoint -------------------------------------------------------------------------------------------
 
 
 def _named_stages(training_state: TrainingState) -> Iterator[tuple[str, Any]]:
-    """`model`, or `model0`, `model1` where a rank has several chunks. Only the nesting differs: tensors have global names."""
+    """(key, stage) per chunk: `model`, or `model0`, `model1`, ... for several. Tensors have global names under any key."""
     for index, chunk in enumerate(training_state.chunks):
         stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         yield ("model" if len(training_state.chunks) == 1 else f"model{index}"), stage
@@ -187,30 +190,32 @@ def _check_header(header: dict[str, Any], training_state: TrainingState, directo
     for name, value in _header(training_state)["model"].items():
         if header["model"].get(name) != value:
             flag = "--" + name.replace("_", "-")
-            raise CheckpointError(f"{directory} holds a model with {flag} {header['model'].get(name)}, got {value}")
+            raise CheckpointError(f"{directory} was saved with {flag} {header['model'].get(name)}, this run has {value}")
 
 
 def _check_optimizer(common: dict[str, Any], training_state: TrainingState, directory: Path) -> None:
-    """The checkpoint has an optimizer, and its learning rate schedule is that of the flags, or it is said which one wins."""
+    """Raise unless the checkpoint has an optimizer state with the schedule of the flags, or a flag chooses between the two."""
     if "scheduler" not in common:
-        raise CheckpointError(f"{directory} holds no optimizer; give --no-load-optim, or --finetune to start anew")
+        raise CheckpointError(f"{directory} has no optimizer state; give --no-load-optim, or --finetune to start at iteration 0")
     optim = training_state.settings.optim
     if optim.override_opt_param_scheduler or optim.use_checkpoint_opt_param_scheduler:
         return
     for name, value in training_state.scheduler.state_dict().items():
         if name != "num_steps" and common["scheduler"].get(name) != value:
             raise CheckpointError(
-                f"{directory} was trained with {name} {common['scheduler'].get(name)}, the flags say {value}; give "
+                f"{directory} was trained with {name} {common['scheduler'].get(name)}, the flags request {value}; give "
                 "--override-opt_param-scheduler to use the flags, or --use-checkpoint-opt_param-scheduler"
             )
 
 
 def _load_optimizer(training_state: TrainingState, state: dict[str, Any], *, asked: dict[int, Any]) -> None:
-    """Optimizer and scheduler, from what was `asked` for and what is common to all ranks. The optimizer's groups carry learning
-    rates of their own, which follow the same decision."""
+    """Load optimizer and scheduler from the `asked` sharded tensors and the common state.
+
+    The optimizer's parameter groups have learning rates of their own, to which --override-opt_param-scheduler applies, too.
+    """
     optimizer, common = training_state.optimizer, state["optimizer"]
     groups = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
-    load_state(optimizer, translate(state[_PARTS], asked=asked, common=common, optimizer=optimizer))
+    load_state(optimizer, translate(state[_OWN_OPTIMIZER], asked=asked, common=common, optimizer=optimizer))
     if stored_kind(common) is OptimizerKind.PLAIN:
         optimizer.reload_model_params()  # which are its master weights
     if training_state.settings.optim.override_opt_param_scheduler:
@@ -220,10 +225,10 @@ def _load_optimizer(training_state: TrainingState, state: dict[str, Any], *, ask
 
 
 def _rng_state() -> dict[str, ShardedTensor]:
-    """The generators that training draws from: torch's, and the tracker's for each kind of parallelism.
+    """States of the random number generators that training uses: torch's, and those of megatron-core's RNG tracker.
 
-    As byte tensors at the rank's place in the layout. Python's and numpy's generators are not kept: nothing in training
-    draws from them.
+    Byte tensors (uint8), sharded by the rank's position in the layout. Python's and numpy's generators are not saved: training
+    does not use them.
     """
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
     states = {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state(), **tracker}
@@ -248,18 +253,18 @@ def _at_this_place(key: str, data: torch.Tensor) -> ShardedTensor:
 
 
 def without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """What is the same on all ranks. The optimizer numbers its parameters by rank."""
+    """The common state without the optimizer, whose parameter numbers differ between ranks; megatron-core compares the rest."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
-def agree(check: Callable[[], None]) -> None:
-    """Run something on rank 0; if it raises a CheckpointError there, every rank raises the same. All ranks must call this."""
-    verdict: list[str | None] = [None]
+def run_on_rank_0(action: Callable[[], None]) -> None:
+    """Run `action` on rank 0; if it raises a CheckpointError there, every rank raises the same. All ranks must call this."""
+    failure: list[str | None] = [None]
     if torch.distributed.get_rank() == 0:
         try:
-            check()
+            action()
         except CheckpointError as error:
-            verdict = [str(error)]
-    torch.distributed.broadcast_object_list(verdict, src=0)
-    if verdict[0] is not None:
-        raise CheckpointError(verdict[0])
+            failure = [str(error)]
+    torch.distributed.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise CheckpointError(failure[0])

@@ -1,13 +1,14 @@
-"""Saving: at once, or in the background while training goes on.
+"""Saving checkpoints, synchronously or in the background (--async-save).
 
-A save has three parts. All ranks gather what they write, rank by rank; each rank writes its files; and when all have written,
-rank 0 writes the metadata and makes the checkpoint the latest (see `checkpoint_folder`). With --async-save the second part is
-done by a forked process, from a copy in host memory, and the third at the end of an iteration that all ranks agree on without
-waiting for each other: each counts itself in the job's store once it has written, whoever sees that all have writes down the
-number of the next iteration, and everyone looks there at the end of each. That all see it in time is `departure`'s argument.
+A save has three parts. All ranks plan what each of them writes; each rank writes its files; and when all have written, rank 0
+writes the metadata and makes the checkpoint the latest (see `directory`). With --async-save a forked process does the second
+part, from a copy in host memory, and the third follows at the end of an iteration that all ranks agree on without a barrier: each
+rank counts itself in the job's store once it has written, the first rank that finds the count complete stores the number of the
+next iteration, and every rank reads it at the end of each iteration. `resilience.early_exit` explains why all ranks read it in
+time.
 
-At most one save is under way. The next save, and the end of the run, wait for it. A write that failed ends the run, with the
-reason, when the save is finished; the checkpoint before it is still the latest then.
+At most one save is in progress. The next save, and the end of the run, wait for it. A failed write ends the run, with the reason,
+when the save is finished; the checkpoint before it remains the latest.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.directory import iteration_directory, prepare, publish, writing_directory
-from megatron.zerobubble.training.checkpoint.load import agree, state_to_save, without_optimizer
+from megatron.zerobubble.training.checkpoint.load import run_on_rank_0, state_to_save, without_optimizer
 from megatron.zerobubble.training.checkpoint.writer import SaveStrategy
 from megatron.zerobubble.training.resilience.failure import Store
 from megatron.zerobubble.training.step import TrainingState, parameters_in_place
 
-__all__ = ["Saver"]
+__all__ = ["CheckpointSaver"]
 
 _log = logging.getLogger(__name__)
 
 
-class Saver:
-    """One rank's saves, for a whole run with --save. Every rank needs one, and calls it alike.
+class CheckpointSaver:
+    """Saves the checkpoints of a run with --save. Every rank needs one, and all must call the same methods.
 
     Args:
-        training_state: what is saved.
+        training_state: model chunks, optimizer and scheduler to save.
         store: the job's store.
     """
 
@@ -52,23 +53,23 @@ class Saver:
         self._retain_interval = flags.save_retain_interval
         self._is_async = flags.async_save
         self._calls = AsyncCallsQueue()
-        self._under_way: int | None = None
-        """The iteration that is being written in the background."""
-        self._has_told = False
+        self._in_progress: int | None = None
+        """Iteration of the checkpoint that is being written in the background."""
+        self._has_reported = False
         self._num_saves = 0
 
     def save(self, *, iteration: int, consumed_samples: int) -> None:
-        """Write a checkpoint, or with --async-save begin to. All ranks must call this.
+        """Write a checkpoint, or with --async-save start writing it. All ranks must call this.
 
         Args:
-            iteration: iterations done. The last one's step must be validated.
-            consumed_samples: samples consumed.
+            iteration: iterations done. The optimizer step of the last one must be validated.
+            consumed_samples: samples consumed so far by all ranks together.
 
         Raises:
-            CheckpointError: it, or the one under way before, cannot be written.
+            CheckpointError: it, or a previous one in progress, cannot be written.
         """
         self.finish()
-        agree(lambda: self._prepare(iteration))
+        run_on_rank_0(lambda: self._prepare(iteration))
         self._num_saves += 1
         with self._training_state.on_host(), parameters_in_place(self._training_state):
             request = self._request(iteration, consumed_samples)
@@ -76,40 +77,43 @@ class Saver:
                 self._conclude(iteration, request.execute_sync)
                 return
             self._calls.schedule_async_request(request)
-        self._under_way, self._has_told = iteration, False
+        self._in_progress, self._has_reported = iteration, False
         _log.info("saving %s in the background", iteration_directory(self._folder, iteration))
 
     @property
-    def is_under_way(self) -> bool:
+    def is_in_progress(self) -> bool:
         """Whether a checkpoint is being written in the background."""
-        return self._under_way is not None
+        return self._in_progress is not None
 
     def poll(self, iteration: int) -> None:
-        """Finish the save under way if all ranks have written. Every rank must call this at the end of every iteration.
+        """Finish the save in progress if all ranks have written. Every rank must call this at the end of every iteration.
+
+        Args:
+            iteration: the iteration that ended.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._under_way is None:
+        if self._in_progress is None:
             return
         written, agreed = f"save/{self._num_saves}/written", f"save/{self._num_saves}/agreed"
         caller = self._calls.async_calls[0].async_caller
-        if not self._has_told and caller.is_current_async_call_done(blocking=False, no_dist=True):
+        if not self._has_reported and caller.is_current_async_call_done(blocking=False, no_dist=True):
             self._store.add(written, 1)
-            self._has_told = True
+            self._has_reported = True
         if self._store.add(written, 0) == torch.distributed.get_world_size():
             self._store.compare_set(agreed, "", str(iteration + 1))
         if self._store.check([agreed]) and iteration >= int(self._store.get(agreed)):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save under way. All ranks must call this.
+        """Wait for the save in progress. All ranks must call this.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._under_way is not None:
-            iteration, self._under_way = self._under_way, None
+        if self._in_progress is not None:
+            iteration, self._in_progress = self._in_progress, None
             self._conclude(iteration, lambda: self._calls.maybe_finalize_async_calls(blocking=True))
 
     def _prepare(self, iteration: int) -> None:
@@ -126,13 +130,13 @@ class Saver:
         )
 
     def _conclude(self, iteration: int, write: Callable[[], object]) -> None:
-        """Let `write` do what is left, and make the checkpoint the latest; what fails is raised alike on all ranks."""
+        """Complete the write by calling `write`, and make the checkpoint the latest; errors are raised on all ranks."""
         try:
             write()
-        except CheckpointException as error:  # torch's, which is no Exception: raised on all ranks, the reason on rank 0
-            agree(partial(self._fail, iteration, error))
+        except CheckpointException as error:  # torch's, a BaseException: raised on all ranks, with the reason on rank 0
+            run_on_rank_0(partial(self._fail, iteration, error))
             raise
-        agree(lambda: self._publish(iteration))
+        run_on_rank_0(lambda: self._publish(iteration))
         _log.info("saved %s", iteration_directory(self._folder, iteration))
 
     def _fail(self, iteration: int, failed: CheckpointException) -> NoReturn:

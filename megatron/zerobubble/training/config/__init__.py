@@ -1,1 +1,1 @@
-"""Every flag: one frozen dataclass per group, and `Settings`, which holds them all."""
+"""Command-line flags: one frozen dataclass per group, and `Settings`, which contains all groups."""

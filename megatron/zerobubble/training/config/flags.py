@@ -1,8 +1,8 @@
 """Command-line flags from dataclasses: one field is one flag, and the docstring under the field is its help text.
 
-So a flag has one definition. The spelling follows Megatron-LM: ``num_layers`` is ``--num-layers``; a bool that is False by
-default becomes a switch that turns it on, one that is True by default becomes ``--no-<name>``. A field may say otherwise in
-its metadata: ``field(default=True, metadata={"flag": "--disable-bias-linear"})``.
+The spelling follows Megatron-LM: ``num_layers`` is ``--num-layers``; a bool that is False by default becomes a switch that turns
+it on, one that is True by default becomes ``--no-<name>``. The metadata of a field may override the spelling:
+``field(default=True, metadata={"flag": "--disable-bias-linear"})``.
 
 Standard library only, and fast: this runs before torch is loaded.
 """
@@ -37,7 +37,7 @@ def add_group(parser: argparse.ArgumentParser, config_class: type, *, only: Coll
     """Add the flags of `config_class` to `parser` as one argument group, titled by the first line of its docstring.
 
     Args:
-        parser: gets the group.
+        parser: receives the group.
         config_class: a dataclass whose fields are flags.
         only: names of the fields to add; None adds all.
     """
@@ -57,13 +57,17 @@ def add_group(parser: argparse.ArgumentParser, config_class: type, *, only: Coll
 
 
 def from_namespace(config_class: type[Config], namespace: argparse.Namespace) -> Config:
-    """Make a `config_class` from the parsed flags. What its `__post_init__` raises passes through."""
+    """Make a `config_class` from the parsed flags.
+
+    Raises:
+        ConfigError: from the dataclass's `__post_init__`.
+    """
     given = {field.name: getattr(namespace, field.name) for field in _fields(config_class)}
     return config_class(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 def field_docs(config_class: type) -> dict[str, str]:
-    """The docstring under each field, as one line. Every field of a config class has one."""
+    """Field name -> the docstring under the field, as one line. Every field of a config class has one."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(config_class)))
     body = typing.cast(ast.ClassDef, tree.body[0]).body
     docs = {}
@@ -83,7 +87,7 @@ def _fields(config_class: type) -> Iterator[dataclasses.Field[Any]]:
 
 
 def _value_options(field: dataclasses.Field[Any], hint: Any, help_text: str) -> dict[str, Any]:
-    """What `add_argument` needs for a flag that takes a value."""
+    """Keyword arguments of `add_argument` for a flag that takes a value."""
     options: dict[str, Any] = {"metavar": field.metadata.get("metavar")}
     if field.default is dataclasses.MISSING:
         options["required"] = True

@@ -1,4 +1,4 @@
-"""What --zero-bubble-memory-limit says: activations relative to 1F1B, or all a rank holds in bytes, or as much as fits."""
+"""--zero-bubble-memory-limit: activation memory relative to 1F1B, total bytes per rank, or the memory of the device."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """A limit on what a rank holds. At most one of the fields is given; neither of them: what fits the device."""
+    """A memory limit per rank. At most one of the fields is given; neither of them: the memory of the device (`auto`)."""
 
     relative: float | None = None
-    """Activations in units of what 1F1B holds on the first rank."""
+    """Activation memory in units of 1F1B's on the first rank."""
     total_bytes: int | None = None
-    """Weights, gradients, optimizer state and activations, in bytes."""
+    """Total of weights, gradients, optimizer state and activations, in bytes."""
 
     @property
     def is_relative(self) -> bool:
-        """Whether it can be planned for before anything was measured."""
+        """Whether the planner can honor it before memory is measured."""
         return self.relative is not None
 
     @staticmethod
@@ -45,6 +45,6 @@ class MemoryLimit:
         if not (relative > 0 and math.isfinite(relative)):
             raise ConfigError(
                 f"--zero-bubble-memory-limit {text!r} is none of: a number above 0 (1 is 1F1B's activation memory), bytes such "
-                "as 60GiB (all a rank holds), auto (what fits the device)"
+                "as 60GiB (the total per rank), auto (the memory of the device)"
             )
         return MemoryLimit(relative=relative)

@@ -1,7 +1,7 @@
-"""What is trained, and in which number format: model, precision.
+"""Architecture and precision of the model: the flags of the groups "Model" and "Precision".
 
-One frozen dataclass per group of flags; the docstring under a field is the flag's help text (see `flags`). Names, defaults
-and meanings are Megatron-LM's. `__post_init__` checks what a group can check alone; `checks` does the rest.
+Every group of flags is one frozen dataclass; the docstring under a field is the flag's help text (see `flags`). Names, defaults
+and meanings are Megatron-LM's. `__post_init__` checks what a group can check alone; `validate` checks across groups.
 """
 
 from __future__ import annotations
@@ -22,86 +22,89 @@ class ModelConfig:
     num_layers: int
     """Number of transformer layers."""
     hidden_size: int
-    """Width of the residual stream."""
+    """Hidden size: the width of the residual stream."""
     num_attention_heads: int
     """Number of attention heads."""
     seq_length: int
-    """Tokens per sample."""
+    """Sequence length: tokens per sample."""
     ffn_hidden_size: int | None = None
-    """Width of the MLP. Default: 4 * hidden size, or with --swiglu 8/3 of it, rounded down to a multiple of 64."""
+    """Intermediate width of the MLP. Default: 4 * --hidden-size, or with --swiglu 8/3 of it, rounded down to a multiple of 64."""
     kv_channels: int | None = None
-    """Width of one attention head. Default: hidden size / number of heads."""
+    """Width of one attention head. Default: --hidden-size / --num-attention-heads."""
     group_query_attention: bool = False
-    """Share keys and values between groups of query heads."""
+    """Use grouped-query attention: share keys and values between groups of query heads."""
     num_query_groups: int = 1
     """Number of key/value groups with --group-query-attention."""
     max_position_embeddings: int | None = None
-    """Number of learned positions; at least the sequence length. Default: the sequence length."""
+    """Number of learned position embeddings, at least --seq-length. Default: --seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
-    """How positions enter the model."""
+    """Position embedding: learned absolute, rotary (rope) or none."""
     rotary_base: int = 10000
-    """Base of the rotary frequencies."""
+    """Base period of rotary position embeddings."""
     rotary_percent: float = 1.0
-    """Part of each head that is rotated."""
+    """Fraction of the channels of an attention head that rotary position embeddings rotate, in (0, 1]."""
     rotary_interleaved: bool = False
-    """Rotate neighbouring channels instead of the two halves of a head."""
+    """Rotary position embeddings rotate pairs of adjacent channels instead of the two halves of an attention head."""
     rotary_seq_len_interpolation_factor: float | None = None
-    """Stretch rotary positions by this factor."""
+    """Linear interpolation factor of rotary positions for sequences longer than those of pretraining. Default: none."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Normalization layer."""
     norm_epsilon: float = 1e-5
-    """Epsilon inside the normalization."""
+    """Epsilon of the normalization layers."""
     qk_layernorm: bool = False
     """Normalize queries and keys before the attention scores."""
     swiglu: bool = False
-    """Gated linear units with SiLU in the MLP instead of GELU."""
+    """Use SwiGLU (gated linear units with SiLU) in the MLP instead of GELU."""
     squared_relu: bool = False
-    """Squared ReLU in the MLP instead of GELU."""
+    """Use squared ReLU in the MLP instead of GELU."""
     add_bias_linear: bool = field(default=True, metadata={"flag": "--disable-bias-linear"})
-    """Linear layers without bias."""
+    """Linear layers without bias. By default they have one."""
     add_qkv_bias: bool = False
-    """A bias in the QKV projection even with --disable-bias-linear."""
+    """Give the QKV projection a bias even with --disable-bias-linear."""
     untie_embeddings_and_output_weights: bool = False
-    """Give the output layer its own weights instead of the embedding's."""
+    """Give the output layer its own weights. By default it shares those of the word embeddings."""
     make_vocab_size_divisible_by: int = 128
-    """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
+    """Pad the vocabulary size to a multiple of this value times --tensor-model-parallel-size."""
     hidden_dropout: float = 0.1
-    """Dropout after attention, MLP and embedding."""
+    """Dropout probability after attention, MLP and embedding."""
     attention_dropout: float = 0.1
-    """Dropout on attention probabilities."""
+    """Dropout probability of the attention weights."""
     init_method_std: float = 0.02
-    """Standard deviation of the initial weights."""
+    """Standard deviation of the normal distribution of the initial weights."""
     apply_query_key_layer_scaling: bool = False
     """Scale attention scores by 1 / layer number."""
     attention_softmax_in_fp32: bool = False
-    """Run the attention mask and softmax in fp32."""
+    """Run attention masking and softmax in fp32."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Layers of megatron-core itself, or of Transformer Engine where it is installed."""
+    """Layer implementation: megatron-core's own (local), or Transformer Engine's, which must be installed and needs CUDA."""
     use_cpu_initialization: bool = False
-    """Draw the initial weights on the CPU, the same for every tensor-parallel size."""
+    """Initialize the weights on the CPU, which makes them the same for every tensor-parallel size."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute activations in the backward pass: whole layers, or core attention only."""
+    """Recompute activations in the backward pass: whole transformer layers (full), or the submodules that --recompute-modules
+    lists (selective). Default: no recomputation."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """With --recompute-granularity full: which layers."""
+    """With --recompute-granularity full: checkpoint the input of every --recompute-num-layers layers (uniform), or recompute only
+    the first --recompute-num-layers layers of each stage (block)."""
     recompute_num_layers: int | None = None
-    """With --recompute-granularity full: how many layers."""
+    """With --recompute-granularity full: layers per checkpointed unit (uniform), or recomputed layers per stage (block)."""
     recompute_modules: tuple[str, ...] = ()
-    """With --recompute-granularity selective: of core_attn, mlp, moe, shared_experts and layernorm those to recompute. Default:
-    core_attn."""
+    """With --recompute-granularity selective: the submodules to recompute, of core_attn, mlp, moe, shared_experts and layernorm.
+    Default: core_attn."""
     mtp_num_layers: int | None = None
-    """Heads that predict a further token each, on the stage of the loss (multi-token prediction). Default: none."""
+    """Number of multi-token prediction (MTP) layers. They run on the stage that computes the loss, and each predicts one more
+    future token. Default: none."""
     mtp_loss_scaling_factor: float = 0.1
-    """Weight of their mean loss."""
+    """Weight of the mean MTP loss in the total loss, with --mtp-num-layers."""
     gradient_accumulation_fusion: bool = True
-    """Do not use Apex's fused weight gradient kernel where it is installed."""
+    """Do not fuse gradient accumulation into the wgrad GEMM. By default Apex's kernel does, on GPUs where Apex is installed."""
     masked_softmax_fusion: bool = True
-    """Do not use Apex's fused softmax where it is installed."""
+    """Do not use Apex's fused attention softmax. By default it is used on GPUs where Apex is installed."""
     bias_gelu_fusion: bool = True
-    """Do not compile bias and GELU into one kernel (only done on GPUs)."""
+    """Do not fuse bias and GELU into one kernel. By default they are fused, on GPUs."""
     bias_swiglu_fusion: bool = True
-    """Do not compile bias and SwiGLU into one kernel (only done on GPUs)."""
+    """Do not fuse bias and SwiGLU into one kernel. By default they are fused, on GPUs."""
     bias_dropout_fusion: bool = True
-    """Do not compile bias, dropout and residual into one kernel (only done on GPUs)."""
+    """Do not fuse bias, dropout and residual into one kernel. By default they are fused, on GPUs."""
 
     def __post_init__(self) -> None:
         positive(self, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "num_query_groups")
@@ -127,14 +130,14 @@ class ModelConfig:
             )
         if self.swiglu and self.squared_relu:
             raise ConfigError("--swiglu and --squared-relu are both given; the MLP has one activation")
-        self._check_further_tokens()
+        self._check_mtp()
         self._check_recompute()
 
-    def _check_further_tokens(self) -> None:
+    def _check_mtp(self) -> None:
         if self.mtp_num_layers is not None and self.position_embedding_type == "learned_absolute":
             raise ConfigError(
-                "--mtp-num-layers would give learned positions a second copy that nothing keeps equal: choose "
-                "--position-embedding-type rope or none"
+                "--mtp-num-layers does not support learned position embeddings: the MTP layers would have a second copy whose "
+                "gradients nothing all-reduces; choose --position-embedding-type rope or none"
             )
 
     def _check_recompute(self) -> None:
@@ -151,8 +154,8 @@ class ModelConfig:
             one_of(name, ("core_attn", "mlp", "moe", "shared_experts", "layernorm"), "--recompute-modules")
         if "layernorm" in self.recompute_modules and self.transformer_impl == "local":
             raise ConfigError(
-                "--recompute-modules layernorm needs --transformer-impl transformer_engine: megatron-core recomputes norms with "
-                "its parts; leave layernorm out"
+                "--recompute-modules layernorm needs --transformer-impl transformer_engine: megatron-core recomputes "
+                "normalization layers with its modules; leave layernorm out"
             )
         is_one_by_one = (self.recompute_method, self.recompute_num_layers) == ("uniform", 1)
         if self.mtp_num_layers is not None and self.recompute_granularity == "full" and not is_one_by_one:
@@ -166,25 +169,25 @@ class PrecisionConfig:
     """Precision."""
 
     bf16: bool = False
-    """Compute in bfloat16, with fp32 master weights. Default: fp32."""
+    """Train in bfloat16 with fp32 master weights. Default: fp32."""
     fp16: bool = False
-    """Compute in float16, with fp32 master weights and loss scaling."""
+    """Train in float16 with fp32 master weights and loss scaling. Default: fp32."""
     loss_scale: float | None = None
-    """Constant loss scale. Default: dynamic with --fp16, none otherwise."""
+    """Static loss scale, with --fp16. Default: dynamic loss scaling."""
     initial_loss_scale: float = 2.0**32
-    """First value of the dynamic loss scale."""
+    """Initial value of the dynamic loss scale."""
     min_loss_scale: float = 1.0
-    """Smallest value of the dynamic loss scale."""
+    """Minimum of the dynamic loss scale."""
     loss_scale_window: float = 1000
-    """Iterations without overflow after which the dynamic loss scale doubles."""
+    """Number of iterations without overflow after which the dynamic loss scale doubles."""
     hysteresis: int = 2
-    """Overflows after which the dynamic loss scale halves."""
+    """Number of overflows after which the dynamic loss scale halves."""
     accumulate_allreduce_grads_in_fp32: bool = False
-    """Accumulate and reduce gradients in fp32. Always so with --bf16, unless --grad-reduce-in-bf16."""
+    """Accumulate and reduce gradients in fp32. Implied by --bf16, unless --grad-reduce-in-bf16 is given."""
     grad_reduce_in_bf16: bool = False
     """With --bf16: accumulate and reduce gradients in bfloat16."""
     fp16_lm_cross_entropy: bool = False
-    """With --fp16: compute the cross entropy in float16."""
+    """With --fp16: compute the cross entropy of the language model loss in float16."""
 
     def __post_init__(self) -> None:
         positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
@@ -206,5 +209,5 @@ class PrecisionConfig:
 
     @property
     def reduce_grads_in_fp32(self) -> bool:
-        """Whether main gradients are fp32."""
+        """Whether gradients are accumulated and reduced in fp32 (`main_grad` is fp32)."""
         return self.accumulate_allreduce_grads_in_fp32 or (self.bf16 and not self.grad_reduce_in_bf16)

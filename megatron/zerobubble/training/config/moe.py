@@ -1,4 +1,4 @@
-"""Mixtures of experts: one group of flags, in the manner of `config_model`."""
+"""Mixture of experts (MoE): the flags of the group "Mixture of experts"."""
 
 from __future__ import annotations
 
@@ -21,55 +21,61 @@ class MoeConfig:
     """Mixture of experts."""
 
     num_experts: int | None = None
-    """Experts of a layer; without it the model has none, and no other flag of this group may be given."""
+    """Number of experts per MoE layer. Default: none, a dense model; then no other flag of this group may be given."""
     expert_model_parallel_size: int = 1
-    """Data-parallel ranks that share the experts of a layer; each keeps its own batch, and tokens travel."""
+    """Expert-parallel size: the experts of a layer are divided over this many of the ranks that hold the layer. Every rank keeps
+    its own batch; tokens are dispatched to the ranks of their experts."""
     expert_tensor_parallel_size: int | None = None
-    """Ranks that share each expert. Default: the tensor-parallel size."""
+    """Tensor-parallel size of each expert. Default: --tensor-model-parallel-size."""
     moe_layer_freq: str = "1"
-    """Which layers have experts: N for every Nth from the first on, or a pattern of all layers, such as "[0]+[1]*23"."""
+    """Which layers have experts: N for every Nth layer, beginning with the first, or one 0 (dense) or 1 (MoE) per layer as a
+    Python list expression, such as "[0]+[1]*23"."""
     moe_ffn_hidden_size: int | None = None
-    """Width of one expert. Default: that of the MLP."""
+    """Intermediate width of one expert. Default: --ffn-hidden-size."""
     moe_shared_expert_intermediate_size: int | None = None
-    """Width of the expert that every token goes to; needs --disable-bias-linear."""
+    """Intermediate width of the shared expert, which processes every token. Needs --disable-bias-linear. Default: no shared
+    expert."""
     moe_shared_expert_gate: bool = False
-    """Weigh the shared expert's output, token by token."""
+    """Gate the output of the shared expert per token."""
     moe_router_topk: int = 2
-    """Experts a token goes to."""
+    """Number of experts per token."""
     moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
-    """How the load is spread: aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none. Losses may be combined."""
+    """Load balancing of the router: aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none. Several auxiliary losses may be
+    combined."""
     moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
-    """Weight of each load balancing loss."""
+    """Coefficient of each load balancing loss in --moe-router-load-balancing-type."""
     moe_z_loss_coeff: float | None = None
-    """Weight of the loss on large router logits."""
+    """Coefficient of the z-loss, which penalizes large router logits. Default: no z-loss."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of the router's logits."""
+    """Score function applied to the router logits."""
     moe_router_pre_softmax: bool = False
-    """Softmax before the choice of experts instead of over the chosen ones."""
+    """Apply the softmax before the top-k selection of experts. By default it is applied after it, to the selected logits."""
     moe_router_topk_scaling_factor: float | None = None
-    """Factor on the chosen scores."""
+    """Scaling factor of the scores of the selected experts. Default: none."""
     moe_router_num_groups: int | None = None
-    """Groups of experts, of which a token goes to --moe-router-group-topk."""
+    """Number of groups of experts for group-limited routing, with --moe-router-group-topk. Default: no groups."""
     moe_router_group_topk: int | None = None
-    """Groups that a token may go to."""
+    """Number of groups that a token may be routed to, with --moe-router-num-groups."""
     moe_router_enable_expert_bias: bool = False
-    """Spread the load by a bias on the scores that follows the load; needs --moe-router-score-function sigmoid."""
+    """Balance the load without an auxiliary loss: a bias per expert, updated from its load, is added to the scores that select
+    experts. Needs --moe-router-score-function sigmoid."""
     moe_router_bias_update_rate: float = 1e-3
-    """How fast that bias follows."""
+    """Update rate of the expert bias of --moe-router-enable-expert-bias."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
-    """Number format of the router. Default: the model's."""
+    """Data type in which the router computes. Default: the model's."""
     moe_input_jitter_eps: float | None = None
-    """Noise on what the router sees."""
+    """Multiply the router's input by noise in [1 - eps, 1 + eps]. Default: no noise."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
-    """How tokens travel between ranks."""
+    """Collective that dispatches tokens to the ranks of their experts."""
     moe_expert_capacity_factor: float | None = None
-    """Drop tokens of an expert beyond this many times an even share. Default: drop none."""
+    """Capacity of each expert as a multiple of an even share of the tokens; tokens beyond it are dropped. Default: drop none."""
     moe_pad_expert_input_to_capacity: bool = False
-    """Fill every expert up to its capacity."""
+    """Pad the input of each expert to its capacity. Needs --moe-expert-capacity-factor."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
-    """Which tokens to drop."""
+    """Which tokens an expert at capacity drops: those with the lowest routing probability (probs), or the last ones in the batch
+    (position)."""
     moe_grouped_gemm: bool = False
-    """All experts of a rank in one kernel; needs --transformer-impl transformer_engine."""
+    """Compute all experts of a rank in one grouped GEMM. Needs --transformer-impl transformer_engine."""
 
     def __post_init__(self) -> None:
         positive(self, "num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size", "moe_ffn_hidden_size")
@@ -116,7 +122,7 @@ class MoeConfig:
         is_softmax = self.moe_router_score_function == "softmax" and "sinkhorn" not in self.moe_router_load_balancing_type
         if self.moe_router_topk == 1 and is_softmax and not self.moe_router_pre_softmax:
             raise ConfigError(
-                "--moe-router-topk 1: the softmax over one score is always 1 and teaches the router nothing; "
+                "--moe-router-topk 1: the softmax over one score is always 1, so the router gets no gradient; "
                 "add --moe-router-pre-softmax"
             )
         groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
@@ -134,10 +140,14 @@ class MoeConfig:
 
 
 def layer_pattern(text: str, num_layers: int) -> tuple[int, ...]:
-    """1 for every layer with experts, 0 for every one without, by --moe-layer-freq.
+    """Parse --moe-layer-freq: 1 for each layer with experts, 0 for each dense layer.
+
+    Args:
+        text: N, or a Python list expression such as "[0]+[1]*23".
+        num_layers: number of transformer layers.
 
     Raises:
-        ConfigError: the text is neither a number nor a pattern of as many layers.
+        ConfigError: the text is neither a positive number nor a list of `num_layers` zeros and ones.
     """
     try:
         value = _value(ast.parse(text.strip(), mode="eval").body)

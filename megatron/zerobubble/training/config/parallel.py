@@ -1,4 +1,4 @@
-"""How the model is spread over ranks: one group of flags, in the manner of `config_model`."""
+"""Tensor, pipeline and data parallelism: the flags of the group "Parallelism"."""
 
 from __future__ import annotations
 
@@ -16,47 +16,49 @@ __all__ = ["ParallelConfig"]
 class ParallelConfig:
     """Parallelism.
 
-    Data parallelism takes what tensor and pipeline parallelism leave: world size / (tensor * pipeline).
+    The data-parallel size follows from the others: world size / (tensor-parallel size * pipeline-parallel size).
     """
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share each layer."""
+    """Tensor-parallel size: ranks over which each layer is sharded."""
     pipeline_model_parallel_size: int = 1
-    """Ranks that share the stack of layers."""
+    """Pipeline-parallel size: ranks over which the layers are divided into stages."""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Interleaved 1F1B: layers of one model chunk."""
+    """Interleaved 1F1B: layers per virtual pipeline stage (model chunk). Default: one stage per rank, not interleaved."""
     num_virtual_stages_per_pipeline_rank: int | None = None
-    """Interleaved 1F1B: model chunks per rank; the other way to say --num-layers-per-virtual-pipeline-stage."""
+    """Interleaved schedules: virtual pipeline stages (model chunks) per rank; an alternative to
+    --num-layers-per-virtual-pipeline-stage. Default: 2 with an interleaved schedule of --zero-bubble-schedule, else 1."""
     pipeline_model_parallel_layout: str | None = field(default=None, metadata={"metavar": "LAYOUT"})
-    """Which stage holds what, stages in the order data flows: E the embedding, t a layer, L the loss, | between stages; (tt|)*3
-    and t*3 repeat. A stock schedule with more stages than ranks is interleaved. Default: every stage the same."""
+    """Contents of every stage, in the order data flows: E is the embedding, t a transformer layer, L the loss, and | separates
+    stages; (tt|)*3 and t*3 repeat. A stock schedule with more stages than ranks is interleaved. Default: the same number of
+    layers on every stage."""
     allow_padding_num_layers: bool = False
-    """Where --num-layers does not divide by the number of stages: let the last stage, or the first and the last, hold a layer
-    less, to make up for the head and the embedding."""
+    """If --num-layers is not divisible by the number of stages, give the last stage, or the first and the last, one layer fewer,
+    which compensates for the head and the embedding."""
     overlap_p2p_communication: bool = True
-    """Interleaved 1F1B: do not overlap sends and receives with compute."""
+    """Interleaved 1F1B: do not overlap sends and receives with compute. By default they overlap."""
     sequence_parallel: bool = False
-    """Split norms and dropout over the tensor-parallel ranks along the sequence."""
+    """Sequence parallelism: shard normalization and dropout over the tensor-parallel ranks along the sequence."""
     context_parallel_size: int = 1
-    """Ranks that share each sequence. Only 1: the layers that run here attend to whole sequences."""
+    """Context-parallel size: ranks over which each sequence is sharded. Only 1 is supported."""
     use_distributed_optimizer: bool = False
-    """Split the optimizer state over the data-parallel ranks."""
+    """Shard the optimizer state over the data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward pass still runs."""
+    """Overlap the data-parallel gradient reduction with the backward pass."""
     overlap_param_gather: bool = False
-    """Gather parameters while the forward pass already runs; needs --use-distributed-optimizer."""
+    """Overlap the parameter all-gather with the forward pass. Needs --use-distributed-optimizer and --overlap-grad-reduce."""
     ddp_bucket_size: int | None = None
-    """Parameters per bucket of the overlapped gradient reduction, or of --zero-bubble-shard-gradients."""
+    """Parameters per bucket of the data-parallel gradient reduction, with --overlap-grad-reduce or --zero-bubble-shard-gradients.
+    Default: megatron-core's."""
     ddp_average_in_collective: bool = False
-    """Let the gradient reduction average over the data-parallel ranks, instead of scaling before it. Not with gloo."""
+    """Average gradients in the data-parallel collective instead of scaling them before it. Not with gloo."""
     num_distributed_optimizer_instances: int = 1
-    """Copies of the distributed optimizer's shards. Only 1: several are summed on a stream of their own, which was never tried
-    with our schedules."""
+    """Number of replicas of the distributed optimizer's shards. Only 1 is supported."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
-    """Process group backend: nccl on GPUs; gloo on CPUs, or where ranks share a GPU, with transfers through host memory. Default:
-    nccl where CUDA is available, else gloo."""
+    """Process group backend: nccl on GPUs; gloo on CPUs, or if several ranks share a GPU, with transfers through host memory.
+    Default: nccl if CUDA is available, else gloo."""
     distributed_timeout_minutes: int = 10
-    """How long a rank waits for the others before it gives up."""
+    """Timeout of the process groups, in minutes: how long a rank waits for the others before it fails."""
 
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_timeout_minutes")
@@ -70,7 +72,7 @@ class ParallelConfig:
         if None not in virtual:
             raise ConfigError(
                 "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank are both given; "
-                "they say the same thing, choose one"
+                "they mean the same, choose one"
             )
         if self.pipeline_model_parallel_layout is not None:
             self._check_layout(self.pipeline_model_parallel_layout)
@@ -81,8 +83,8 @@ class ParallelConfig:
             )
         if self.context_parallel_size != 1:
             raise ConfigError(
-                f"--context-parallel-size {self.context_parallel_size} is not supported: megatron-core's local attention takes "
-                "whole sequences, and Transformer Engine's has not been run with this package; leave it out, and for long "
+                f"--context-parallel-size {self.context_parallel_size} is not supported: megatron-core's local attention needs "
+                "whole sequences, and Transformer Engine's is not tested with this package; leave it out, and for long "
                 "sequences give --sequence-parallel and --recompute-granularity"
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
@@ -98,7 +100,7 @@ class ParallelConfig:
         }
         for flag, value in others.items():
             if value is not None:
-                raise ConfigError(f"--pipeline-model-parallel-layout says what every stage holds; leave out {flag}")
+                raise ConfigError(f"--pipeline-model-parallel-layout sets the layers of every stage; leave out {flag}")
         if self.pipeline_model_parallel_size == 1:
             raise ConfigError(
                 "--pipeline-model-parallel-layout divides the layers over pipeline ranks and needs "
@@ -111,5 +113,5 @@ class ParallelConfig:
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether the stock interleaved schedule is asked for."""
+        """Whether the stock interleaved schedule is requested."""
         return bool(self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank)

@@ -1,4 +1,4 @@
-"""All settings of one job, checked. The only thing the rest of the training stack sees of the command line."""
+"""All settings of one job, checked. The rest of the training stack reads the command line only through these."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import placement_of, schedule_info
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
+from megatron.zerobubble.training.config.batch import BatchConfig
+from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
+from megatron.zerobubble.training.config.data import DataConfig
+from megatron.zerobubble.training.config.logging import LoggingConfig
 from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
 from megatron.zerobubble.training.config.moe import MoeConfig, layer_pattern
+from megatron.zerobubble.training.config.optim import OptimConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
-from megatron.zerobubble.training.config.run import (
-    BatchConfig,
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    OptimConfig,
-    RunConfig,
-)
+from megatron.zerobubble.training.config.run import RunConfig
 from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
 
 __all__ = ["Settings"]
@@ -30,33 +28,33 @@ __all__ = ["Settings"]
 class Settings:
     """Every group of flags, and what follows from them and the number of ranks.
 
-    Made by `arguments.parse_arguments`, which also checks that the groups go together (`checks.check_settings`).
+    Made by `arguments.parse_arguments`, which also checks that the groups go together (`validate.check_settings`).
     """
 
     model: ModelConfig
-    """What is trained."""
+    """Model architecture."""
     moe: MoeConfig
-    """Its experts."""
+    """Mixture of experts."""
     precision: PrecisionConfig
-    """In which number format."""
+    """Precision and loss scaling."""
     parallel: ParallelConfig
-    """How it is spread over ranks."""
+    """Tensor, pipeline and data parallelism."""
     zero_bubble: ZeroBubbleConfig
-    """By which schedule."""
+    """Pipeline schedule, planner and post-validation."""
     batch: BatchConfig
-    """How many samples at once."""
+    """Microbatch and global batch size."""
     optim: OptimConfig
-    """How weights change."""
+    """Optimizer and learning rate."""
     data: DataConfig
-    """On what."""
+    """Dataset and tokenizer."""
     run: RunConfig
-    """For how long."""
+    """Length of the run, evaluation, early exit, seed."""
     checkpoint: CheckpointConfig
-    """What is kept."""
+    """Saving and loading checkpoints."""
     logging: LoggingConfig
-    """What is told."""
+    """Progress lines, metrics files, timers."""
     world_size: int
-    """Ranks of the job."""
+    """Number of ranks of the job."""
 
     @property
     def pipeline_size(self) -> int:
@@ -65,22 +63,22 @@ class Settings:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
+        """Ranks per data-parallel replica of the model: tensor-parallel size * pipeline size."""
         return self.parallel.tensor_model_parallel_size * self.pipeline_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the model."""
+        """Number of data-parallel replicas of the model."""
         return self.world_size // self.model_parallel_size
 
     @property
     def expert_tensor_parallel_size(self) -> int:
-        """Ranks that share an expert."""
+        """Tensor-parallel size of each expert."""
         return self.moe.expert_tensor_parallel_size or self.parallel.tensor_model_parallel_size
 
     @property
-    def layers_with_experts(self) -> tuple[int, ...]:
-        """For each layer 1 or 0. Raises ConfigError where --moe-layer-freq is no pattern of them."""
+    def moe_layer_pattern(self) -> tuple[int, ...]:
+        """Per transformer layer, 1 if it has experts, else 0. Raises ConfigError if --moe-layer-freq is malformed."""
         if self.moe.num_experts is None:
             return (0,) * self.model.num_layers
         return layer_pattern(self.moe.moe_layer_freq, self.model.num_layers)
@@ -97,7 +95,7 @@ class Settings:
 
     @property
     def num_chunks(self) -> int:
-        """Model chunks per rank, v: what the schedule wants (2 under V), the virtual pipeline size when interleaved, else 1."""
+        """Model chunks per rank, v: 2 with V placement, the virtual pipeline size when interleaved, else 1."""
         name = self.zero_bubble.schedule
         info = None if name in ("stock", AUTO) else schedule_info(name)
         if info is not None and info.num_chunks is not None:
@@ -112,12 +110,12 @@ class Settings:
         return 1 if info is None else info.default_num_chunks
 
     def with_schedule(self, name: str, *, num_chunks: int = 1, memory_limit: float | None = None) -> Settings:
-        """The same run under a schedule by name; what only means something for others is left out.
+        """These settings with another schedule; flags that the schedule does not support are reset.
 
         Args:
-            name: of the plan registry.
-            num_chunks: stages a rank, where the schedule leaves a choice.
-            memory_limit: instead of the one that was given.
+            name: the schedule, as in the plan registry.
+            num_chunks: model chunks per rank, for interleaved placement.
+            memory_limit: replaces --zero-bubble-memory-limit; in units of 1F1B's activation memory on the first rank.
         """
         info, zero_bubble, parallel = schedule_info(name), self.zero_bubble, self.parallel
         limit = zero_bubble.zero_bubble_memory_limit if memory_limit is None else str(memory_limit)
@@ -137,15 +135,15 @@ class Settings:
 
     @property
     def placement(self) -> Placement:
-        """Stage -> rank."""
+        """The placement of stages on pipeline ranks: V or interleaved."""
         name = self.zero_bubble.schedule
         return placement_of(STOCK if name == AUTO else name, num_ranks=self.pipeline_size, num_chunks=self.num_chunks)
 
     def stage_layers(self, placement: Placement) -> StageLayers:
-        """How many layers each stage of `placement` holds: as the layout says, padded where that is allowed, or spread evenly.
+        """The layers of each stage of `placement`: from --pipeline-model-parallel-layout, padded if allowed, or spread evenly.
 
         Raises:
-            ConfigError: the layers cannot be divided like that, or the layout is of another model or placement.
+            ConfigError: the layers cannot be divided over the stages, or the layout does not fit the model or the placement.
         """
         if self.parallel.pipeline_model_parallel_layout is not None:
             return self._given_layers(StageLayers.parse(self.parallel.pipeline_model_parallel_layout), placement)
@@ -153,13 +151,13 @@ class Settings:
 
     def _divided_layers(self, placement: Placement) -> StageLayers:
         num_layers, pads = self.model.num_layers, self.parallel.allow_padding_num_layers
-        remedy = "--pipeline-model-parallel-layout says what each stage holds"
+        remedy = "--pipeline-model-parallel-layout sets the layers of each stage"
         why = None
         try:
             padded = StageLayers.padded(num_layers, placement)
             if pads:
                 return padded
-            remedy += ", --allow-padding-num-layers lets the ends hold one less"
+            remedy += ", --allow-padding-num-layers gives the first and last stage one less"
         except ConfigError as error:
             why = error if pads else None
         try:
@@ -170,30 +168,33 @@ class Settings:
     def _given_layers(self, layers: StageLayers, placement: Placement) -> StageLayers:
         given = f"--pipeline-model-parallel-layout {self.parallel.pipeline_model_parallel_layout}"
         if layers.num_layers != self.model.num_layers:
-            raise ConfigError(f"{given} has {layers.num_layers} layers, --num-layers says {self.model.num_layers}")
+            raise ConfigError(f"{given} has {layers.num_layers} layers, --num-layers is {self.model.num_layers}")
         if layers.num_stages != placement.num_stages:
             wanted = f"a multiple of {self.pipeline_size}" if self.zero_bubble.schedule == "stock" else f"{placement.num_stages}"
             raise ConfigError(
                 f"{given} has {layers.num_stages} stages; schedule {self.zero_bubble.schedule} on {self.pipeline_size} pipeline "
-                f"ranks takes {wanted}"
+                f"ranks needs {wanted}"
             )
         return layers
 
     @property
     def virtual_pipeline_size(self) -> int | None:
-        """`num_chunks` as megatron-core wants it: None for 1."""
+        """`num_chunks` in megatron-core's form: None instead of 1."""
         return self.num_chunks if self.num_chunks > 1 else None
 
     @property
     def schedule_spec(self) -> ScheduleSpec:
-        """The schedule that the flags name, as the planner and `PipelineSchedule` take it. Not for `auto`. Raises UserError."""
+        """The chosen schedule, for the planner and `PipelineSchedule`. Not defined for `auto`. Raises UserError."""
         return self.zero_bubble.schedule_spec(
             num_ranks=self.pipeline_size, num_chunks=self.num_chunks, memory_limit=self.plan_memory_limit
         )
 
     @property
     def plan_memory_limit(self) -> float | None:
-        """Memory limit of plans before anything was measured; 1.0 is 1F1B's. In bytes nothing is known: one microbatch a rank."""
+        """Memory limit of plans before memory is measured, in units of 1F1B's activation memory on the first rank.
+
+        None without --zero-bubble-memory-limit. For a limit in bytes it is one microbatch per rank, the least possible.
+        """
         limit = self.zero_bubble.memory_limit
         if limit is None or limit.relative is not None:
             return None if limit is None else limit.relative
@@ -202,7 +203,7 @@ class Settings:
 
     @property
     def watchdog_s(self) -> float | None:
-        """How long a rank may be stuck in one op; None: nobody looks, or nobody knows (megatron-core's own schedules)."""
+        """Watchdog timeout in seconds; None if it is disabled, or with megatron-core's own schedules, which report no ops."""
         given = self.zero_bubble.zero_bubble_watchdog_seconds
         if self.zero_bubble.schedule == "stock" or given == 0:
             return None
@@ -210,12 +211,12 @@ class Settings:
 
     @property
     def lr_decay_iters(self) -> int:
-        """Iterations until the learning rate has decayed."""
+        """Number of iterations over which the learning rate decays."""
         return self.optim.lr_decay_iters or self.run.train_iters
 
     @property
     def lr_warmup_iters(self) -> float:
-        """Iterations of warm-up."""
+        """Number of iterations of learning rate warm-up."""
         if self.optim.lr_warmup_fraction is not None:
             return self.optim.lr_warmup_fraction * self.lr_decay_iters
         return self.optim.lr_warmup_iters

@@ -1,7 +1,7 @@
-"""Which schedule runs, how it is planned, and what is recorded of it.
+"""Schedule, planner, trace and post-validation: the flags of the group "Zero bubble".
 
 One frozen dataclass; the docstring under a field is the flag's help text (see `flags`). Names and meanings are those of the zero
-bubble papers' own flags where those exist. `__post_init__` checks what can be checked alone; `checks` does the rest.
+bubble papers' own flags where those exist. `__post_init__` checks what can be checked alone; `validate` checks across groups.
 """
 
 from __future__ import annotations
@@ -24,89 +24,97 @@ __all__ = ["ZeroBubbleConfig"]
 
 _V_SCHEDULES = {"zb": "zbv", "half": "v-half", "min": "v-min"}
 _TIMED, _URGENT = (100, 10), (2, 2)
-"""First timed iteration and how many follow it: usually, and where memory waits for it."""
+"""(First profiled iteration, how many follow it): by default, and if a memory limit in bytes needs the profile soon."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroBubbleConfig:
     """Zero bubble.
 
-    Without any of these megatron-core's own 1F1B runs, or interleaved 1F1B with
-    --num-layers-per-virtual-pipeline-stage. The papers are arXiv 2401.10241 and 2405.15362.
+    Without any of these flags megatron-core's own 1F1B runs, or its interleaved 1F1B with
+    --num-layers-per-virtual-pipeline-stage. F is a forward pass, B the input-gradient half of a backward pass (dgrad) and W its
+    weight-gradient half (wgrad). The papers are arXiv 2401.10241 and 2405.15362.
     """
 
     enable_zero_bubble: bool = False
-    """Split the backward pass and fill the bubble with weight gradients. Alone: ZB-H1, with the memory of 1F1B."""
+    """Run a zero-bubble schedule: split the backward pass into B (dgrad) and W (wgrad), and fill the bubble with W. Without
+    another flag that chooses a schedule: ZB-H1 (ZB-1p), with the activation memory of 1F1B."""
     zero_bubble_max_pending_backward: str | None = field(default=None, metadata={"metavar": "1p|2p|N"})
-    """Microbatches that a rank may hold between forward pass and weight gradient: 1p (ZB-H1), 2p (ZB-H2, no bubble, twice
-    the activation memory), or a number. Implies --enable-zero-bubble."""
+    """Maximum number of microbatches per rank between F and W: 1p (ZB-H1, a third of 1F1B's bubble at its activation memory), 2p
+    (ZB-H2, no bubble at twice the activation memory), or a number. Implies --enable-zero-bubble."""
     zero_bubble_v_schedule: bool = False
-    """ZBV: two chunks per rank, placed in a V; no bubble with the memory of 1F1B. Implies --enable-zero-bubble."""
+    """Run ZBV: two chunks per rank, placed in a V; no bubble at the activation memory of 1F1B. Implies --enable-zero-bubble."""
     zero_bubble_schedule: str | None = field(default=None, metadata={"metavar": "NAME"})
-    """A schedule by name: stock (megatron-core's own 1F1B); one that our executor runs: 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb,
-    zbv, v-half, v-min, 1f1b-v or zb-interleaved (the interleaved ones with --num-virtual-stages-per-pipeline-rank, 2 without); or
-    auto: measure the model, then take the fastest within --zero-bubble-memory-limit, by default 1F1B's. Not together with the
-    other flags that choose a schedule."""
+    """Schedule by name: stock (megatron-core's own 1F1B); 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb, zbv, v-half, v-min, 1f1b-v or
+    zb-interleaved (interleaved ones take --num-virtual-stages-per-pipeline-rank, by default 2); or auto, which profiles the model
+    and runs the fastest schedule within --zero-bubble-memory-limit (by default 1F1B's). Excludes the other flags that choose a
+    schedule."""
     zero_bubble_v_schedule_mem_setup: str = field(default="zb", metadata={"metavar": "zb|half|min"})
-    """Memory of --zero-bubble-v-schedule: zb, that of 1F1B (ZBV); half of it (V-Half); or min, a third (V-Min)."""
+    """Activation memory of --zero-bubble-v-schedule: that of 1F1B (zb, ZBV), half of it (half, V-Half) or a third (min,
+    V-Min)."""
     zero_bubble_memory_limit: str | None = field(default=None, metadata={"metavar": "X|BYTES|auto"})
-    """Memory under which the order of ops is searched for. A number: most activation memory on any rank, in units of what 1F1B
-    holds on the first one. Bytes such as 60GiB: all that a rank holds, weights, gradients and optimizer state included. auto:
-    what fits the device. What microbatches hold in bytes is measured, in iterations 2 to 4 unless others are timed; until then
-    the order that holds least runs. With --enable-zero-bubble (ZB), --zero-bubble-v-schedule, or a schedule that is searched for;
-    instead of --zero-bubble-max-pending-backward and --zero-bubble-v-schedule-mem-setup."""
+    """Memory limit per rank under which the planner searches for the fastest order of passes. A number limits activation memory,
+    in units of 1F1B's on the first rank. Bytes, such as 60GiB, limit the total: weights, gradients, optimizer state and
+    activations. auto: the memory of the device. For bytes and auto, the memory of a microbatch is measured in iterations 2 to 4
+    (or those of --zero-bubble-pipeline-timers-start-iter); until then the order of least memory runs. Needs a schedule with a
+    searched order: --enable-zero-bubble, --zero-bubble-v-schedule or a name such as zb. Replaces
+    --zero-bubble-max-pending-backward and --zero-bubble-v-schedule-mem-setup. Default: the limit of the schedule."""
     zero_bubble_pipeline_timers_start_iter: int | None = None
-    """First iteration, counted from the start of the job, whose passes are timed. After the last one the order of ops is searched
-    for the measured times. Default: 100, for schedules that are not one fixed order, unless a plan is loaded."""
+    """First iteration of the job whose passes are profiled. After the last one, the planner searches for a better order with the
+    profiled timings. Default: 100 for schedules with a searched order, unless a plan is loaded."""
     zero_bubble_pipeline_timers_end_iter: int | None = None
-    """Last iteration whose passes are timed. Default: ten after the first."""
+    """Last iteration whose passes are profiled. Default: ten after --zero-bubble-pipeline-timers-start-iter."""
     zero_bubble_replan_interval: int | None = None
-    """Time passes and search again after so many iterations more."""
+    """Profile and re-plan again every this many iterations. Default: plan once."""
     zero_bubble_planning_seconds: float = 10.0
-    """About how long one rank searches after timing, while the others wait; 0 does not time or search."""
+    """Time budget in seconds of the planner's search on one rank after profiling, while the other ranks wait; 0 disables
+    profiling and search."""
     zero_bubble_save_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
-    """Write the plan that runs last, with the costs it was made for, as JSON (see zerobubble show)."""
+    """JSON file to write the last plan of the run to, with the costs it was made for. Read it with zerobubble show."""
     zero_bubble_load_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
-    """Run this plan from the first iteration on. Alone it names the schedule, too; otherwise its stages must sit where the
-    schedule's do."""
+    """JSON file of a plan to run from the first iteration on. Without a flag that chooses a schedule, the plan's schedule runs;
+    with one, the plan must place its stages on the same ranks."""
     zero_bubble_balance_stages: bool = False
-    """Measure what a layer, the embedding and the head take, and say which --pipeline-model-parallel-layout would leave the
-    busiest rank the least to do."""
+    """Measure the time of one layer, the embedding and the head, and log the --pipeline-model-parallel-layout with the least
+    compute on the bottleneck rank."""
     zero_bubble_shard_gradients: int | None = field(default=None, metadata={"metavar": "K"})
-    """Keep gradients sharded over the data-parallel ranks while they are accumulated (ZeRO-2): W of K microbatches of a layer run
-    together and are reduced once. A rank then holds its share of the gradients and two buckets instead of all, up to K-1
-    microbatches more between B and W, and reduces microbatches / K times a step. Needs --use-distributed-optimizer."""
+    """Shard gradients over the data-parallel ranks while they accumulate (ZeRO-2): W of K microbatches of a layer run together,
+    followed by one reduce-scatter. Gradient memory per rank is then its shard and two buckets; up to K-1 more microbatches wait
+    between B and W, and each bucket is reduced (microbatches / K) times per step. Needs --use-distributed-optimizer. Default:
+    off."""
     zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
-    """At the end of the run, write what recorded iterations looked like: trace.json (Perfetto), report.json, and for each its
-    plan and a picture of plan and reality. See docs/reading-the-trace.md."""
+    """Directory to write a trace to at the end of the run: trace.json (for Perfetto), report.json, and per recorded iteration its
+    plan and a timeline of measured vs. planned. See docs/reading-the-trace.md."""
     zero_bubble_trace_iterations: str | None = field(default=None, metadata={"metavar": "N[,N...]"})
-    """With --zero-bubble-trace: record these iterations, numbered as in progress lines. Default: the last one that was recorded;
-    the second is, and every twentieth after it."""
+    """With --zero-bubble-trace: iterations to record, numbered as in progress lines. Default: the last recorded one; the second
+    iteration is recorded, and every twentieth after it."""
 
     zero_bubble_watchdog_seconds: float | None = None
-    """When a rank has been in one op for so long, or waiting for one message, every rank says where it stands, and the job ends.
-    0: nobody looks. Default: half of --distributed-timeout-minutes. The first iteration may take longer."""
+    """Watchdog timeout in seconds: if a rank spends longer than this in one op or waiting for one message, every rank logs what
+    it is doing and the job exits. The first iteration may take longer. 0 disables the watchdog. Default: half of
+    --distributed-timeout-minutes."""
 
     zero_bubble_wgrad_gather: str | None = field(default=None, metadata={"metavar": "keep|input|both"})
-    """With --sequence-parallel: what W gathers over the tensor-parallel ranks, instead of keeping what B gathered. keep: nothing.
-    input (the default): inputs of column-parallel layers, which B then does not gather: as much is sent, and less held from B to
-    W. both: also the output gradients of row-parallel layers, a second time: least is held, and more sent."""
+    """With --sequence-parallel: which tensors W all-gathers over the tensor-parallel ranks, instead of keeping them from B to W.
+    keep: none. input: the inputs of column-parallel layers, which B then does not gather; the same traffic, less activation
+    memory. both: also the output gradients of row-parallel layers, a second time; least memory, more traffic. Default: input."""
     zero_bubble_overlap_tensor_parallel: bool = True
-    """With tensor parallelism: while B's input gradient is summed over the tensor-parallel ranks, wait, instead of computing
-    a product of a W that is due later. The results are the same bits."""
+    """Do not overlap B's tensor-parallel all-reduce of the input gradient with a deferred wgrad GEMM. By default they overlap;
+    the results are bit-identical."""
 
     enable_optimizer_post_validation: bool = False
-    """Step the optimizer before all ranks' gradient norms and overflows are known, and correct the step afterwards where they
-    say so. Changes nothing but the time; by default takes a copy of weights and optimizer state between the step and its
-    validation."""
+    """Step the optimizer optimistically, before the global gradient norm and overflow status are known, and correct the step
+    afterwards if they require it (post-validation). Results are those of the synchronous optimizer. By default a snapshot of
+    weights and optimizer state is held from the step to its validation."""
     post_validation_patience: int = 10
-    """After a step that had to be corrected, how many steps wait for all ranks and turn out to need no correction before one is
-    taken early again. 0: every step is taken early."""
+    """After a corrected step, number of consecutive synchronous steps that would have needed no correction before steps are
+    optimistic again. 0: every step is optimistic."""
     post_validation_rollback: str = field(default="exact", metadata={"metavar": "exact|inverse"})
-    """How a step is taken back: from a copy, to the bit; or without one, by inverting Adam, with a small error, and where that
-    would lose more than that (gradients far above what Adam has seen) the step waits for all ranks."""
+    """How an optimistic step is rolled back: from a snapshot, bit for bit (exact); or without one, by inverting Adam, with a
+    small rounding error (inverse). Steps that could not be inverted accurately, with gradients far above Adam's moments, are
+    synchronous."""
     post_validation_snapshot: str = field(default="device", metadata={"metavar": "device|host"})
-    """Where that copy is kept: beside the weights, or in host memory."""
+    """Memory that holds the snapshot of --post-validation-rollback exact: the device's, or host memory."""
 
     def __post_init__(self) -> None:
         if self.zero_bubble_wgrad_gather is not None:
@@ -144,13 +152,13 @@ class ZeroBubbleConfig:
             return
         if self.schedule in ("stock", AUTO):
             raise ConfigError(
-                f"{given} needs a schedule of ours, and one that is known before the model is measured, not {self.schedule}: add "
+                f"{given} needs a schedule of this package that is chosen before the model is profiled, not {self.schedule}: add "
                 "--enable-zero-bubble, --zero-bubble-v-schedule, or --zero-bubble-schedule with another name"
             )
         if self.zero_bubble_shard_gradients > 1 and self.memory_limit is not None:
             raise ConfigError(
-                f"{given}: a plan under --zero-bubble-memory-limit has no room for microbatches that wait for their group; leave "
-                "one of them out, or give groups of 1"
+                f"{given}: a plan under --zero-bubble-memory-limit has no headroom for microbatches that wait for their group; "
+                "leave one of them out, or give groups of 1"
             )
 
     def _check_memory(self) -> None:
@@ -172,7 +180,7 @@ class ZeroBubbleConfig:
             )
         if self.schedule == "stock" or not _is_searched(self.schedule):
             raise ConfigError(
-                f"--zero-bubble-memory-limit {limit}: schedule {self.schedule} is one fixed order; give --enable-zero-bubble, "
+                f"--zero-bubble-memory-limit {limit}: schedule {self.schedule} has a fixed order; give --enable-zero-bubble, "
                 f"--zero-bubble-v-schedule, or --zero-bubble-schedule with one of {', '.join(_searched_names())}"
             )
 
@@ -184,34 +192,34 @@ class ZeroBubbleConfig:
         asked = (start, end, interval) != (None, None, None)
         if asked and not self._can_replan:
             raise ConfigError(
-                f"schedule {self.schedule} is one fixed order: --zero-bubble-pipeline-timers-start-iter, -end-iter and "
+                f"schedule {self.schedule} has a fixed order: --zero-bubble-pipeline-timers-start-iter, -end-iter and "
                 f"--zero-bubble-replan-interval need --enable-zero-bubble, --zero-bubble-v-schedule, or --zero-bubble-schedule "
                 f"with one of {', '.join(_searched_names())}"
             )
         first, last = self._window
         if last < first:
             raise ConfigError(
-                f"--zero-bubble-pipeline-timers-end-iter {last} is before the first timed iteration {first} "
+                f"--zero-bubble-pipeline-timers-end-iter {last} is before the first profiled iteration {first} "
                 "(--zero-bubble-pipeline-timers-start-iter)"
             )
         if interval is not None and interval < last - first + 1:
             raise ConfigError(
-                f"--zero-bubble-replan-interval {interval} is shorter than the {last - first + 1} iterations that are timed; "
+                f"--zero-bubble-replan-interval {interval} is shorter than the {last - first + 1} iterations that are profiled; "
                 "give at least that many, or a shorter window"
             )
         if self.memory_limit is not None and not self.memory_limit.is_relative and self.timed_iterations is None:
             raise ConfigError(
-                f"--zero-bubble-memory-limit {self.zero_bubble_memory_limit} needs iterations that are measured: give "
+                f"--zero-bubble-memory-limit {self.zero_bubble_memory_limit} needs profiled iterations: give "
                 "--zero-bubble-planning-seconds above 0, and with --zero-bubble-load-plan a --zero-bubble-replan-interval"
             )
         if self.zero_bubble_save_plan is not None and self.schedule == "stock":
-            raise ConfigError("--zero-bubble-save-plan: the stock schedule has no plan; choose one of ours")
+            raise ConfigError("--zero-bubble-save-plan: the stock schedule has no plan; choose a schedule of this package")
         if self.plan is not None:
             one_of(self.schedule, _schedule_names()[2:], f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: its schedule")
 
     @property
     def timed_iterations(self) -> tuple[int, int] | None:
-        """First and last iteration of the job whose passes are timed to search for a better order; None: none are."""
+        """First and last iteration of the job that are profiled for re-planning; None: no re-planning."""
         given = (self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter)
         asked = (*given, self.zero_bubble_replan_interval) != (None, None, None)
         if not self._can_replan or self.zero_bubble_planning_seconds == 0 or (self.plan is not None and not asked):
@@ -227,34 +235,35 @@ class ZeroBubbleConfig:
 
     @cached_property
     def memory_limit(self) -> MemoryLimit | None:
-        """What --zero-bubble-memory-limit says. Raises ConfigError where that is nothing we know."""
+        """--zero-bubble-memory-limit, parsed; None if not given. Raises ConfigError if it is malformed."""
         return None if self.zero_bubble_memory_limit is None else MemoryLimit.parse(self.zero_bubble_memory_limit)
 
     @property
     def _can_replan(self) -> bool:
-        """Whether the order is ours to choose. ZB-H1 and ZB-H2 by name are one order each; by memory they are where ZB begins."""
+        """Whether the planner may change the order. ZB-H1 and ZB-H2 are fixed orders if chosen by --zero-bubble-schedule; chosen
+        by --zero-bubble-max-pending-backward they are where the search for ZB starts."""
         if self.schedule == "stock":
             return False
         return _is_searched(self.schedule) or self.zero_bubble_schedule is None
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that --zero-bubble-load-plan holds. Raises as `plan_costs`."""
+        """The plan of the --zero-bubble-load-plan file; None without the flag. Raises as `plan_costs`."""
         return None if self._given is None else self._given.plan
 
     @property
     def plan_costs(self) -> CostModel | None:
-        """What it was made for; None where the file does not say.
+        """The costs that the --zero-bubble-load-plan plan was made for; None if the file has none.
 
         Raises:
             ConfigError: the file cannot be read.
-            PlanError: it is not a plan, or its costs are not those of its stages.
+            PlanError: it is not a plan, or its costs do not fit its stages.
         """
         return None if self._given is None else self._given.costs
 
     @cached_property
     def _given(self) -> _GivenPlan | None:
-        """The file, read once."""
+        """The --zero-bubble-load-plan file, read once."""
         if self.zero_bubble_load_plan is None:
             return None
         try:
@@ -266,7 +275,7 @@ class ZeroBubbleConfig:
 
     @property
     def schedule(self) -> str:
-        """The schedule's name: `stock`, or a name the plan registry knows."""
+        """The schedule's name: `stock`, `auto`, or a name in the plan registry."""
         if self.zero_bubble_schedule is not None:
             return self.zero_bubble_schedule
         if self.zero_bubble_v_schedule:
@@ -280,7 +289,7 @@ class ZeroBubbleConfig:
 
     @property
     def trace_iterations(self) -> frozenset[int]:
-        """What --zero-bubble-trace-iterations says; empty where it is not given."""
+        """--zero-bubble-trace-iterations, parsed; empty if not given. Raises ConfigError if it is malformed."""
         given = self.zero_bubble_trace_iterations
         if given is None:
             return frozenset()
@@ -290,16 +299,17 @@ class ZeroBubbleConfig:
         return frozenset(map(int, words))
 
     def schedule_spec(self, *, num_ranks: int, num_chunks: int, memory_limit: float | None) -> ScheduleSpec:
-        """The schedule that these flags name, on a pipeline of this size. Not for `auto`, which names none.
+        """The schedule that these flags choose, on a pipeline of this size. Not defined for `auto`.
 
         Args:
             num_ranks: pipeline ranks, p.
             num_chunks: stages per rank, v.
-            memory_limit: of plans before anything was measured, relative to 1F1B's activation memory; None: the schedule's own.
+            memory_limit: limit of plans before memory is measured, in units of 1F1B's activation memory on the first rank; None:
+                the schedule's own.
 
         Raises:
-            ConfigError: --zero-bubble-max-pending-backward is no number, or the schedule does not take these sizes.
-            PlanError: the file of --zero-bubble-load-plan holds no plan.
+            ConfigError: --zero-bubble-max-pending-backward is malformed, or the schedule does not support these sizes.
+            PlanError: the --zero-bubble-load-plan file is not a plan.
         """
         return schedule_spec(
             self.schedule,
@@ -312,7 +322,11 @@ class ZeroBubbleConfig:
         )
 
     def max_pending_microbatches(self, *, num_ranks: int) -> int | None:
-        """What --zero-bubble-max-pending-backward says, in microbatches; None where it is not given."""
+        """--zero-bubble-max-pending-backward in microbatches on `num_ranks` pipeline ranks; None if not given.
+
+        Raises:
+            ConfigError: it is neither a number nor a multiple of the pipeline size such as 2p.
+        """
         if self.zero_bubble_max_pending_backward is None:
             return None
         try:
@@ -323,7 +337,7 @@ class ZeroBubbleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class _GivenPlan:
-    """A plan file."""
+    """A parsed plan file."""
 
     plan: Plan
     costs: CostModel | None
@@ -339,7 +353,7 @@ class _GivenPlan:
 
 
 def _schedule_names() -> tuple[str, ...]:
-    """What --zero-bubble-schedule takes."""
+    """Names that --zero-bubble-schedule accepts."""
     return ("stock", AUTO, *(info.name for info in known_schedules()))
 
 
@@ -348,5 +362,5 @@ def _is_searched(name: str) -> bool:
 
 
 def _searched_names() -> tuple[str, ...]:
-    """Those whose order is searched for."""
+    """Names of schedules whose order the planner searches for."""
     return (AUTO, *(info.name for info in known_schedules() if info.is_searched))

@@ -1,8 +1,7 @@
-"""What a dataset was made with: the small JSON file that tools/preprocess_data.py writes beside .bin and .idx.
+"""How a dataset was tokenized: the small JSON file that tools/preprocess_data.py writes beside .bin and .idx.
 
-With it the trainer refuses a tokenizer or vocabulary that does not fit, instead of training on wrong ids. The head of the index
-(.idx) says how many documents there are, and so whether a split would have none. Standard library only: both are read before
-torch is loaded.
+It lets training reject a tokenizer or vocabulary that does not match the data. The header of the index (.idx) has the number of
+documents, which shows whether a split would have none. Standard library only: both are read before torch is loaded.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from megatron.zerobubble.errors import DataError
 __all__ = ["BYTE_VOCAB_SIZE", "CorpusInfo", "corpus_info_path", "default_vocab_size", "documents_of_splits", "read_corpus_info"]
 
 _INDEX_HEAD = struct.Struct("<9sQBQ")
-"""Magic, version, the code of the token's type, and the number of documents (sequences, in megatron-core's words)."""
+"""Header of .idx: magic, version, code of the token dtype, and the number of documents (megatron-core's sequences)."""
 
 BYTE_VOCAB_SIZE = 256
-"""One token a byte. Byte 0 ends a document and byte 1 pads; neither occurs in text."""
+"""Vocabulary of ByteLevelTokenizer: one token per byte. Byte 0 ends a document and byte 1 pads; neither occurs in text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class CorpusInfo:
     tokenizer_type: str
     """As given to --tokenizer-type."""
     vocab_size: int
-    """Token ids are below this."""
+    """Vocabulary size before padding: all token ids are below this."""
     num_documents: int
     """Documents in the dataset."""
     num_tokens: int
@@ -57,20 +56,20 @@ class CorpusInfo:
 
 
 def default_vocab_size(tokenizer_type: str) -> int | None:
-    """The vocabulary size that a tokenizer has without being told, or None when only its files say."""
+    """The vocabulary size of a tokenizer without --vocab-size; None if it is known only from the tokenizer's files."""
     return BYTE_VOCAB_SIZE if tokenizer_type == "ByteLevelTokenizer" else None
 
 
 def corpus_info_path(prefix: str) -> Path:
-    """Where the information about the dataset `prefix` lies."""
+    """Path of the JSON file beside the dataset `prefix`."""
     return Path(f"{prefix}.corpus.json")
 
 
 def read_corpus_info(prefix: str) -> CorpusInfo | None:
-    """The information beside a dataset; None where there is none (data made by other tools).
+    """Read the JSON file beside a dataset; None if there is no such file (datasets made by other tools).
 
     Raises:
-        DataError: the file is there but cannot be understood.
+        DataError: the file is damaged.
     """
     path = corpus_info_path(prefix)
     try:
@@ -82,17 +81,17 @@ def read_corpus_info(prefix: str) -> CorpusInfo | None:
 
 
 def documents_of_splits(prefix: str, weights: tuple[float, ...]) -> tuple[int, ...]:
-    """How many documents of a dataset fall to each split.
+    """Number of documents of a dataset in each split.
 
-    megatron-core cuts at rounded shares, so that a small share of few documents is nothing. It then never ends: it repeats the
-    split until there are enough tokens.
+    megatron-core rounds the boundaries between splits, so that a small proportion of few documents may be empty. On an empty
+    split it never terminates: it repeats the split until there are enough tokens.
 
     Args:
-        prefix: of the dataset.
-        weights: shares of the splits, in any unit; not all of them 0.
+        prefix: path prefix of the dataset, without .idx.
+        weights: proportions of the splits, in any unit; not all of them 0.
 
     Raises:
-        DataError: the index cannot be read or understood.
+        DataError: the index cannot be read or is damaged.
     """
     path = Path(f"{prefix}.idx")
     try:

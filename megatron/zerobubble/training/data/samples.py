@@ -1,8 +1,8 @@
-"""Samples: megatron-core's GPT datasets, read in an order that only the number of consumed samples decides.
+"""Samples: megatron-core's GPT datasets, in an order that depends only on the number of consumed samples.
 
 Every rank that needs a batch reads it itself: the sampler is a pure function of (consumed samples, data-parallel rank), so
-the ranks of a tensor-parallel group, and the first and last stage of a pipeline, hold the same samples without a broadcast.
-A run that continues from a checkpoint reads on where it stopped.
+the ranks of a tensor-parallel group, and the first and last stage of a pipeline, read the same samples without a broadcast.
+A run that continues from a checkpoint continues in the data where it stopped.
 
 Shapes: b microbatch size, s sequence length.
 """
@@ -31,7 +31,7 @@ DataIterator = Iterator[dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Datasets:
-    """Training and validation samples; None on ranks that need none."""
+    """Training and validation samples; None on ranks that read none."""
 
     train: Any | None
     """Samples of --train-iters global batches."""
@@ -41,25 +41,32 @@ class Datasets:
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch on the device of the rank. What a stage does not need is None."""
+    """One microbatch on the device of the rank. Tensors that a stage does not need are None."""
 
     tokens: torch.Tensor | None = None
-    """[b, s], int64: input of a stage that embeds."""
+    """[b, s], int64: token ids, for a stage that embeds."""
     position_ids: torch.Tensor | None = None
-    """[b, s], int64: input of a stage that embeds."""
+    """[b, s], int64: positions, for a stage that embeds."""
     labels: torch.Tensor | None = None
-    """[b, s], int64: what the last stage should have predicted."""
+    """[b, s], int64: the next token ids, for the stage that computes the loss."""
     loss_mask: torch.Tensor | None = None
-    """[b, s], float32: 1 where the loss counts."""
+    """[b, s], float32: 1 for tokens whose loss counts, else 0."""
     attention_mask: torch.Tensor | None = None
     """[b, 1, s, s], bool, True where attention is forbidden. None: causal."""
 
 
 class ConsumedSamples(Sampler[list[int]]):
-    """The sample indices of each microbatch of one data-parallel rank, from the consumed samples on.
+    """Yields the sample indices of each microbatch of one data-parallel rank, after the consumed samples.
 
-    Microbatch k of rank r holds samples ``consumed + (k * dp + r) * b`` to ``+ b``: a global batch is the same set of
+    Microbatch k of rank r of dp has the b samples from ``consumed + (k * dp + r) * b`` on, so a global batch is the same set of
     samples for every data-parallel size.
+
+    Args:
+        consumed: samples consumed so far by all ranks together.
+        total: samples of the dataset.
+        micro_batch_size: samples per microbatch, b.
+        rank: data-parallel rank, r.
+        num_ranks: data-parallel size, dp.
     """
 
     def __init__(self, *, consumed: int, total: int, micro_batch_size: int, rank: int, num_ranks: int) -> None:
@@ -78,9 +85,9 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
     """Build (or load from the cache) the sample indices. All ranks must call this: rank 0 builds them for the others.
 
     Args:
-        settings: where the data lies and how much of it is needed.
-        tokenizer: for the ids of end of document and padding.
-        reads: whether this rank needs samples.
+        settings: paths and splits of the data, and the number of samples.
+        tokenizer: provides the token ids of end of document and padding.
+        reads: whether this rank reads samples.
     """
     data, run = settings.data, settings.run
     config = GPTDatasetConfig(
@@ -96,12 +103,12 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=data.reset_attention_mask,
     )
-    if config.split_matrix is not None:  # what nobody reads is not built: the test samples, and those of no evaluation
+    if config.split_matrix is not None:  # splits that are not read are not built: test samples, and validation samples without evaluation
         train, valid, _ = config.split_matrix
         config.split_matrix = [train, valid if run.eval_iters > 0 else None, None]
     sizes = [max(1, iterations * settings.global_batch_size) for iterations in (run.train_iters, run.eval_iters, 0)]
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
-    if data.data_cache_path is None:  # they warn that indices of synthetic and of blended data are then not cached
+    if data.data_cache_path is None:  # mutes warnings that indices of synthetic and of blended data are not cached
         for name in ("gpt_dataset", "blended_dataset"):
             logging.getLogger(f"megatron.core.datasets.{name}").setLevel(logging.ERROR)
     train, valid, _ = BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: reads, config).build()
@@ -109,7 +116,7 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
 
 
 def chunk_reads(chunk: Any, settings: Settings) -> bool:
-    """Whether a chunk needs samples: the first stage tokens, the last one labels, all of them a special mask."""
+    """Whether a chunk reads samples: the first stage reads tokens, the last one labels, and all stages a special mask."""
     stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
     return bool(stage.pre_process or stage.post_process or settings.data.reset_attention_mask)
 
@@ -123,18 +130,18 @@ def chunk_iterators(
     rank: int,
     on_gpu: bool,
 ) -> DataIterator | list[DataIterator | None] | None:
-    """One iterator over microbatches per model chunk, in the form megatron-core's schedules want.
+    """One iterator over microbatches per model chunk, in the form that megatron-core's schedules take.
 
     Args:
-        dataset: samples, or None on a rank that needs none.
-        settings: microbatch size and workers.
-        reads_by_chunk: for each chunk of this rank, whether it needs samples.
+        dataset: samples, or None on a rank that reads none.
+        settings: microbatch size and data loader processes.
+        reads_by_chunk: per chunk of this rank, whether it reads samples.
         consumed: samples consumed so far by all ranks together.
         rank: data-parallel rank.
         on_gpu: whether to pin host memory.
 
     Returns:
-        The iterator of the only chunk, or the list of all; None for a chunk that needs no samples.
+        One iterator if the rank has one chunk, else a list of them; None for a chunk that reads no samples.
     """
 
     def iterate() -> DataIterator:
@@ -152,7 +159,7 @@ def chunk_iterators(
                 batch_sampler=sampler,
                 num_workers=settings.data.num_workers,
                 pin_memory=on_gpu,
-                generator=torch.Generator(),  # its own: the order of samples must not move the rank's generator
+                generator=torch.Generator(),  # its own: reading samples must not advance the rank's generator
             )
         )
 
@@ -163,14 +170,14 @@ def chunk_iterators(
 def next_batch(
     iterator: DataIterator | None, *, device: torch.device, embeds: bool, is_last_stage: bool, needs_mask: bool
 ) -> Batch:
-    """The next microbatch, as much of it as a stage needs.
+    """Read the next microbatch and copy the tensors that the stage needs to the device.
 
     Args:
-        iterator: samples of this model chunk; None where it needs none.
-        device: where the tensors are to be.
-        embeds: whether the stage embeds tokens: the first one, and the last one if it predicts further tokens.
+        iterator: samples of this model chunk; None if it reads none.
+        device: device of the tensors.
+        embeds: whether the stage embeds tokens: the first one, and one with MTP layers.
         is_last_stage: whether the stage computes the loss.
-        needs_mask: whether attention is not simply causal (--reset-attention-mask).
+        needs_mask: whether the stage needs an attention mask, which is not simply causal (--reset-attention-mask).
     """
     if iterator is None:
         return Batch()

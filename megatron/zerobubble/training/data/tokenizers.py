@@ -1,4 +1,4 @@
-"""megatron-core's tokenizers by their --tokenizer-type. The byte-level one needs no files and is the default."""
+"""Builds megatron-core's tokenizers by --tokenizer-type. The byte-level one needs no files and is the default."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def build_tokenizer(kind: str, *, model: str | None = None, vocab_size: int | No
 
     Args:
         kind: as given to --tokenizer-type.
-        model: its path or name, for the kinds that have one.
-        vocab_size: the vocabulary, for the kinds that do not know it themselves.
+        model: path or Hugging Face name of the tokenizer, for kinds that have files.
+        vocab_size: vocabulary size before padding; NullTokenizer requires it.
 
     Raises:
         DataError: the tokenizer cannot be loaded, or has more tokens than `vocab_size`.

@@ -1,1 +1,1 @@
-"""What an iteration reports: progress lines, JSON lines, curves, auxiliary losses, recorded timelines."""
+"""Logging: progress lines, JSON lines, curves, auxiliary losses, recorded timelines."""

@@ -1,7 +1,7 @@
-"""What the losses beside the language model's came to: of routers (load balancing, size of logits) and of further-token heads.
+"""Auxiliary losses for the log: of MoE routers (load balancing, z-loss) and of MTP layers.
 
-megatron-core adds them up on each rank, forward by forward, in trackers of its own. A progress line takes their means and begins
-anew, so that telling costs an iteration nothing.
+megatron-core sums them on each rank, per forward pass, in trackers of its own. They are all-reduced and reset once per progress
+line, so an iteration adds no communication for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["ExtraLosses"]
+__all__ = ["AuxLosses"]
 
 _ROUTER_LOSSES = {
     "aux_loss": "load_balancing_loss",
@@ -24,30 +24,30 @@ _ROUTER_LOSSES = {
 """Kind of --moe-router-load-balancing-type -> name in megatron-core's tracker."""
 
 
-class ExtraLosses:
-    """Begins anew when it is made. One on every rank.
+class AuxLosses:
+    """Means of the auxiliary losses since the last progress line. Every rank has one; making it resets megatron-core's trackers.
 
     Args:
-        settings: which losses there are; all ranks tell of the same ones, whatever layers they hold.
+        settings: determine which losses exist. All ranks report the same ones, whatever layers they hold.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._routers = self._router_losses(settings)
-        self._num_heads = settings.model.mtp_num_layers or 0
-        self._copies = settings.data_parallel_size * settings.parallel.tensor_model_parallel_size
+        self._num_mtp_layers = settings.model.mtp_num_layers or 0
+        self._num_replicas = settings.data_parallel_size * settings.parallel.tensor_model_parallel_size
         self._clear()
 
     @staticmethod
     def _router_losses(settings: Settings) -> dict[str, int]:
-        """Name -> by what the sum over all ranks and layers is to be divided for a mean over layers and copies."""
-        moe, num_layers = settings.moe, sum(settings.layers_with_experts)
+        """Name -> divisor that turns the sum over all ranks and layers into a mean over layers and data-parallel replicas."""
+        moe, num_layers = settings.moe, sum(settings.moe_layer_pattern)
         if moe.num_experts is None:
             return {}
-        if settings.layers_with_experts[-1]:
-            num_layers += settings.model.mtp_num_layers or 0  # further-token heads are layers like the last one
+        if settings.moe_layer_pattern[-1]:
+            num_layers += settings.model.mtp_num_layers or 0  # MTP layers are like the last layer
         losses = {}
         for kind, weight in zip(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff, strict=True):
-            if weight:  # a tensor-parallel rank counts its own tokens; and of the global loss, a copy its own
+            if weight:  # a tensor-parallel rank sums over its own tokens; in the global loss, so does a replica
                 losses[_ROUTER_LOSSES[kind]] = num_layers * (1 if kind == "global_aux_loss" else settings.data_parallel_size)
         if moe.moe_z_loss_coeff is not None:
             losses["z_loss"] = num_layers * settings.data_parallel_size * settings.parallel.tensor_model_parallel_size
@@ -55,20 +55,25 @@ class ExtraLosses:
 
     @torch.no_grad()
     def take(self, num_microbatches: int) -> dict[str, float]:
-        """Means of each loss, without its weight, over this many microbatches since the last call. All ranks must call this."""
-        if not self._routers and not self._num_heads:
+        """Means of each loss, without its coefficient, since the last call; resets the trackers. All ranks must call this.
+
+        Args:
+            num_microbatches: microbatches per data-parallel rank since the last call.
+        """
+        if not self._routers and not self._num_mtp_layers:
             return {}
         device = torch.cuda.current_device()
-        routers, heads = get_moe_layer_wise_logging_tracker(), MTPLossLoggingHelper.tracker.get("values")
+        routers, mtp_losses = get_moe_layer_wise_logging_tracker(), MTPLossLoggingHelper.tracker.get("values")
         zero = torch.zeros((), device=device)
         sums: list[Tensor] = [routers[name]["values"].sum() if name in routers else zero for name in self._routers]
-        sums += [zero if heads is None else heads[head] for head in range(self._num_heads)]
+        sums += [zero if mtp_losses is None else mtp_losses[layer] for layer in range(self._num_mtp_layers)]
         total = torch.stack(sums).to(torch.float64)
         dist.all_reduce(total)
         self._clear()
-        names = [*self._routers, *(f"mtp_{head + 1} loss" for head in range(self._num_heads))]
-        shares = [*self._routers.values(), *[self._copies] * self._num_heads]
-        return {name: value / share / num_microbatches for name, value, share in zip(names, total.tolist(), shares, strict=True)}
+        names = [*self._routers, *(f"mtp_{layer + 1} loss" for layer in range(self._num_mtp_layers))]
+        divisors = [*self._routers.values(), *[self._num_replicas] * self._num_mtp_layers]
+        means = (value / divisor / num_microbatches for value, divisor in zip(total.tolist(), divisors, strict=True))
+        return dict(zip(names, means, strict=True))
 
     def _clear(self) -> None:
         clear_aux_losses_tracker()

@@ -1,4 +1,4 @@
-"""Numbers over iterations, for TensorBoard and for Weights & Biases."""
+"""Scalars per iteration, for TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _log = logging.getLogger(__name__)
 
 
 class Curves:
-    """Writes curves where the settings say. Only one rank may have it.
+    """Writes scalars to TensorBoard (--tensorboard-dir) and Weights & Biases (--wandb-project). Only one rank may have one.
 
     Args:
         settings: where to write.
-        start_iteration: iterations done before.
+        start_iteration: iterations done by earlier runs; later points of theirs are dropped from TensorBoard.
     """
 
     def __init__(self, settings: Settings, *, start_iteration: int) -> None:
@@ -40,7 +40,7 @@ class Curves:
             self._resources.callback(self._run.finish)
 
     def add(self, values: Mapping[str, Any], iteration: int) -> None:
-        """A point for each of `values` that is a number."""
+        """Add a point at `iteration` for each of `values` that is a number; others are ignored."""
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         if self._events is not None:
             for name, value in numbers.items():
@@ -49,25 +49,25 @@ class Curves:
             self._run.log(numbers | {"iteration": iteration})
 
     def flush(self) -> None:
-        """Let a reader see what was added."""
+        """Make the added points visible to readers of the files."""
         if self._events is not None:
             self._events.flush()
 
     def close(self) -> None:
-        """Close files and the run."""
+        """Close the TensorBoard files and finish the Weights & Biases run."""
         self._resources.close()
 
 
 def _open_wandb(settings: Settings) -> Any | None:
-    """A run of Weights & Biases; None where the package is missing, which costs the curves and not the training."""
+    """Start a run of Weights & Biases. None, with a warning, if the package is missing: training continues without."""
     logs = settings.logging
     try:
         wandb = importlib.import_module("wandb")
     except ImportError:
-        _log.warning("--wandb-project %s: wandb is not installed (pip install wandb); no curves go there", logs.wandb_project)
+        _log.warning("--wandb-project %s: wandb is not installed (pip install wandb); it gets no curves", logs.wandb_project)
         return None
     config = dataclasses.asdict(settings)
     run = wandb.init(project=logs.wandb_project, name=logs.wandb_exp_name, dir=logs.wandb_save_dir, config=config)
-    # Its own steps may only grow, and what was seen of an iteration is told at the end of the run.
+    # wandb's own steps may only grow, and pipeline reports of earlier iterations are logged at the end of the run.
     run.define_metric("*", step_metric="iteration")
     return run

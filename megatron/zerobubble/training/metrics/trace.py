@@ -1,7 +1,7 @@
-"""What really ran, told and drawn at the end of a run: the chosen iterations of the first pipeline, or the last recorded one.
+"""Reports measured vs. planned at the end of a run, for the chosen iterations of the first pipeline or the last recorded one.
 
-``trace.json`` holds all of them at the times at which they ran, ``report.json`` an entry each; a picture and a plan belong to one
-iteration and have its number in their names. docs/reading-the-trace.md reads them.
+``trace.json`` contains all of them on one time axis, ``report.json`` one entry each; ``timeline-N.svg`` and ``plan-N.json``
+belong to iteration N. docs/reading-the-trace.md explains them.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from megatron.zerobubble.plan.render.trace import render_trace
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.profiling.report import PipelineReport, RankMemory, memory_line, report, reports_to_json
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.metrics.metrics import Metrics
+from megatron.zerobubble.training.metrics.logger import MetricsLogger
 
-__all__ = ["picture", "show_pipeline", "write_trace"]
+__all__ = ["picture", "report_pipeline", "write_trace"]
 
 _log = logging.getLogger(__name__)
 
 _STOCK = (
-    "bubble: not measured under megatron-core's own schedules; for equal passes 1F1B idles "
-    "(p-1)/(m+p-1) of the time, divided by about v where v stages share a rank"
+    "bubble: not measured with megatron-core's own schedules; for equal passes 1F1B idles "
+    "(p-1)/(m+p-1) of the time, divided by about v with v virtual stages per rank"
 )
 
 
-def show_pipeline(schedule: Any, settings: Settings, metrics: Metrics, *, memory: Sequence[RankMemory] | None = None) -> bool:
-    """Say what the pipeline's bubble was, in the log and as curves, and write the trace if it is asked for.
+def report_pipeline(
+    schedule: Any, settings: Settings, metrics: MetricsLogger, *, memory: Sequence[RankMemory] | None = None
+) -> bool:
+    """Log the pipeline's bubble, add it to the curves, and with --zero-bubble-trace write the trace.
 
     Every rank must call it; rank 0 writes.
 
     Args:
         schedule: the `PipelineSchedule` of the run.
-        settings: say whether and where to write.
-        metrics: gets the curves.
-        memory: what the ranks held, where it was counted.
+        settings: whether and where to write the trace.
+        metrics: receives the curves.
+        memory: memory per rank, if it was measured.
 
     Returns:
-        Whether there was anything to say.
+        Whether a line about the bubble was logged.
     """
     timelines = schedule.timelines()
     if dist.get_rank() != 0:
@@ -50,7 +52,7 @@ def show_pipeline(schedule: Any, settings: Settings, metrics: Metrics, *, memory
     directory = settings.zero_bubble.zero_bubble_trace
     if not timelines:
         if directory is not None:
-            _log.warning("no trace: only schedules of our executor are recorded, from the second iteration on")
+            _log.warning("no trace: recording starts with the second iteration, and needs a schedule of this package")
         if schedule.spec.is_stock and schedule.spec.num_ranks > 1:
             _log.info("%s", _STOCK)
             return True
@@ -66,7 +68,7 @@ def show_pipeline(schedule: Any, settings: Settings, metrics: Metrics, *, memory
         chosen = settings.zero_bubble.trace_iterations
         missing = sorted(chosen - {timeline.iteration for timeline in timelines})
         if missing:
-            _log.warning("no trace of iterations %s: they did not run here", ", ".join(map(str, missing)))
+            _log.warning("no trace of iterations %s: they did not run in this job", ", ".join(map(str, missing)))
         write_trace(timelines, reports, Path(directory), memory=memory)
         _log.info("trace: %s", directory)
     return True
@@ -82,10 +84,10 @@ def write_trace(
     """Write ``trace.json``, ``report.json``, and per iteration N ``timeline-N.svg`` and ``plan-N.json``.
 
     Args:
-        timelines: what ran.
-        reports: of each.
+        timelines: the recorded iterations.
+        reports: the report of each timeline, in the same order.
         directory: created if it is missing.
-        memory: for the report, where it was counted.
+        memory: memory per rank for ``report.json``, if it was measured.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "trace.json").write_text(render_trace(timelines), encoding="utf-8")
@@ -98,7 +100,7 @@ def write_trace(
 
 
 def picture(timeline: Timeline, seen: PipelineReport) -> str:
-    """The plan above, what ran below, as SVG."""
+    """An SVG of one iteration: the plan above, the measured timeline below."""
     plan, planned = timeline.plan, seen.simulation
     return render_comparison(
         planned.rows,
@@ -107,9 +109,9 @@ def picture(timeline: Timeline, seen: PipelineReport) -> str:
             f"{plan.schedule.upper()}, {plan.num_ranks} ranks, {plan.num_microbatches} microbatches: "
             f"iteration {timeline.iteration}"
         ),
-        subtitle="one box a pass, its microbatch inside; grey is idle",
+        subtitle="one box per pass, its microbatch inside; gray is idle",
         captions=(
-            f"planned, with the measured times: span {planned.span_ms:.0f} ms, bubble {planned.bubble_rate:.1%}",
+            f"planned with profiled timings: span {planned.span_ms:.0f} ms, bubble {planned.bubble_rate:.1%}",
             f"measured: span {seen.span_ms:.0f} ms, bubble {seen.bubble_rate:.1%}",
         ),
     )

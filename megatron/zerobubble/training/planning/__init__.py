@@ -1,1 +1,1 @@
-"""Plans from what the run measures: `auto`, re-planning, balanced stages."""
+"""Planning with profiled timings: schedule `auto`, re-planning, balanced stages."""

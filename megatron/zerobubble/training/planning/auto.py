@@ -1,8 +1,8 @@
-"""--zero-bubble-schedule auto: measure the model, plan every family for what was measured, take the best.
+"""--zero-bubble-schedule auto: profile the model, plan every schedule family with the profiled timings, choose the fastest.
 
-A schedule decides which rank holds which layers, so it has to be chosen before the model is built. The parts of the model are
-measured in a pipeline that is built for it, on the run's own data, and taken down again: a few iterations without a step. Rank 0
-plans; all ranks get its choice. Then the run begins as if that schedule had been named: seeds and data start anew.
+A schedule decides which rank holds which layers, so it must be chosen before the model is built. The model is profiled in a
+pipeline of its own, on the run's data, for a few iterations without optimizer steps, and that pipeline is torn down again. Rank 0
+plans and broadcasts its choice. Then the run starts as if that schedule had been given by name, with fresh seeds and data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
-from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, assemble
+from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, build_training_state
 from megatron.zerobubble.training.step import TrainingState, run_passes
 
 __all__ = ["choose_schedule", "costs_from"]
@@ -36,7 +36,7 @@ __all__ = ["choose_schedule", "costs_from"]
 _log = logging.getLogger(__name__)
 
 _ITERATIONS = 4
-"""One to warm up, one whose memory is measured, the others are timed."""
+"""Profiled iterations: one warms up, in one memory is measured, the others are timed."""
 _MOST_MICROBATCHES = 4
 
 
@@ -48,14 +48,21 @@ def choose_schedule(
     model_provider: ModelProvider,
     forward_step_provider: ForwardStepProvider,
 ) -> Settings:
-    """The settings with the best schedule in the place of `auto`. All ranks must call this.
+    """Profile the model and replace schedule `auto` in the settings by the fastest one. All ranks must call this.
+
+    Args:
+        settings: checked flags, with --zero-bubble-schedule auto.
+        job: device and store of this rank.
+        tokenizer: determines the vocabulary size and the data.
+        model_provider: builds the module of one stage.
+        forward_step_provider: makes the function that runs one microbatch through one chunk.
 
     Raises:
-        ConfigError: no schedule keeps the memory limit with the measured memory.
+        ConfigError: with the measured memory, no schedule fits the memory limit.
     """
     probed = _probed(settings)
     set_up_model_parallel(probed, **embedding_ranks(probed.placement))
-    training_state = assemble(
+    training_state = build_training_state(
         probed,
         job,
         probed.schedule_spec,
@@ -66,7 +73,7 @@ def choose_schedule(
     profile = _profile(training_state, tokenizer, on_gpu=not job.host.enabled)
     own = Measured(profile=profile, link_ms=tuple(training_state.schedule.link_times().values()))
     costs = measured_costs(own.gathered(), probed.placement)
-    _take_down(training_state)
+    _tear_down(training_state)
     del training_state
     gc.collect()
     if torch.cuda.is_available():
@@ -80,12 +87,15 @@ def choose_schedule(
 
 
 def costs_from(costs: CostModel, measured: Settings, wanted: Settings) -> CostsOf:
-    """The costs of other placements of the same model.
+    """Derive the costs of other placements of the same model from those of one placement.
 
     Args:
-        costs: of the stages that were measured.
-        measured: the settings of that measurement.
-        wanted: the settings that say how layers divide over stages.
+        costs: profiled costs of the stages of `measured`.
+        measured: the settings that were profiled.
+        wanted: the settings that divide the layers over the stages of other placements.
+
+    Returns:
+        placement -> costs. It raises PlanError for a placement over whose stages the layers cannot be divided.
     """
     layers = measured.stage_layers(measured.placement)
     parts = PartCosts.from_stages(costs, layers)
@@ -102,7 +112,7 @@ def costs_from(costs: CostModel, measured: Settings, wanted: Settings) -> CostsO
 
 
 def _probed(settings: Settings) -> Settings:
-    """A V where there are layers for it: its inner stages are layers and nothing else, even on two ranks."""
+    """The settings to profile: ZBV if there are enough layers, because its inner stages hold only layers even on two ranks."""
     limit = settings.plan_memory_limit
     for name in ("zbv", "zb"):
         probed = settings.with_schedule(name, memory_limit=None if limit is None else min(1.0, limit))
@@ -115,7 +125,7 @@ def _probed(settings: Settings) -> Settings:
 
 
 def _profile(training_state: TrainingState, tokenizer: Any, *, on_gpu: bool) -> RankProfile:
-    """Run a few iterations without a step."""
+    """Profile a few iterations without optimizer steps."""
     settings = training_state.settings
     num_microbatches = min(settings.num_microbatches, _MOST_MICROBATCHES)
     reads_by_chunk = [chunk_reads(chunk, settings) for chunk in training_state.chunks]
@@ -125,7 +135,7 @@ def _profile(training_state: TrainingState, tokenizer: Any, *, on_gpu: bool) -> 
         for chunk in training_state.chunks:
             chunk.zero_grad_buffer()
         training_state.schedule.hooks.profiler = profiler if number > 0 else None
-        first_batch = chunk_iterators(  # every iteration measures the same samples, so that a short dataset is long enough
+        first_batch = chunk_iterators(  # every iteration reads the same samples, so that a short dataset suffices
             datasets.train,
             settings,
             reads_by_chunk=reads_by_chunk,
@@ -137,23 +147,27 @@ def _profile(training_state: TrainingState, tokenizer: Any, *, on_gpu: bool) -> 
     return profiler.profile()
 
 
-def _take_down(training_state: TrainingState) -> None:
+def _tear_down(training_state: TrainingState) -> None:
     training_state.schedule.close()
-    if training_state.steps is not None:
-        training_state.steps.close()
+    if training_state.post_validation is not None:
+        training_state.post_validation.close()
     parallel_state.destroy_model_parallel()
 
 
 def _choice(costs: CostModel, probed: Settings, settings: Settings) -> tuple[str, int] | ConfigError:
-    """Plan all families for what was measured under `probed`; says what is taken and what comes next."""
-    early = settings.zero_bubble.enable_optimizer_post_validation
+    """Plan all schedule families with the costs profiled under `probed`; log the choice and the runner-up.
+
+    Returns:
+        Schedule name and chunks per rank; or the error to raise on all ranks.
+    """
+    optimistic = settings.zero_bubble.enable_optimizer_post_validation
     options = SearchOptions(
         memory_limit=settings.plan_memory_limit or 1.0,
-        objective=Objective.SPAN if early else Objective.MAKESPAN,
+        objective=Objective.SPAN if optimistic else Objective.MAKESPAN,
         seed=settings.run.seed,
         budget=budget_of(settings.zero_bubble.zero_bubble_planning_seconds),
     )
-    _log.info("measured on %s: %s", probed.zero_bubble.schedule, costs.times_text)
+    _log.info("profiled with schedule %s: %s", probed.zero_bubble.schedule, costs.times_text)
     try:
         result = make_plan(
             AUTO,

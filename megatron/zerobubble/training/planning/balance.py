@@ -1,10 +1,9 @@
-"""Which layout of stages would suit the measured pipeline better (--zero-bubble-balance-stages).
+"""Proposes layers per stage that balance the measured pipeline (--zero-bubble-balance-stages).
 
-The times come from iterations of the run, not from layers timed on their own before training: an iteration has F, B and W as they
-really are, split, at the clock rate and beside the transfers of training, and it touches neither the random generators nor the
-gradients that a trial backward would have to put back. What one layer, the embedding and the head take follows from it, because
-stages differ by which of them they hold (`PartTimes.from_stages`). Where a window of iterations was timed for planning, its costs
-are used; else the last recorded iteration.
+The times come from iterations of the run, not from layers timed in isolation before training: F, B and W are split, and run at
+the clock rate and beside the transfers of training; and no trial backward changes random number generators or gradients. The
+times of one layer, the embedding and the head follow from those of the stages, which differ in what they hold
+(`PartTimes.from_stages`). If iterations were profiled for re-planning their costs are used, else the last recorded iteration.
 """
 
 from __future__ import annotations
@@ -21,33 +20,38 @@ from megatron.zerobubble.plan.partition.balance import PartTimes, balance
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.profiling.report import measured_costs
 
-__all__ = ["measured_parts", "proposal", "tell_balance"]
+__all__ = ["log_balance", "measured_parts", "proposal"]
 
 _log = logging.getLogger(__name__)
 
 
-def tell_balance(schedule: PipelineSchedule, layers: StageLayers, costs: CostModel | None) -> None:
-    """Log what the model's parts take, and the layout that would suit them better. All ranks must call it.
+def log_balance(schedule: PipelineSchedule, layers: StageLayers, costs: CostModel | None) -> None:
+    """Log the times of the model's parts and the layout that balances them best. All ranks must call it.
 
     Args:
-        schedule: what runs.
-        layers: which layers its stages hold.
-        costs: measured over several iterations, the same on all ranks; None: the last recorded iteration has to do.
+        schedule: the running schedule.
+        layers: the layers of its stages.
+        costs: costs profiled over several iterations, the same on all ranks; None: use the last recorded iteration.
     """
     times = measured_parts(schedule, layers, costs)
     if times is None:
-        _log.warning("stages: not measured, because no iteration after the first one has been recorded")
+        _log.warning("stages: not measured, because no iteration after the first one was recorded")
     else:
         _log.info("%s", proposal(times, layers, schedule.spec.placement))
 
 
 def measured_parts(schedule: PipelineSchedule, layers: StageLayers, costs: CostModel | None) -> PartTimes | None:
-    """What the model's parts take, the same answer on all ranks. Arguments as of `tell_balance`; all ranks must call it.
+    """The times of one layer, the embedding and the head, the same on all ranks. All ranks must call it.
 
-    A stage's time is that of its slowest member, over tensor parallelism and over the copies of the pipeline.
+    A stage's time is the maximum over its tensor-parallel ranks and data-parallel replicas.
+
+    Args:
+        schedule: the running schedule.
+        layers: the layers of its stages.
+        costs: costs profiled over several iterations, the same on all ranks; None: use the last recorded iteration.
 
     Returns:
-        None where there are no costs and no iteration was recorded.
+        The times in ms; None without `costs` if no iteration was recorded.
     """
     if costs is not None:
         return PartTimes.from_stages(_stages_ms(costs), layers)
@@ -61,28 +65,28 @@ def measured_parts(schedule: PipelineSchedule, layers: StageLayers, costs: CostM
 
 
 def _stages_ms(costs: CostModel) -> list[float]:
-    """F, B and W of one microbatch, per stage."""
+    """Time of F, B and W of one microbatch, per stage, in ms."""
     return [sum(passes) for passes in zip(costs.forward_ms, costs.backward_ms, costs.wgrad_ms, strict=True)]
 
 
 def proposal(times: PartTimes, layers: StageLayers, placement: Placement) -> str:
-    """A sentence for the log: what the parts take, and the layout that leaves the busiest rank the least to do.
+    """The log line: times of the model's parts, and the layout with the least compute on the bottleneck rank.
 
     Args:
-        times: of the model's parts.
-        layers: what the stages hold now.
+        times: times of one layer, the embedding and the head.
+        layers: the current layers of the stages.
         placement: stage -> rank.
     """
     best = balance(layers.num_layers, placement, times)
     now, then = times.load(layers, placement), times.load(best, placement)
-    apart = "" if layers.num_stages > 2 else " (two stages cannot tell them apart: one counts as layers only)"
-    told = (
+    caveat = "" if layers.num_stages > 2 else " (estimated: with two stages, one is assumed to hold layers only)"
+    measured = (
         f"stages: F, B and W of a microbatch take {times.layer_ms:.2f} ms in a layer, {times.embedding_ms:.2f} ms in the "
-        f"embedding and {times.head_ms:.2f} ms in the head{apart}; the busiest rank computes {now.busiest_rank_ms:.2f} ms"
+        f"embedding and {times.head_ms:.2f} ms in the head{caveat}; the bottleneck rank computes {now.busiest_rank_ms:.2f} ms"
     )
     if now <= then:
-        return f"{told}, and no other layout than {layers.text} leaves it less"
+        return f"{measured}, and no layout reduces that (now {layers.text})"
     return (
-        f'{told}; with --pipeline-model-parallel-layout "{best.text}" it would be {then.busiest_rank_ms:.2f} ms, '
+        f'{measured}; with --pipeline-model-parallel-layout "{best.text}" it would be {then.busiest_rank_ms:.2f} ms, '
         f"{now.busiest_rank_ms / then.busiest_rank_ms:.2f} times as fast in the steady state"
     )

@@ -1,4 +1,4 @@
-"""The flags of planning from measured times, made into a `Replanner`; and the plan file at the end."""
+"""Makes the `Replanner` that the flags request, and writes the plan file (--zero-bubble-save-plan)."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.training.checkpoint.atomic_files import replace_text
 from megatron.zerobubble.training.step import TrainingState
 
-__all__ = ["PlanKeeper", "make_replanner"]
+__all__ = ["PlanFileWriter", "make_replanner"]
 
 
-class PlanKeeper:
-    """Writes --zero-bubble-save-plan: a plan as soon as it is found, or at the end the one that ran. Rank 0 writes.
+class PlanFileWriter:
+    """Writes the --zero-bubble-save-plan file: every plan that is found, or at the end the one that ran. Rank 0 writes.
 
     Args:
-        file: where; None: nowhere.
+        file: the JSON file, replaced atomically; None: write nothing.
     """
 
     def __init__(self, file: str | None) -> None:
         self._file = None if file is None else Path(file)
         self._is_written = False
 
-    def keep(self, found: Simulation) -> None:
-        """Write what was found for measured costs."""
+    def write_found(self, found: Simulation) -> None:
+        """Write a plan that the search found, with the profiled costs and the simulated metrics."""
         self._write(found.plan.to_json(costs=found.costs.to_json(), metrics=found.metrics()))
 
     def finish(self, schedule: PipelineSchedule, num_microbatches: int) -> None:
-        """Write the plan that ran, unless a better one was written."""
+        """Write the plan that ran, unless `write_found` wrote one."""
         if not self._is_written and dist.get_rank() == 0:
             self._write(schedule.plan(num_microbatches).to_json())
 
@@ -44,15 +44,21 @@ class PlanKeeper:
             self._is_written = True
 
 
-def make_replanner(training_state: TrainingState, keeper: PlanKeeper, *, ranks_on_host: int) -> Replanner | None:
-    """What times iterations and plans anew; None where the flags, or the schedule, leave nothing to plan."""
+def make_replanner(training_state: TrainingState, plan_writer: PlanFileWriter, *, ranks_on_host: int) -> Replanner | None:
+    """Make what profiles iterations and re-plans; None if the flags disable it or the schedule has a fixed order.
+
+    Args:
+        training_state: model chunks, schedule and optimizer of this rank.
+        plan_writer: receives every plan that is found.
+        ranks_on_host: number of ranks on this machine, which share its memory on the CPU.
+    """
     settings, zero_bubble = training_state.settings, training_state.settings.zero_bubble
     timed = zero_bubble.timed_iterations
     if timed is None:
         return None
-    early = zero_bubble.enable_optimizer_post_validation
+    optimistic = zero_bubble.enable_optimizer_post_validation
     options = SearchOptions(
-        objective=Objective.SPAN if early else Objective.MAKESPAN,
+        objective=Objective.SPAN if optimistic else Objective.MAKESPAN,
         seed=settings.run.seed,
         budget=budget_of(zero_bubble.zero_bubble_planning_seconds),
     )
@@ -74,5 +80,5 @@ def make_replanner(training_state: TrainingState, keeper: PlanKeeper, *, ranks_o
         num_microbatches=settings.num_microbatches,
         headroom_bytes=None if limit is None or limit.is_relative else headroom_bytes,
         state_bytes=own_state_bytes,
-        on_plan=keeper.keep,
+        on_plan=plan_writer.write_found,
     )

@@ -1,1 +1,1 @@
-"""Failing ranks, ranks that hang, and early exit."""
+"""Failed ranks, stuck ranks, and early exit on preemption and time limits."""

@@ -1,9 +1,9 @@
-"""Leaving before the last iteration, all ranks at the same one and none waiting for another.
+"""Early exit on preemption (SIGTERM) and time limits: all ranks stop after the same iteration, without a barrier.
 
-Whether a signal came or time is up, each rank sees for itself and at its own moment. The first to see it at the end of an
-iteration writes the number of the next one into the job's store, and every rank looks there at the end of each iteration. That
-all see it in time needs no barrier: an iteration's gradients come from every rank, so none ends the next iteration before all
-have begun it, and whoever wrote had written by then.
+Each rank notices a signal or the time limit at its own moment. The first rank that notices writes, at the end of an iteration,
+the number of the next iteration into the job's store, and every rank reads the store at the end of each iteration. No barrier is
+needed: an iteration's gradients depend on every rank, so no rank ends the next iteration before all have started it, and the
+number was written before the writer started it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 from megatron.zerobubble.training.resilience.failure import Store
 
-__all__ = ["Departure"]
+__all__ = ["EarlyExit"]
 
-_KEY = "departure"
+_KEY = "early_exit"
 
 
-class Departure:
-    """One rank's look at whether to leave.
+class EarlyExit:
+    """Decides on one rank whether to exit before the last iteration.
 
     Args:
         store: the job's store.
-        handles_signal: leave on SIGTERM, which then no longer ends the process.
-        after_minutes: leave when so much time has passed since now; None: never.
+        handles_signal: exit on SIGTERM; a handler is installed, so the signal no longer ends the process at once.
+        after_minutes: time limit in minutes, from now; None: no limit.
     """
 
     def __init__(self, store: Store, *, handles_signal: bool, after_minutes: float | None) -> None:
@@ -36,10 +36,10 @@ class Departure:
         self._watches = handles_signal or after_minutes is not None
         self._earlier: Any = signal.signal(signal.SIGTERM, self._on_signal) if handles_signal else None
         self.is_urgent = False
-        """Whether whoever asks to leave will not wait long."""
+        """Whether the exit is due to SIGTERM, so that little time is left: skip the final evaluation."""
 
     def is_due(self, iteration: int) -> bool:
-        """Whether to leave at the end of this iteration. Every rank must ask at the end of every iteration."""
+        """Whether to exit after this iteration. Every rank must call it at the end of every iteration; all agree."""
         if not self._watches:
             return False
         if self._is_signalled or (self._until_s is not None and time.monotonic() >= self._until_s):
@@ -48,12 +48,12 @@ class Departure:
             return False
         agreed, reason = self._store.get(_KEY).decode().split()
         if iteration < int(agreed):
-            return False  # and not urgent yet: ranks that look later have not seen it
+            return False  # nor urgent yet: ranks that are behind have not read it
         self.is_urgent = reason == "signal"
         return True
 
     def close(self) -> None:
-        """Let SIGTERM do what it did before."""
+        """Restore the previous handler of SIGTERM."""
         if self._earlier is not None:
             signal.signal(signal.SIGTERM, self._earlier)
 

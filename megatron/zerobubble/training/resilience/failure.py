@@ -1,11 +1,11 @@
-"""A rank that fails ends the whole job, at once and with its own traceback on top.
+"""A rank that fails ends the whole job at once, and its own traceback is the one that the user reads.
 
-When one rank of a pipeline raises, its neighbours see closed connections and raise too, and what the user reads first is a
-complaint about a socket. So the first rank that fails records itself in the job's store *before* its connections close,
-prints its traceback, and leaves without running exit handlers (which could wait for other ranks). A rank that fails
-afterwards because a peer is gone finds the record and prints one line. torchrun sees the first exit and ends the others.
+When one rank of a pipeline raises, its neighbors see closed connections and raise too, and the first message in the log is about
+a socket. So the first rank that fails records itself in the job's store *before* its connections close, prints its traceback, and
+exits without running exit handlers (which could wait for other ranks). A rank that fails afterwards because a peer is gone finds
+the record and prints one line. torchrun sees the first exit and ends the other ranks.
 
-An error of the user (`UserError`) is one line and exit code 2, as it is before the ranks have met.
+A `UserError` is reported as one line with exit code 2, as before the process group is initialized.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["JobGuard", "Store", "first_to_fail"]
 
 _KEY = "first_failure"
 _LOST_PEER = ("connection closed", "connection reset", "broken pipe", "connection refused", "timed out", "nccl", "gloo")
-"""What the messages of process groups have in common when a peer is gone."""
+"""Parts of the error messages that process groups raise when a peer is gone."""
 
 
 class Store(Protocol):
-    """The part of torch.distributed's key-value stores that is needed here."""
+    """The methods of torch.distributed's key-value stores that training uses."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `key` to `desired` if it is `expected` (or unset and that is empty); return what it is then."""
+        """Set `key` to `desired` if its value is `expected` (or it is unset and `expected` is empty); return its value after."""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number under `key`, which begins at 0; return what it is then."""
+        """Add `amount` to the counter `key`, which starts at 0; return its value after."""
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are set."""
@@ -48,13 +48,13 @@ class Store(Protocol):
 
 
 class JobGuard:
-    """Around everything a rank does once it has joined the job. A context manager.
+    """Context manager around everything a rank does after joining the job: reports an exception and ends the process.
 
     Args:
         store: the job's store.
         rank: this rank.
         leave: ends the process with an exit code, without exit handlers.
-        stream: where to report.
+        stream: where to print the report; None: standard error.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class JobGuard:
         self._leave = leave
         self._stream = stream
         self.doing: Callable[[], str | None] = lambda: None
-        """Asked, when this rank fails, what it was doing."""
+        """Returns what this rank is doing, as in "runs 3F0"; called when it fails. None: unknown."""
 
     def __enter__(self) -> JobGuard:
         return self
@@ -89,10 +89,10 @@ class JobGuard:
 
 
 def first_to_fail(store: Store, rank: int) -> int:
-    """Record that `rank` failed, unless another one did before; return the one that was first."""
+    """Record that `rank` failed, unless another rank did before; return the first rank that failed."""
     try:
         return int(store.compare_set(_KEY, "", str(rank)))
-    except (RuntimeError, ValueError):  # the store went down with the rank that held it: say what we know
+    except (RuntimeError, ValueError):  # the store is gone with the rank that hosted it
         return rank
 
 
@@ -109,7 +109,7 @@ def _while(doing: str | None) -> str:
 
 
 def _lost_a_peer(error: Exception) -> bool:
-    """Whether an error says no more than that another rank is gone."""
+    """Whether an error only means that another rank is gone."""
     if isinstance(error, TransferError | torch.distributed.DistError | ConnectionError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _LOST_PEER)

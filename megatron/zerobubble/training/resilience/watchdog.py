@@ -1,14 +1,14 @@
-"""Ends a job that is stuck, after every rank has said what it waits for.
+"""Watchdog: ends a job that is stuck, after every rank has logged what it is doing or waiting for.
 
-When one rank of a pipeline stops, the others wait for it, and for each other. At last a process group gives up, and says the name
-of a socket. So a thread of each rank looks whether what the rank does (see `runtime.watch`) still changes. The first that sees it
-stand still for too long writes that into the job's store, the others find it there, each says where it stands, and when all have
-spoken, or some seconds later, they leave.
+When one rank of a pipeline stops, the others wait for it, and for each other, until a process group times out with a message
+about a socket. So a thread on each rank watches whether the rank's current activity (see `runtime.watch`) still changes. The
+first thread that sees no change for too long records that in the job's store; the others find it there, each logs its rank's
+activity, and once all have logged, or after some seconds, they exit.
 
-It is a thread and needs nothing from the main one, which may be inside a wait in C++ (such waits let other threads run). Time in
-which the whole process was stopped does not count. While a rank rests (evaluates data, saves, plans, waits for other ranks to do
-so) nothing is too long. The first iteration may take nine tenths of the distributed timeout: its compilation cannot be told from
-being stuck before the other ranks' receives give up.
+The thread needs nothing from the main thread, which may be inside a wait in C++ (such waits release the GIL). Time in which the
+whole process was stopped does not count. Outside of the passes (evaluation data, checkpoints, planning, waiting for other ranks
+to do these) there is no limit. The first iteration may take nine tenths of the distributed timeout, because its compilation
+cannot be distinguished from being stuck.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ __all__ = ["Watchdog", "watchdog"]
 
 _log = logging.getLogger(__name__)
 
-_STUCK, _SPOKEN = "stuck", "stuck/spoken"
+_STUCK, _REPORTED = "stuck", "stuck/reported"
 _GRACE_S = 5.0
-"""How long the ranks that can speak wait for those that cannot."""
-_FIRST_PART = 0.9
-"""What the first iteration may take, of the distributed timeout."""
+"""Seconds that ranks which have reported wait for those that have not."""
+_FIRST_FRACTION = 0.9
+"""Time limit of the first iteration, as a fraction of the distributed timeout."""
 
 
 def watchdog(settings: Settings, job: Job, watch: Watch | None) -> AbstractContextManager[object]:
-    """What looks after `watch` while inside, as the flags say; nothing where there is no watch."""
+    """The watchdog of --zero-bubble-watchdog-seconds, as a context manager; an inert one without `watch`."""
     if watch is None or settings.watchdog_s is None:
         return nullcontext()
     return Watchdog(
@@ -49,20 +49,20 @@ def watchdog(settings: Settings, job: Job, watch: Watch | None) -> AbstractConte
         rank=job.launch.rank,
         world_size=job.launch.world_size,
         limit_s=settings.watchdog_s,
-        first_limit_s=max(settings.watchdog_s, _FIRST_PART * 60.0 * settings.parallel.distributed_timeout_minutes),
+        first_limit_s=max(settings.watchdog_s, _FIRST_FRACTION * 60.0 * settings.parallel.distributed_timeout_minutes),
     )
 
 
 class Watchdog:
-    """One rank's watchdog. A context manager; a daemon thread looks while inside.
+    """One rank's watchdog. A context manager; a daemon thread watches while inside.
 
     Args:
-        watch: what the rank's main thread tells.
+        watch: receives the main thread's current activity.
         store: the job's store, over a connection that no other thread uses.
         rank: this rank.
-        world_size: ranks that have a watchdog.
-        limit_s: how long a rank may do the same thing.
-        first_limit_s: how long in the first iteration and evaluation.
+        world_size: number of ranks that have a watchdog.
+        limit_s: seconds that a rank may spend in one activity.
+        first_limit_s: the same during the first iteration and evaluation.
         leave: ends the process with an exit code, without exit handlers.
     """
 
@@ -94,7 +94,7 @@ class Watchdog:
             self._thread.join()
 
     def _look(self) -> None:
-        """Until the end: for how long has the rank been doing what it is doing?"""
+        """The thread: measure for how long the rank's activity has not changed, until the end of the run."""
         before, still_s, looked = self._watch.standing(), 0.0, time.monotonic()
         while not self._over.wait(self._interval_s):
             doing, now = self._watch.standing(), time.monotonic()
@@ -104,24 +104,24 @@ class Watchdog:
             limit_s = self._first_limit_s if doing is not None and doing.is_first else self._limit_s
             is_stuck = doing is not None and still_s >= limit_s
             if is_stuck or (still_s >= self._limit_s / 2.0 and self._somebody_is_stuck()):
-                self._speak(doing, still_s)
+                self._report(doing, still_s)
                 return
 
     def _somebody_is_stuck(self) -> bool:
         try:
             return self._store.check([_STUCK])
-        except RuntimeError:  # the store is gone, and so is the job: whoever ended it has said why
+        except RuntimeError:  # the store is gone, and so is the job: the rank that ended it has reported why
             return False
 
-    def _speak(self, doing: Doing | None, still_s: float) -> None:
+    def _report(self, doing: Doing | None, still_s: float) -> None:
         try:
             self._store.compare_set(_STUCK, "", str(self._rank))
             first = int(self._store.get(_STUCK))
             first_to_fail(self._store, self._rank)
         except RuntimeError:
             first = self._rank
-        what = "rests, outside of the passes" if doing is None else doing.text
-        why = f"nothing moved on rank {first} for too long (--zero-bubble-watchdog-seconds {self._limit_s:g})"
+        what = "is idle, outside of the passes" if doing is None else doing.text
+        why = f"rank {first} made no progress for too long (--zero-bubble-watchdog-seconds {self._limit_s:g})"
         _log.error("stuck: rank %d %s, for %.1f s%s; %s", self._rank, what, still_s, _place(), why)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -129,19 +129,19 @@ class Watchdog:
         self._leave(1)
 
     def _wait_for_others(self) -> None:
-        """Until every rank has spoken, so that whoever ends the job at the first exit code cuts nobody short."""
+        """Wait until every rank has reported: torchrun ends the others at the first exit code."""
         until = time.monotonic() + _GRACE_S
         try:
-            spoken = self._store.add(_SPOKEN, 1)
-            while spoken < self._world_size and time.monotonic() < until:
+            num_reported = self._store.add(_REPORTED, 1)
+            while num_reported < self._world_size and time.monotonic() < until:
                 time.sleep(0.1)
-                spoken = self._store.add(_SPOKEN, 0)
+                num_reported = self._store.add(_REPORTED, 0)
         except RuntimeError as error:
-            _log.error("rank %d cannot hear of the others: %s", self._rank, error)
+            _log.error("rank %d lost the job's store: %s", self._rank, error)
 
 
 def _place() -> str:
-    """Where the main thread is, in Python."""
+    """The Python function, file and line of the main thread, for the report; empty if it is gone."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return ""

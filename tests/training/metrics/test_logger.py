@@ -1,4 +1,4 @@
-"""What is told about iterations."""
+"""Progress lines, JSON lines and curves of iterations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
 
 with quiet_third_parties():
-    from megatron.zerobubble.training.metrics.metrics import IterationRecord, Metrics
+    from megatron.zerobubble.training.metrics.logger import IterationRecord, MetricsLogger
     from megatron.zerobubble.training.step import StepResult
 
 FLAGS = (
@@ -49,8 +49,8 @@ def jsonl(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def told(jsonl: Path) -> Iterator[Metrics]:
-    metrics = Metrics(settings(f"--metrics-jsonl {jsonl}"), rank=0, start_iteration=0, timers=None)
+def logger(jsonl: Path) -> Iterator[MetricsLogger]:
+    metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=0, start_iteration=0, timers=None)
     yield metrics
     metrics.close()
 
@@ -59,11 +59,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_one_object_per_iteration_in_full_precision(told: Metrics, jsonl: Path) -> None:
-    told.add(record(1))
-    told.add(record(2, loss=torch.tensor([1.0, 3.0]), grad_norm=1 / 7))
-    assert read(jsonl) == [], "told with the next progress line"
-    told.tell()
+def test_one_object_per_iteration_in_full_precision(logger: MetricsLogger, jsonl: Path) -> None:
+    logger.add(record(1))
+    logger.add(record(2, loss=torch.tensor([1.0, 3.0]), grad_norm=1 / 7))
+    assert read(jsonl) == [], "written with the next progress line"
+    logger.log()
     first, second = read(jsonl)
     assert first == {
         "iteration": 1,
@@ -79,85 +79,87 @@ def test_one_object_per_iteration_in_full_precision(told: Metrics, jsonl: Path) 
     assert (second["loss"], second["grad_norm"]) == (1 / 3, 1 / 7)
 
 
-def test_a_validation_loss_belongs_to_its_iteration(told: Metrics, jsonl: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told.add(record(1))
+def test_a_validation_loss_belongs_to_its_iteration(logger: MetricsLogger, jsonl: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger.add(record(1))
     with caplog.at_level(logging.INFO):
-        told.tell(validation_loss=2.0, iteration=1)
-    told.tell(validation_loss=1.5, iteration=1)
+        logger.log(validation_loss=2.0, iteration=1)
+    logger.log(validation_loss=1.5, iteration=1)
     first, second = read(jsonl)
     assert (first["iteration"], first["loss"], first["validation_loss"]) == (1, 3.0, 2.0)
     assert second == {"iteration": 1, "schedule": "stock", "validation_loss": 1.5}
     assert "validation loss at iteration 1: 2.0000 (ppl 7.39)" in caplog.text
 
 
-def test_a_progress_line(told: Metrics, caplog: pytest.LogCaptureFixture) -> None:
-    told.add(record(1))
-    told.add(record(2, loss=torch.tensor([1.0, 1.0]), is_stepped=False, grad_norm=math.inf))
+def test_a_progress_line(logger: MetricsLogger, caplog: pytest.LogCaptureFixture) -> None:
+    logger.add(record(1))
+    logger.add(record(2, loss=torch.tensor([1.0, 1.0]), is_stepped=False, grad_norm=math.inf))
     with caplog.at_level(logging.INFO):
-        told.tell()
+        logger.log()
     (line,) = caplog.messages
     for part in ("2/10", "consumed samples 4", "loss 3.0000", "lr 3.333e-01", "64 tokens/s", "500.0 ms/iteration", "skipped 1"):
         assert part in line, line
 
 
-def test_what_is_not_finite_becomes_null(told: Metrics, jsonl: Path) -> None:
-    told.add(record(1, is_stepped=False, grad_norm=math.inf, loss=torch.tensor([math.nan, 1.0])))
-    told.tell()
+def test_what_is_not_finite_becomes_null(logger: MetricsLogger, jsonl: Path) -> None:
+    logger.add(record(1, is_stepped=False, grad_norm=math.inf, loss=torch.tensor([math.nan, 1.0])))
+    logger.log()
     (fields,) = read(jsonl)
     assert (fields["loss"], fields["grad_norm"], fields["skipped"]) == (None, None, True)
 
 
 @pytest.mark.parametrize("changes", [{"grad_norm": math.nan}, {"loss": torch.tensor([math.inf, 1.0])}])
-def test_training_stops_when_it_diverges(told: Metrics, changes: dict[str, Any]) -> None:
+def test_training_stops_when_it_diverges(logger: MetricsLogger, changes: dict[str, Any]) -> None:
     def go() -> None:
-        told.add(record(3, **changes))
-        told.tell()
+        logger.add(record(3, **changes))
+        logger.log()
 
     with pytest.raises(ExecutionError, match=r"of iteration 3 is (nan|inf); training stops"):
         go()
 
 
-def test_training_goes_on_when_asked_to() -> None:
-    metrics = Metrics(settings("--no-check-for-nan-in-loss-and-grad"), rank=0, start_iteration=0, timers=None)
+def test_training_continues_with_no_check_for_nan() -> None:
+    metrics = MetricsLogger(settings("--no-check-for-nan-in-loss-and-grad"), rank=0, start_iteration=0, timers=None)
     metrics.add(record(1, grad_norm=math.nan))
-    metrics.tell()
+    metrics.log()
 
 
 @pytest.mark.parametrize(("start", "lines"), [(0, 1), (1, 2)])
 def test_a_new_run_starts_the_file_and_a_continued_one_appends(jsonl: Path, start: int, lines: int) -> None:
     for start_iteration in (0, start):
-        metrics = Metrics(settings(f"--metrics-jsonl {jsonl}"), rank=0, start_iteration=start_iteration, timers=None)
+        metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=0, start_iteration=start_iteration, timers=None)
         metrics.add(record(start_iteration + 1))
-        metrics.tell()
+        metrics.log()
         metrics.close()
     assert len(read(jsonl)) == lines
 
 
 def test_only_rank_0_writes(jsonl: Path) -> None:
-    metrics = Metrics(settings(f"--metrics-jsonl {jsonl}"), rank=1, start_iteration=0, timers=None)
+    metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=1, start_iteration=0, timers=None)
     metrics.add(record(1))
-    metrics.tell()
+    metrics.log()
     assert not jsonl.exists()
 
 
-def test_speed_leaves_out_the_first_iteration(told: Metrics) -> None:
-    told.add(replace(record(1), seconds=100.0))
-    assert told.tokens_per_second() is None
-    told.add(record(2))
-    assert told.tokens_per_second() == 64.0
+def test_speed_leaves_out_the_first_iteration(logger: MetricsLogger) -> None:
+    logger.add(replace(record(1), seconds=100.0))
+    assert logger.tokens_per_second() is None
+    logger.add(record(2))
+    assert logger.tokens_per_second() == 64.0
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rolled_back": ()}, "clipped after the fact, no rank had stepped"),
-        ({"rolled_back": (0,)}, "clipped after the fact on rank 0, redone"),
-        ({"rolled_back": (0, 1, 2)}, "clipped after the fact on ranks 0-2, redone"),
-        ({"rolled_back": (0, 2, 3, 5)}, "clipped after the fact on ranks 0, 2-3, 5, redone"),
-        ({"rolled_back": (0, 1), "is_stepped": False}, "left out for an overflow after the fact on ranks 0-1, undone"),
+        ({"rolled_back": ()}, "clipped by post-validation, no rank had stepped"),
+        ({"rolled_back": (0,)}, "clipped by post-validation, rolled back and redone on rank 0"),
+        ({"rolled_back": (0, 1, 2)}, "clipped by post-validation, rolled back and redone on ranks 0-2"),
+        ({"rolled_back": (0, 2, 3, 5)}, "clipped by post-validation, rolled back and redone on ranks 0, 2-3, 5"),
+        ({"rolled_back": (0, 1), "is_stepped": False}, "skipped for an overflow by post-validation, rolled back on ranks 0-1"),
     ],
 )
-def test_a_corrected_step_is_named(told: Metrics, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], said: str) -> None:
+def test_a_corrected_step_is_logged(
+    logger: MetricsLogger, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], said: str
+) -> None:
     with caplog.at_level(logging.INFO):
-        told.add(record(37, **changes))
+        logger.add(record(37, **changes))
     assert caplog.messages == [f"iteration 37: {said}"]

@@ -1,7 +1,7 @@
-"""What an iteration did, told: progress lines, a progress bar, JSON lines, curves.
+"""Logs iterations: progress lines, a progress bar, JSON lines, TensorBoard and Weights & Biases.
 
-Iterations are kept until the next progress line; then one reduction tells all ranks their losses, and rank 0 writes. So
-telling costs an iteration no synchronisation of its own, and a progress line speaks of whole iterations.
+Iterations are collected until the next progress line; then one all-reduce sums their losses, and rank 0 writes. So logging adds
+no synchronization to an iteration.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.metrics.aux_losses import ExtraLosses
+from megatron.zerobubble.training.metrics.aux_losses import AuxLosses
 from megatron.zerobubble.training.metrics.curves import Curves
 from megatron.zerobubble.training.step import StepResult, mean_losses
 
-__all__ = ["IterationRecord", "Metrics"]
+__all__ = ["IterationRecord", "MetricsLogger"]
 
 _log = logging.getLogger(__name__)
 
@@ -33,28 +33,28 @@ _TIMERS = (
     *("backward-send", "forward-send-backward-recv", "backward-send-forward-recv", "all-grads-sync"),
     *("embedding-grads-all-reduce", "non-tensor-parallel-grads-all-reduce", "params-all-gather", "optimizer"),
 )
-"""Timers of megatron-core and ours that are told; the same list on all ranks, which need not have them all."""
+"""Names of the timers in the log, megatron-core's and this package's; the same list on all ranks, even where some do not run."""
 
 
 @dataclass(kw_only=True)
 class IterationRecord:
-    """One iteration. The loss is filled in when it is known."""
+    """One iteration, to be logged. `loss` is filled in when it is all-reduced."""
 
     iteration: int
     """From 1."""
     consumed_samples: int
-    """Samples consumed up to its end."""
+    """Samples consumed by the end of this iteration."""
     samples: int
     """Samples of this iteration."""
     result: StepResult
-    """What it did."""
+    """Loss and optimizer step of this rank."""
     seconds: float
-    """How long it took."""
+    """Iteration time in seconds."""
     loss: float = field(default=math.nan)
-    """Mean loss per token."""
+    """Mean loss per token over all ranks."""
 
     def to_json(self, settings: Settings) -> dict[str, Any]:
-        """The object that --metrics-jsonl gets."""
+        """The JSON object of this iteration in --metrics-jsonl."""
         return {
             "iteration": self.iteration,
             "loss": self.loss,
@@ -68,23 +68,23 @@ class IterationRecord:
         }
 
 
-class Metrics:
-    """Collects iterations and tells them. One on every rank; only the first writes.
+class MetricsLogger:
+    """Collects iterations and logs them. Every rank has one; only rank 0 writes.
 
     Args:
         settings: what to write, and where.
         rank: this rank.
-        start_iteration: iterations done before; above 0 an existing --metrics-jsonl file is continued.
-        timers: megatron-core's Timers, told with every progress line.
+        start_iteration: iterations done by earlier runs; above 0 an existing --metrics-jsonl file is appended to.
+        timers: megatron-core's Timers, logged with every progress line.
     """
 
     def __init__(self, settings: Settings, *, rank: int, start_iteration: int, timers: Any) -> None:
         self._settings = settings
         self._timers = timers
         self._pending: list[IterationRecord] = []
-        self._num_skipped = self._num_redone = 0
+        self._num_skipped = self._num_corrected = 0
         self._speeds: list[tuple[int, float]] = []
-        self._extra_losses = ExtraLosses(settings)
+        self._aux_losses = AuxLosses(settings)
         self._resources = ExitStack()
         self._jsonl: IO[str] | None = None
         self._curves: Curves | None = None
@@ -115,7 +115,7 @@ class Metrics:
         self._resources.close()
 
     def add(self, record: IterationRecord) -> None:
-        """Keep an iteration until the next `tell`.
+        """Add an iteration, to be written by the next `log`.
 
         Raises:
             ExecutionError: the gradient norm is not finite although the optimizer stepped.
@@ -124,36 +124,36 @@ class Metrics:
         self._speeds.append((record.samples, record.seconds))
         self._num_skipped += not record.result.is_stepped
         if record.result.rolled_back is not None:
-            self._num_redone += 1
-            _log.info("%s", _redone_step(record.iteration, record.result))
+            self._num_corrected += 1
+            _log.info("%s", _correction(record.iteration, record.result))
         if self._bar is not None:
             self._bar.update(1)
         if record.result.is_stepped:
             self._check_finite("gradient norm", record.result.grad_norm, record.iteration)
 
-    def tell(self, *, validation_loss: float | None = None, iteration: int = 0) -> None:
-        """Reduce the losses of all kept iterations and write everything. All ranks must call this.
+    def log(self, *, validation_loss: float | None = None, iteration: int = 0) -> None:
+        """All-reduce the losses of the iterations added since the last call, and write them. All ranks must call this.
 
         Args:
-            validation_loss: of an evaluation after the last iteration, if there was one.
-            iteration: after which iteration that was.
+            validation_loss: mean loss per token of an evaluation after `iteration`; None: there was none.
+            iteration: the iteration before the evaluation.
 
         Raises:
             ExecutionError: a loss is not finite although the optimizer stepped.
         """
         records, self._pending = self._pending, []
-        extras: dict[str, float] = {}
+        aux_losses: dict[str, float] = {}
         if records:
             losses = mean_losses(torch.stack([record.result.loss for record in records]))
             for record, loss in zip(records, losses, strict=True):
                 record.loss = loss
             settings = self._settings
             samples = sum(record.samples for record in records)
-            extras = self._extra_losses.take(samples // (settings.batch.micro_batch_size * settings.data_parallel_size))
-            self._tell_progress(records, extras)
+            aux_losses = self._aux_losses.take(samples // (settings.batch.micro_batch_size * settings.data_parallel_size))
+            self._log_progress(records, aux_losses)
         objects = [record.to_json(self._settings) for record in records]
         if objects:
-            objects[-1] |= extras  # means since the last progress line
+            objects[-1] |= aux_losses  # means since the last progress line
         if validation_loss is not None:
             if not objects:
                 objects = [{"iteration": iteration, "schedule": self._settings.zero_bubble.schedule}]
@@ -166,28 +166,28 @@ class Metrics:
                 self._check_finite("loss", record.loss, record.iteration)
 
     def add_curves(self, values: Mapping[str, float], iteration: int) -> None:
-        """Points of curves beside those of every iteration. Does nothing but on rank 0."""
+        """Add scalars of `iteration` to TensorBoard and Weights & Biases only. Does nothing on ranks other than 0."""
         if self._curves is not None:
             self._curves.add(values, iteration)
             self._curves.flush()
 
     def tokens_per_second(self) -> float | None:
-        """Over all iterations but the first, which warms up; None before the second."""
+        """Mean tokens per second of all ranks together, without the first iteration, which warms up; None before the second."""
         if len(self._speeds) < 2:
             return None
         samples, seconds = map(sum, zip(*self._speeds[1:], strict=True))
         return self._settings.model.seq_length * samples / seconds
 
-    def _tell_progress(self, records: list[IterationRecord], extras: Mapping[str, float]) -> None:
+    def _log_progress(self, records: list[IterationRecord], aux_losses: Mapping[str, float]) -> None:
         last, settings = records[-1], self._settings
-        told = [record.loss for record in records if record.result.is_stepped] or [last.loss]
+        losses = [record.loss for record in records if record.result.is_stepped] or [last.loss]
         seconds = sum(record.seconds for record in records) / len(records)
         tokens = settings.model.seq_length * sum(record.samples for record in records) / len(records)
         parts = [
             f"iteration {last.iteration:6d}/{settings.run.train_iters}",
             f"consumed samples {last.consumed_samples}",
-            f"loss {sum(told) / len(told):.4f}",
-            *(f"{name} {value:.4f}" for name, value in extras.items()),
+            f"loss {sum(losses) / len(losses):.4f}",
+            *(f"{name} {value:.4f}" for name, value in aux_losses.items()),
             f"lr {last.result.lr:.3e}",
             "grad norm " + ("-" if last.result.grad_norm is None else f"{last.result.grad_norm:.3f}"),
             f"{tokens / seconds:.0f} tokens/s",
@@ -195,7 +195,7 @@ class Metrics:
             f"skipped {self._num_skipped}",
         ]
         if settings.zero_bubble.enable_optimizer_post_validation:
-            parts.append(f"amended {self._num_redone}")
+            parts.append(f"corrected {self._num_corrected}")
         if settings.precision.fp16:
             parts.append(f"loss scale {last.result.loss_scale:g}")
         if last.result.num_zeros is not None:
@@ -225,12 +225,12 @@ class Metrics:
             )
 
 
-def _redone_step(iteration: int, result: StepResult) -> str:
-    """A sentence about an optimistic step that was wrong."""
-    what = "clipped" if result.is_stepped else "left out for an overflow"
-    how = "redone" if result.is_stepped else "undone"
+def _correction(iteration: int, result: StepResult) -> str:
+    """A log line about an optimistic step that validation corrected."""
+    what = "clipped" if result.is_stepped else "skipped for an overflow"
+    how = "rolled back and redone" if result.is_stepped else "rolled back"
     ranks = _ranges(result.rolled_back or ())
-    return f"iteration {iteration}: {what} after the fact" + (f" on {ranks}, {how}" if ranks else ", no rank had stepped")
+    return f"iteration {iteration}: {what} by post-validation, " + (f"{how} on {ranks}" if ranks else "no rank had stepped")
 
 
 def _ranges(ranks: Sequence[int]) -> str:

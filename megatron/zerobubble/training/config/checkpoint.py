@@ -1,0 +1,57 @@
+"""Saving and loading: the flags of the group "Checkpoints"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.training.config.require import positive
+
+__all__ = ["CheckpointConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints."""
+
+    save: str | None = field(default=None, metadata={"metavar": "DIR"})
+    """Directory to write checkpoints to, every --save-interval iterations and at the end. Default: no checkpoints."""
+    save_interval: int | None = None
+    """Iterations between checkpoints. Default: one checkpoint, at the end."""
+    save_retain_interval: int | None = None
+    """Keep the latest checkpoint and those whose iteration is a multiple of this number; remove others once a newer one is
+    complete. Default: keep all."""
+    async_save: bool = False
+    """Save asynchronously: training continues while a process beside each rank writes the checkpoint from a copy in host memory.
+    The next save and the end of the run wait for an unfinished one."""
+    load: str | None = field(default=None, metadata={"metavar": "DIR"})
+    """Directory to load the latest checkpoint from. It may have none only if it is also the --save directory. Default: start from
+    newly initialized weights."""
+    ckpt_step: int | None = None
+    """Load the checkpoint of this iteration instead of the latest."""
+    exit_on_missing_checkpoint: bool = False
+    """Exit with an error if the --load directory has no checkpoint, even if it is also the --save directory."""
+    finetune: bool = False
+    """Load only the weights and start at iteration 0, with a new optimizer state."""
+    save_optim: bool = True
+    """Do not save the optimizer state. By default it is saved."""
+    save_rng: bool = True
+    """Do not save the state of the random number generators. By default it is saved."""
+    load_optim: bool = True
+    """Do not load the optimizer state. By default it is loaded."""
+    load_rng: bool = True
+    """Do not load the state of the random number generators. By default it is loaded if the layout of ranks is the same."""
+
+    def __post_init__(self) -> None:
+        positive(self, "save_interval", "save_retain_interval", "ckpt_step")
+        if self.save is None and (self.save_interval is not None or self.async_save):
+            raise ConfigError("--save-interval and --async-save need --save DIR")
+        if self.load is None and (self.ckpt_step is not None or self.finetune or self.exit_on_missing_checkpoint):
+            raise ConfigError("--ckpt-step, --finetune and --exit-on-missing-checkpoint need --load DIR")
+        if self.save_retain_interval is None:
+            return
+        if self.save_interval is None or self.save_retain_interval % self.save_interval:
+            raise ConfigError(
+                f"--save-retain-interval {self.save_retain_interval} must be a multiple of --save-interval "
+                f"({'not given' if self.save_interval is None else self.save_interval}), or nothing would be kept"
+            )
