@@ -80,7 +80,7 @@ class Clock:
 
     def host_ms(self, call: Callable[[], object]) -> float:
         """Milliseconds until the host has given `call` to the device, which has nothing else to do: no full queue holds it up."""
-        self._marks.settle()
+        self._marks.synchronize()
         begin = time.perf_counter()
         call()
         return (time.perf_counter() - begin) * 1000.0
@@ -92,7 +92,7 @@ class Clock:
 
     def read(self, *, skip: int) -> dict[str, list[float]]:
         """Milliseconds by name, without the first `skip` of each; waits for the device and forgets them."""
-        self._marks.settle()
+        self._marks.synchronize()
         spans, self._spans = self._spans, {}
         return {name: [self._marks.elapsed_ms(*span) for span in taken[skip:]] for name, taken in spans.items()}
 
