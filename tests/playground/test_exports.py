@@ -73,7 +73,5 @@ def test_a_drawing_has_the_simulators_values() -> None:
         assert rank["starts"] == pytest.approx([timed.start_ms for timed in row])
         assert rank["stages"] == [timed.op.stage for timed in row]
     assert [max(rank["held"]) for rank in drawn["ranks"]] == list(simulation.peak_memory)
-    assert drawn["metrics"]["num_messages"] == 2 * 6 * 8, (
-        "two chunks, three stage boundaries each, both directions, eight microbatches"
-    )
+    assert drawn["metrics"]["num_messages"] == 2 * 6 * 8, "two chunks, three boundaries each, both directions, eight microbatches"
     assert drawn["metrics"]["relative_messages"] == 2.0

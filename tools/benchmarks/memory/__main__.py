@@ -26,7 +26,7 @@ from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from tools.benchmarks.emulation import run_on_ranks
 from tools.benchmarks.memory.ledger import RankLedger, table, watch
-from tools.benchmarks.schedules.contenders import Entrant, Runtime, Sizes, entrants
+from tools.benchmarks.schedules.contenders import ContenderSpec, Runtime, Sizes, contender_specs
 from tools.benchmarks.split import choose_device
 
 FORMAT = "zerobubble-memory-benchmark/1"
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check(args: argparse.Namespace) -> tuple[Entrant, Sizes]:
+def check(args: argparse.Namespace) -> tuple[ContenderSpec, Sizes]:
     """What is trained. Raises ConfigError."""
     for name in ("num_ranks", "num_microbatches", "warmup"):
         least = 2 if name == "num_ranks" else 1
@@ -64,15 +64,15 @@ def check(args: argparse.Namespace) -> tuple[Entrant, Sizes]:
     if args.num_iterations <= args.warmup:
         raise ConfigError(f"--num-iterations {args.num_iterations} leaves none after --warmup {args.warmup}; give more")
     sizes = Sizes(**{field.name: getattr(args, field.name) for field in fields(Sizes)})
-    entrant = entrants([args.schedule], args.num_ranks, [args.num_microbatches], sizes)[-1]
-    if entrant.runtime is not Runtime.OURS:
+    spec = contender_specs([args.schedule], args.num_ranks, [args.num_microbatches], sizes)[-1]
+    if spec.runtime is not Runtime.OURS:
         raise ConfigError(
             f"--schedule {args.schedule} is not run by our executor, which is what is measured; give for example zbv"
         )
-    return entrant, sizes
+    return spec, sizes
 
 
-def serve(rank: int, entrant: Entrant, sizes: Sizes, args: argparse.Namespace, on_gpu: bool) -> RankLedger:
+def serve(rank: int, spec: ContenderSpec, sizes: Sizes, args: argparse.Namespace, on_gpu: bool) -> RankLedger:
     """One rank."""
     if on_gpu:
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -82,7 +82,7 @@ def serve(rank: int, entrant: Entrant, sizes: Sizes, args: argparse.Namespace, o
         from tools.benchmarks.schedules.gpt import GPTContender, set_up, tear_down
 
         set_up(host, args.num_ranks)
-        contender = GPTContender(entrant, sizes, args.num_ranks, host)
+        contender = GPTContender(spec, sizes, args.num_ranks, host)
     ledger = watch(
         contender.schedule,
         lambda: contender.iterate(args.num_microbatches),
@@ -119,16 +119,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(words)
     try:
-        entrant, sizes = check(args)
+        spec, sizes = check(args)
         device = choose_device(args.device, trial="--device cpu --num-iterations 12 --warmup 4 --hidden-size 64 --seq-length 32")
         on_gpu = device.type == "cuda"
-        ranks = run_on_ranks(serve, args.num_ranks, entrant, sizes, args, on_gpu)
+        ranks = run_on_ranks(serve, args.num_ranks, spec, sizes, args, on_gpu)
     except UserError as error:
         parser.error(str(error))
     about = {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "is_gpu": on_gpu,
-        "schedule": entrant.schedule,
+        "schedule": spec.schedule,
         "num_ranks": args.num_ranks,
         "num_microbatches": args.num_microbatches,
         "num_iterations": args.num_iterations,
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "torch": torch.__version__,
         "command": shlex.join(["python", "-m", "tools.benchmarks.memory", *words]),
     }
-    print(f"{entrant.name}, {args.num_ranks} ranks, {args.num_microbatches} microbatches, {args.num_iterations} iterations on")
+    print(f"{spec.name}, {args.num_ranks} ranks, {args.num_microbatches} microbatches, {args.num_iterations} iterations on")
     print(f"{about['device']}; MiB, *measured* unless it says *predicted*; growth is after iteration {args.warmup}.\n")
     print(table(ranks), end="\n\n")
     complaints = [f"rank {rank}: {each}" for rank, ledger in enumerate(ranks) for each in ledger.complaints()]
