@@ -91,9 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
         passes.add_argument(_flag(field.name), type=float, help=f"{PASS_HELP[field.name]} (default {field.default})")
     passes.add_argument("--published-row", type=int, metavar="ROW", help=f"p, m and times of a row of {PUBLISHED.name}")
     passes.add_argument("--message-kib", type=float, help="size of a P2P message (default 64)")
-    passes.add_argument(
-        "--effort", choices=[effort.value for effort in Effort], help="effort of NAME@LIMIT (default fast)"
-    )
+    passes.add_argument("--effort", choices=[effort.value for effort in Effort], help="effort of NAME@LIMIT (default fast)")
     return parser
 
 
