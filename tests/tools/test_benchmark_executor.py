@@ -67,7 +67,7 @@ def test_user_errors(tool: ModuleType, arguments: list[str], message: str, capsy
 
 def test_the_published_result_is_of_this_format() -> None:
     """The executor overhead stays under 60 microseconds per op."""
-    body = json.loads((ROOT / "docs" / "benchmarks" / "executor.json").read_text())
+    body = json.loads((ROOT / "docs" / "benchmarks" / "data" / "executor.json").read_text())
     assert body["format"] == "zerobubble-executor-benchmark/1"
     assert all(set(row) == MEASUREMENT for row in body["slowest"])
     assert max(row["median_us"] for row in body["slowest"]) < 60

@@ -92,7 +92,7 @@ def test_the_tool_on_a_cpu(run_tool: Callable[..., int], tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--schedule", "stock-1f1b"], "is not run by our executor"),
+        (["--schedule", "stock-1f1b"], "does not run on our executor"),
         (["--num-iterations", "5", "--warmup", "5"], "leaves none after --warmup 5"),
         (["--num-ranks", "1"], "--num-ranks is 1; it must be 2 or more"),
     ],

@@ -99,4 +99,4 @@ def test_another_file_is_refused(tool: ModuleType, tmp_path: Path, capsys: pytes
     path.write_text("{}")
     with pytest.raises(SystemExit):
         tool.main([str(path)])
-    assert "write one with tools/benchmarks/split.py" in capsys.readouterr().err
+    assert "write one with python -m tools.benchmarks.split" in capsys.readouterr().err
