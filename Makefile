@@ -1,4 +1,4 @@
-# The two commands: `make train` and `make test`. Everything else is a part of them.
+# The two main commands are `make train` and `make test`.
 VENV    ?= .venv
 PYTHON  ?= python3
 BIN     := $(VENV)/bin
@@ -34,11 +34,11 @@ lint: setup  ## ruff, import-linter and mypy --strict
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-format: setup  ## rewrite the sources in the project's format
+format: setup  ## fix and format the sources with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-type: setup  ## mypy --strict alone
+type: setup  ## only mypy --strict
 	$(BIN)/mypy
 
 test: setup  ## all tests that need no GPU
@@ -52,7 +52,7 @@ test-gpu: setup  ## the tests that need a GPU, or several
 	f"make test-gpu: torch {torch.__version__}, built for CUDA {torch.version.cuda}, sees no GPU here; make test needs none")'
 	$(BIN)/python -m pytest -m "gpu or multi_gpu"
 
-bench: setup  ## the executor's own overhead per op
+bench: setup  ## benchmark the executor's overhead per op
 	$(BIN)/python -m tools.benchmarks.executor
 
 playground: setup  ## plan schedules in the browser, on this machine only

@@ -1,7 +1,7 @@
-"""Fixtures shared by all tests, and which of many like cases run this time.
+"""Fixtures shared by all tests, and random sampling of parametrized tests.
 
-A test with the mark `sampled(share)` runs a random share of its parameters, at least one; the rest run with `-m slow`. The seed
-is in the header; ZB_TEST_SEED=N repeats it.
+A test with the mark `sampled(share)` runs a random share of its cases, at least one; the rest run with `-m slow`. The seed is in
+the header; ZB_TEST_SEED=N repeats a run.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from tests.support.ranks import RankPool
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One seed for everything that is sampled."""
+    """Choose one seed for all sampling."""
     os.environ.setdefault("ZB_TEST_SEED", str(random.SystemRandom().randrange(1_000_000)))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """How to repeat what was sampled."""
+    """Print the seed in the header."""
     return f"ZB_TEST_SEED={os.environ['ZB_TEST_SEED']}"
 
 
-@pytest.hookimpl(tryfirst=True)  # before the marks are looked at
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is not drawn is slow. What was asked for by its own id runs."""
+    """Mark the cases that are not sampled as slow. A case that is selected by its id always runs."""
     if any("::" in argument for argument in config.args):
         return
     tests: dict[str, list[pytest.Item]] = {}
@@ -40,14 +40,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = cases[0].get_closest_marker("sampled")
         assert mark is not None
         generator = random.Random(f"{os.environ['ZB_TEST_SEED']} {name}")
-        drawn = generator.sample(range(len(cases)), math.ceil(mark.args[0] * len(cases)))
+        sampled = generator.sample(range(len(cases)), math.ceil(mark.args[0] * len(cases)))
         for place, case in enumerate(cases):
-            if place not in drawn:
+            if place not in sampled:
                 case.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs GPUs that this machine does not have: `gpu` one, `multi_gpu(n)` n of them, two where n is left out."""
+    """Skip tests that need more GPUs than this machine has: `gpu` needs one, `multi_gpu(n)` n, by default two."""
     several = item.get_closest_marker("multi_gpu")
     if several is None and item.get_closest_marker("gpu") is None:
         return
@@ -72,19 +72,19 @@ def four_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def four_ranks_on_gpus() -> Iterator[RankPool]:
-    """Four gloo ranks with CUDA tensors, on one card where there is one."""
+    """Four gloo ranks with CUDA tensors, which may share one GPU."""
     yield from _pool(4, on_gpu=True)
 
 
 @pytest.fixture(scope="module")
 def nccl_ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """NCCL ranks with a GPU each, as many as the parameter says."""
+    """NCCL ranks with a GPU each; the parameter is their number."""
     yield from _pool(request.param, backend="nccl", on_gpu=True)
 
 
 @pytest.fixture
 def world_of_one() -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group with only this process."""
     import torch
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -38,20 +38,20 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def opened(browser: Browser, server: Server) -> Open:
-    """A page in a context of its own, which fails the test where it says anything in the console."""
+    """A page in a context of its own, which fails the test if it logs anything to the console."""
 
     @contextmanager
     def open_page(query: str = SMALL, **options: Any) -> Iterator[Page]:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "accept_downloads": True} | options)
         context.set_default_timeout(WAIT_MS)
         page = context.new_page()
-        said: list[str] = []
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("console", lambda message: said.append(message.text) if "400 (Bad Request)" not in message.text else None)
+        logged: list[str] = []
+        page.on("pageerror", lambda error: logged.append(str(error)))
+        page.on("console", lambda message: logged.append(message.text) if "400 (Bad Request)" not in message.text else None)
         page.goto(f"{server.address}/?{query}")
         page.wait_for_selector(".panel .measures")
         yield page
-        assert said == []
+        assert logged == []
         context.close()
 
     return open_page
@@ -100,11 +100,11 @@ def test_the_form_plans_and_the_link_restores_it_in_another_page(opened: Open) -
         page.locator(".slot input[type=range]").nth(1).fill("0.9")
         page.wait_for_function("() => document.querySelectorAll('.panel').length === 3")
         page.wait_for_selector("main[aria-busy=false]")
-        peak = float(cells(page, "peak memory")[1])
+        peak = float(cells(page, "peak activation memory")[1])
         assert peak <= 0.9 + 1e-9
         plan = build_plan("1f1b", num_ranks=3, num_microbatches=5)
         times = CostModel.uniform(plan.placement, backward_ms=1.5, comm_ms=0.1)
-        assert cells(page, "makespan [(]")[0] == f"{simulate(plan, times).makespan_ms:.3f} ms"
+        assert cells(page, "iteration time with the synchronous optimizer")[0] == f"{simulate(plan, times).makespan_ms:.3f} ms"
         reached = page.locator("#metrics").inner_text()
         with opened(page.url.partition("?")[2]) as other:
             other.wait_for_selector("main[aria-busy=false]")
@@ -114,7 +114,7 @@ def test_the_form_plans_and_the_link_restores_it_in_another_page(opened: Open) -
         assert page.locator(".panel").count() == 3, "the other page is another page"
 
 
-def test_everything_that_is_taken_along_can_be_read_again(opened: Open, tmp_path: Path) -> None:
+def test_every_download_can_be_read_again(opened: Open, tmp_path: Path) -> None:
     with opened(f"{SMALL}&s=zbv") as page:
         plan = Plan.from_json(save(page, "Plan", tmp_path).read_text())
         validate(plan)
@@ -132,7 +132,7 @@ def test_everything_that_is_taken_along_can_be_read_again(opened: Open, tmp_path
         assert settings(model + flags, base="").zero_bubble.plan == plan
 
 
-def test_files_are_opened_and_a_trace_is_held_against_its_plan(opened: Open) -> None:
+def test_files_are_opened_and_a_trace_is_compared_with_its_plan(opened: Open) -> None:
     run = as_recorded("zbv", 4, 6, iteration=9)
     plan = report(run).simulation
     with opened(f"{SMALL}&s=1f1b") as page:
@@ -140,14 +140,14 @@ def test_files_are_opened_and_a_trace_is_held_against_its_plan(opened: Open) -> 
         page.wait_for_selector(".panel:has-text('iteration 9 as it ran')")
         page.select_option(".slot label:has-text('iteration') select", label="8")
         page.wait_for_selector(".panel:has-text('iteration 8 as it ran')")
-        page.wait_for_selector("#departures-result:has-text('the plan has 4 stages and the trace 8')")
+        page.wait_for_selector("#deviations-result:has-text('the plan has 4 stages and the trace 8')")
         text = run.plan.to_json(costs=plan.costs.to_json())
         page.set_input_files("#files", {"name": "plan-9.json", "mimeType": "application/json", "buffer": text.encode()})
-        page.wait_for_selector("#departures-plan option:has-text('plan-9.json')", state="attached")
+        page.wait_for_selector("#deviations-plan option:has-text('plan-9.json')", state="attached")
         page.select_option(".slot label:has-text('iteration') select", label="9")
-        page.wait_for_selector("#departures table")
-        assert page.locator("#departures-plan option:checked").inner_text() == "C: plan-9.json"
-        assert "as planned" in page.locator("#departures").inner_text()
+        page.wait_for_selector("#deviations table")
+        assert page.locator("#deviations-plan option:checked").inner_text() == "C: plan-9.json"
+        assert "as planned" in page.locator("#deviations").inner_text()
         page.set_viewport_size({"width": 390, "height": 844})
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         drop(page, "report.json", reports_to_json([report(run)]))
@@ -172,10 +172,10 @@ def test_files_are_opened_and_a_trace_is_held_against_its_plan(opened: Open) -> 
             assert page.locator("#notes").inner_text().startswith(name)
 
 
-def test_mistakes_are_told_where_they_were_made(opened: Open) -> None:
+def test_mistakes_are_reported_where_they_were_made(opened: Open) -> None:
     with opened(f"{SMALL}&s=zbv") as page:
         page.fill("[name=p]", "65")
-        page.wait_for_selector("#notes:has-text('ranks p')")
+        page.wait_for_selector("#notes:has-text('pipeline ranks (PP) p')")
         page.fill("[name=p]", "4")
         page.wait_for_function("() => !document.querySelector('#notes').textContent")
         page.locator(".slot input[type=checkbox]").check()
@@ -202,12 +202,12 @@ def test_points_of_the_curve_can_be_chosen(opened: Open) -> None:
     with opened("p=2&m=3&effort=drawn&s=1f1b") as page:
         page.click("#pareto-run")
         page.wait_for_selector("#pareto .point")
-        page.wait_for_selector("#pareto-run:has-text('Find the curve')")
+        page.wait_for_selector("#pareto-run:has-text('Find the Pareto front')")
         point = page.locator("#pareto .point").nth(2)
         words = point.get_attribute("aria-label") or ""
         point.focus()
         page.keyboard.press("Enter")
-        page.wait_for_selector(".slot .status:has-text('the plan of the curve')")
+        page.wait_for_selector(".slot .status:has-text('plan of the Pareto front')")
         schedule = words.split(": ")[1].split(",")[0]
         assert page.locator(".panel h3").inner_text().split(":")[0].endswith(schedule)
         assert f"bubble {cells(page, 'bubble')[0]}" in words
@@ -221,8 +221,8 @@ def test_the_keyboard_and_a_screen_reader_see_what_the_mouse_sees(opened: Open) 
         chart.focus()
         for key in ("ArrowRight", "ArrowDown", "End"):
             page.keyboard.press(key)
-        said = page.locator("#said").inner_text()
-        assert said.startswith(f"{row[-1].kind.value} of microbatch {row[-1].microbatch}, rank 1, stage {row[-1].stage}")
+        announced = page.locator("#announcer").inner_text()
+        assert announced.startswith(f"{row[-1].kind.value} of microbatch {row[-1].microbatch}, rank 1, stage {row[-1].stage}")
         drawn = picture(page)
         page.keyboard.press("+")
         page.wait_for_function(f"before => {PICTURE} !== before", arg=drawn)

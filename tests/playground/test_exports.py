@@ -66,12 +66,12 @@ def test_a_name_out_of_a_file_does_not_become_a_file_s_name() -> None:
     assert "<script>" not in picture.text
 
 
-def test_a_drawing_says_what_the_simulator_says() -> None:
+def test_a_drawing_has_the_simulators_values() -> None:
     drawn = draw_plan(result("zbv"))
     simulation = result("zbv").simulation
     for row, rank in zip(simulation.rows, drawn["ranks"], strict=True):
         assert rank["starts"] == pytest.approx([timed.start_ms for timed in row])
         assert rank["stages"] == [timed.op.stage for timed in row]
     assert [max(rank["held"]) for rank in drawn["ranks"]] == list(simulation.peak_memory)
-    assert drawn["metrics"]["num_messages"] == 2 * 6 * 8, "two chunks, three borders each, there and back, eight microbatches"
+    assert drawn["metrics"]["num_messages"] == 2 * 6 * 8, "two chunks, three boundaries each, both directions, eight microbatches"
     assert drawn["metrics"]["relative_messages"] == 2.0

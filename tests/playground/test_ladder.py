@@ -40,10 +40,10 @@ def test_the_last_rung_is_what_the_planner_finds_with_that_effort() -> None:
     options = SearchOptions(memory_limit=0.8, objective=Objective.MAKESPAN, budget=Effort.FAST.budget)
     same = make_plan("zbv", num_ranks=4, num_microbatches=8, costs_of=asked.costs_of, options=options)
     assert rungs[-1].result.simulation.plan == same.simulation.plan
-    assert rungs[0].spent == 0.0, "something is there before the search, although the drawing breaks the limit"
+    assert rungs[0].spent == 0.0, "there is a plan before the search, although the hand-written schedule exceeds the limit"
 
 
-def test_the_drawn_order_comes_first_and_a_search_improves_it() -> None:
+def test_the_hand_written_schedule_comes_first_and_a_search_improves_it() -> None:
     first, last = climb(problem("zbv", effort="fast"))
     assert first.result.simulation.plan == build_plan("zbv", num_ranks=4, num_microbatches=8)
     assert last.result.simulation.makespan_ms < first.result.simulation.makespan_ms
@@ -51,13 +51,13 @@ def test_the_drawn_order_comes_first_and_a_search_improves_it() -> None:
 
 
 @pytest.mark.parametrize("name", [info.name for info in known_schedules()])
-def test_every_schedule_is_shown_as_drawn(name: str) -> None:
+def test_every_hand_written_schedule_is_shown(name: str) -> None:
     (rung,) = climb(problem(name))
     assert rung.result.simulation.plan == build_plan(name, num_ranks=4, num_microbatches=8)
     assert rung.spent == 1.0
 
 
-def test_auto_begins_with_the_best_drawing_and_says_what_it_takes() -> None:
+def test_auto_begins_with_the_best_hand_written_schedule_and_states_its_choice() -> None:
     rungs = list(climb(problem("auto", effort="fast", memory_limit=1.0)))
     check(rungs, limit=1.0)
     assert "auto chose" in rungs[-1].result.verdict(Objective.MAKESPAN)

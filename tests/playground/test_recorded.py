@@ -17,7 +17,7 @@ from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.trace import render_chrome_trace, render_trace
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
 from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
-from megatron.zerobubble.playground.departures import compare
+from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_recorded
 from megatron.zerobubble.playground.files import open_file
 from megatron.zerobubble.playground.recorded import read_trace
@@ -32,14 +32,14 @@ def test_a_run_s_trace_is_read_back_as_it_was(name: str) -> None:
     assert [timeline.iteration for timeline in again] == [3, 12]
     for before, after in zip(runs, again, strict=True):
         assert after.plan == before.plan
-        told, meant = report(after), report(before)
-        assert told.bubble_rate == pytest.approx(meant.bubble_rate)
-        assert told.simulation.costs.comm_ms == pytest.approx(0.25)
-        assert [rank.causes.link_ms for rank in told.ranks] == pytest.approx([rank.causes.link_ms for rank in meant.ranks])
+        reported, meant = report(after), report(before)
+        assert reported.bubble_rate == pytest.approx(meant.bubble_rate)
+        assert reported.simulation.costs.comm_ms == pytest.approx(0.25)
+        assert [rank.causes.link_ms for rank in reported.ranks] == pytest.approx([rank.causes.link_ms for rank in meant.ranks])
         assert len(draw_recorded(after)["spans"]) == 4
 
 
-def test_a_drawn_plan_is_read_back_from_its_trace() -> None:
+def test_an_exported_plan_is_read_back_from_its_trace() -> None:
     plan = build_plan("v-half", num_ranks=3, num_microbatches=5)
     simulation = simulate(plan, CostModel.uniform(plan.placement, comm_ms=0.1))
     (timeline,) = read_trace(json.loads(render_chrome_trace(simulation.rows)))

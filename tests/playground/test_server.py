@@ -77,9 +77,9 @@ def test_tasks_answer_and_a_user_s_mistake_is_a_400_with_the_reason(server: Serv
         status, _, answer = ask(server, f"/api/{task}", body)
         assert status == 400
         assert message in json.loads(answer)["message"]
-    told = events(ask(server, "/api/search", SMALL | {"memory_limit": 0.01})[2])
-    assert told[-1]["event"] == "error"
-    assert "too small for any plan" in told[-1]["message"]
+    reported = events(ask(server, "/api/search", SMALL | {"memory_limit": 0.01})[2])
+    assert reported[-1]["event"] == "error"
+    assert "too small for any plan" in reported[-1]["message"]
 
 
 def test_the_page_and_its_files_are_served_and_nothing_else(server: Server) -> None:

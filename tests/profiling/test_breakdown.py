@@ -1,4 +1,4 @@
-"""Where the time of a rank goes: sums that must come out, and a small recording that a person can check."""
+"""The breakdown of a rank's time: sums that must match, and a small recording that a person can check."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_parts_add_up(name: str, m: int) -> None:
         assert time.starts_after_ms + time.busy_ms + time.phases.idle_ms + time.ends_before_ms == pytest.approx(makespan)
         total = causes.peer_ms + causes.link_ms + causes.validate_ms + causes.other_ms
         assert total == pytest.approx(time.phases.idle_ms)
-        # A simulation idles for messages only, and a link never takes longer than it was said to.
+        # A simulation idles for messages only, and a link never takes longer than its costs.
         assert causes.other_ms == pytest.approx(0.0, abs=1e-9)
         assert min(causes.peer_ms, causes.link_ms, time.phases.warmup_ms, time.phases.cooldown_ms) >= 0.0
     assert link_ms(timeline) == pytest.approx(0.25)

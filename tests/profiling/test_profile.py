@@ -48,7 +48,7 @@ def _profile(**memory: tuple[float, float]) -> RankProfile:
 
 
 def test_memory_in_units_of_an_equal_part() -> None:
-    """A rank's equal part of what a microbatch holds on all stages is 1."""
+    """The unit is a rank's equal part of a microbatch's activation memory over all stages."""
     ranks = [_profile(s0=(400, 100), s3=(300, 300)), _profile(s1=(200, 50), s2=(200, 50)), _profile(s1=(100, 90), s2=(0, 0))]
     assert unit_bytes(ranks, Placement.v(2)) == 550
     costs = combine(ranks, Placement.v(2))
@@ -69,6 +69,6 @@ def test_a_stage_takes_as_long_as_its_slowest_member() -> None:
     assert costs.activation == (0.5, 0.5, 0.5, 0.5)
 
 
-def test_a_stage_that_nobody_timed_is_named() -> None:
+def test_a_stage_that_no_rank_timed_is_named() -> None:
     with pytest.raises(ExecutionError, match="no F of stage 1 was timed"):
         combine([_profile(s0=(1, 1))], Placement.linear(2))

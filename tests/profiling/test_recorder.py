@@ -1,4 +1,4 @@
-"""What the recorder says ran is what ran, in its order, when it ran."""
+"""The recorder records the ops that ran, in their order and with their times."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_transfers_waits_and_what_comes_around_them() -> None:
         pass
     spans = {span.activity: span for span in recorder.timeline().spans}
     assert list(spans) == [Activity.WAIT, Activity.RECEIVE, Activity.SEND, Activity.VALIDATE], (
-        "outside of an iteration is nothing"
+        "nothing is recorded outside of an iteration"
     )
     assert spans[Activity.RECEIVE].start_ms <= spans[Activity.WAIT].start_ms
     assert spans[Activity.RECEIVE].end_ms == spans[Activity.WAIT].end_ms <= spans[Activity.SEND].start_ms
@@ -103,8 +103,8 @@ def test_transfers_waits_and_what_comes_around_them() -> None:
 
 
 @pytest.mark.parametrize("num_ops", [0, 2])
-def test_what_was_given_up_becomes_one_span(num_ops: int) -> None:
-    """Also on a rank that had run nothing: it took messages that others had sent."""
+def test_discarded_ops_become_one_span(num_ops: int) -> None:
+    """Also on a rank that had run no op: it received messages that others had sent."""
     recorder = OpRecorder(torch.device("cpu"))
     recorder.clear()
     for op in OPS[:num_ops]:

@@ -98,7 +98,7 @@ def test_an_iteration_ends_where_the_next_one_begins() -> None:
     assert [span.activity for span in timeline.ranks[0].spans] == [Activity.OPTIMIZER]
 
 
-def test_the_device_s_peak_is_not_told_where_measuring_passes_resets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_devices_peak_is_not_reported_if_measuring_passes_resets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     own = run.recorder.timeline
     monkeypatch.setattr(run.recorder, "timeline", lambda: replace(own(), peak_bytes=7))

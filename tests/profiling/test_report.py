@@ -1,4 +1,4 @@
-"""The report of a recording that ran exactly as planned says so, and its JSON form is stable."""
+"""The report of a recording that ran exactly as planned has no deviation, and its JSON form is stable."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def run_under_delays(
         waits: whether sends are waited for where they are issued.
     """
     links = links_over_the_world(rank, program.plan.placement, timeout=timedelta(seconds=patience_s))
-    dist.barrier()  # nobody hangs up on a rank that is still opening its links
+    dist.barrier()  # no rank hangs up while another one is still opening its links
     wrong = ""
     for seed in seeds:
         wrong = _iterate(rank, program, WaitingLinks(links) if waits else links, seed)

@@ -19,8 +19,8 @@ CPU = torch.device("cpu")
     [([0.0], [0.0]), ([0.0, 1.0, 0.0], [0.0, 0.0, 0.0]), ([7.0, 5000.0, -300.0, 12.5], [0.0, -4993.0, 307.0, -5.5])],
 )
 def test_the_offset_undoes_the_skew(skews_ms: list[float], expected_ms: list[float]) -> None:
-    """A clock for all that goes on by a millisecond whenever a rank reads its own: in the quickest round trip, three readings in
-    a row, the answer lies exactly in the middle. A rank that comes late makes earlier trips long, and they do not count. A skew
+    """A clock for all ranks that advances by a millisecond whenever one of them reads its own: in the shortest round trip, three
+    readings in a row, the reply lies exactly in the middle. A late rank makes earlier trips long, and they do not count. A skew
     of no more than half a trip could be the trip's own, and is left."""
     ticks = itertools.count()
     fabric = Fabric(seed=0)

@@ -20,7 +20,7 @@ FAMILIES = [info.name for info in known_schedules()]
 
 
 def check(program: Program, runs: list[RankRun]) -> None:
-    """What must hold after every run, whoever delayed what."""
+    """What must hold after every run, whatever was delayed."""
     for rank, run in enumerate(runs):
         assert run.work.ops == list(program.plan.ops[rank])
         assert not run.executor._receiving
@@ -113,14 +113,14 @@ class AnyWork:
 
 
 def program_of(placement: Placement, *rows: str) -> Program:
-    """A program from the text of a plan that nobody validated."""
+    """A program from the text of a plan, without validation."""
     plan = Plan.of("test", placement, 1, [[Op.parse(word) for word in row.split()] for row in rows])
     return place_communication(plan)
 
 
 def test_a_tensor_that_no_op_takes() -> None:
     program = program_of(Placement.v(1), "0F0")
-    with pytest.raises(ExecutionError, match=r"rank 0: nobody took .*ACTIVATION.* the plan is incomplete"):
+    with pytest.raises(ExecutionError, match=r"rank 0: no op took .*ACTIVATION.* the plan is incomplete"):
         Executor(program, 0, NoLinks(), AnyWork()).run()
 
 
@@ -129,7 +129,7 @@ def test_a_receive_that_no_op_takes() -> None:
     row = list(program.steps[0])
     row[1] = dataclasses.replace(row[1], take=None)
     broken = dataclasses.replace(program, steps=(tuple(row), program.steps[1]))
-    with pytest.raises(ExecutionError, match=r"rank 0: nobody took .*GRADIENT.* and 0 more"):
+    with pytest.raises(ExecutionError, match=r"rank 0: no op took .*GRADIENT.* and 0 more"):
         Executor(broken, 0, NoLinks(), AnyWork()).run()
 
 
@@ -138,7 +138,7 @@ def test_a_receive_that_no_op_takes() -> None:
     [("1F0", 1, "activation for stage 2"), ("2B0", 1, "gradient for stage 1"), ("3B0", 0, "gradient for stage 2")],
 )
 def test_an_op_that_returns_nothing_is_named_and_its_reader_not_left_waiting(op: str, rank: int, missing: str) -> None:
-    """On a link and within a rank alike: None would be taken for the first or last stage's input, or wait for ever."""
+    """On a link and within a rank alike: None would be taken for the first or last stage's input, or wait forever."""
     program = place_communication(build_plan("zbv", num_ranks=2, num_microbatches=1))
     with pytest.raises(ExecutionError, match=rf"rank {rank}: {op} returned no tensor.* the {missing}, microbatch 0"):
         Executor(program, rank, NoLinks(), AnyWork({op: None})).run()

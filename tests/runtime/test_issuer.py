@@ -1,4 +1,4 @@
-"""Calls from a thread of their own: in order, nobody waits for them, and what they raise is raised where they are waited for."""
+"""Calls on a thread of their own: in order, without blocking the caller; an error is raised by `wait`."""
 
 from __future__ import annotations
 

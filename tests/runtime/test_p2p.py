@@ -153,7 +153,7 @@ def what_the_backend_is_given(rank: int) -> tuple[dict[tuple[int, int], int], bo
 
 
 def test_a_rank_has_each_of_its_links_in_a_group_of_its_own(four_ranks: RankPool) -> None:
-    """So that a communicator that serialises what it is given never makes one link wait for another."""
+    """So that a communicator that serializes its transfers never makes one link wait for another."""
     results = four_ranks.run(what_the_backend_is_given)
     expected = {link: index for index, links in enumerate(color_links(links_of(Placement.v(4)))) for link in links}
     for rank, (groups, _) in enumerate(results):
@@ -182,7 +182,7 @@ def receive_what_nobody_sends(rank: int) -> str:
     return text
 
 
-def test_a_transfer_that_times_out_says_which_it_was(four_ranks: RankPool) -> None:
+def test_a_transfer_that_times_out_is_named(four_ranks: RankPool) -> None:
     texts = four_ranks.run(receive_what_nobody_sends)
     assert texts[1].startswith("cannot receive the gradient for stage 1, microbatch 7 (rank 2 to rank 1): ")
     assert texts[1].count("\n") == 0
@@ -206,7 +206,7 @@ def start_with_a_broken_backend(rank: int) -> list[str]:
     return texts
 
 
-def test_a_transfer_that_cannot_start_says_which_it_was(four_ranks: RankPool) -> None:
+def test_a_transfer_that_cannot_start_is_named(four_ranks: RankPool) -> None:
     texts, *others = four_ranks.run(start_with_a_broken_backend)
     assert texts == [
         "cannot send the activation for stage 1, microbatch 3 (rank 0 to rank 1): connection reset by peer",

@@ -1,4 +1,4 @@
-"""What the executor tells a recorder: every transfer once, in order, and the bytes in flight after every op."""
+"""What the executor reports to a recorder: every transfer once, in order, and the bytes in flight after every op."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.zerobubble.plan.communication import Message, Program, Step, place
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.runtime.executor import Executor
-from megatron.zerobubble.runtime.recording import Recorder, together
+from megatron.zerobubble.runtime.recording import Recorder, fan_out
 from tests.runtime.support import LabelWork, NoLinks
 
 LABEL_BYTES = 12
@@ -53,6 +53,10 @@ class Scribe(Recorder):
         self.log.clear()
 
 
+class NoOp(Recorder):
+    """Overrides nothing."""
+
+
 class GivingWork(LabelWork):
     """Takes whatever comes: no links move anything here."""
 
@@ -76,10 +80,10 @@ def expected(steps: tuple[Step, ...]) -> tuple[list[tuple[str, Message | Op]], l
     return log, counts
 
 
-def test_several_hear_the_same() -> None:
+def test_a_fan_out_calls_all_recorders_alike() -> None:
     program = place_communication(build_plan("zbv", num_ranks=2, num_microbatches=3))
     scribes = Scribe(), Scribe()
-    several = together(scribes)
+    several = fan_out(scribes)
     assert several is not None
     Executor(program, 0, NoLinks(), GivingWork(program), several).run()
     alone = run(program, 0)
@@ -88,8 +92,21 @@ def test_several_hear_the_same() -> None:
     several.rewind()
     assert not scribes[0].log
     assert not scribes[1].log
-    assert together([]) is None
-    assert together([alone]) is alone
+
+
+def test_a_fan_out_of_a_fan_out_and_of_recorders_that_override_nothing() -> None:
+    program = place_communication(build_plan("zbv", num_ranks=2, num_microbatches=3))
+    scribe, alone = Scribe(), run(program, 0)
+    inner = fan_out([NoOp(), scribe])
+    assert inner is not None
+    Executor(program, 0, NoLinks(), GivingWork(program), fan_out([NoOp(), inner])).run()
+    assert (scribe.log, scribe.in_transit) == (alone.log, alone.in_transit)
+
+
+def test_no_fan_out_of_less_than_two() -> None:
+    alone = NoOp()
+    assert fan_out([]) is None
+    assert fan_out([alone]) is alone
 
 
 def run(program: Program, rank: int) -> Scribe:
@@ -99,7 +116,7 @@ def run(program: Program, rank: int) -> Scribe:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "v-half"])
-def test_every_transfer_is_told_once_and_in_order(name: str) -> None:
+def test_every_transfer_is_reported_once_and_in_order(name: str) -> None:
     program = place_communication(build_plan(name, num_ranks=3, num_microbatches=5))
     for rank in range(3):
         scribe = run(program, rank)
@@ -120,11 +137,8 @@ def test_what_a_rank_hands_to_itself_is_in_transit() -> None:
     assert run(program, 0).in_transit[-1] == 0
 
 
-def test_a_recorder_may_hear_of_nothing() -> None:
-    class Deaf(Recorder):
-        pass
-
+def test_a_recorder_may_override_nothing() -> None:
     program = place_communication(build_plan("zb-h1", num_ranks=2, num_microbatches=2))
     work = GivingWork(program)
-    Executor(program, 0, NoLinks(), work, Deaf()).run()
+    Executor(program, 0, NoLinks(), work, NoOp()).run()
     assert len(work.plan.ops[0]) == 6

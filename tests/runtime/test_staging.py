@@ -1,7 +1,7 @@
 """Transfers through host memory: the order of copies and calls, who is alive when, and the links and the executor on top.
 
-The device here is made of lists: a stream is a list of things to do, and does one when it is told to, so that nothing happens
-early by luck. What CUDA itself does with streams and events is `test_gpu`.
+The device here is made of lists: a stream is a list of things to do, and does one when the test asks for it, so that nothing
+happens early by luck. What CUDA itself does with streams and events is `test_gpu`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def test_a_receive_copies_after_the_message_and_after_its_buffer_was_free() -> N
 
 
 def test_a_message_is_copied_as_soon_as_it_is_here() -> None:
-    """While the rank is at an op. The current stream hears of it in `wait`, on the rank's own thread, and not before."""
+    """While the rank runs an op. The current stream waits for it in `wait`, on the rank's own thread, and not before."""
     copies = SlowCopies()
     staging, backend = Staging(copies), Taken(copies.log)
     transfer = staging.receive(torch.zeros(1), backend)
@@ -146,7 +146,7 @@ def test_a_message_that_is_taken_first_waits_for_no_other() -> None:
     assert all(storage.expired() for storage in storages), "the thread, which comes to it later, keeps nothing of it"
     never.may_end.set()
     early.wait()
-    assert (never.num_waits, now.num_waits) == (1, 1), "gloo's work is waited for once, whoever does"
+    assert (never.num_waits, now.num_waits) == (1, 1), "gloo's work is waited for once, by one of the two threads"
     assert copies.log.count("arrived") == 2
     staging.close()
 

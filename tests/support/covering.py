@@ -1,11 +1,11 @@
 """Few combinations of many features in which each pair of values occurs: a covering array of strength 2, under constraints.
 
-Most faults need two features to meet. The number of pairs grows with the square of the number of features, that of the rows
-that hold them all only with its logarithm.
+Most faults need the interaction of two features. The number of pairs grows with the square of the number of features, the number
+of rows that cover all pairs only with its logarithm.
 
-Greedy, row by row: a row starts from a pair that has not occurred and is filled up with the values that bring most new pairs.
-The feature with fewest values left is chosen next, and a dead end is undone; so a pair for which no row is found is
-impossible, and every possible pair occurs.
+Greedy, row by row: a row starts from a pair that has not occurred and is completed with the values that add most new pairs.
+The feature with the fewest values left is chosen next, with backtracking; so a pair for which no row is found is impossible, and
+every possible pair occurs.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Pair = frozenset[tuple[str, int]]
 """Two (feature, index of its value)."""
 
 _ATTEMPTS = 5
-"""Rows that are tried for one place; the one with most new pairs is taken."""
+"""Candidates for each row; the one with most new pairs is taken."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What values of some features may go together."""
+    """Which values of some features may be combined."""
 
     names: tuple[str, ...]
     allows: Callable[..., bool]
-    """Called with the values of `names`, in that order."""
+    """A predicate on the values of `names`, in that order."""
 
 
 def covering_array(features: Mapping[str, Sequence[Any]], constraints: Sequence[Constraint], *, seed: int) -> list[Row]:
@@ -84,7 +84,7 @@ class _Search:
                 self._about[name].append(constraint)
 
     def shuffled(self, pairs: set[Pair]) -> list[Pair]:
-        """In an order that follows from the seed alone."""
+        """The pairs in an order that depends on the seed only."""
         ordered = sorted(pairs, key=sorted)
         self._rng.shuffle(ordered)
         return ordered

@@ -77,7 +77,7 @@ class RankPool:
         return f"the process died {how}; where it was is on stderr"
 
     def _show_where(self, ranks: Sequence[int]) -> None:
-        """Have ranks write the stacks of their threads to stderr."""
+        """Make ranks write the stacks of their threads to stderr."""
         for rank in ranks:
             sys.stderr.write(f"rank {rank} was here:\n")
             sys.stderr.flush()
@@ -132,10 +132,10 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_g
     from megatron.zerobubble.mcore.cpu.device import HostDevice
 
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", module=r"megatron\.core\.")  # Apex and Transformer Engine are missing, five times a rank
+    warnings.filterwarnings("ignore", module=r"megatron\.core\.")  # Apex and Transformer Engine are missing, five times per rank
     importlib.import_module("tests.support.gpt")
     gc.collect()
-    gc.freeze()  # tests collect garbage to get rid of process groups; looking through all of torch each time took most of a test
+    gc.freeze()  # tests collect garbage to free process groups; scanning all objects of torch each time took most of a test
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     if on_gpu:
         torch.cuda.set_device(rank % torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""What must hold for every trace of recorded iterations."""
+"""Checks for every trace of recorded iterations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron.zerobubble.plan.communication import place_communication
 from megatron.zerobubble.plan.ir import Plan
 
 CLOCK_US = 0.01
-"""Times are floats: what touches may overlap by this much."""
+"""Times are floats: adjacent events may overlap by this number of microseconds."""
 
 
 def check_trace(events: Sequence[dict[str, Any]], plan: Plan, *, iterations: Sequence[int]) -> None:
-    """Every op of the plan once an iteration, on its rank and in the plan's order; every transfer once at either end; and on
-    every thread events that nest."""
+    """Check that every op of the plan occurs once per iteration, on its rank and in the plan's order, every transfer once on
+    either rank, and that the events of every thread nest."""
     complete = [event for event in events if event["ph"] == "X"]
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in complete)
     steps = place_communication(plan).steps

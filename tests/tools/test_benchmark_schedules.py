@@ -23,7 +23,7 @@ from tests.support.ranks import RankPool
 from tools.benchmarks.emulation import SleepingWork
 from tools.benchmarks.schedules import __main__ as benchmark_schedules
 from tools.benchmarks.schedules import emulated, real
-from tools.benchmarks.schedules.contenders import Sizes, entrants
+from tools.benchmarks.schedules.contenders import Sizes, contender_specs
 from tools.benchmarks.schedules.real import serve
 from tools.benchmarks.schedules.report import Estimate, Iteration, Line, Sample, measured_passes, rows_of
 
@@ -86,7 +86,7 @@ def test_a_speed_up_is_a_ratio_of_all_rounds_together() -> None:
 
 def test_a_peer_is_who_takes_part_on_stages_of_the_same_size() -> None:
     def peers(*names: str) -> dict[str, str | None]:
-        return {each.name: each.peer for each in entrants(names, 2, [4], Sizes()) if each.name in names}
+        return {each.name: each.peer for each in contender_specs(names, 2, [4], Sizes()) if each.name in names}
 
     assert peers("zb-h1", "v-half", "torch-zbv") == {"zb-h1": None, "v-half": "torch-zbv", "torch-zbv": None}
     assert peers("zb-h1", "v-half") == {"zb-h1": None, "v-half": None}
@@ -165,7 +165,7 @@ def test_real(in_pool: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatc
         assert list(rows) == list(benchmark_schedules.REAL)
         assert all(row["loss"]["last"] < row["loss"]["first"] for row in rows.values())
         linear = [rows[name]["loss"]["last"] for name in ("stock-1f1b", "1f1b", "zb-h1", "zb-h2")]
-        assert linear == pytest.approx([linear[0]] * 4, rel=1e-5), "one model, whoever schedules it"
+        assert linear == pytest.approx([linear[0]] * 4, rel=1e-5), "the same model under every schedule"
         assert {row["name"] for row in rows.values() if "reached" not in row} == {"torch-1f1b", "torch-zbv"}
         assert {row["name"] for row in rows.values() if "beyond_passes" in row} == {"1f1b", "zb-h1", "zb-h2", "zbv", "v-half"}
         assert {row["name"]: row["peer"] for row in rows.values() if "peer" in row} == dict.fromkeys(
@@ -181,9 +181,9 @@ def test_real(in_pool: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatc
         (["--emulate", "--hidden-size", "8"], "--hidden-size goes without --emulate only"),
         (["--last-stage", "1.4"], "--last-stage goes with --emulate only"),
         (["--schedule", "zb-v"], "did you mean 'zbv'"),
-        (["--schedule", "zbv", "--num-layers", "6"], "4 stages; num_layers 6 does not divide"),
+        (["--schedule", "zbv", "--num-layers", "6"], "4 stages; num_layers 6 is not a multiple"),
         (["--schedule", "stock-interleaved-1f1b", "--num-microbatches", "3"], "a multiple of 2 microbatches"),
-        (["--schedule", "torch-zbv", "--num-microbatches", "1"], "at least as many microbatches as ranks, 2"),
+        (["--schedule", "torch-zbv", "--num-microbatches", "1"], "at least 2 microbatches, the number of ranks"),
         (["--num-attention-heads", "7"], "512 does not divide into 7 attention heads"),
         (["--emulate", "--schedule", "zbv@much"], "what follows @ must be a memory limit"),
         (["--emulate", "--num-microbatches", "4", "8"], "--emulate takes one --num-microbatches"),

@@ -1,4 +1,4 @@
-"""The command line: tools/benchmarks/split.py. That it measures every part, and that its arithmetic is right; not how fast."""
+"""The command line of tools.benchmarks.split: it measures every part, and its arithmetic is right; speed is not tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: tools/benchmarks/wgrad/__main__.py. That every way computes the same W and is measured; not how fast."""
+"""The command line of tools.benchmarks.wgrad: every variant computes the same W and is measured; speed is not tested."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tools.benchmarks.wgrad.beside import (
     CaptureError,
     Card,
     CudaCard,
-    LayerProducts,
+    LayerGemms,
     summary,
     ways_to_run,
 )
@@ -44,7 +44,7 @@ def kernel_of(device: torch.device, dtype: torch.dtype = torch.float32) -> Wgrad
 
 
 class ListedCard:
-    """A card whose graph is the function itself, and whose two streams take turns; it notes who was given to which."""
+    """A card whose graph is the function itself, and whose two streams run in turn; it records what ran on which."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -72,7 +72,7 @@ def card_of(device: torch.device) -> Card:
 @DEVICES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_product_of_several_microbatches_is_the_sum_of_theirs(device: str, dtype: torch.dtype) -> None:
-    """Against float64. The operands' products are exact there, and only the order of the sum differs."""
+    """Compared with float64, in which the products of the operands are exact and only the order of the sum differs."""
     on = torch.device(device)
     torch.manual_seed(0)
     group = Group(Linear(name="fc1", out=48, in_=32), 24, 5, on, dtype)
@@ -95,7 +95,7 @@ def test_every_way_adds_the_same_w(device: str) -> None:
     """Once a call, to the bit, with B before it or beside it; operands that were copied in give what they give elsewhere."""
     on = torch.device(device)
     torch.manual_seed(0)
-    products = LayerProducts(shape_named("6.2B").scaled(0.03), 1, kernel_of(on), on, torch.float32)
+    products = LayerGemms(shape_named("6.2B").scaled(0.03), 1, kernel_of(on), on, torch.float32)
     found_ways = ways_to_run(products, card_of(on))
     ways = found_ways.calls
     assert (list(ways), found_ways.not_measured) == (WAYS, "")
@@ -116,7 +116,7 @@ def test_every_way_adds_the_same_w(device: str) -> None:
 
 def test_what_runs_beside_b_is_given_to_the_other_stream() -> None:
     card = ListedCard()
-    ways = ways_to_run(LayerProducts(shape_named("1.5B").scaled(0.02), 1, kernel_of(CPU), CPU, torch.float32), card)
+    ways = ways_to_run(LayerGemms(shape_named("1.5B").scaled(0.02), 1, kernel_of(CPU), CPU, torch.float32), card)
     seen = {}
     for name, way in ways.calls.items():
         card.log.clear()
@@ -142,7 +142,7 @@ def measure_beside_on(card: Card) -> BesideTimes:
     shape = shape_named("6.2B").scaled(0.02)
     with world_of_one(CPU) as host:
         stack = Stack(shape, 1, torch.float32, CPU, host, kernel_of(CPU))
-        products = LayerProducts(shape, 1, kernel_of(CPU), CPU, torch.float32)
+        products = LayerGemms(shape, 1, kernel_of(CPU), CPU, torch.float32)
         rounds: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "repeats": 2, "warmup": 1}
         found = measure_ways_beside(shape, stack, products, card, count=1, **rounds)
         assert stack.store is not None

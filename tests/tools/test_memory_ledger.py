@@ -36,7 +36,7 @@ def test_what_may_grow_and_what_may_not() -> None:
     assert ledger(held(), held(), held(), held(10, 42)).complaints() == ["reserved memory grew by 2 bytes after iteration 2"]
     grown = ledger(held(), held(), held(), held(10, 40, 102)).complaints()
     assert grown == ["the peak of activations grew by 2 bytes after iteration 2"]
-    assert ledger(held(), held(), predicted=106).complaints() == ["activations took 100 bytes, and the plan says 106: -5.7%"]
+    assert ledger(held(), held(), predicted=106).complaints() == ["activations took 100 bytes, and the plan predicts 106: -5.7%"]
     assert ledger(held(), held(), predicted=104).complaints() == []
 
 
@@ -86,13 +86,13 @@ def test_the_tool_on_a_cpu(run_tool: Callable[..., int], tmp_path: Path, capsys:
         assert row["complaints"] == []
         assert row["measured"]["activations_bytes"] == pytest.approx(row["predicted"]["activations_bytes"], rel=0.05)
         assert [each["reserved"] for each in row["measured"]["iterations"]] == [None] * 3
-    assert "Nothing grew" in capsys.readouterr().out
+    assert "No memory grew" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--schedule", "stock-1f1b"], "is not run by our executor"),
+        (["--schedule", "stock-1f1b"], "does not run on our executor"),
         (["--num-iterations", "5", "--warmup", "5"], "leaves none after --warmup 5"),
         (["--num-ranks", "1"], "--num-ranks is 1; it must be 2 or more"),
     ],

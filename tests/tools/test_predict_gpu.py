@@ -1,4 +1,4 @@
-"""The command line: tools/benchmarks/predict_gpu.py, on a measurement that is made up so that the answers are known."""
+"""The command line of tools.benchmarks.predict_gpu, on made-up measurements with known answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def predict(tool: ModuleType, measurement: Path, *options: str) -> dict[str, Any
 
 
 def test_iteration_times_by_hand(tool: ModuleType, measurement: Path) -> None:
-    """Free links, p = 4, m = 12, 2 layers a rank: 1F1B takes (m + p - 1)(F + the faster classic backward), and ZB-H1 idles for
+    """Free links, p = 4, m = 12, 2 layers per rank: 1F1B takes (m + p - 1)(F + the faster full backward), and ZB-H1 idles for
     (p - 1)(F + B - W), no less than any order that keeps 1F1B's memory in the drawn form."""
     body = predict(
         tool, measurement, "--num-ranks", "4", "--layers-per-rank", "2", "--link-gb-per-s", "1e12", "--peak-tflops", "1000"
@@ -74,10 +74,10 @@ def test_every_figure_says_where_it_is_from(tool: ModuleType, measurement: Path,
     assert inputs["given"] == {"link_gb_per_s": 50.0}
     sent = 2 * 3 * 1024 * 4096
     assert inputs["predicted"]["comm_ms"] == pytest.approx(sent / 50e9 * 1e3)
-    said = capsys.readouterr().out
-    assert "What follows is *predicted*, all of it, from passes *measured* on made up." in said
+    output = capsys.readouterr().out
+    assert "All values are *predicted* from passes *measured* on made up." in output
     figures = {**inputs["measured"], **inputs["predicted"], **inputs["given"]}
-    marked = [line for line in said.splitlines() if line.endswith(("| *measured* |", "| *predicted* |", "| *given* |"))]
+    marked = [line for line in output.splitlines() if line.endswith(("| *measured* |", "| *predicted* |", "| *given* |"))]
     assert [line.split(" | ")[1] for line in marked] == list(figures), "each figure once, with its mark"
     assert "| 6.2B | link_gb_per_s | 50 | *given* |" in marked
 
@@ -99,4 +99,4 @@ def test_another_file_is_refused(tool: ModuleType, tmp_path: Path, capsys: pytes
     path.write_text("{}")
     with pytest.raises(SystemExit):
         tool.main([str(path)])
-    assert "write one with tools/benchmarks/split.py" in capsys.readouterr().err
+    assert "write one with python -m tools.benchmarks.split" in capsys.readouterr().err

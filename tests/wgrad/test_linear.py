@@ -23,7 +23,7 @@ GEMMS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv", "
 
 
 class GemmCount(TorchDispatchMode):
-    """Counts the matrix products that reach the dispatcher."""
+    """Counts the GEMMs that reach the dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_one_gemm_in_f_one_in_b_and_one_in_w(bias: bool) -> None:
     own_x, weight = x.detach().requires_grad_(), layer.weight.detach().requires_grad_()
     with GemmCount() as fused:
         F.linear(own_x, weight).backward(grad_output)
-    assert fused.count == 3, "the counter does not see torch's own products"
+    assert fused.count == 3, "the counter does not see torch's own GEMMs"
 
 
 def test_a_fused_backward_does_both_in_b() -> None:
@@ -188,7 +188,7 @@ def test_a_fused_backward_does_both_in_b() -> None:
 
 
 def test_a_stack_of_layers() -> None:
-    """Counts over a whole stage: B has one product a layer, W has one a layer."""
+    """Counts over a whole stage: B has one GEMM per layer, W has one per layer."""
     store = make_store()
     layers = [Layer(store, bias=True, seed=seed) for seed in range(3)]
     x, grad_output = batch(0)

@@ -1,4 +1,4 @@
-"""The split linear under tensor and sequence parallelism, against megatron-core's own linear and a dense product."""
+"""The split linear under tensor and sequence parallelism vs. megatron-core's own linear and a dense GEMM."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_same_bits_as_megatron_core(case: Case, results: dict[Case, list[dict[st
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_same_numbers_as_a_dense_product(case: Case, results: dict[Case, list[dict[str, Any]]]) -> None:
+def test_same_numbers_as_a_dense_gemm(case: Case, results: dict[Case, list[dict[str, Any]]]) -> None:
     """Float64 on one rank; what is left is the rounding of float32 sums of at most 48 terms around 1."""
     for rank in results[case]:
         assert rank["error against dense"] < 2e-5
@@ -86,7 +86,7 @@ def run_cases(rank: int, cases: list[Case]) -> dict[Case, dict[str, Any]]:
 
 
 def run_case(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Ours, megatron-core's and the dense product of one case."""
+    """Ours, megatron-core's and the dense GEMM of one case."""
     ours, collectives = run_ours(case, group)
     stock, dense = run_stock(case, group), run_dense(case, group)
     errors = [
@@ -204,7 +204,7 @@ def run_stock(case: Case, group: dist.ProcessGroup) -> dict[str, list[Tensor]]:
 
 
 def run_dense(case: Case, group: dist.ProcessGroup) -> dict[str, list[Tensor]]:
-    """The whole product in float64, cut to what this rank holds."""
+    """The whole GEMM in float64, cut to this rank's shard."""
     weight, bias = shards(case, group)
     t, rank = dist.get_world_size(group), dist.get_rank(group)
     everyone: list[Any] = [None] * t

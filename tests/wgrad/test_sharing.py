@@ -1,4 +1,4 @@
-"""Who gathers W's operands, and products that run while a sum over the tensor-parallel ranks travels."""
+"""Whether B or W all-gathers W's operands, and deferred wgrad GEMMs that overlap a tensor-parallel all-reduce."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TOKENS = SEQUENCE * BATCH
 PLAIN = WgradKernel(KernelKind.PLAIN, plain_accumulate)
 
 
-# -- products before their W ----------------------------------------------------------------------------------------------
+# -- GEMMs that run ahead of their W --------------------------------------------------------------------------------------
 
 
 def put(store: WeightGradStore, splits: list[SplitWeight], microbatch: int, *, chunk: int = 0, fused: bool = False) -> None:
-    """A B that leaves one product a weight."""
+    """A B that defers one wgrad GEMM per weight."""
     generator = torch.Generator().manual_seed(microbatch)
     store.begin(chunk, microbatch, fused=fused)
     for split in splits:
@@ -42,22 +42,22 @@ def make(num_weights: int = 2, policy: WgradPolicy | None = None) -> tuple[Weigh
     return store, [SplitWeight(f"w{index}", torch.nn.Parameter(torch.zeros(3, 2))) for index in range(num_weights)]
 
 
-def test_products_ahead_leave_the_same_bits_and_are_reported_in_their_w() -> None:
+def test_gemms_that_run_ahead_leave_the_same_bits_and_are_reported_in_their_w() -> None:
     (store, splits), (plain, expected) = make(), make()
-    told: list[str] = []
+    reported: list[str] = []
     for split in splits:
-        split.hooks.append(lambda name=split.name: told.append(name))
+        split.hooks.append(lambda name=split.name: reported.append(name))
     for microbatch in range(3):
         put(store, splits, microbatch)
         put(plain, expected, microbatch)
     assert [store.run_ahead(6) for _ in range(3)] == [True, True, True]  # both of microbatch 0 and one of microbatch 1
-    assert told == []
+    assert reported == []
     assert store.pending == {(0, 0), (0, 1), (0, 2)}
     for microbatch in range(3):
         store.run(0, microbatch)
         plain.run(0, microbatch)
-        assert sorted(told) == ["w0", "w1"]
-        told.clear()
+        assert sorted(reported) == ["w0", "w1"]
+        reported.clear()
     store.check_empty()
     for ours, theirs in zip(splits, expected, strict=True):
         assert torch.equal(ours.weight.grad, theirs.weight.grad)
@@ -65,12 +65,12 @@ def test_products_ahead_leave_the_same_bits_and_are_reported_in_their_w() -> Non
 
 def test_a_weight_used_twice_is_reported_once_when_half_of_it_ran_ahead() -> None:
     store, (split,) = make(1)
-    told: list[int] = []
-    split.hooks.append(lambda: told.append(1))
+    reported: list[int] = []
+    split.hooks.append(lambda: reported.append(1))
     put(store, [split, split], 0)
     assert store.run_ahead(6)
     store.run(0, 0)
-    assert told == [1]
+    assert reported == [1]
 
 
 def test_what_ran_ahead_is_freed() -> None:
@@ -89,14 +89,14 @@ def test_nothing_runs_ahead_where_it_must_not() -> None:
     assert not store.run_ahead(6), "what ops take is being measured"
     store.keeps_order = False
     store.begin(0, 1, fused=True)
-    assert not store.run_ahead(6), "a fused backward has products of its own"
+    assert not store.run_ahead(6), "a full backward has wgrad GEMMs of its own"
     store.end()
     off, splits = make(policy=WgradPolicy(runs_ahead=False))
     put(off, splits, 0)
     assert not off.run_ahead(6)
 
 
-def test_a_b_runs_its_own_products_ahead_only_where_its_w_is_next() -> None:
+def test_a_b_runs_its_own_gemms_ahead_only_if_its_w_is_next() -> None:
     """Else B would be the fused backward again, and its gradient late for nothing."""
     store, (split,) = make(1)
     store.due_at_once = frozenset({(0, 1)})
@@ -109,7 +109,7 @@ def test_a_b_runs_its_own_products_ahead_only_where_its_w_is_next() -> None:
     assert torch.equal(split.weight.grad, torch.full((3, 2), 8.0))
 
 
-def test_a_product_that_is_too_large_waits() -> None:
+def test_a_gemm_that_is_too_large_waits() -> None:
     store = make(0)[0]
     head = SplitWeight("head", torch.nn.Parameter(torch.zeros(30, 2)))
     layer = SplitWeight("layer", torch.nn.Parameter(torch.zeros(3, 2)))
@@ -126,23 +126,23 @@ def test_a_product_that_is_too_large_waits() -> None:
 
 def test_an_iteration_that_fails_leaves_nothing_of_what_ran_ahead() -> None:
     store, splits = make()
-    told: list[int] = []
-    splits[0].hooks.append(lambda: told.append(1))
+    reported: list[int] = []
+    splits[0].hooks.append(lambda: reported.append(1))
     put(store, splits, 0)
     store.run_ahead(6)
     store.clear()
     put(store, [splits[1]], 0)
     store.run(0, 0)
-    assert told == []
+    assert reported == []
 
 
-# -- while the sum travels --------------------------------------------------------------------------------------------------
+# -- during the all-reduce --------------------------------------------------------------------------------------------------
 
 
-def test_a_product_runs_while_the_sum_is_in_flight(four_ranks: RankPool) -> None:
-    """The odd ranks join the sum only after they have heard that the even ranks' product has run. Were the sum waited for first,
-    everybody would wait for ever."""
-    even, odd = {"in flight when the product ran": True}, {"in flight when the product ran": None}
+def test_a_wgrad_gemm_overlaps_the_all_reduce(four_ranks: RankPool) -> None:
+    """The odd ranks start the all-reduce only after a message that the even ranks' GEMM has run. If the GEMM waited for the
+    all-reduce, all ranks would wait forever."""
+    even, odd = {"in flight when the GEMM ran": True}, {"in flight when the GEMM ran": None}
     assert four_ranks.run(run_in_flight) == [even, odd] * 2
 
 
@@ -169,11 +169,11 @@ def run_in_flight(rank: int) -> dict[str, Any]:
         store.kernel = PLAIN
         for microbatch in range(2):
             store.run(0, microbatch)
-        return {"in flight when the product ran": seen[0] if seen else None}
+        return {"in flight when the GEMM ran": seen[0] if seen else None}
 
 
 class _Flight:
-    """Keeps the handle of the all-reduce; where `waits_for` is a rank, starts it only after a message from there."""
+    """Keeps the handle of the all-reduce; with `waits_for` starts it only after a message from that rank."""
 
     def __init__(self, waits_for: int | None) -> None:
         self._waits_for = waits_for

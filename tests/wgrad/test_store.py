@@ -49,7 +49,7 @@ def put(store: WeightGradStore, key: tuple[int, int], *uses: tuple[SplitWeight, 
 # -- what is computed ---------------------------------------------------------------------------------------------------
 
 
-def test_w_adds_what_b_put_and_forgets_it(store: WeightGradStore) -> None:
+def test_w_adds_what_b_put_and_drops_it(store: WeightGradStore) -> None:
     split = weight()
     expected = torch.zeros(2, 3)
     for microbatch in range(3):

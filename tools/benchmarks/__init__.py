@@ -1,1 +1,1 @@
-"""What the project measures itself with; run each as `python -m tools.benchmarks.NAME`."""
+"""Benchmarks of this project; run each as `python -m tools.benchmarks.NAME`."""

@@ -1,7 +1,7 @@
-"""What the benchmarks share: ranks as processes of this machine, and passes that sleep instead of computing.
+"""Shared by the benchmarks: ranks as processes on this machine, and passes that sleep instead of computing.
 
-Passes that sleep let any number of ranks fit on a few cores. All else is real: the plan, the executor, its buffers and waits, and
-the tensors that travel on gloo.
+With sleeping passes any number of ranks fits on a few cores. Everything else is real: the plan, the executor, its buffers and
+waits, and the P2P messages on gloo.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind
 
 LATENESS_STEP_S = 5e-6
-"""How fast `Sleeper` learns."""
+"""Step by which `Sleeper` adjusts its estimate of the lateness."""
 
 
 class Sleeper:
     """Sleeps until given times, late as often as early.
 
-    The system wakes a process some 0.1 ms late, by the timer's slack and by the way to a free core: with every pass, and along a
-    pipeline that adds up to per cents. Spinning to be on time is no way with more ranks than cores, as it takes the core from
-    those that have something to do. So a sleep aims earlier by the lateness that is typical: the running median of what sleeps
-    were late by, learned in small steps. A sleep that is late by much, as on a busy machine, is made up for by nothing.
+    The system wakes a process about 0.1 ms late, because of timer slack and scheduling: at every pass, which along a pipeline
+    adds up to several percent. Busy waiting is no alternative with more ranks than cores, as it takes the core from ranks that
+    have work to do. So a sleep aims earlier by the typical lateness, a running median that is adjusted in small steps. A sleep
+    that is much too late, as on a busy machine, is not compensated.
     """
 
     def __init__(self) -> None:
         self._lateness_s = 0.0
 
     def sleep_until(self, end_s: float) -> None:
-        """Return at about `end_s` of `time.perf_counter`; at once if that is over."""
+        """Return at about `end_s` of `time.perf_counter`; at once if that has passed."""
         remaining = end_s - time.perf_counter() - self._lateness_s
         if remaining <= 0.0:
             return
@@ -47,13 +47,13 @@ class Sleeper:
 
 
 class SleepingWork:
-    """Passes that take their time, compute nothing, and check that what arrives is what was sent.
+    """A `StageWork` whose passes sleep for the planned time and check that every received tensor is the expected one.
 
-    A pass's time counts from the moment it began; making the tensor that it hands on is part of it.
+    The time of a pass counts from its start, and includes making the tensor for the next stage.
 
     Args:
-        costs: how long each stage's passes take.
-        num_elements: float32 numbers in each tensor that travels.
+        costs: times of each stage's passes.
+        num_elements: float32 elements of each message.
     """
 
     def __init__(self, costs: CostModel, *, num_elements: int = 64) -> None:
@@ -64,22 +64,22 @@ class SleepingWork:
         }
 
     def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor:
-        """F."""
-        return self._pass_on(op, activation, received_from=op.stage - 1)
+        """Sleep for the time of F."""
+        return self._run(op, activation, received_from=op.stage - 1)
 
     def backward(self, op: Op, gradient: Tensor | None, last: bool) -> Tensor:
-        """B or BW."""
-        return self._pass_on(op, gradient, received_from=op.stage + 1)
+        """Sleep for the time of B or BW."""
+        return self._run(op, gradient, received_from=op.stage + 1)
 
     def weight_gradient(self, op: Op, last: bool) -> None:
-        """W."""
+        """Sleep for the time of W."""
         self._sleeper.sleep_until(time.perf_counter() + self._seconds[op.stage, op.kind])
 
     def buffer(self, message: Message) -> Tensor:
-        """What is received."""
+        """Allocate a tensor to receive into."""
         return torch.empty(self._num_elements)
 
-    def _pass_on(self, op: Op, received: Tensor | None, received_from: int) -> Tensor:
+    def _run(self, op: Op, received: Tensor | None, received_from: int) -> Tensor:
         end = time.perf_counter() + self._seconds[op.stage, op.kind]
         if received is not None and received[-1].item() != _mark(received_from, op.microbatch):
             raise ExecutionError(f"{op} was given a tensor that is not of stage {received_from}, microbatch {op.microbatch}")
@@ -89,14 +89,14 @@ class SleepingWork:
 
 
 def _mark(stage: int, microbatch: int) -> float:
-    """Tells tensors apart; exact in float32."""
+    """The value of a stage's tensors for a microbatch, to check messages; exact in float32."""
     return float(1024 * stage + microbatch)
 
 
 def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
-    """Call ``function(rank, *args)`` in `num_ranks` new processes that form a gloo world; the results in rank order.
+    """Call ``function(rank, *args)`` in `num_ranks` new processes that form a gloo world; returns the results in rank order.
 
-    The function must be importable. One torch thread a rank.
+    The function must be importable. Each rank has one torch thread.
 
     Raises:
         ExecutionError: a rank ended without a result; its traceback is on standard error.
@@ -117,7 +117,7 @@ def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> li
         results = _collect(pipes)
     except BaseException:
         for process in processes:
-            process.kill()  # they wait for the one that failed
+            process.kill()  # the other ranks wait for the one that failed
         raise
     finally:
         for process in processes:

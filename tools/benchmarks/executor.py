@@ -1,15 +1,15 @@
-"""Measure what the executor itself costs: Python time per op beyond the op's own work.
+"""Measure the overhead of the executor: Python time per op beyond the op's own work.
 
-One process plays each rank of the pipeline in turn. Nothing is computed and nothing travels; what is left is overhead. Four
-layers, each a line of the result, in microseconds an op:
+One process plays each rank of the pipeline in turn. Nothing is computed and nothing is transferred; what remains is overhead.
+There are four layers, each a line of the result, in microseconds per op:
 
   executor       the walk over the ops; links and work do nothing
   timed          the same while passes are timed for planning
   process group  the same through ProcessGroupLinks, over torch's backend "fake": adds the Python of isend and irecv
   model          the same as "executor", with ops that run a tiny linear through megatron-core's own forward_step and
-                 backward_step; the time that those take for the unsplit linear without an executor is subtracted
+                 backward_step, less the time of those two for the unsplit linear without an executor
 
-Time is the thread's CPU time, so that a busy machine does not count. Every rank is measured; the table shows the slowest.
+Time is CPU time of the thread, so that other processes do not count. Every rank is measured; the table shows the slowest.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Measurement:
-    """Microseconds an op of one layer on one rank, over the repeats."""
+    """Microseconds per op of one layer on one rank, over the repeats."""
 
     schedule: str
     layer: str
@@ -57,44 +57,44 @@ class Measurement:
 
 
 class InstantLinks:
-    """Transfers that are over at once; also their own handle."""
+    """`Links` whose transfers complete at once; also their handle."""
 
     def send(self, message: Message, tensor: Tensor) -> InstantLinks:
-        """Nothing travels."""
+        """Transfer nothing."""
         return self
 
     def receive(self, message: Message, buffer: Tensor) -> InstantLinks:
-        """Nothing travels."""
+        """Transfer nothing."""
         return self
 
     def wait(self) -> None:
-        """Over already."""
+        """Return at once."""
 
 
 class EmptyWork:
-    """Ops that do nothing and hand one and the same tensor on."""
+    """A `StageWork` whose ops do nothing and always return the same tensor."""
 
     def __init__(self) -> None:
         self.tensor = torch.zeros(SHAPE)
 
     def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor:
-        """F."""
+        """Return the tensor for F."""
         return self.tensor
 
     def backward(self, op: Op, gradient: Tensor | None, last: bool) -> Tensor:
-        """B or BW."""
+        """Return the tensor for B or BW."""
         return self.tensor
 
     def weight_gradient(self, op: Op, last: bool) -> None:
-        """W."""
+        """Do nothing for W."""
 
     def buffer(self, message: Message) -> Tensor:
-        """No memory is taken."""
+        """Return the tensor; allocates nothing."""
         return self.tensor
 
 
 def timed(run: Callable[[], Any], repeats: int) -> list[float]:
-    """Microseconds of CPU time of each of several calls, after one that does not count."""
+    """CPU time of each of `repeats` calls in microseconds, after one call that does not count."""
     run()
     samples = []
     for _ in range(repeats):
@@ -105,11 +105,11 @@ def timed(run: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def measure_executor(program: Program, rank: int, links: Links, layer: str, repeats: int, *, times: bool = False) -> Measurement:
-    """The executor around ops that do nothing; with `times` each of them is timed."""
+    """Measure the executor with empty ops; with `times` a `Profiler` times each of them."""
     profiler = None
     if times:
         profiler = Profiler(CPU)
-        with profiler:  # its first iteration is for memory
+        with profiler:  # its first iteration measures memory
             pass
     executor = Executor(program, rank, links, EmptyWork(), profiler)
     num_ops = len(program.steps[rank])
@@ -117,13 +117,13 @@ def measure_executor(program: Program, rank: int, links: Links, layer: str, repe
 
 
 def summary(program: Program, layer: str, rank: int, samples: Sequence[float]) -> Measurement:
-    """The samples of one rank and layer."""
+    """Summarize the samples of one rank and layer."""
     rounded = [round(sample, 2) for sample in (min(samples), statistics.median(samples), max(samples))]
     return Measurement(program.plan.schedule, layer, rank, len(program.steps[rank]), *rounded)
 
 
 def measure_process_group(program: Program, repeats: int) -> list[Measurement]:
-    """ProcessGroupLinks on every rank; the backend takes every message and moves none."""
+    """Measure `ProcessGroupLinks` on every rank; the fake backend accepts every message and transfers none."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     num_ranks, results = program.plan.num_ranks, []
@@ -139,24 +139,24 @@ def measure_process_group(program: Program, repeats: int) -> list[Measurement]:
 
 
 def measure_model(program: Program, rank: int, repeats: int) -> Measurement:
-    """ChunkWork and the split linear, less what megatron-core's own passes take for the unsplit linear.
+    """Measure ChunkWork with the split linear, less the time of megatron-core's own passes with the unsplit linear.
 
-    `rank` must hold neither the first nor the last stage: those differ by the loss.
+    `rank` must hold neither the first nor the last stage, which compute more.
     """
     from megatron.zerobubble.mcore.cpu.device import HostDevice
 
     num_ops, samples = len(program.steps[rank]), []
     with HostDevice(), warnings.catch_warnings():
-        # megatron-core says on import and on every config what is deprecated or not installed.
+        # megatron-core warns on import and on every config about what is deprecated or not installed.
         warnings.filterwarnings("ignore", module=r"megatron\.core\.")
         model = Passes(program, rank)
-        for _ in range(repeats):  # side by side, so that both see the same processor; best of three, for it is a difference
+        for _ in range(repeats):  # both close in time, so that the CPU's state is the same; best of three, as it is a difference
             samples.append((min(timed(model.ours, 3)) - min(timed(model.stock, 3))) / num_ops)
     return summary(program, "model", rank, samples)
 
 
 class Passes:
-    """One iteration of one rank over tiny linears: through the executor, and by megatron-core's own two functions alone."""
+    """One rank's iteration over tiny linears: through the executor, and by megatron-core's own two functions alone."""
 
     def __init__(self, program: Program, rank: int) -> None:
         from megatron.core.enums import ModelType
@@ -193,13 +193,13 @@ class Passes:
         self.activation, self.gradient = torch.zeros(SHAPE), torch.zeros(SHAPE)
 
     def ours(self) -> None:
-        """The executor, ChunkWork, the store and the split linear."""
+        """Run the executor, ChunkWork, the store and the split linear."""
         work = self.chunk_work(self.split, self.program.plan.placement, self.store, self.config, self.iteration, CPU)
         Executor(self.program, self.rank, InstantLinks(), work).run()
         work.finish()
 
     def stock(self) -> None:
-        """The same number of forward and backward passes, the backward fused, with nothing around them."""
+        """Run the same number of forward and full backward passes, with nothing around them."""
         losses: list[Any] = []
         for microbatch in range(self.iteration.num_microbatches * len(self.split)):
             activation = torch.empty(SHAPE).requires_grad_()
@@ -221,7 +221,7 @@ class Passes:
 
 
 class TinyLinear(torch.nn.Module):
-    """As little of a model chunk as megatron-core's passes accept. Split into `store` if there is one."""
+    """The smallest model chunk that megatron-core's passes accept. Its wgrad is deferred to `store` if there is one."""
 
     def __init__(self, store: Any) -> None:
         super().__init__()
@@ -235,11 +235,11 @@ class TinyLinear(torch.nn.Module):
         self._split_linear = split_linear
 
     def set_input_tensor(self, tensors: list[Tensor]) -> None:
-        """megatron-core's way of giving a chunk its input."""
+        """Set the input, as megatron-core does for a chunk."""
         (self.input,) = tensors
 
     def forward(self) -> Tensor:
-        """The product."""
+        """Apply the linear."""
         assert self.input is not None
         if self._split is None:
             return torch.nn.functional.linear(self.input, self.weight)
@@ -247,7 +247,7 @@ class TinyLinear(torch.nn.Module):
 
 
 def benchmark(schedule: str, args: argparse.Namespace) -> list[Measurement]:
-    """Every layer of one schedule."""
+    """Measure all layers for one schedule."""
     program = place_communication(build_plan(schedule, num_ranks=args.num_ranks, num_microbatches=args.num_microbatches))
     ranks = range(args.num_ranks)
     results = [measure_executor(program, rank, InstantLinks(), "executor", args.repeats) for rank in ranks]
@@ -261,7 +261,7 @@ def benchmark(schedule: str, args: argparse.Namespace) -> list[Measurement]:
 
 
 def slowest(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """For each schedule and layer the rank with the largest median, in the order measured."""
+    """The rank with the largest median for each schedule and layer, in the order measured."""
     worst: dict[tuple[str, str], Measurement] = {}
     for measurement in measurements:
         key = measurement.schedule, measurement.layer
@@ -301,8 +301,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--schedule", action="append", help="repeat for several (default: 1f1b, zb-h1, zb-h2, zbv)")
     parser.add_argument("--num-ranks", type=int, default=8, help="pipeline ranks, p (default %(default)s)")
     parser.add_argument("--num-microbatches", type=int, default=64, help="m (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=21, help="iterations measured a rank (default %(default)s)")
-    parser.add_argument("--without-model", action="store_true", help="leave the third layer out; megatron-core is not imported")
+    parser.add_argument("--repeats", type=int, default=21, help="iterations measured per rank (default %(default)s)")
+    parser.add_argument("--without-model", action="store_true", help="skip the layer 'model'; megatron-core is not imported")
     parser.add_argument("--limit-us", type=float, help="exit 1 if a median is larger")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
     return parser
@@ -330,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Path(args.json).write_text(text + "\n", encoding="utf-8")
     over = [row for row in slowest(measurements) if args.limit_us is not None and row.median_us > args.limit_us]
     for row in over:
-        print(f"{row.schedule}, {row.layer}: {row.median_us} us an op is more than {args.limit_us}", file=sys.stderr)
+        print(f"{row.schedule}, {row.layer}: {row.median_us} us per op is more than {args.limit_us}", file=sys.stderr)
     return 1 if over else 0
 
 

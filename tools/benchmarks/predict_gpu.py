@@ -1,10 +1,10 @@
-"""Predict iteration time and MFU of pipelines of 8, 16 and 32 GPUs from passes that were measured on one.
+"""Predict iteration time and MFU of pipelines of 8, 16 and 32 GPUs from pass times measured on one.
 
-Takes the JSON of tools/benchmarks/split.py, gives every rank the same number of layers, and lets the simulator run the plans.
-1F1B, interleaved or not, gets the faster of the two classic backwards that were measured, not B + W. What no single GPU can show
-is given by options and marked so: the links' bandwidth, the device's peak. Left out: embedding, head, optimizer, and the
-reduction over data-parallel copies. A span is the iteration time with an optimizer that does not synchronise the ranks, a
-makespan with one that does.
+Reads the JSON of `tools.benchmarks.split`, assumes the same number of layers on every rank, and simulates the plans. 1F1B,
+interleaved or not, gets the faster of the two measured full backwards, not B + W. What a single GPU cannot show is given by
+options and marked as given: the bandwidth of the links, the peak of the device. Not included: embedding, head, optimizer, and
+the reduction over data-parallel replicas. The span is the iteration time with post-validation, the makespan the iteration time
+with the synchronous optimizer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tools.benchmarks.wgrad.shapes import LayerShape
 FORMAT = "zerobubble-gpu-prediction/1"
 MEASURED = "zerobubble-split-benchmark/1"
 CLASSIC = ("1f1b", "interleaved-1f1b")
-"""Schedules with a fused backward; the first is what others are compared with."""
+"""Schedules with a full backward (B+W); the first is the baseline."""
 SCHEDULES = (*CLASSIC, "zb-h1", "zb-h2", "zbv")
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
 EXAMPLES = """examples:
@@ -40,14 +40,14 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """What was measured of one layer and its microbatch, and what of it is arithmetic."""
+    """Measured times and bytes of one layer and microbatch, with computed FLOPs."""
 
     shape: LayerShape
     forward_ms: float
     backward_ms: float
     wgrad_ms: float
     classic_ms: float
-    """The faster of the two classic backwards."""
+    """The faster of the two full backwards (B+W)."""
     model_flops: int
     activation_bytes: float
     is_activation_measured: bool
@@ -55,10 +55,10 @@ class Passes:
     plain_matmul_tflops: float
 
     def costs(self, schedule: str, layers: int, comm_ms: float, placement: Placement) -> CostModel:
-        """Of ranks with so many layers, for the simulator."""
+        """Costs of a pipeline with `layers` layers per rank, for the simulator."""
         backward, wgrad = self.backward_ms, self.wgrad_ms
         if schedule in CLASSIC:
-            # Only the sum counts where the backward is not split. What is split off may be slower than the whole was.
+            # Only the sum counts for a full backward. The split-off W may be slower than the full backward was.
             wgrad = min(wgrad, self.classic_ms)
             backward = self.classic_ms - wgrad
         return CostModel.uniform(
@@ -73,7 +73,7 @@ class Passes:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of one schedule. Every figure is predicted."""
+    """Predicted metrics of one schedule."""
 
     layer: str
     num_ranks: int
@@ -84,23 +84,23 @@ class Prediction:
     makespan_ms: float
     bubble_rate: float
     peak_memory: float
-    """1.0 is 1F1B's rank 0."""
+    """Peak activation memory; 1.0 is 1F1B on rank 0."""
     mfu_span: float
     mfu_makespan: float
     speedup_span: float
-    """1F1B's makespan over this span: a classic optimizer against one that does not synchronise."""
+    """1F1B's makespan over this span: 1F1B with the synchronous optimizer vs. this schedule with post-validation."""
     speedup_makespan: float
-    """Makespan against makespan: both optimizers synchronise."""
+    """1F1B's makespan over this makespan: both with the synchronous optimizer."""
 
 
 def read_passes(body: Any) -> list[Passes]:
-    """From the JSON of tools/benchmarks/split.py.
+    """Read the passes from the JSON of `tools.benchmarks.split`.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it has another format.
     """
     if not isinstance(body, Mapping) or body.get("format") != MEASURED:
-        raise ConfigError(f"the input is not of format {MEASURED!r}; write one with tools/benchmarks/split.py --json FILE")
+        raise ConfigError(f"the input is not of format {MEASURED!r}; write one with python -m tools.benchmarks.split --json FILE")
     found = []
     for entry in body["shapes"]:
         layer, predicted = entry["measured"]["per_layer"], entry["predicted"]
@@ -123,10 +123,10 @@ def read_passes(body: Any) -> list[Passes]:
 
 
 def predict(passes: Passes, num_ranks: int, args: argparse.Namespace, peak_tflops: float, comm_ms: float) -> list[Prediction]:
-    """Every schedule on so many ranks, 1F1B first."""
+    """Predict every schedule on `num_ranks` ranks, 1F1B first."""
     layers = args.layers_per_rank or passes.shape.layers_per_rank
     num_microbatches = args.microbatches_per_rank * num_ranks
-    flops = passes.model_flops * layers * num_microbatches  # of a rank, in an iteration
+    flops = passes.model_flops * layers * num_microbatches  # per rank and iteration
     rows: list[Prediction] = []
     for schedule in SCHEDULES:
         result = make_plan(
@@ -160,9 +160,9 @@ def predict(passes: Passes, num_ranks: int, args: argparse.Namespace, peak_tflop
 
 
 def table(rows: Sequence[Prediction]) -> str:
-    """Markdown. A speed-up is against 1F1B's makespan."""
+    """The predictions as a Markdown table. Speed-ups are over 1F1B's makespan."""
     lines = [
-        "| layer | p | m | layers a rank | schedule | span ms | makespan ms | bubble | memory | MFU, span | MFU, makespan "
+        "| layer | p | m | layers per rank | schedule | span ms | makespan ms | bubble | memory | MFU, span | MFU, makespan "
         "| speed-up, span | speed-up, makespan |",
         "|" + "---|" * 13,
     ]
@@ -177,7 +177,7 @@ def table(rows: Sequence[Prediction]) -> str:
 
 
 def inputs_table(inputs: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: what the predictions rest on, a figure a line, each by where it comes from. Of one layer and microbatch."""
+    """The inputs of the predictions as a Markdown table, one value per line with its source, per layer and microbatch."""
     lines = ["| layer | figure | value | |", "|" + "---|" * 4]
     for of_layer in inputs:
         for source in ("measured", "predicted", "given"):
@@ -190,21 +190,21 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="python -m tools.benchmarks.predict_gpu", description=__doc__, epilog=EXAMPLES, formatter_class=raw)
-    parser.add_argument("file", help="the JSON of tools/benchmarks/split.py")
+    parser.add_argument("file", help="JSON written by tools.benchmarks.split")
     parser.add_argument("--num-ranks", type=int, action="append", help="p; repeat for several (default: 8, 16, 32)")
     parser.add_argument("--microbatches-per-rank", type=int, default=3, help="m / p (default %(default)s)")
     parser.add_argument(
-        "--layers-per-rank", type=int, help="default: the paper's for the model, embedding and head as a layer each"
+        "--layers-per-rank", type=int, help="default: as in the paper, where embedding and head count as one layer each"
     )
-    parser.add_argument("--link-gb-per-s", type=float, default=50.0, help="of a link between ranks (default %(default)s)")
-    parser.add_argument("--peak-tflops", type=float, help="of a device; default: the plain matmul's rate in the same measurement")
-    parser.add_argument("--effort", choices=[each.value for each in Effort], help="search for better orders (default: hardly)")
+    parser.add_argument("--link-gb-per-s", type=float, default=50.0, help="bandwidth of a P2P link (default %(default)s)")
+    parser.add_argument("--peak-tflops", type=float, help="peak of the device; default: the rate of the plain matmul in FILE")
+    parser.add_argument("--effort", choices=[each.value for each in Effort], help="search effort (default: almost none)")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
     return parser
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for numbers that mean nothing."""
+    """Raise ConfigError for values that are not positive."""
     for name in ("num_ranks", "microbatches_per_rank", "layers_per_rank", "link_gb_per_s", "peak_tflops"):
         values = getattr(args, name)
         for value in values if isinstance(values, list) else [values]:
@@ -213,7 +213,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def describe(passes: Passes, peak_tflops: float, comm_ms: float, args: argparse.Namespace) -> dict[str, Any]:
-    """The inputs of one layer's predictions, each by where it comes from."""
+    """The inputs of one layer's predictions, grouped by source."""
     measured = asdict(passes)
     for name in ("shape", "is_activation_measured", "activation_bytes", "model_flops"):
         del measured[name]
@@ -225,7 +225,7 @@ def describe(passes: Passes, peak_tflops: float, comm_ms: float, args: argparse.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Predict."""
+    """Run the prediction. A user error is one line on stderr and exit code 2."""
     parser = build_parser()
     args = parser.parse_args(argv)
     rows: list[Prediction] = []
@@ -243,9 +243,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows += predict(passes, num_ranks, args, peak, comm_ms)
     except (UserError, OSError, json.JSONDecodeError) as error:
         parser.error(str(error))
-    print(f"What follows is *predicted*, all of it, from passes *measured* on {body['device']}.\n")
+    print(f"All values are *predicted* from passes *measured* on {body['device']}.\n")
     print(table(rows))
-    print(f"\nIt rests on these figures of a layer and a microbatch:\n\n{inputs_table(inputs)}")
+    print(f"\nInputs, per layer and microbatch:\n\n{inputs_table(inputs)}")
     if args.json:
         result = {
             "format": FORMAT,

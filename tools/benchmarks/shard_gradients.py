@@ -39,7 +39,7 @@ from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.transforms import group_weight_gradients
 from tools.benchmarks.emulation import run_on_ranks
-from tools.benchmarks.schedules.contenders import Entrant, Runtime, Sizes
+from tools.benchmarks.schedules.contenders import ContenderSpec, Runtime, Sizes
 
 FORMAT = "zerobubble-shard-gradients-benchmark/1"
 
@@ -67,10 +67,10 @@ def serve(rank: int, request: Request) -> list[dict[str, float]]:
 
         host = HostDevice()
         set_up(host, request.num_ranks)
-        entrant = Entrant(name=request.schedule, runtime=Runtime.OURS, schedule=request.schedule, baseline=request.schedule)
+        spec = ContenderSpec(name=request.schedule, runtime=Runtime.OURS, schedule=request.schedule, baseline=request.schedule)
         results, expected = [], None
         for group_size in request.group_sizes:
-            contender = ShardingContender(entrant, request.sizes, request.num_ranks, host, group_size, request.bucket_size)
+            contender = ShardingContender(spec, request.sizes, request.num_ranks, host, group_size, request.bucket_size)
             held = contender.look(request.num_microbatches)
             contender.iterate(request.num_microbatches)
             weights = contender.weights()

@@ -1,9 +1,10 @@
-"""Measure what the split of the backward pass costs on one device, and how fast W is.
+"""Measure the cost of splitting the backward pass into dgrad (B) and wgrad (W) on one device, and the speed of W.
 
-For each kind of layer: F, B, W, and the classic backward twice, through our store and as megatron-core does it, of a stack of
-megatron-core's transformer layers with fp32 main gradients; then each weight gradient alone, by every kernel that works here,
-beside the plain matmul of its shape. CUDA events on a GPU, the host's clock on a CPU; medians; contenders take turns; operands
-rotate, so that caches are cold. Bytes held between B and W are held against what must be, and against 32 sbh of arXiv 2401.10241.
+For each kind of layer: F, B, W, and the full backward (B+W) twice, through our store and as megatron-core runs it, of a stack of
+megatron-core's transformer layers with fp32 main gradients; then each wgrad GEMM alone, by every kernel that works here, vs. the
+plain matmul of its shape. Times are CUDA events on a GPU, the host's clock on a CPU; medians over rounds that run every
+contender; operands rotate, so that caches are cold. The bytes held between B and W are compared with the necessary bytes, and
+with 32 sbh of arXiv 2401.10241.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m tools.benchmarks.split", description=__doc__, epilog=EXAMPLES, formatter_class=raw)
     names = ", ".join(shape.name for shape in SHAPES)
     parser.add_argument("--shape", action="append", metavar="NAME", help=f"repeat for several (default: all of {names})")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations (default %(default)s)")
-    parser.add_argument("--scale", type=float, default=1.0, help="heads and tokens times this, one sample (default %(default)s)")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on heads and tokens, one sample (default %(default)s)")
     parser.add_argument(
         "--num-layers", type=int, default=2, help="layers of the stack; times are per layer (default %(default)s)"
     )
@@ -57,21 +58,21 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def choose_device(name: str | None, *, trial: str = "--device cpu --scale 0.05") -> torch.device:
-    """The device asked for. Raises ConfigError where there is none, and says with which options a CPU can try the tool."""
+    """Choose the device; raises ConfigError if there is no such device. `trial`: options with which the tool runs on a CPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"--device cuda is given and torch sees no GPU here; give {trial} to try the tool")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def benchmark(shape: LayerShape, args: argparse.Namespace, device: torch.device) -> ShapeResult:
-    """Everything about one kind of layer."""
-    from tools.benchmarks.wgrad.measure import measure_passes, measure_product
+    """Measure one kind of layer."""
+    from tools.benchmarks.wgrad.measure import measure_gemm, measure_passes
     from tools.benchmarks.wgrad.stack import Stack, world_of_one
 
     dtype = DTYPES[args.dtype]
     rounds: dict[str, Any] = {"device": device, "dtype": dtype, "repeats": args.repeats, "warmup": args.warmup}
     with world_of_one(device) as host, warnings.catch_warnings():
-        # megatron-core says on import and on every config what is deprecated or not installed.
+        # megatron-core warns on import and on every config about what is deprecated or not installed.
         warnings.filterwarnings("ignore", module=r"megatron\.core\.")
         kernel = choose_kernel(device, input_dtype=dtype, accumulator_dtype=torch.float32)
         split, stock = (Stack(shape, args.num_layers, dtype, device, host, each) for each in (kernel, None))
@@ -80,19 +81,19 @@ def benchmark(shape: LayerShape, args: argparse.Namespace, device: torch.device)
             stack.close()
     gc.collect()  # before the next shape needs the memory
     kernels: list[WgradKernel] = working_kernels(device, input_dtype=dtype, accumulator_dtype=torch.float32)
-    products = tuple(measure_product(linear, shape.tokens, kernels, **rounds) for linear in shape.linears)
+    gemms = tuple(measure_gemm(linear, shape.tokens, kernels, **rounds) for linear in shape.linears)
     return ShapeResult(
         shape=shape,
         num_layers=args.num_layers,
         kernel=kernel.kind.value,
         bytes_per_element=dtype.itemsize,
         passes=passes,
-        products=products,
+        gemms=gemms,
     )
 
 
-def about(args: argparse.Namespace, device: torch.device, tool: str = "tools/benchmarks/split.py") -> dict[str, Any]:
-    """Where and how `tool` was run."""
+def about(args: argparse.Namespace, device: torch.device, tool: str = "tools.benchmarks.split") -> dict[str, Any]:
+    """Where and how the module `tool` was run."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
         "is_gpu": device.type == "cuda",
@@ -101,7 +102,7 @@ def about(args: argparse.Namespace, device: torch.device, tool: str = "tools/ben
         "repeats": args.repeats,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "command": shlex.join(["python", tool, *args.argv]),
+        "command": shlex.join(["python", "-m", tool, *args.argv]),
     }
 
 

@@ -29,7 +29,7 @@ from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.profiling.recordings import Recordings
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
-from megatron.zerobubble.runtime.recording import Recorder, together
+from megatron.zerobubble.runtime.recording import Recorder, fan_out
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
@@ -149,19 +149,19 @@ class IterationRunner:
 
     def _executor(self, program: Program, work: ChunkWork, recorder: Recorder | None, hooks: IterationHooks) -> Executor:
         observer = None if hooks.observe is None else _Observer(work, hooks.observe)
-        recorders = together([each for each in (observer, recorder, hooks.watch) if each is not None])
+        recorders = fan_out([each for each in (observer, recorder, hooks.watch) if each is not None])
         return Executor(program, self._rank, self._links, work, recorders)
 
     def _recorder_of(self, plan: Plan, hooks: IterationHooks) -> Recorder | None:
         """What records this training iteration, whatever its work is."""
         is_disturbed = hooks.profiler is not None or hooks.observe is not None
         recording = self._recordings.begin(plan, is_disturbed=is_disturbed)
-        return together([each for each in (hooks.profiler, recording) if each is not None])
+        return fan_out([each for each in (hooks.profiler, recording) if each is not None])
 
 
 def _report(hooks: IterationHooks, what: str) -> None:
     if hooks.watch is not None:
-        hooks.watch.tell(what)
+        hooks.watch.report(what)
 
 
 def _due_at_once(program: Program, rank: int) -> frozenset[tuple[int, int]]:

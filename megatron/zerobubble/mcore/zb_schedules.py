@@ -249,7 +249,7 @@ class PipelineSchedule:
     def _finalize_gradients(self, num_tokens: torch.Tensor, force_all_reduce: bool | None) -> None:
         """megatron-core's last reductions. `num_tokens` is an int32 scalar, this rank's share of the per-token loss."""
         if self.hooks.watch is not None:
-            self.hooks.watch.tell("makes its gradients final with other ranks")
+            self.hooks.watch.report("makes its gradients final with other ranks")
         counted = num_tokens if self._config.calculate_per_token_loss else None
         with self.recorder.span(Activity.GRADIENTS):
             self._config.finalize_model_grads_func(self._chunks, counted, force_all_reduce=force_all_reduce)

@@ -1,1 +1,1 @@
-"""Scheduler playground: the planner of `megatron.zerobubble.plan` on a page in the browser (`zerobubble playground`)."""
+"""Scheduler playground: the planner (`megatron.zerobubble.plan`) on a page in the browser (`zerobubble playground`)."""

@@ -1,4 +1,4 @@
-"""Start the scheduler playground: a page in the browser on which schedules are planned, compared and taken along."""
+"""Start the scheduler playground: a page in the browser to plan, compare and export pipeline schedules."""
 
 from __future__ import annotations
 
@@ -24,17 +24,24 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine only)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="port, 0 for a free one (default %(default)s)")
     parser.add_argument(
-        "--allow-host", action="append", default=[], metavar="NAME", help="a name under which browsers may reach it; repeatable"
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="host name that browsers may use; repeatable",
     )
     parser.add_argument(
-        "--search-seconds", type=float, default=600.0, help="after which a search stops with what it has (default %(default)s)"
+        "--search-seconds",
+        type=float,
+        default=600.0,
+        help="time limit of a search, which keeps its best plan (default %(default)s)",
     )
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Listen until interrupted. What cannot be is a message on stderr and exit code 2."""
+    """Listen until interrupted. A user error is one line on stderr and exit code 2."""
     args = build_parser().parse_args(argv)
     if not args.search_seconds > 0:
         print(f"zerobubble playground: error: --search-seconds is {args.search_seconds}; give a number above 0", file=sys.stderr)
@@ -50,27 +57,27 @@ def main(argv: list[str] | None = None) -> int:
     address = f"http://{name}:{listener.getsockname()[1]}/"
     print(f"playground: {address} (Ctrl-C ends it)", flush=True)
     if not _is_loopback(args.host):
-        print("playground: everyone who reaches this address can plan on this machine; there is no login", flush=True)
+        print("playground: everyone who can reach this address can run searches on this machine; there is no login", flush=True)
     if args.open:
         webbrowser.open(address)
     app = create_app(search_seconds=args.search_seconds, allowed_hosts=[*args.allow_host, args.host])
     config = uvicorn.Config(
         app, log_level="warning", limit_concurrency=100, timeout_keep_alive=5, timeout_graceful_shutdown=5, server_header=False
     )
-    with contextlib.suppress(KeyboardInterrupt):  # the way to end it
+    with contextlib.suppress(KeyboardInterrupt):  # the normal way to end the server
         _Server(config, app.state.pool).run(sockets=[listener])
     return 0
 
 
 class _Server(uvicorn.Server):
-    """Ends its searches, too: they would be waited for."""
+    """Stops the running searches on exit; uvicorn would wait for them."""
 
     def __init__(self, config: uvicorn.Config, pool: Pool) -> None:
         super().__init__(config)
         self._pool = pool
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called on Ctrl-C and SIGTERM."""
+        """Stop all searches, then the server. Called on Ctrl-C and SIGTERM."""
         self._pool.stop()
         super().handle_exit(sig, frame)
 
@@ -81,7 +88,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen()  # before the address is told: who comes early waits a moment instead of being refused
+        listener.listen()  # before the address is printed: an early request waits a moment instead of being refused
     except BaseException:
         listener.close()
         raise

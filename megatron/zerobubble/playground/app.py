@@ -1,7 +1,7 @@
-"""The server: one page, its files, and one address a task. It keeps nothing between requests.
+"""The playground's server: one page, its static files, and one endpoint per task. It keeps no state between requests.
 
-A search answers with a line of JSON whenever it has something better; the page stops it by hanging up. All that is computed or
-parsed is computed and parsed in a worker process.
+A search streams a line of JSON whenever it has a better plan; the page stops it by closing the connection. All planning and
+parsing happens in worker processes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _STARTING = b'{"event":"tick","state":"running"'
 
 
 def create_app(*, search_seconds: float = 600.0, allowed_hosts: Sequence[str] = ()) -> Starlette:
-    """The application; its `state.pool` is the `Pool` of its workers.
+    """Create the ASGI application; its `state.pool` is the `Pool` of its workers.
 
     Args:
-        search_seconds: after which a search is stopped and what it has is kept.
-        allowed_hosts: names besides `localhost` under which it may be reached.
+        search_seconds: time limit of a search, in seconds; the page keeps its best plan so far.
+        allowed_hosts: host names besides `localhost` that browsers may use for this server.
     """
 
     pool = Pool(search_seconds=search_seconds)
@@ -61,13 +61,13 @@ def create_app(*, search_seconds: float = 600.0, allowed_hosts: Sequence[str] = 
 
 
 def _files() -> list[tuple[str, Path]]:
-    """Every address of the page and its file. The list is all there is: no address becomes a path."""
+    """Every URL path of the page and its file. Only these are served: no request path is used as a file path."""
     found = sorted(path for path in _STATIC.rglob("*") if path.is_file())
     return [("/", _STATIC / "index.html"), *((f"/{path.relative_to(_STATIC).as_posix()}", path) for path in found)]
 
 
 def _serve(file: Path) -> Callable[[Request], Awaitable[Response]]:
-    """Answers with one file, read at start."""
+    """An endpoint that serves one file, read at start."""
     content, kind = file.read_bytes(), mimetypes.guess_type(file.name)[0] or "text/plain"
 
     async def answer(request: Request) -> Response:
@@ -77,7 +77,7 @@ def _serve(file: Path) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _choices(request: Request) -> Response:
-    """What the page offers."""
+    """The schedules, objectives, efforts, colors and limits that the page offers."""
     schedules = [
         {
             "name": info.name,
@@ -109,7 +109,7 @@ async def _choices(request: Request) -> Response:
             "limits": {
                 "ranks": limits.MAX_RANKS,
                 "microbatches": limits.MAX_MICROBATCHES,
-                "chunks": limits.MAX_STAGES_A_RANK,
+                "chunks": limits.MAX_STAGES_PER_RANK,
                 "body_bytes": limits.MAX_BODY_BYTES,
             },
         }
@@ -125,16 +125,16 @@ async def _task(task: str, request: Request) -> Response:
     except ClientDisconnect:
         return _error(400, "the request ended early")
     if body is None:
-        return _error(413, f"the request is larger than {limits.MAX_BODY_BYTES // 2**20} MiB, which is the most")
+        return _error(413, f"the request is larger than the maximum of {limits.MAX_BODY_BYTES // 2**20} MiB")
     events = request.app.state.pool.events(task, body)
     try:
         return await (_stream(events) if task in SEARCHES else _answer(events))
     except Busy:
-        return _error(503, "too many searches wait already; stop one in another page, or wait")
+        return _error(503, "too many searches are waiting; stop one in another page, or wait")
 
 
 async def _body(request: Request) -> bytes | None:
-    """All of it; None where it is too large, whatever its header says."""
+    """The request's body; None if it is too large, whatever its content-length header claims."""
     if int(request.headers.get("content-length", "0")) > limits.MAX_BODY_BYTES:
         return None
     body = bytearray()
@@ -146,7 +146,7 @@ async def _body(request: Request) -> bytes | None:
 
 
 async def _stream(events: AsyncGenerator[bytes, None]) -> Response:
-    """Lines as they come. What is wrong with the request itself is the first that a worker says, and refused with a status."""
+    """Stream the lines of a search. An error in the request is the worker's first event, and becomes an HTTP status."""
     first = await anext(events, b"")
     while first.startswith(_STARTING):
         first = await anext(events, b"")
@@ -164,13 +164,13 @@ async def _stream(events: AsyncGenerator[bytes, None]) -> Response:
 
 
 async def _answer(events: AsyncGenerator[bytes, None]) -> Response:
-    """The one answer of a task that is over soon."""
+    """The single answer of a short task."""
     async with aclosing(events):
         async for line in events:
             if not line.startswith(_TICK):
                 done = line.startswith(b'{"event":"done"')
                 return Response(line, status_code=200 if done else 400, media_type="application/json")
-    return _error(500, "the worker process said nothing")
+    return _error(500, "the worker process ended without an answer")
 
 
 def _error(status: int, message: str) -> JSONResponse:

@@ -1,8 +1,8 @@
-"""A timeline as the page wants it: numbers by rank, ready to be drawn, with what is said about it in words.
+"""Timelines in the JSON form that the page draws: numbers per rank, metrics and text.
 
-``ranks[r]`` holds parallel lists, an entry an op: ``kinds`` (index into `KINDS`), ``chunks``, ``microbatches``, ``starts`` and
-``ends`` in milliseconds from the first op of all, ``held`` after the op's step of
-the memory staircase, and ``steps``, when that is.
+``ranks[r]`` holds parallel lists with one entry per op: ``kinds`` (index into `KINDS`), ``chunks``, ``stages``, ``microbatches``,
+``starts`` and ``ends`` in milliseconds from the first op of all ranks; and the staircase of activation memory: ``held`` after the
+times ``steps``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron.zerobubble.profiling.report import report
 Drawing = dict[str, Any]
 
 KINDS = tuple(OpKind)
-"""What `kinds` counts through."""
+"""Op kinds in the order of the indices in ``kinds``."""
 _TEXT_OPS = 2000
-"""Larger plans are drawn as text without numbers in it, which takes a line of this width at most."""
+"""Maximum width of the text timeline, in characters; wider ones are drawn without microbatch numbers."""
 _DIGITS = 5
 
 
 def draw_plan(result: Result) -> Drawing:
-    """A simulated plan."""
+    """The drawing of a simulated plan."""
     simulation, plan = result.simulation, result.simulation.plan
     drawing = _draw(plan, simulation.rows, simulation.costs)
     return drawing | {
@@ -48,7 +48,7 @@ def draw_plan(result: Result) -> Drawing:
 
 
 def draw_recorded(timeline: Timeline) -> Drawing:
-    """A recorded iteration. Activations are counted as the plan's, as a trace does not know them."""
+    """The drawing of a recorded iteration. Activation memory is the plan's, because a trace does not contain it."""
     seen = report(timeline)
     plan, costs = timeline.plan, seen.simulation.costs
     drawing = _draw(plan, timeline.rows, costs)
@@ -125,7 +125,7 @@ def _rank(row: Sequence[TimedOp], stair: Sequence[tuple[float, float]], begin: f
 
 
 def _sent(placement: Placement, num_microbatches: int) -> dict[str, Any]:
-    """Activations forth and gradients back over every border between ranks; relative to one stage a rank."""
+    """P2P messages per iteration: activations and gradients over every stage boundary between ranks; also relative to 1F1B."""
     ranks = placement.stage_to_rank
     borders = sum(here != there for here, there in pairwise(ranks))
     least = placement.num_ranks - 1
@@ -136,5 +136,5 @@ def _sent(placement: Placement, num_microbatches: int) -> dict[str, Any]:
 
 
 def to_text(drawing: Drawing) -> str:
-    """As compact JSON."""
+    """Encode a drawing as compact JSON."""
     return json.dumps(drawing, separators=(",", ":"))

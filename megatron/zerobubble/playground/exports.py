@@ -1,4 +1,4 @@
-"""What can be taken along: files for tools and flags for pretrain_gpt.py."""
+"""Exports of a plan: files for other tools, and flags for pretrain_gpt.py."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron.zerobubble.plan.simulate import Simulation
 
 _SVG_WIDTH_PX = 1600
 _SVG_MOST_PX = 24_000
-_PX_A_PASS = 14
+_PX_PER_PASS = 14
 
 
 class Export(enum.Enum):
-    """Forms of a simulated plan."""
+    """File formats of an exported plan."""
 
     SVG = "svg"
     TRACE = "trace"
@@ -27,7 +27,7 @@ class Export(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TextFile:
-    """A file to be saved in the browser."""
+    """A file for the browser to save."""
 
     name: str
     media_type: str
@@ -35,27 +35,27 @@ class TextFile:
 
 
 def export(simulation: Simulation, form: Export) -> TextFile:
-    """Draw a plan for other programs."""
+    """Export a simulated plan as a file."""
     stem = stem_of(simulation.plan)
     if form is Export.TRACE:
         return TextFile(name=f"{stem}.trace.json", media_type="application/json", text=render_chrome_trace(simulation.rows))
-    width = max(_SVG_WIDTH_PX, min(_SVG_MOST_PX, _PX_A_PASS * max(map(len, simulation.rows))))
+    width = max(_SVG_WIDTH_PX, min(_SVG_MOST_PX, _PX_PER_PASS * max(map(len, simulation.rows))))
     svg = render_svg(simulation.rows, title=headline(simulation.plan), subtitle=measures(simulation), width_px=width)
     return TextFile(name=f"{stem}.svg", media_type="image/svg+xml", text=svg)
 
 
 def stem_of(plan: Plan) -> str:
-    """A file name that says what is in it, without characters that a file system could mind."""
+    """A file name without extension: schedule, ranks and microbatches, in characters that every file system allows."""
     known = {info.name for info in known_schedules()}
     name = plan.schedule if plan.schedule in known else "plan"
     return f"{name}-p{plan.num_ranks}-m{plan.num_microbatches}"
 
 
 def flags(plan: Plan, objective: Objective) -> list[str]:
-    """Flags with which pretrain_gpt.py runs this very plan, once it is saved under its name beside it.
+    """Flags with which pretrain_gpt.py runs this plan, once it is saved as `stem_of(plan)`.json beside it.
 
-    The batch is m microbatches of one sample, without data parallelism: with d data-parallel ranks and b samples a microbatch
-    the global batch is m*d*b.
+    The batch is m microbatches of one sample, without data parallelism: with d data-parallel replicas and b samples per
+    microbatch the global batch is m*d*b.
     """
     words = [
         f"--pipeline-model-parallel-size {plan.num_ranks}",

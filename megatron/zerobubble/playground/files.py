@@ -1,4 +1,4 @@
-"""A file that was dropped onto the page: told apart by what is in it, never by its name."""
+"""Open a file that was dropped onto the page. Its kind follows from its content, never from its name."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Opened = dict[str, Any]
 
 _LONGEST_NAME = 80
 _MOST_ITERATIONS = 8
-"""Of a trace, the last ones."""
+"""Iterations of a trace that are shown, the last ones."""
 
 
 def open_file(body: bytes) -> Opened:
-    """What the page shows of a file: ``kind`` is plan, costs or trace.
+    """Read a file for the page: ``kind`` is plan, costs or trace.
 
     Raises:
-        UserError: nothing the playground knows, or malformed; says what is wrong.
+        UserError: the format is unknown, or the content malformed.
     """
     given = read_object(body)
     if given.get("format") == PLAN_FORMAT:
@@ -51,7 +51,7 @@ def open_file(body: bytes) -> Opened:
 
 
 def plan_result(text: str | bytes, body: Mapping[str, Any]) -> Result:
-    """A plan from a file under the costs in it, or uniform ones, with the bound at its own peak."""
+    """A plan from a file, simulated with the costs in it or uniform ones, with the lower bound at its own peak memory."""
     plan = Plan.from_json(text)
     check_size(plan.num_ranks, plan.num_microbatches)
     if len(plan.schedule) > _LONGEST_NAME:

@@ -1,9 +1,9 @@
-"""What every request has to pass before anything looks at it, and what every answer says to the browser.
+"""Security checks on every request, and security headers on every response.
 
-A server on a loopback address is reachable from any page that the browser has open. Such a page can name our address under a name
-of its own (DNS rebinding): so the Host header must be an address, `localhost`, or a name that was allowed at start. It can post
-to us without reading the answer: so a request must say that it comes from our own page, and its body that it is JSON, which no
-other page may send without asking first. And what we serve runs nothing that does not come from us (Content-Security-Policy).
+A server on a loopback address is reachable from any page that the browser has open. Such a page can point a host name of its own
+at our address (DNS rebinding): so the Host header must be an address, `localhost`, or a name that was allowed at start. It can
+post to us without reading the response (CSRF): so the origin of a request must be our own page, and its body JSON, which another
+page cannot send without a CORS preflight. Our own page runs no scripts from elsewhere (Content-Security-Policy).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Guard:
     """ASGI middleware around the whole application.
 
     Args:
-        app: what it guards.
-        allowed_hosts: names besides `localhost` under which the server may be reached.
+        app: the application behind it.
+        allowed_hosts: host names besides `localhost` that browsers may use for this server.
     """
 
     def __init__(self, app: ASGIApp, *, allowed_hosts: Iterable[str] = ()) -> None:
@@ -43,7 +43,7 @@ class Guard:
         self._allowed = frozenset(name.lower() for name in allowed_hosts) | {"localhost"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Pass a request on to the application, or reject it."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)

@@ -1,8 +1,8 @@
-"""Better and better plans of one problem, each as soon as there is one.
+"""An anytime search: a ladder of searches with growing budgets, each yielding the best plan so far.
 
-A search of `megatron.zerobubble.plan` answers when its budget is spent. Here the drawn order comes first, then searches with
-budgets that grow about five times a rung, up to the effort that was asked for: a person sees a picture at once and may stop at
-any time, for about a quarter more work in all. The last rung is what `zerobubble plan` does with that effort.
+A single search returns a plan when its budget is spent. Here the hand-written schedule comes first, then searches with budgets
+that grow about fivefold per rung, up to the requested effort: the page shows a plan at once and the user may stop at any time, at
+the price of about a quarter more work. The last rung is the search of `zerobubble plan` with that effort.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 from megatron.zerobubble.playground.problem import Problem
 
 _BETWEEN = 3e8
-"""A rung between `fast` and `default`."""
+"""Budget of a rung between `fast` and `default`."""
 _QUICK = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv")
-"""Schedules that are drawn at once; the others begin with list schedules, which takes `auto` too long for a first picture."""
+"""Hand-written schedules that `auto` shows first; the others begin with list scheduling, which takes too long for that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One answer."""
+    """The result of one rung."""
 
     result: Result
-    """The best so far."""
+    """The best plan so far."""
     spent: float
-    """Share of all the work that is done, 0..1."""
+    """Fraction of the total work that is done, 0 to 1."""
 
 
 def climb(problem: Problem) -> Iterator[Rung]:
-    """Yield the best so far whenever a rung is done; the last one has `spent` 1.
+    """Yield the best plan so far after every rung; the last one has `spent` 1.
 
     Raises:
-        ConfigError: as `make_plan`.
-        PlanError: likewise.
+        ConfigError: as raised by `make_plan`.
+        PlanError: as raised by `make_plan`.
     """
     budgets = budgets_of(problem)
-    best = _drawn(problem)
+    best = _hand_written(problem)
     if best is not None:
         yield Rung(result=best, spent=0.0 if budgets else 1.0)
-    elif budgets[0] > 0:  # the limit is below the drawing's: what a search begins with keeps it
+    elif budgets[0] > 0:  # the hand-written schedule exceeds the limit; the first plan of a search does not
         best = _searched(problem, 0.0)
         yield Rung(result=best, spent=0.0)
     done = 0.0
@@ -59,19 +59,20 @@ def climb(problem: Problem) -> Iterator[Rung]:
 
 
 def budgets_of(problem: Problem) -> tuple[float, ...]:
-    """Budgets of the searches that follow on the drawn order; empty where that is all there is."""
+    """Budgets of the searches after the hand-written schedule; empty if there is no search."""
     is_fixed = problem.schedule != AUTO and not schedule_info(problem.schedule).is_searched
     if is_fixed or problem.effort is None:
-        # An order that is fixed is held against a limit; nothing is searched for. `auto` has no drawing of its own.
+        # A fixed schedule is only checked against the limit. `auto` has no hand-written schedule of its own.
         return () if problem.memory_limit is None and problem.schedule != AUTO else (0.0,)
     rungs = (Effort.FAST.budget, _BETWEEN, Effort.DEFAULT.budget, Effort.MAX.budget)
     return tuple(budget for budget in rungs if budget <= problem.effort.budget)
 
 
 def pareto(problem: Problem) -> Iterator[tuple[float, Result | None]]:
-    """For every limit the best plan of all schedules, None where nothing fits. What fits less memory fits more: never worse.
+    """Yield the best plan of all schedules for every memory limit, None if no schedule fits.
 
-    A point takes as long as a search with the problem's effort; without one the first policies of each schedule are tried.
+    The iteration time never grows with the limit: a plan within a lower limit is kept if none better is found. A point takes as
+    long as a search with the problem's effort; without effort only the first policies of each schedule are tried.
     """
     best: Result | None = None
     for limit in problem.memory_limits:
@@ -85,7 +86,7 @@ def pareto(problem: Problem) -> Iterator[tuple[float, Result | None]]:
         try:
             found = _searched(asked, budgets_of(asked)[-1])
         except ConfigError:
-            yield limit, None  # too little for any schedule
+            yield limit, None  # too little memory for any schedule
             continue
         if best is None or problem.objective.of(found.simulation) < problem.objective.of(best.simulation):
             best = found
@@ -105,22 +106,22 @@ def _searched(problem: Problem, budget: float) -> Result:
     )
 
 
-def _drawn(problem: Problem) -> Result | None:
-    """The order that no search has touched, or of all schedules the best one for `auto`; None where it breaks the limit."""
+def _hand_written(problem: Problem) -> Result | None:
+    """The hand-written schedule, for `auto` the best of them; None if it exceeds the memory limit."""
     if problem.schedule != AUTO:
-        return _one_drawn(problem)
+        return _hand_written_one(problem)
     if problem.num_chunks is not None or problem.max_pending_backward is not None:
-        return None  # refused by the search, which says why
+        return None  # the search rejects it with a message
     results = []
     for name in _QUICK:
         try:
-            results.append(_one_drawn(replace(problem, schedule=name)))
+            results.append(_hand_written_one(replace(problem, schedule=name)))
         except PlanError:
-            continue  # the table is for another number of stages
+            continue  # the table of costs is for another number of stages
     return min(filter(None, results), key=lambda result: problem.objective.of(result.simulation), default=None)
 
 
-def _one_drawn(problem: Problem) -> Result | None:
+def _hand_written_one(problem: Problem) -> Result | None:
     plan = build_plan(
         problem.schedule,
         num_ranks=problem.num_ranks,

@@ -1,21 +1,21 @@
-"""What the playground accepts. Whoever needs more uses `zerobubble plan`, which has no limits."""
+"""Limits of what the playground accepts. `zerobubble plan` has none."""
 
 from __future__ import annotations
 
 MAX_RANKS = 64
 MAX_MICROBATCHES = 512
-MAX_STAGES_A_RANK = 8
+MAX_STAGES_PER_RANK = 8
 MAX_OPS = 64 * 512 * 6
-"""Of one timeline: two stages a rank, each with F, B and W."""
+"""Ops of one timeline: two stages per rank, each with F, B and W."""
 MAX_TIME_MS = 1e6
 MAX_MEMORY = 64.0
-"""In units of 1F1B's rank 0; nothing that fits the other limits holds more."""
+"""Memory limit, in units of 1F1B on rank 0; no plan within the other limits needs more."""
 MAX_POINTS = 12
-"""Of a Pareto curve."""
+"""Points of a Pareto front."""
 MAX_BODY_BYTES = 32 * 2**20
 BODY_SECONDS = 20.0
-"""In which a request must have arrived."""
+"""Time in which the body of a request must arrive."""
 TASK_SECONDS = 60.0
-"""For what is not a search: reading a file, drawing, exporting."""
+"""Time limit of tasks other than searches: reading a file, drawing, exporting."""
 WORKER_BYTES = 6 * 2**30
 """Address space of a worker process."""

@@ -1,8 +1,8 @@
-"""Worker processes: started, fed, listened to, and ended.
+"""The pool of worker processes: starts them, writes requests, reads events, and ends them.
 
-A task is a process (`worker`), so that it can be stopped wherever it is, even in the compiled core. One spare process waits with
-its imports done, which saves the first picture a quarter of a second. At most as many searches run at once as there are cores;
-tasks that are over soon have places of their own, so that a file opens while two pages search.
+Every task runs in a process of its own (`worker`), so that it can be stopped at any point, even in the compiled core. One spare
+process waits with its imports done, which saves the first plan a quarter of a second. The number of concurrent searches is
+limited to the number of cores; short tasks have slots of their own, so that a file opens while two pages search.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from megatron.zerobubble.playground.tasks import SEARCHES, encode
 
 _ROOT = Path(__file__).resolve().parents[3]
 _TICK_SECONDS = 0.4
-"""How often the page hears that a search goes on, and the server that the page has gone."""
+"""Interval of the ticks to the page during a search; the server notices a closed connection at a tick."""
 _MOST_WAITING = 24
 _SOON_OVER = 2
 _ERROR = b'{"event":"error"'
 
 
 class Busy(Exception):  # noqa: N818 - it is a state, not an error of ours
-    """Too many tasks wait already."""
+    """Too many tasks are waiting."""
 
 
 class Pool:
-    """All workers of a server. Belongs to its event loop.
+    """All workers of a server. Use it from the server's event loop only.
 
     Args:
-        search_seconds: after which a search is stopped.
+        search_seconds: time limit of a search, in seconds.
     """
 
     def __init__(self, *, search_seconds: float) -> None:
@@ -48,34 +48,34 @@ class Pool:
         self._is_stopping = False
 
     async def prepare(self) -> None:
-        """Start the spare process, where there is none."""
+        """Start the spare process if there is none."""
         async with self._preparing:
             if self._spare is None or self._spare.returncode is not None:
                 self._spare = await _start()
 
     def stop(self) -> None:
-        """Let every task end within a tick, as the server is about to; may be called by a signal handler."""
+        """End every task within a tick, because the server is about to end. May be called by a signal handler."""
         self._is_stopping = True
 
     async def close(self) -> None:
-        """End the spare process; those that work end with their requests."""
+        """End the spare process; busy ones end with their requests."""
         if self._spare is not None:
             await _end(self._spare)
 
     async def events(self, task: str, body: bytes) -> AsyncGenerator[bytes, None]:
-        """The lines that a worker says, and a ``tick`` in between; closing the iterator ends the worker.
+        """Run a task and yield its events as lines, with ``tick`` events in between; closing the iterator ends the worker.
 
         Raises:
-            Busy: too many wait.
+            Busy: too many tasks are waiting.
         """
-        places = self._searches if task in SEARCHES else self._others
+        slots = self._searches if task in SEARCHES else self._others
         if self._waiting >= _MOST_WAITING:
             raise Busy
         self._waiting += 1
         try:
             while True:
                 try:
-                    await asyncio.wait_for(places.acquire(), _TICK_SECONDS)
+                    await asyncio.wait_for(slots.acquire(), _TICK_SECONDS)
                     break
                 except TimeoutError:
                     yield encode({"event": "tick", "state": "queued", "elapsed_s": 0.0})
@@ -86,7 +86,7 @@ class Pool:
             async for line in self._work(task, body, seconds):
                 yield line
         finally:
-            places.release()
+            slots.release()
 
     async def _work(self, task: str, body: bytes, seconds: float) -> AsyncGenerator[bytes, None]:
         process, self._spare = self._spare, None
@@ -120,7 +120,7 @@ class Pool:
 
 
 def is_error(line: bytes) -> bool:
-    """Whether a line says what was wrong with the request."""
+    """Whether a line is an error event."""
     return line.startswith(_ERROR)
 
 
@@ -134,14 +134,14 @@ async def _start() -> Process:
 
 async def _feed(process: Process, task: str, body: bytes) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended; its exit code says how
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended; its exit code is reported
         process.stdin.write(task.encode() + b"\n" + body)
         await process.stdin.drain()
         process.stdin.close()
 
 
 async def _lines(process: Process) -> AsyncGenerator[bytes | None, None]:
-    """What it writes line by line, None whenever nothing came for a while."""
+    """The lines that the process writes, and None after every tick without one."""
     assert process.stdout is not None
     while True:
         reading = asyncio.create_task(process.stdout.readline())

@@ -1,4 +1,4 @@
-"""What the page asks the planner: a JSON object, checked field by field."""
+"""Requests of the page to the planner: a JSON object, validated field by field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.zerobubble.playground.limits import (
     MAX_MICROBATCHES,
     MAX_POINTS,
     MAX_RANKS,
-    MAX_STAGES_A_RANK,
+    MAX_STAGES_PER_RANK,
     MAX_TIME_MS,
 )
 
@@ -47,28 +47,28 @@ _REMEDY = "zerobubble plan has no limits"
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One schedule to plan, or with `memory_limits` one for each."""
+    """One schedule to plan, or with `memory_limits` a Pareto front."""
 
     num_ranks: int
     num_microbatches: int
     schedule: str
-    """A name that the registry knows, or `auto`."""
+    """A name in the registry, or `auto`."""
     num_chunks: int | None
     max_pending_backward: int | None
     memory_limit: float | None
     memory_limits: tuple[float, ...]
-    """Points of a Pareto curve, ascending; empty where none is asked for."""
+    """Memory limits of a Pareto front, ascending; empty if none is requested."""
     objective: Objective
     effort: Effort | None
-    """None: the order as drawn."""
+    """None: the hand-written schedule, without a search."""
     seed: int
     times: Mapping[str, float]
-    """Per rank and microbatch, as for `CostModel.uniform`; not looked at where there are `stages`."""
+    """Uniform costs per rank and microbatch, as for `CostModel.uniform`; ignored with `stages`."""
     stages: CostModel | None
-    """Costs by stage."""
+    """Costs per stage."""
 
     def costs_of(self, placement: Placement) -> CostModel:
-        """For a placement. Raises PlanError where the table has another number of stages."""
+        """The costs for a placement. Raises PlanError if the table has another number of stages."""
         if self.stages is None:
             return CostModel.uniform(placement, **self.times)
         self.stages.check_fits(placement)
@@ -79,8 +79,8 @@ def read_problem(body: bytes) -> Problem:
     """Read a request.
 
     Raises:
-        ConfigError: a value that is missing, of the wrong type or out of bounds; says which and what is allowed.
-        PlanError: a table of costs with another shape.
+        ConfigError: a value is missing, of the wrong type or out of bounds; the message names it and what is allowed.
+        PlanError: the table of costs has another shape.
     """
     given = read_object(body)
     unknown = sorted(set(given) - _KEYS)
@@ -107,7 +107,7 @@ def read_problem(body: bytes) -> Problem:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """A JSON object, or ConfigError."""
+    """Parse a JSON object. Raises ConfigError if it is anything else."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -118,7 +118,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def check_size(num_ranks: int, num_microbatches: int) -> None:
-    """Raise ConfigError where a pipeline from a file is too large."""
+    """Raise ConfigError if a pipeline from a file is too large."""
     for name, value, most in (
         ("num_ranks", num_ranks, MAX_RANKS),
         ("num_microbatches", num_microbatches, MAX_MICROBATCHES),
@@ -152,7 +152,7 @@ def _memories(given: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def _chunks(given: Mapping[str, Any]) -> int | None:
-    return None if given.get("num_chunks") is None else _whole(given, "num_chunks", 1, MAX_STAGES_A_RANK)
+    return None if given.get("num_chunks") is None else _whole(given, "num_chunks", 1, MAX_STAGES_PER_RANK)
 
 
 def _pending(given: Mapping[str, Any], num_ranks: int) -> int | None:
@@ -181,15 +181,15 @@ def _times(given: object) -> Mapping[str, float]:
 
 
 def read_stages(given: object) -> CostModel:
-    """Costs by stage, of a request or of a file.
+    """Read the costs per stage of a request or a file.
 
     Raises:
-        ConfigError: a value that is no number or out of bounds.
-        PlanError: a list that is missing.
+        ConfigError: a value is not a number, or out of bounds.
+        PlanError: a list is missing.
     """
     if not isinstance(given, dict):
-        raise PlanError(f"costs must be an object with a list a kind, got {given!r:.80}")
-    most = MAX_RANKS * MAX_STAGES_A_RANK
+        raise PlanError(f"costs must be an object with one list per kind, got {given!r:.80}")
+    most = MAX_RANKS * MAX_STAGES_PER_RANK
     for name, values in given.items():
         if isinstance(values, list):
             if len(values) > most:

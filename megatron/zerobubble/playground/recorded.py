@@ -1,6 +1,6 @@
-"""Read a Chrome trace back into timelines: one that a run has written (`--zero-bubble-trace`), or a plan drawn as one.
+"""Read a Chrome trace back into timelines: a trace of a run (`--zero-bubble-trace`), or a plan exported as one.
 
-Only complete events with the category of an op or an activity count; everything else in the file is somebody else's.
+Only complete events with the category of an op or an activity are read; all other events are ignored.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _KINDS = frozenset(kind.value for kind in OpKind)
 _ACTIVITIES = frozenset(activity.value for activity in Activity)
 _MOST_EVENTS = 40 * MAX_OPS
 _LATEST_US = 1e16
-"""Three centuries; beyond it a float cannot tell microseconds apart."""
+"""Three centuries; beyond it a float cannot distinguish microseconds."""
 
 
 def read_trace(body: Mapping[str, Any]) -> list[Timeline]:
-    """The iterations of a trace, ascending.
+    """Read the iterations of a trace, in ascending order.
 
     Raises:
-        PlanError: it has no passes, or they are not those of a whole iteration; says which is wrong.
-        ConfigError: more ranks or microbatches than the playground takes.
+        PlanError: the trace has no passes, or they are not those of a whole iteration.
+        ConfigError: it has more ranks or microbatches than the playground accepts.
     """
     events = body.get("traceEvents")
     if not isinstance(events, list) or len(events) > _MOST_EVENTS:
@@ -40,16 +40,16 @@ def read_trace(body: Mapping[str, Any]) -> list[Timeline]:
     ops = [event for event in complete if _category(event) in _KINDS]
     if not ops:
         raise PlanError(
-            "the trace has no passes: give the trace.json of a run with --zero-bubble-trace, or one that the planner has drawn"
+            "the trace has no passes: give the trace.json of a run with --zero-bubble-trace, or one that the planner has exported"
         )
-    # A drawn plan is one process with a thread a rank, and has no iterations.
-    is_drawn = all(_args(event).get("iteration") is None for event in ops)
-    rank_key = "tid" if is_drawn else "pid"
-    spans = [] if is_drawn else [event for event in complete if _category(event) in _ACTIVITIES]
+    # An exported plan is one process with one thread per rank, and has no iterations.
+    is_plan = all(_args(event).get("iteration") is None for event in ops)
+    rank_key = "tid" if is_plan else "pid"
+    spans = [] if is_plan else [event for event in complete if _category(event) in _ACTIVITIES]
     by_iteration: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
     for which, chosen in enumerate((ops, spans)):
         for event in chosen:
-            iteration = 1 if is_drawn else _whole(_args(event).get("iteration"), "iteration")
+            iteration = 1 if is_plan else _whole(_args(event).get("iteration"), "iteration")
             by_iteration[iteration][which].append(event)
     schedules = _schedules(complete)
     return [
@@ -70,7 +70,7 @@ def _args(event: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _schedules(complete: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """What was run, by iteration, as the trace says it."""
+    """The names of the schedules that ran, by iteration."""
     found = {}
     for event in complete:
         words = str(event.get("name")).split()
@@ -104,7 +104,7 @@ def _timeline(
 
 
 def _plan(iteration: int, schedule: str, rows: Mapping[int, Sequence[TimedOp]]) -> Plan:
-    """What ran as a plan, held against every invariant: a trace with a hole in it is no iteration."""
+    """The recorded ops as a validated plan; this rejects a trace with missing passes."""
     stage_to_rank: dict[int, int] = {}
     for rank, row in rows.items():
         for timed in row:
@@ -143,7 +143,7 @@ def _rank(event: Mapping[str, Any], key: str) -> int:
 
 
 def _times(event: Mapping[str, Any]) -> tuple[float, float]:
-    """Start and end in milliseconds."""
+    """Start and end of an event, in milliseconds."""
     start, duration = event.get("ts"), event.get("dur")
     for value in (start, duration):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LATEST_US < value < _LATEST_US:

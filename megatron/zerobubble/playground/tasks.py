@@ -1,7 +1,7 @@
-"""What a worker process does: one task, told in events.
+"""The tasks of a worker process, as generators of events.
 
-An event is an object with ``event``: ``started`` (the request is a good one), ``best`` and ``point`` (so far), ``done`` (the
-answer of what is no search), ``error``.
+An event is an object with ``event``: ``started`` (the request is valid), ``best`` and ``point`` (intermediate results of a
+search), ``done`` (the answer of any other task), ``error``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.search.search import Objective
-from megatron.zerobubble.playground.departures import compare
+from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_plan
 from megatron.zerobubble.playground.exports import Export, export, flags
 from megatron.zerobubble.playground.files import open_file, plan_result
@@ -27,7 +27,7 @@ Event = dict[str, Any]
 
 
 def run_task(name: str, body: bytes) -> Iterator[Event]:
-    """Yield the events of a task; a user's mistake is an event, too."""
+    """Yield the events of a task. A user error is an ``error`` event."""
     try:
         yield from TASKS[name](body)
     except (UserError, MemoryError, RecursionError) as error:
@@ -68,7 +68,7 @@ def _open(body: bytes) -> Iterator[Event]:
 
 
 def _show(body: bytes) -> Iterator[Event]:
-    """A plan that the page has, drawn, with the flags for an objective."""
+    """The drawing of a plan sent by the page, with the flags for an objective."""
     given = read_object(body)
     result = plan_result(*_plan_of(given))
     words = flags(result.simulation.plan, _objective(given))
@@ -85,7 +85,7 @@ def _export(body: bytes) -> Iterator[Event]:
 
 
 def _compare(body: bytes) -> Iterator[Event]:
-    """A plan and a trace."""
+    """Compare a trace with a plan."""
     given = read_object(body)
     trace = given.get("trace")
     if not isinstance(trace, dict):
@@ -119,12 +119,12 @@ TASKS: dict[str, Callable[[bytes], Iterator[Event]]] = {
     "export": _export,
     "compare": _compare,
 }
-"""Name in the address -> what is done."""
+"""Name of the endpoint -> task."""
 
 SEARCHES = frozenset({"search", "pareto"})
-"""Those that go on until they are stopped, and tell what they have so far."""
+"""Tasks that stream intermediate results and can be stopped at any time."""
 
 
 def encode(event: Event) -> bytes:
-    """One line."""
+    """Encode an event as one line of JSON."""
     return json.dumps(event, separators=(",", ":")).encode() + b"\n"

@@ -1,6 +1,6 @@
-"""A process that does one task and ends (`python -m megatron.zerobubble.playground.worker`): ending it stops the task.
+"""A process that runs one task and exits (`python -m megatron.zerobubble.playground.worker`); killing it stops the task.
 
-Standard input: the task's name in a line, then the request's body to the end. Standard output: an event a line.
+Standard input: one line with the name of the task, then the request's body up to the end. Standard output: one event per line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.zerobubble.playground.tasks import encode, run_task
 
 
 def main() -> None:
-    """Limit the process, then do what it is told."""
+    """Limit the memory of the process, then run the task."""
     with contextlib.suppress(ValueError, OSError):  # a lower limit is set already
         resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
     name = sys.stdin.buffer.readline().decode().strip()

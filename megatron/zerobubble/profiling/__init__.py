@@ -1,1 +1,1 @@
-"""Recording what really ran and when."""
+"""Record what ran and when, measure pass times and memory, and compare a recorded iteration with its plan."""

@@ -1,4 +1,4 @@
-"""Where a rank's time went: what it computed, when it was idle, and what it was idle for.
+"""Break a rank's iteration time down: time in passes, idle time by phase, and idle time by cause.
 
 For every rank, with T the time from the pipeline's first op to its last (the makespan):
 
@@ -9,11 +9,11 @@ up to it:
 
 - by phase: *warmup* before the rank's first B (or BW), *cooldown* after its last F, *steady* in between. A gap that is both, as
   with one microbatch, is warmup.
-- by cause: *peer*, waiting for a message that its sender had not sent yet, which is what a schedule can do something about;
-  *link*, waiting for a message that was under way; *validate*, asking for the truth about the last optimizer step; *other*, the
-  rest: the host's own work between ops, and a machine that did something else.
+- by cause: *peer*, waiting for a message that its sender had not sent yet, which is what a better schedule can reduce;
+  *link*, waiting for a message that was under way; *validate*, waiting for the global gradient statistics that validate the last
+  optimistic step; *other*, the rest: the host's own work between ops, and preemption by other processes.
 
-A recording says all of this, a simulation (which has no waits) the phases only: there the cause of every gap is a peer or a link.
+A recording has both, a simulation (which has no waits) only the phases: there the cause of every gap is a peer or a link.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Row = Sequence[TimedOp]
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
-    """Idle time by when, in milliseconds."""
+    """Idle time of one rank by phase, in milliseconds."""
 
     warmup_ms: float = 0.0
     steady_ms: float = 0.0
@@ -41,13 +41,13 @@ class Phases:
 
     @property
     def idle_ms(self) -> float:
-        """All of it: the rank's bubble."""
+        """The sum over all phases: the rank's bubble."""
         return self.warmup_ms + self.steady_ms + self.cooldown_ms
 
 
 @dataclass(frozen=True, kw_only=True)
 class Causes:
-    """Idle time by what for, in milliseconds. Adds up to the phases' sum."""
+    """Idle time of one rank by cause, in milliseconds. Adds up to `Phases.idle_ms`."""
 
     peer_ms: float
     link_ms: float
@@ -57,7 +57,7 @@ class Causes:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTime:
-    """One rank of one iteration, in milliseconds."""
+    """Time of one rank in one iteration, in milliseconds."""
 
     starts_after_ms: float
     """From the pipeline's first op to this rank's first."""
@@ -87,23 +87,23 @@ class RankTime:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """What only a recording knows of a rank, in milliseconds."""
+    """Recorded time of one rank in one iteration, with what a simulation does not have, in milliseconds."""
 
     time: RankTime
     causes: Causes
     gradients_ms: float
-    """Making gradients final after the last op."""
+    """Finalizing gradients after the last op."""
     optimizer_ms: float
-    """In the optimizer; where steps are not taken early, with waiting for all ranks' statistics."""
+    """Time in the optimizer; without post-validation it includes waiting for the gradient statistics of all ranks."""
     optimizer_ahead_ms: float
-    """How long before the pipeline's last rank this one came to its optimizer: at least this much of `optimizer_ms` is
-    waiting where steps are not taken early."""
+    """How long before the pipeline's last rank this one entered its optimizer: without post-validation at least this much of
+    `optimizer_ms` is waiting."""
     rewind_ms: float
-    """Forwards that were given up because the last step had to be corrected; before the ops, and no part of the makespan."""
+    """Forwards that were discarded by a rollback of the last optimistic step; before the ops, and no part of the makespan."""
 
 
 def rank_times(rows: Sequence[Row]) -> tuple[RankTime, ...]:
-    """Per rank, of a simulation or a recording. Every rank must have an op."""
+    """The time of each rank, from the timed ops of a simulation or a recording. Every rank must have an op."""
     first = min(row[0].start_ms for row in rows)
     last = max(row[-1].end_ms for row in rows)
     return tuple(
@@ -120,7 +120,7 @@ def rank_times(rows: Sequence[Row]) -> tuple[RankTime, ...]:
 
 
 def rank_records(timeline: Timeline) -> tuple[RankRecord, ...]:
-    """Per rank, of a recording on one clock."""
+    """The recorded time of each rank. The timeline must be on one clock."""
     sent = _sent_at(timeline)
     entered = [[span.start_ms for span in rank.spans if span.activity is Activity.OPTIMIZER] for rank in timeline.ranks]
     latest = max((max(starts) for starts in entered if starts), default=0.0)
@@ -138,8 +138,11 @@ def rank_records(timeline: Timeline) -> tuple[RankRecord, ...]:
 
 
 def link_ms(timeline: Timeline) -> float:
-    """The median time from the issue of a send to its receiver going on, over the messages that were already waited for when
-    they were sent; 0 where there was none. All links alike."""
+    """Estimate the P2P latency of a message in milliseconds, over all links.
+
+    It is the median time from the issue of a send until its receiver continues, over the messages that the receiver was already
+    waiting for when they were sent; 0 without such a message.
+    """
     sent = _sent_at(timeline)
     times = [
         max(0.0, span.end_ms - sent[span.message])

@@ -1,4 +1,4 @@
-"""Moments on one device, taken without stopping it."""
+"""Timestamps on one device, taken without synchronizing it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 class Marks:
-    """A mark is a clock reading on the CPU, in seconds, and an event on the current stream on CUDA.
+    """Takes timestamps ("marks"): clock readings in seconds on the CPU, events on the current stream on CUDA.
 
-    An event costs the device nothing and is read when it is over: call `settle` once before reading any number of marks.
+    An event costs the device next to nothing and is read later: call `synchronize` once before reading any number of marks.
 
     Args:
-        device: whose time is taken.
+        device: the device on which time is measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,18 +22,18 @@ class Marks:
         """Whether marks are events."""
 
     def now(self) -> Any:
-        """Mark this moment; on CUDA the one at which the current stream comes here."""
+        """Mark this moment; on CUDA the moment at which the current stream reaches this point."""
         if not self.on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def settle(self) -> None:
-        """Wait until all marks can be read."""
+    def synchronize(self) -> None:
+        """Wait until all marks can be read. Synchronizes a CUDA device."""
         if self.on_cuda:
             torch.cuda.synchronize()
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """From one mark to another, in milliseconds. On CUDA both must be over."""
+        """Milliseconds from one mark to another. On CUDA both events must have completed (`synchronize`)."""
         return float(start.elapsed_time(end)) if self.on_cuda else (end - start) * 1000.0

@@ -1,16 +1,17 @@
-"""What a rank really holds: bytes of live tensors, and what each pass adds to them.
+"""Measure the activation memory of a rank: bytes of live tensors, and how each pass changes them.
 
-On CUDA the allocator says how much is held; it counts where the host is, so that reading it stalls nothing. The CPU has no such
-count. There a dispatch mode sees every op and counts the storages that ops make until they are freed; what was there before
-(weights, gradients, optimizer state) does not count. That costs Python time on every op: it is for single iterations.
+On CUDA the caching allocator counts bytes; it counts at the host's position, so that reading it stalls nothing. The CPU has no
+such counter. There a dispatch mode intercepts every torch op and counts the storages that ops allocate until they are freed;
+what was allocated before (weights, gradients, optimizer state) does not count. That costs Python time on every torch op: use it
+for single iterations.
 
-Between two ops of a plan, what is held less what is in flight (receive buffers, sends not yet retired) changes by exactly what
-the pass keeps or gives back. So the typical change of a stage's F is its activations, and of F and B together what stays until W;
-where activations are recomputed, B adds instead of giving back.
+Between two ops of a plan, the live bytes less those in flight (receive buffers, sends not yet retired) change by exactly what
+the pass allocates or frees. So the typical change of a stage's F is its activation memory, and that of F and B together is what
+stays until W; with activation recomputation B adds memory instead of freeing some.
 
-While a pass runs there is more: what it makes and drops again (a recomputed layer is the most of it), and what is in flight. No
-plan knows of that, so it is measured above what is held around each op, and not above the highest point of the iteration: a
-plan that holds most around another op has it on top, too.
+A running pass needs more: tensors that it allocates and frees again (mostly a recomputed layer), and tensors in flight. A plan
+does not model this workspace, so it is measured on top of what is held around each op, and not on top of the peak of the
+iteration: another plan may have its peak at another op, and needs the workspace there.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from megatron.zerobubble.runtime.recording import Recorder
 
 
 class MemoryMeter(Recorder):
-    """Measures what ops keep, while entered.
+    """Measures the activation memory of the ops that run while this context manager is entered.
 
     Args:
-        device: decides how bytes are counted.
+        device: decides how bytes are counted: by the allocator on CUDA, by a dispatch mode on the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,12 +45,11 @@ class MemoryMeter(Recorder):
         self._begin = self._before = 0
         self._changes: dict[tuple[int, OpKind], list[int]] = {}
         self.peak_bytes = 0
-        """Most that was held after any op, less what was held at the start of the iteration."""
+        """Peak of the bytes held after an op, above those at the start of the iteration."""
         self.workspace_bytes = 0
-        """Most that there was while an op ran on top of what was held before or after it: temporary tensors, and tensors in
-        flight."""
+        """Peak of the bytes alive during an op, above those held before or after it: temporary tensors, and tensors in flight."""
         self.most_bytes = 0
-        """Most that was alive at any moment, less what was held at the start of the iteration."""
+        """Peak of the bytes alive at any moment, above those at the start of the iteration."""
 
     def __enter__(self) -> MemoryMeter:
         if isinstance(self._live, _LiveStorages):
@@ -65,44 +65,46 @@ class MemoryMeter(Recorder):
 
     @property
     def held_bytes(self) -> int:
-        """What is held now: by the device's allocator, or on the CPU of what ops made while this was entered."""
+        """Bytes held now: on CUDA by the allocator, on the CPU in tensors that ops made while this was entered."""
         return self._live()
 
     def clear(self) -> None:
-        """Forget what was measured."""
+        """Discard all measurements, and measure from the bytes held now."""
         self._changes.clear()
         self._begin = self._before = self._live()
         self.peak_bytes = self.workspace_bytes = self.most_bytes = 0
-        self._forget_most()
+        self._reset_peak()
 
-    def _forget_most(self) -> None:
-        """Count anew from what is alive. On CUDA that is the device's own peak, in the iterations that are measured."""
+    def _reset_peak(self) -> None:
+        """Reset the peak to the bytes alive now. On CUDA this resets torch's own peak statistics of the device."""
         if isinstance(self._live, _LiveStorages):
             self._live.most = self._live()
         else:
             torch.cuda.reset_peak_memory_stats()
 
     def rewind(self) -> None:
-        """Forget this iteration, which begins again."""
+        """Discard this iteration, which begins again."""
         self.clear()
 
     def _most(self) -> int:
-        """What was alive at most since it was forgotten."""
+        """Peak of the bytes alive since `_reset_peak`."""
         return self._live.most if isinstance(self._live, _LiveStorages) else torch.cuda.max_memory_allocated()
 
     def settled(self, op: Op, in_transit: Callable[[], int]) -> None:
-        """Note what the op added."""
+        """Record the change of held bytes by the op."""
         held = self._live() - in_transit()
         self.workspace_bytes = max(self.workspace_bytes, self._most() - max(held, self._before))
         self.most_bytes = max(self.most_bytes, self._most() - self._begin)
         self._changes.setdefault((op.stage, op.kind), []).append(held - self._before)
         self._before = held
         self.peak_bytes = max(self.peak_bytes, held - self._begin)
-        self._forget_most()
+        self._reset_peak()
 
     def typical(self) -> dict[int, StageMemory]:
-        """For each stage of this rank what one microbatch holds: the median over microbatches. The first one is left out, if
-        there are more: masks and tables are made with it and stay."""
+        """Activation memory of one microbatch for each stage of this rank: the median over microbatches.
+
+        The first microbatch is left out if there are more: it also allocates masks and tables that stay.
+        """
         changes = {key: median(values[1:] or values) for key, values in self._changes.items()}
         return {stage: _stage_memory(stage, changes) for stage in sorted({stage for stage, _ in changes})}
 
@@ -116,13 +118,13 @@ def _stage_memory(stage: int, changes: Mapping[tuple[int, OpKind], float]) -> St
 
 
 class _LiveStorages(TorchDispatchMode):
-    """Counts bytes of storages that ops have made and nobody has freed."""
+    """Counts the bytes of storages that torch ops have allocated and that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
         self._bytes = 0
         self.most = 0
-        """Most that was alive at once."""
+        """Peak of the bytes alive at once."""
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def __call__(self) -> int:

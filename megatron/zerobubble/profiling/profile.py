@@ -1,7 +1,8 @@
-"""The costs that follow from what the ranks of a pipeline measured.
+"""Combine the measurements of a pipeline's ranks into the planner's `CostModel`.
 
-From the typical time of each stage's F, B and W on every rank follows one `CostModel` (`combine`). A stage that several ranks
-hold (tensor, data parallelism) takes as long as its slowest member. Nothing here needs torch: a recording can be read without it.
+The typical time of each stage's F, B and W on every rank gives one `CostModel` (`combine`). A stage that several ranks hold
+(tensor or data parallelism) takes as long as its slowest member. This module does not import torch: a recording can be read
+without it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron.zerobubble.plan.ir import OpKind, Placement
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """What one microbatch of a stage holds on one rank, in bytes."""
+    """Activation memory of one microbatch of a stage on one rank, in bytes."""
 
     activation: float
     """After F."""
@@ -28,31 +29,31 @@ class StageMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class RankProfile:
-    """What one rank measured."""
+    """Pass times and memory as measured on one rank."""
 
     times_ms: Mapping[tuple[int, OpKind], float]
     """(stage, kind) -> milliseconds."""
     memory: Mapping[int, StageMemory]
-    """Stage -> what a microbatch of it holds; empty where no memory was measured."""
+    """Stage -> activation memory of one microbatch; empty if memory was not measured."""
     peak_bytes: int = 0
-    """Most activation memory that was held after any op of the iteration whose memory was measured."""
+    """Peak of the activation memory held after an op, in the iteration whose memory was measured."""
     workspace_bytes: int = 0
-    """Most that there was while an op ran on top of what was held around it. Whatever the order of ops, no more is held at once
-    than the most that is held after an op plus this, provided that no more is in flight."""
+    """Peak of the memory in use during an op, above what is held around it. In any order of ops the memory in use is at most the
+    peak after an op plus this, provided that no more is in flight."""
     most_bytes: int = 0
-    """Most that was held at any moment of the order that ran: at most the sum of the two."""
+    """Peak of the memory in use at any moment of the order that ran: at most the sum of the other two."""
 
 
 def combine(ranks: Sequence[RankProfile], placement: Placement, *, link_ms: Sequence[float] = ()) -> CostModel:
-    """The costs of a pipeline from what its ranks measured.
+    """Combine the measurements of all ranks into the costs of their pipeline.
 
     Args:
-        ranks: of every rank that holds a stage, in any order; several for a stage that several ranks hold.
+        ranks: the profile of every rank that holds a stage, in any order; several for a stage that several ranks hold.
         placement: stage -> rank.
-        link_ms: time of each link, in milliseconds; their mean is the plan's `comm_ms`.
+        link_ms: time of each link, in milliseconds; their mean becomes `comm_ms`.
 
     Raises:
-        ExecutionError: nobody timed a stage's F, or its B.
+        ExecutionError: no rank timed a stage's F, or its B.
     """
     slowest: dict[tuple[int, OpKind], float] = {}
     for rank in ranks:
@@ -77,22 +78,22 @@ def combine(ranks: Sequence[RankProfile], placement: Placement, *, link_ms: Sequ
 
 
 def unit_bytes(ranks: Sequence[RankProfile], placement: Placement) -> float:
-    """Bytes of one unit of a plan's memory: a microbatch on a rank with an equal part of the model. 0: not measured."""
+    """Bytes of one unit of a plan's memory: one microbatch on a rank with an equal part of the model. 0 if not measured."""
     return math.fsum(_largest(ranks, stage).activation for stage in range(placement.num_stages)) / placement.num_ranks
 
 
-def costs_within(costs: CostModel, placement: Placement, num_microbatches: int, rooms: Sequence[float]) -> CostModel:
-    """The same costs, with memory in units in which every rank's room is 1.
+def costs_within(costs: CostModel, placement: Placement, num_microbatches: int, headrooms: Sequence[float]) -> CostModel:
+    """Rescale the memory of `costs` to units in which the headroom of every rank is 1.
 
-    A plan that keeps the memory limit 1 under these costs keeps every rank within its own room.
+    A plan within memory limit 1 under these costs keeps every rank within its own headroom.
 
     Args:
-        costs: activations in units of one microbatch on a rank with an equal part of the model.
+        costs: costs with activations in units of one microbatch on a rank with an equal part of the model.
         placement: stage -> rank.
-        num_microbatches: m, which a plan's memory is relative to where it is less than p.
-        rooms: per rank, how many such units fit; above 0.
+        num_microbatches: m; a plan's memory is relative to min(p, m) microbatches.
+        headrooms: per rank, how many such units fit; above 0.
     """
-    scales = [min(placement.num_ranks, num_microbatches) / rooms[rank] for rank in placement.stage_to_rank]
+    scales = [min(placement.num_ranks, num_microbatches) / headrooms[rank] for rank in placement.stage_to_rank]
     return replace(
         costs,
         activation=tuple(value * scale for value, scale in zip(costs.activation, scales, strict=True)),
@@ -103,7 +104,7 @@ def costs_within(costs: CostModel, placement: Placement, num_microbatches: int, 
 
 
 def _shares(ranks: Sequence[RankProfile], placement: Placement) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """What stages hold after F and after B, in units; where it was not measured, equal parts, held until W."""
+    """Activation memory of each stage after F and after B, in units; if not measured, equal parts that are held until W."""
     unit = unit_bytes(ranks, placement)
     if unit <= 0:
         equal = tuple(1.0 / len(placement.rank_to_stages[rank]) for rank in placement.stage_to_rank)
@@ -113,7 +114,7 @@ def _shares(ranks: Sequence[RankProfile], placement: Placement) -> tuple[tuple[f
 
 
 def _largest(ranks: Sequence[RankProfile], stage: int) -> StageMemory:
-    """What the members of a stage hold at most."""
+    """The largest activation memory of a stage over the ranks that hold it."""
     members = [rank.memory[stage] for rank in ranks if stage in rank.memory]
     return StageMemory(
         activation=max((each.activation for each in members), default=0.0),

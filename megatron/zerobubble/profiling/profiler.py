@@ -1,8 +1,8 @@
-"""Pass times and memory of a window of iterations, as one rank measures them.
+"""Measure pass times and memory on one rank over a window of iterations.
 
-Two marks an op, read once when the window is over, so that timing does not serialise what it measures. A mark is a clock reading
-on the CPU and an event on the current stream on CUDA; there the first mark of an op comes after the stream's wait for its input,
-so the time in between is the pass alone.
+Two marks per op, read once at the end of the window, so that timing does not serialize what it measures. A mark is a clock
+reading on the CPU and an event on the current stream on CUDA; there the first mark of an op comes after the stream's wait for
+its input, so the time between the two is the pass alone.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatron.zerobubble.runtime.recording import Recorder
 
 
 class Profiler(Recorder):
-    """Times the passes of one rank, and measures the memory of its first iteration. To be entered around every iteration.
+    """Times the passes of one rank, and measures the memory of the first iteration. Enter it around every iteration.
 
     Args:
-        device: decides how time and bytes are taken.
+        device: decides how time and bytes are measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,13 +49,13 @@ class Profiler(Recorder):
         self._entered.close()
 
     def rewind(self) -> None:
-        """Forget this iteration, which begins again."""
+        """Discard this iteration, which begins again."""
         del self._passes[self._begin :]
         if self._iterations == 1:
             self._meter.clear()
 
     def settled(self, op: Op, in_transit: Callable[[], int]) -> None:
-        """The op's result has been handed on."""
+        """The op's result has been handed to its consumer."""
         if self._iterations == 1:
             self._meter.settled(op, in_transit)
 
@@ -68,8 +68,8 @@ class Profiler(Recorder):
         self._passes.append((op, self._started, self._marks.now()))
 
     def profile(self) -> RankProfile:
-        """The typical time of each stage's ops of each kind, and what it holds. Synchronises a CUDA device."""
-        self._marks.settle()
+        """The median time of each stage's ops by kind, and its activation memory. Synchronizes a CUDA device."""
+        self._marks.synchronize()
         times: dict[tuple[int, OpKind], list[float]] = {}
         for op, start, end in self._passes:
             times.setdefault((op.stage, op.kind), []).append(self._marks.elapsed_ms(start, end))

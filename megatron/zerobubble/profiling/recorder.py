@@ -1,12 +1,12 @@
-"""When each op of one iteration really ran, and what the rank did beside its ops.
+"""Record when each op of one iteration ran on a rank, with its transfers, waits and optimizer spans.
 
-On the CPU an op runs on the calling thread, so two clock readings per op say everything. On CUDA an op is only issued by the
-host: a pair of events per op is recorded on the current stream and read after the iteration, which does not stall the device.
-Waits are waits of the stream there, and the pair of events around one says how long the stream stood still. A send begins in its
-span no earlier than the event before it, because NCCL waits for the stream at the call; it ends somewhere before the event after.
+On the CPU an op runs on the calling thread, so two clock readings per op suffice. On CUDA an op is only issued by the host: a
+pair of events per op is recorded on the current stream and read after the iteration, which does not stall the device. Waits are
+waits of the stream there, and the pair of events around one measures how long the stream was blocked. A send begins no earlier
+than the first event of its span, because NCCL waits for the stream at the call; it ends some time before the second one.
 
-Times are milliseconds on the host's monotonic clock, which the ranks of one host share; on CUDA the device's times are placed on
-it by the moment of `clear`, which must therefore come first.
+Times are milliseconds on the host's monotonic clock, which the ranks of one host share; on CUDA the device's times are mapped to
+it at the moment of `clear`, which must therefore come first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.zerobubble.runtime.recording import Recorder
 
 
 class Exchange:
-    """A bucket under way between data-parallel ranks. Whoever issued it says when it is over, once."""
+    """A collective on one bucket between data-parallel ranks. The code that issued it calls `over` once."""
 
     __slots__ = ("activity", "bucket", "end", "marks", "start")
 
@@ -38,13 +38,13 @@ class Exchange:
         self.end: Any = None
 
     def over(self) -> None:
-        """It is over; on CUDA, for what is issued on the current stream from here on."""
+        """Record the end of the collective; on CUDA, its end for work issued on the current stream from here on."""
         self.end = self.marks.now()
 
 
 @dataclass
 class _Tape:
-    """What is recorded of one iteration: marks are seconds of the host's clock, or CUDA events."""
+    """The marks of one iteration: seconds of the host's clock, or CUDA events."""
 
     origin_ms: float = 0.0
     origin_event: Any = None
@@ -53,17 +53,17 @@ class _Tape:
     exchanges: list[Exchange] = field(default_factory=list)
 
     def at(self, mark: Any) -> float:
-        """Milliseconds on the host's clock. A CUDA event must be over."""
+        """Milliseconds on the host's clock. A CUDA event must have completed."""
         if self.origin_event is None:
             return float(mark) * 1000.0
         return float(self.origin_ms + self.origin_event.elapsed_time(mark))
 
 
 class OpRecorder(Recorder):
-    """Records one rank. The executor tells it about ops and transfers, whoever owns an optimizer about the rest.
+    """Records one rank: the executor reports ops and transfers, the schedule and the optimizer enter `span` for the rest.
 
     Args:
-        device: decides how time is taken.
+        device: decides how time is measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,23 +79,23 @@ class OpRecorder(Recorder):
         return self._tape.origin_ms
 
     def clear(self) -> None:
-        """Forget what was recorded; the next op begins a new iteration, which is recorded until `pause`."""
+        """Discard the recording; the next op begins a new iteration, which is recorded until `pause`."""
         self._tape = _Tape()
         self._open.clear()
         if self._marks.on_cuda:
-            self._marks.settle()
+            self._marks.synchronize()
             self._tape.origin_event = self._marks.now()
         self._tape.origin_ms = time.perf_counter() * 1000.0
         self._is_on = True
 
     def pause(self) -> None:
-        """The recorded iteration is over: spans are not recorded until `clear`. What was recorded stays."""
+        """The recorded iteration is over: record no spans until `clear`. The recording stays."""
         self._is_on = False
 
     def rewind(self) -> None:
-        """The ops so far were given up and run again: they and their transfers become one span."""
+        """The ops so far are discarded and run again: they and their transfers become one span."""
         tape = self._tape
-        tape.spans = [span for span in tape.spans if span[1] is None]  # a rank without such ops has taken messages, too
+        tape.spans = [span for span in tape.spans if span[1] is None]  # a rank without such ops has received messages, too
         if tape.ops:
             tape.spans.append((Activity.REWIND, None, tape.ops[0][1], self._marks.now()))
         tape.ops = []
@@ -103,7 +103,7 @@ class OpRecorder(Recorder):
 
     @contextmanager
     def span(self, activity: Activity) -> Iterator[None]:
-        """Record what runs inside, while an iteration is being recorded."""
+        """Record the body of the `with` statement as a span, while an iteration is being recorded."""
         if not self._is_on:
             yield
             return
@@ -112,7 +112,7 @@ class OpRecorder(Recorder):
         self._tape.spans.append((activity, None, started, self._marks.now()))
 
     def exchange(self, activity: Activity, bucket: Bucket) -> Exchange | None:
-        """A bucket's reduction or gathering is about to be issued; None while no iteration is being recorded."""
+        """Record a bucket's collective, which is about to be issued; None while no iteration is being recorded."""
         if not self._is_on:
             return None
         exchange = Exchange(activity, bucket, self._marks)
@@ -150,12 +150,12 @@ class OpRecorder(Recorder):
         self._close(Activity.SEND, message, self._marks.now())
 
     def timed_ops(self) -> list[TimedOp]:
-        """What was recorded since `clear`, in the order it ran, on the host's monotonic clock. Synchronises a CUDA device."""
+        """The ops recorded since `clear`, in the order they ran, on the host's monotonic clock. Synchronizes a CUDA device."""
         return list(self.timeline().ops)
 
     def timeline(self) -> RankTimeline:
-        """Ops and spans recorded since `clear`, on the host's monotonic clock. Synchronises a CUDA device."""
-        self._marks.settle()
+        """Ops and spans recorded since `clear`, on the host's monotonic clock. Synchronizes a CUDA device."""
+        self._marks.synchronize()
         tape = self._tape
         spans = [
             Span(activity=activity, message=message, start_ms=tape.at(start), end_ms=tape.at(end))

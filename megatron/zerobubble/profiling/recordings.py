@@ -1,10 +1,10 @@
-"""Which iterations of a run are recorded, and what is kept of them.
+"""Choose which iterations of a run are recorded, and keep the recordings.
 
-By default every `RECORD_EVERY`-th training iteration is recorded, and the last one so recorded is kept; iterations that were
-chosen are recorded and kept, all of them. An iteration is over when the next one begins: the optimizer's step belongs to it.
+By default every `RECORD_EVERY`-th training iteration is recorded, and the last of these recordings is kept. Iterations that were
+chosen by number are all recorded and kept. An iteration ends when the next one begins: the optimizer step belongs to it.
 
-A clock of a rank on another host drifts, so its offset to rank 0's is taken soon after what was recorded, but never between two
-recorded iterations: it makes the ranks wait for each other, and that must not be seen in the recording.
+The clock of a rank on another host drifts, so its offset to rank 0's clock is measured soon after a recorded iteration, but never
+between two recorded ones: the measurement makes the ranks wait for each other, which must not show in a recording.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
 from megatron.zerobubble.profiling.recorder import OpRecorder
 
 RECORD_EVERY = 20
-"""Training iterations from one recorded to the next, where nobody asks for another number. Recording costs two clock readings an
-op and as many a transfer."""
+"""Default number of training iterations from one recorded to the next. Recording costs two clock readings per op and two per
+transfer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,14 @@ class _Recording:
     own: RankTimeline
     """This rank's part, on its own clock."""
     offset_ms: float | None = None
-    """What to add for rank 0's clock, where that was asked for."""
+    """What to add to get times on rank 0's clock; None before it was measured."""
 
 
 class Recordings:
     """The recorded iterations of one rank.
 
     Args:
-        recorder: what records.
+        recorder: records one iteration at a time.
         clock_offset_ms: measures what to add to this rank's clock to get rank 0's; all ranks of the pipeline call it together.
     """
 
@@ -52,24 +52,24 @@ class Recordings:
         self._kept: list[_Recording] = []
 
     def choose(self, iterations: Iterable[int], *, done: int) -> None:
-        """Say which iterations to keep, before the first one. All ranks must say the same.
+        """Choose the iterations to record and keep, before the first one. All ranks must choose the same.
 
         Args:
-            iterations: numbers as in progress lines, from 1.
-            done: iterations that an earlier run did.
+            iterations: iteration numbers as in progress lines, from 1.
+            done: iterations completed by an earlier run, from whose checkpoint this one continues.
         """
         self._chosen = frozenset(iterations)
         self._iteration = done
 
     def begin(self, plan: Plan, *, is_disturbed: bool = False) -> OpRecorder | None:
-        """A training iteration begins, which completes the recording of the one before. Every training iteration must say so.
+        """Begin a training iteration, which completes the recording of the one before. Call it in every training iteration.
 
         Args:
-            plan: what it runs.
-            is_disturbed: something in it costs time that other iterations do not have: it is recorded only if it was chosen.
+            plan: the plan that the iteration runs.
+            is_disturbed: something else measures in it, which costs time: record it only if it was chosen.
 
         Returns:
-            What to record it with, if it is due.
+            The recorder for the executor if this iteration is recorded, otherwise None.
         """
         self._finish()
         self._iteration += 1
@@ -85,7 +85,15 @@ class Recordings:
         return None
 
     def gather(self, group: dist.ProcessGroup | None, *, num_ranks: int) -> list[Timeline]:
-        """What was kept, on rank 0's clock: chosen iterations, or the last recorded one. Every rank of `group` must call it."""
+        """Gather the kept recordings of all ranks on rank 0's clock. Every rank of `group` must call it.
+
+        Args:
+            group: the pipeline's process group.
+            num_ranks: its size.
+
+        Returns:
+            The chosen iterations, or without any the last recorded one; empty if no iteration was recorded.
+        """
         self._finish()
         self._align()
         chosen = [kept for kept in self._kept if kept.iteration in self._chosen]

@@ -1,9 +1,9 @@
-"""What a recorded iteration says against its plan, as an object, as sentences and as `report.json`.
+"""Compare a recorded iteration with its plan: measured vs. planned, as an object, as lines for the log and as `report.json`.
 
-The measured bubble uses the paper's definition (arXiv 2401.10241, section 5.3) with measured numbers in it: span is the longest
+The measured bubble follows the paper's definition (arXiv 2401.10241, section 5.3) with measured times: span is the longest
 time any rank needs from the start of its first op to the end of its last, work is the time the busiest rank computes, and the
-bubble rate is (span - work) / span. Predicted is what the simulator says of the same plan with measured costs. What the numbers
-of a rank mean is said in `breakdown`.
+bubble rate is (span - work) / span. Predicted values come from simulating the same plan with measured costs. `breakdown`
+documents the values of a rank.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ FORMAT = "zerobubble-report/1"
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Memory of one rank in bytes, from an iteration in which it was counted (`profiling.memory`)."""
+    """Memory of one rank in bytes, from an iteration in which it was measured (`profiling.memory`)."""
 
     predicted_bytes: int
-    """Most activations held, as the plan of that iteration says with what passes were measured to hold."""
+    """Peak activation memory as predicted by the plan of that iteration, with the measured memory of each pass."""
     measured_bytes: int
-    """Most activations that were held after any op."""
+    """Peak activation memory as measured after each op."""
     workspace_bytes: int
-    """Most that an op needed on top of what was held around it: temporary tensors, and tensors in flight."""
+    """Peak memory of an op above what is held around it: temporary tensors, and tensors in flight."""
     state_bytes: int
     """Weights, gradients and optimizer state."""
 
 
 def memory_line(ranks: Sequence[RankMemory]) -> str:
-    """For the end of a run: the fullest rank."""
+    """One line for the end of a run, about the rank with the highest memory use."""
     fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].state_bytes + ranks[rank].measured_bytes)
     mib = {name: value / 2**20 for name, value in vars(ranks[fullest]).items()}
     return (
-        f"memory: rank {fullest} holds most: activations {mib['measured_bytes']:.1f} MiB, "
+        f"memory: highest on rank {fullest}: activations {mib['measured_bytes']:.1f} MiB, "
         f"predicted {mib['predicted_bytes']:.1f}; a pass needs up to {mib['workspace_bytes']:.1f} on top; "
-        f"weights, gradients and optimizer {mib['state_bytes']:.1f}"
+        f"weights, gradients and optimizer state {mib['state_bytes']:.1f}"
     )
 
 
@@ -57,18 +57,18 @@ class MemoryReport:
     """Peak memory per rank, predicted and measured. The two are in different units: compare the ratios between ranks."""
 
     predicted: tuple[float, ...]
-    """Of activations; 1.0 is what 1F1B holds on rank 0 (see `plan.simulate`)."""
+    """Peak activation memory; 1.0 is that of 1F1B on rank 0 (see `plan.simulate`)."""
     measured_bytes: tuple[int, ...] | None = None
-    """Of everything on the device, as its allocator counts it; None where nothing counts (the CPU)."""
+    """Peak of everything on the device, as counted by the CUDA allocator; None on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineReport:
-    """One recorded iteration against its plan. Times in milliseconds."""
+    """One recorded iteration compared with its plan. Times in milliseconds."""
 
     iteration: int
     simulation: Simulation
-    """The plan with the measured costs."""
+    """The plan, simulated with the measured costs."""
     ranks: tuple[RankRecord, ...]
     predicted_ranks: tuple[RankTime, ...]
     memory: MemoryReport
@@ -101,26 +101,26 @@ class PipelineReport:
         return sum(rank.time.wgrad_ms for rank in self.ranks) / busy if busy else 0.0
 
     def lines(self) -> list[str]:
-        """For the end of a run."""
+        """Lines for the log at the end of a run."""
         worst = max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].time.phases.idle_ms)
         record = self.ranks[worst]
         phases, causes = record.time.phases, record.causes
         costs = self.simulation.costs
         return [
             f"bubble: {self.bubble_rate:.1%} of iteration {self.iteration} ({self.work_ms:.0f} of {self.span_ms:.0f} ms were "
-            f"passes on the busiest rank); the plan promises {self.simulation.bubble_rate:.1%} for these pass times",
-            f"  span {self.span_ms:.1f} ms, predicted {self.simulation.span_ms:.1f}; first to last pass of all ranks "
+            f"passes on the bottleneck rank); the plan predicts {self.simulation.bubble_rate:.1%} for these pass times",
+            f"  span {self.span_ms:.1f} ms, predicted {self.simulation.span_ms:.1f}; makespan (first to last pass of all ranks) "
             f"{self.makespan_ms:.1f} ms, predicted {self.simulation.makespan_ms:.1f}",
             f"  most idle is rank {worst}: warmup {phases.warmup_ms:.1f} + steady {phases.steady_ms:.1f} + cooldown "
             f"{phases.cooldown_ms:.1f} ms, of which waiting for a peer {causes.peer_ms:.1f}, for a link {causes.link_ms:.1f}",
-            f"  W is {self.wgrad_share:.0%} of all passes; a stage's passes take, at most, F {max(costs.forward_ms):.1f}, "
-            f"B {max(costs.backward_ms):.1f}, W {max(costs.wgrad_ms):.1f} ms; a link {costs.comm_ms:.2f} ms",
-            f"  optimizer: up to {max(rank.optimizer_ms for rank in self.ranks):.1f} ms; the first rank came to it "
+            f"  W is {self.wgrad_share:.0%} of all passes; the slowest stage takes F {max(costs.forward_ms):.1f}, "
+            f"B {max(costs.backward_ms):.1f}, W {max(costs.wgrad_ms):.1f} ms; P2P latency per message {costs.comm_ms:.2f} ms",
+            f"  optimizer: up to {max(rank.optimizer_ms for rank in self.ranks):.1f} ms; the first rank entered it "
             f"{max(rank.optimizer_ahead_ms for rank in self.ranks):.1f} ms before the last",
         ]
 
     def scalars(self) -> dict[str, float]:
-        """What is worth a curve."""
+        """The values to log as curves, by name."""
         return {
             "pipeline/bubble_rate": self.bubble_rate,
             "pipeline/predicted_bubble_rate": self.simulation.bubble_rate,
@@ -159,9 +159,9 @@ def report(timeline: Timeline, *, costs: CostModel | None = None, measured_bytes
     """Compare a recorded iteration with its plan.
 
     Args:
-        timeline: what ran, on one clock.
-        costs: what to predict with; by default the medians of this very iteration, pass by pass, and its link time.
-        measured_bytes: peak memory per rank; by default what the recording knows, which on the CPU is nothing.
+        timeline: the recorded iteration, on one clock.
+        costs: the costs to predict with; by default the medians of this iteration's passes, and its P2P latency.
+        measured_bytes: peak memory per rank; by default that of the recording, which the CPU does not have.
     """
     if costs is None:
         costs = replace(measured_costs(timeline.plan, timeline.rows), comm_ms=link_ms(timeline))
@@ -180,7 +180,7 @@ def report(timeline: Timeline, *, costs: CostModel | None = None, measured_bytes
 
 
 def reports_to_json(reports: Sequence[PipelineReport], memory: Sequence[RankMemory] | None = None) -> str:
-    """The content of `report.json`; `memory` where it was counted."""
+    """The content of `report.json`; `memory` per rank if it was measured."""
     body = {
         "format": FORMAT,
         "iterations": [each.to_json() for each in reports],
@@ -190,7 +190,7 @@ def reports_to_json(reports: Sequence[PipelineReport], memory: Sequence[RankMemo
 
 
 def measured_costs(plan: Plan, rows: Rows) -> CostModel:
-    """The median time of each stage's F, B and W. Links count as free and activations as equal."""
+    """Costs from the median time of each stage's F, B and W. Links cost nothing, activations are equal."""
     times: dict[tuple[int, OpKind], list[float]] = {}
     for row in rows:
         for timed in row:

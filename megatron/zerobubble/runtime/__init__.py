@@ -1,1 +1,1 @@
-"""Running a plan: point-to-point transfers, buffers and the walk over the ops. Knows no schedule by name."""
+"""Run a plan: point-to-point transfers, their buffers, and the executor that walks over the ops. Independent of the schedule."""

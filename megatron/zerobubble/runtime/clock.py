@@ -1,14 +1,14 @@
-"""Bringing the ranks' clocks together: what to add to a rank's clock to get that of rank 0.
+"""Align the clocks of the ranks: the offset from each rank's clock to that of rank 0.
 
-Ranks of one host read the same monotonic clock, ranks of several hosts do not. Each rank asks the rank before it for the time a
-few times over the pipeline's own links. The answer was given between asking and hearing it, so the middle of the two is wrong by
-at most half the round trip, and the shortest of them says most. A difference that is not larger than that counts as none, so
-that ranks which share a clock are not moved. Rank by rank the differences add up:
+Ranks of one host read the same monotonic clock, ranks of several hosts do not. Each rank requests the time from the rank before
+it a few times over the pipeline's own links. The reply was sent between the request at a and its arrival at b, so the middle of
+the two is wrong by at most half the round trip, and the shortest round trip is the most accurate. An offset below that error
+counts as 0, so that ranks which share a clock stay aligned. The offsets add up from rank to rank:
 
-    rank r   asks at a ......... hears at b        difference = answer - (a + b) / 2
-    rank r-1 .......... answers
+    rank r   requests at a ......... receives at b      offset = reply - (a + b) / 2
+    rank r-1 .............. replies
 
-The links are idle outside of an iteration, and first-in first-out with what an iteration sent on them: nothing is mixed up.
+The links are idle outside of an iteration and deliver in order, so these messages cannot mix with those of an iteration.
 """
 
 from __future__ import annotations
@@ -22,36 +22,39 @@ from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.runtime.p2p import Links
 
 TRIPS = 10
-"""Round trips; the first ones wait for the other rank to come here at all."""
+"""Round trips; the first ones include waiting for the other rank to get here."""
 
 
 def host_clock_ms() -> float:
-    """The monotonic clock, in milliseconds: what recordings are on."""
+    """The host's monotonic clock in milliseconds, the time base of recordings."""
     return time.perf_counter() * 1000.0
 
 
 def clock_offset_ms(
     links: Links, *, rank: int, num_ranks: int, device: torch.device, clock: Callable[[], float] = host_clock_ms
 ) -> float:
-    """Milliseconds to add to this rank's `clock` to get rank 0's. Every rank of the pipeline must call it, between iterations.
+    """Measure the offset of this rank's clock. Every rank of the pipeline must call it, between iterations.
 
     Args:
-        links: of the pipeline; nothing may be under way on them.
+        links: links of the pipeline, without transfers under way.
         rank: pipeline rank.
-        num_ranks: ranks of the pipeline.
-        device: where tensors live. On CUDA a trip includes copying a number from the device.
-        clock: this rank's.
+        num_ranks: number of pipeline ranks.
+        device: device of the tensors. On CUDA a round trip includes copying a number from the device.
+        clock: this rank's clock, in milliseconds.
+
+    Returns:
+        Milliseconds to add to this rank's `clock` to get rank 0's.
     """
     offset = 0.0
     if rank > 0:
-        offset = _ask(_Wire(links, rank, rank - 1, device), clock)
+        offset = _request(_Wire(links, rank, rank - 1, device), clock)
     if rank + 1 < num_ranks:
-        _answer(_Wire(links, rank, rank + 1, device), clock, offset)
+        _reply(_Wire(links, rank, rank + 1, device), clock, offset)
     return offset
 
 
 class _Wire:
-    """Single numbers to and from one other rank."""
+    """Sends single numbers to one other rank and receives them."""
 
     def __init__(self, links: Links, rank: int, peer: int, device: torch.device) -> None:
         # The payload and stage of a message only name it, in errors.
@@ -69,20 +72,20 @@ class _Wire:
         return float(buffer.item())  # on CUDA this is where the host waits
 
 
-def _ask(wire: _Wire, clock: Callable[[], float]) -> float:
-    best_ms, difference = float("inf"), 0.0
+def _request(wire: _Wire, clock: Callable[[], float]) -> float:
+    best_ms, offset = float("inf"), 0.0
     for _ in range(TRIPS):
-        asked = clock()
+        requested = clock()
         wire.send(0.0)
-        answer = wire.receive()
-        heard = clock()
-        if heard - asked < best_ms:
-            best_ms, difference = heard - asked, answer - (asked + heard) / 2.0
-    return difference if abs(difference) > best_ms / 2.0 else 0.0
+        reply = wire.receive()
+        received = clock()
+        if received - requested < best_ms:
+            best_ms, offset = received - requested, reply - (requested + received) / 2.0
+    return offset if abs(offset) > best_ms / 2.0 else 0.0
 
 
-def _answer(wire: _Wire, clock: Callable[[], float], offset: float) -> None:
-    """On the clock of rank 0, so that the asker's difference is to that one."""
+def _reply(wire: _Wire, clock: Callable[[], float], offset: float) -> None:
+    """Reply with times on rank 0's clock, so that the requesting rank measures its offset to rank 0."""
     for _ in range(TRIPS):
         wire.receive()
         wire.send(clock() + offset)

@@ -1,9 +1,8 @@
-"""The walk over a plan's ops on one rank.
+"""The executor: runs the ops of a plan on one rank.
 
-The executor knows ops and messages; it knows no schedule by name, no model and no optimizer. What an op computes is a
-`StageWork`'s business, how a tensor travels a `Links`'s. It keeps received buffers until their op takes them, tensors being
-sent until they are proven to have arrived, and tensors handed from one stage to the next on the same rank. All three are empty
-when `run` returns.
+It depends on ops and messages only, not on a schedule, a model or an optimizer. `StageWork` computes an op, `Links` transfers
+tensors. The executor owns received buffers until their op takes them, tensors being sent until they have arrived, and tensors
+handed from one stage to the next on the same rank. All three are empty when `run` returns.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from megatron.zerobubble.runtime.recording import RecordedLinks, Recorder
 
 
 class StageWork(Protocol):
-    """What the ops compute, for the stages of one rank."""
+    """Computes the ops of one rank's stages. `last` is True for the rank's last op of its kind in the iteration."""
 
     def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor | None:
-        """F. Takes the previous stage's output (None for the first stage), returns what the next stage takes."""
+        """Run F: takes the previous stage's output (None for the first stage), returns the next stage's input."""
 
     def backward(self, op: Op, gradient: Tensor | None, last: bool) -> Tensor | None:
-        """B or BW. Takes the gradient of this stage's output (None for the last stage), returns that of its input."""
+        """Run B (dgrad) or BW: takes the gradient of this stage's output (None for the last stage), returns that of its input."""
 
     def weight_gradient(self, op: Op, last: bool) -> None:
-        """W."""
+        """Run W (wgrad)."""
 
     def buffer(self, message: Message) -> Tensor:
-        """A fresh tensor of the shape and dtype of `message`."""
+        """Allocate a tensor of the shape and dtype of `message` to receive into."""
 
 
 class Executor:
@@ -42,9 +41,9 @@ class Executor:
     Args:
         program: the plan with its transfers placed.
         rank: pipeline rank.
-        links: transfers to other ranks.
-        work: what the ops compute.
-        recorder: told about every op and transfer, if given.
+        links: transfers tensors to and from other ranks.
+        work: computes the ops.
+        recorder: receives the events of every op and transfer, if given.
     """
 
     def __init__(self, program: Program, rank: int, links: Links, work: StageWork, recorder: Recorder | None = None) -> None:
@@ -61,23 +60,34 @@ class Executor:
         self._local: dict[tuple[Payload, int, int], Tensor] = {}
 
     def begin(self, count: int) -> None:
-        """Execute the first `count` ops, after which `run` goes on or `abandon` gives up."""
+        """Execute the first `count` ops. Then either `run` executes the rest or `abandon` ends the iteration."""
         for step in self._steps[:count]:
             self._run_step(step)
         self._next = count
 
     def abandon(self, unread: Sequence[Message]) -> None:
-        """Leave nothing under way: take the `unread` messages that others have sent, and wait for this rank's own to be taken."""
+        """End the iteration after `begin` with no transfer under way.
+
+        Args:
+            unread: messages to this rank that other ranks have sent and no op here has received; they are received and dropped.
+
+        Raises:
+            ExecutionError: a receive is posted that no rank sends.
+        """
         buffers = [self._work.buffer(message) for message in unread]
         handles = [self._links.receive(message, buffer) for message, buffer in zip(unread, buffers, strict=True)]
         for handle in (*handles, *self._sending.values()):
             handle.wait()
         self._sending.clear()
         if self._receiving:
-            raise ExecutionError(f"rank {self._rank}: a receive of {next(iter(self._receiving))} is posted and nobody sends it")
+            raise ExecutionError(f"rank {self._rank}: a receive of {next(iter(self._receiving))} is posted and no rank sends it")
 
     def run(self) -> None:
-        """Execute every op of this rank that has not run, and wait for the last sends."""
+        """Execute the remaining ops of this rank, and wait for the last sends.
+
+        Raises:
+            ExecutionError: an op returned no tensor for the next stage, or a tensor is left that no op takes.
+        """
         for step in self._steps[self._next :]:
             self._run_step(step)
         for handle in self._sending.values():
@@ -85,7 +95,7 @@ class Executor:
         self._sending.clear()
         if self._receiving or self._local:
             left = [*self._receiving, *self._local]
-            raise ExecutionError(f"rank {self._rank}: nobody took {left[0]} and {len(left) - 1} more; the plan is incomplete")
+            raise ExecutionError(f"rank {self._rank}: no op took {left[0]} and {len(left) - 1} more; the plan is incomplete")
 
     def _run_step(self, step: Step) -> None:
         op = step.op
@@ -109,7 +119,7 @@ class Executor:
         if op.kind is not OpKind.W:
             self._give(step, result)
         if self._recorder is not None:
-            del tensor, result  # what is held from here on is what the plan says is held
+            del tensor, result  # from here on only what the plan counts as activation memory is held
             self._recorder.settled(op, self._in_transit)
 
     def _in_transit(self) -> int:
@@ -133,7 +143,7 @@ class Executor:
             return
         if result is None:
             raise ExecutionError(
-                f"rank {self._rank}: {op} returned no tensor, and rank {self._stage_to_rank[stage]} would wait for ever for the "
+                f"rank {self._rank}: {op} returned no tensor, and rank {self._stage_to_rank[stage]} would wait forever for the "
                 f"{payload.value} for stage {stage}, microbatch {op.microbatch}. Does the stage's output depend on its input?"
             )
         if step.send is not None:

@@ -1,16 +1,16 @@
 """Point-to-point transfers on links.
 
-A link is a directed pair of pipeline ranks. Links are shared out over process groups so that no rank has two links in one group
+A link is a directed pair of pipeline ranks. Links are distributed over process groups so that no rank has two links in one group
 (`color_links`): each link has its own communicator and its own order, on NCCL in lazy and in eager mode and on gloo alike.
 
-Ownership: `send` keeps the tensor alive until the handle is waited on; `receive` writes into a buffer of the caller's, which may
+Ownership: `send` keeps the tensor alive until the handle is waited on; `receive` writes into the caller's buffer, which may
 be read after the handle's `wait`. On CUDA `wait` makes the current stream wait and does not block the host; on the CPU it blocks.
 NCCL reads and writes on a stream of its own: it waits for the current stream at the call, and `wait` makes the current stream
 wait for it. A buffer allocated and freed on the current stream is therefore never reused too early, and no record_stream is
-needed, provided a send's tensor is only let go after `wait`. That is what the handles are for.
+needed, provided a send's tensor is only released after `wait`. The handles hold it until then.
 
-On the CPU a thread makes the backend's calls (`issuer`), so that they cost the ops no time. gloo between ranks with CUDA tensors
-goes through host memory (`staging`).
+On the CPU a separate thread makes the backend's calls (`issuer`), so that they do not delay the ops. gloo transfers of CUDA
+tensors go through host memory (`staging`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Handle(Protocol):
 
 
 class Links(Protocol):
-    """What the executor needs: the real thing is `ProcessGroupLinks`."""
+    """Point-to-point transfers as the executor uses them. The implementation over torch is `ProcessGroupLinks`."""
 
     def send(self, message: Message, tensor: Tensor) -> Handle:
         """Start sending `tensor`. Never blocks."""
@@ -59,7 +59,7 @@ class _Transfer:
         try:
             self.work.wait()
         except TransferError:
-            raise  # it could not even start
+            raise  # the transfer could not be started, and the error names it already
         except RuntimeError as error:
             raise _failure(self.verb, self.message, error) from error
 
@@ -70,12 +70,12 @@ class ProcessGroupLinks:
     Every rank of the world must construct it at the same point, with the same placement: it creates process groups.
 
     Args:
-        placement: which links exist.
+        placement: stage -> rank; the links are the pairs of ranks that hold consecutive stages.
         pipeline: global ranks of this pipeline, by pipeline rank.
         rank: this process's pipeline rank.
-        device: where tensors live; used to open every link once.
+        device: device of the tensors; every link is opened once with a tensor there.
         timeout: how long a transfer may take; None for the backend's default.
-        staging: how tensors pass through host memory; None for what device and backend need.
+        staging: copies tensors through host memory; None chooses by device and backend (`staging_for`).
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class ProcessGroupLinks:
         self._groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         self._staging = staging or staging_for(device)
         self._issuer = Issuer() if device.type == "cpu" and self._staging is None else None
-        colours = color_links(links_of(placement))
-        for links in colours:
-            # One group over the whole world serves this colour of every pipeline: NCCL opens a communicator per pair that
-            # really talks, and the number of groups stays the same however many pipelines there are.
+        colors = color_links(links_of(placement))
+        for links in colors:
+            # One group over the whole world serves this color of every pipeline: NCCL opens a communicator per pair that
+            # exchanges messages, and the number of groups does not depend on the number of pipelines.
             group = dist.new_group(timeout=timeout)
             self._groups.update(dict.fromkeys(links, group))
-        for links in colours:
+        for links in colors:
             self._open([link for link in links if rank in link])
 
     def send(self, message: Message, tensor: Tensor) -> Handle:
@@ -113,11 +113,19 @@ class ProcessGroupLinks:
         return self._start("receive", message, buffer, self._pipeline[message.source])
 
     def times(self, shape: Sequence[int], dtype: torch.dtype, *, repeats: int = 5) -> dict[tuple[int, int], float]:
-        """How long a tensor travels on each link that leaves this rank, in milliseconds. Every rank of the world must call it.
+        """Measure the transfer time of each link that leaves this rank. Every rank of the world must call it, between iterations.
 
-        The median of some round trips, with the tensor there and one number back, less half a round trip of one number both
-        ways. One link after the other, in the same order on all ranks, while nothing else is under way. Both directions of a
-        pair of ranks are links wherever one is: activations go one way and gradients the other.
+        It is the median over round trips that send the tensor one way and one number back, less half a round trip of one number
+        both ways. Links are measured one after the other, in the same order on all ranks. Between two ranks there are links in
+        both directions or in none: activations go one way and gradients the other.
+
+        Args:
+            shape: shape of the tensor to send.
+            dtype: its dtype.
+            repeats: round trips per link.
+
+        Returns:
+            (source, target) -> milliseconds, with `source` this rank.
         """
         tensor, token = torch.zeros(tuple(shape), dtype=dtype, device=self._device), torch.zeros(1, device=self._device)
         found = {}
@@ -160,7 +168,7 @@ class ProcessGroupLinks:
         return _Transfer(verb, message, tensor, call(tensor) if self._issuer is None else self._issuer(lambda: call(tensor)))
 
     def _open(self, links: Sequence[tuple[int, int]]) -> None:
-        """Use each link once: NCCL opens a communicator at its first use, and both ends must come to it in the same order."""
+        """Use each link once: NCCL opens a communicator at its first use, and both ends must do so in the same order."""
         for source, target in links:
             self._pass(torch.zeros(1, device=self._device), (source, target))
 
@@ -169,22 +177,22 @@ class ProcessGroupLinks:
         source, target = link
         is_source = self._rank == source
         peer = self._pipeline[target if is_source else source]
-        wire = tensor.cpu() if self._staging is not None else tensor  # nothing else is under way: copies may block here
+        wire = tensor.cpu() if self._staging is not None else tensor  # nothing else is under way: a blocking copy is fine here
         (dist.send if is_source else dist.recv)(wire, peer, group=self._groups[link])
         if wire is not tensor and not is_source:
             tensor.copy_(wire)
 
     def _round_trip(self, tensor: Tensor, link: tuple[int, int]) -> float:
-        """Milliseconds until `tensor` was received at the end of `link` and one number came back; at its source."""
-        answer = torch.zeros(1, device=self._device)
-        self._settle()
+        """Milliseconds at the source of `link` from sending `tensor` to receiving one number back."""
+        reply = torch.zeros(1, device=self._device)
+        self._synchronize()
         begin = time.perf_counter()
-        for sent, way in ((tensor, link), (answer, link[::-1])):
+        for sent, way in ((tensor, link), (reply, link[::-1])):
             self._pass(sent, way)
-            self._settle()
+            self._synchronize()
         return (time.perf_counter() - begin) * 1000.0
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -195,7 +203,7 @@ def _failure(verb: str, message: Message, error: RuntimeError) -> TransferError:
 
 
 def message_text(message: Message) -> str:
-    """What travels between whom, for people."""
+    """A message in words, for logs and errors: payload, stage, microbatch, and the two ranks."""
     return (
         f"the {message.payload.value} for stage {message.stage}, microbatch {message.microbatch} "
         f"(rank {message.source} to rank {message.target})"

@@ -1,10 +1,10 @@
-"""What a recorder is told while an executor walks, and the links that tell it about transfers.
+"""The `Recorder` interface: callbacks of the executor around ops and transfers, and links that report transfers to it.
 
-Without a recorder nothing of this is in the way: the executor then uses its links as they are.
+Without a recorder nothing of this costs anything: the executor then uses its links as they are.
 
 A receive is *posted* (its buffer exists), later *awaited* (the op that takes it is next) and *taken*. A send is *sent* when it is
-issued and *retired* when it is proven to have arrived, which is checked only when the plan says so: the time between the two is
-at most, not exactly, the time it travelled. Between `awaited` and `taken` the rank does nothing but wait for the link.
+issued and *retired* when it is proven to have arrived, which is checked only where the plan has a `retire`: the time between the
+two is an upper bound of the transfer time. Between `awaited` and `taken` the rank does nothing but wait for the link.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megatron.zerobubble.runtime.p2p import Handle, Links
 
 
 class Recorder(Protocol):
-    """Told when what happens. Inherit to hear of some of it only: what is not overridden does nothing.
+    """Callbacks of the executor, one per event of an op or a transfer. Inherit and override the ones you need.
 
-    All calls come from the thread that runs the executor, with the stream current that the ops run on. On the CPU a call's host
-    time is the time of what it tells. On CUDA the host runs ahead and every wait is a wait of the stream: the time of a call is
-    that of an event recorded in it.
+    All calls come from the thread that runs the executor, with the stream current that the ops run on. On the CPU an event
+    happens at the host time of its call. On CUDA the host runs ahead and every wait is a wait of the stream: the time of an event
+    is that of a CUDA event recorded in the call.
     """
 
     def start(self, op: Op) -> None:
@@ -36,12 +36,12 @@ class Recorder(Protocol):
         return
 
     def settled(self, op: Op, in_transit: Callable[[], int]) -> None:
-        """The op's result has been handed on, and nothing of it is held but by who takes it.
+        """The op's result has been handed to its consumer, and the executor holds no other reference to it.
 
         Args:
-            op: what ran.
-            in_transit: the bytes in flight on this rank now: buffers of posted receives, tensors of sends that are not retired,
-                and tensors waiting for another stage of the rank. To be called before `settled` returns.
+            op: the op that ran.
+            in_transit: returns the bytes in flight on this rank now: buffers of posted receives, tensors of sends that are not
+                retired, and tensors handed to another stage of the rank. Valid until `settled` returns.
         """
         return
 
@@ -66,70 +66,61 @@ class Recorder(Protocol):
         return
 
     def retired(self, message: Message) -> None:
-        """A send is over, and its tensor let go."""
+        """A send is over, and its tensor released."""
         return
 
     def rewind(self) -> None:
-        """Everything so far was given up: the same ops begin again, from the first."""
+        """The ops so far are discarded and run again, from the first one (rollback of an optimistic optimizer step)."""
         return
 
 
-def together(recorders: Sequence[Recorder]) -> Recorder | None:
-    """One recorder that tells all of them, in their order; None where there is none."""
-    return _Several(recorders) if len(recorders) > 1 else next(iter(recorders), None)
+def fan_out(recorders: Sequence[Recorder]) -> Recorder | None:
+    """Combine recorders into one that passes every call on to all of them, in their order.
+
+    Args:
+        recorders: the recorders that take part in one iteration.
+
+    Returns:
+        None without recorders, the recorder itself if there is one, otherwise a recorder that calls all of them.
+    """
+    return _FanOut(recorders) if len(recorders) > 1 else next(iter(recorders), None)
 
 
-class _Several(Recorder):
+_CALLS = tuple(name for name in vars(Recorder) if not name.startswith("_"))
+"""Names of the methods of `Recorder`."""
+
+
+class _FanOut(Recorder):
+    """Several recorders as one.
+
+    Each method is an attribute of the instance, bound once to the recorders that override it: an op costs one call per recorder
+    that uses it, and no attribute lookup.
+    """
+
     def __init__(self, recorders: Sequence[Recorder]) -> None:
-        self._recorders = tuple(recorders)
+        for name in _CALLS:
+            default = getattr(Recorder, name)
+            bound = [getattr(recorder, name) for recorder in recorders]
+            setattr(self, name, _call_each([call for call in bound if getattr(call, "__func__", None) is not default]))
 
-    def start(self, op: Op) -> None:
-        for recorder in self._recorders:
-            recorder.start(op)
 
-    def end(self, op: Op) -> None:
-        for recorder in self._recorders:
-            recorder.end(op)
+def _call_each(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    if len(calls) == 1:
+        return calls[0]
 
-    def settled(self, op: Op, in_transit: Callable[[], int]) -> None:
-        for recorder in self._recorders:
-            recorder.settled(op, in_transit)
+    def call_each(*args: object) -> None:
+        for call in calls:
+            call(*args)
 
-    def posted(self, message: Message) -> None:
-        for recorder in self._recorders:
-            recorder.posted(message)
-
-    def awaited(self, message: Message) -> None:
-        for recorder in self._recorders:
-            recorder.awaited(message)
-
-    def taken(self, message: Message) -> None:
-        for recorder in self._recorders:
-            recorder.taken(message)
-
-    def sent(self, message: Message) -> None:
-        for recorder in self._recorders:
-            recorder.sent(message)
-
-    def retiring(self, message: Message) -> None:
-        for recorder in self._recorders:
-            recorder.retiring(message)
-
-    def retired(self, message: Message) -> None:
-        for recorder in self._recorders:
-            recorder.retired(message)
-
-    def rewind(self) -> None:
-        for recorder in self._recorders:
-            recorder.rewind()
+    return call_each
 
 
 class RecordedLinks:
-    """Links that tell a recorder, and count the bytes in flight.
+    """Links that report every transfer to a recorder, and count the bytes in flight.
 
     Args:
-        links: what really transfers.
-        recorder: what is told.
+        links: the links that transfer the tensors.
+        recorder: receives the events of the transfers.
     """
 
     def __init__(self, links: Links, recorder: Recorder) -> None:

@@ -1,27 +1,27 @@
-"""CUDA tensors over gloo, through host memory: for ranks that NCCL cannot connect, for example several on one card.
+"""CUDA tensors over gloo, through host memory: for ranks that NCCL cannot connect, for example several on one GPU.
 
-gloo reads and writes host memory at once and knows no streams. A transfer is therefore two steps, and each waits for the other:
+gloo reads and writes host memory and has no notion of streams. A transfer is therefore two steps, the second after the first:
 
     send      current stream ──●                        ● marks the point at which the tensor is written
               leaving stream    └─ copy ─●              device -> pinned memory
               issuing thread              └─ isend      the thread waits for the copy; the rank goes on with its ops
     receive   issuing thread    irecv ─ ─ ─ ┐
-              arrivals thread               └●          a thread waits for the message: there is nothing to copy before
-              arriving stream                └─ copy ─● pinned memory -> device, beside the ops of the current stream
+              arrivals thread               └●          the thread waits for the message: only then is there something to copy
+              arriving stream                └─ copy ─● pinned memory -> device, in parallel to the ops of the current stream
               wait()                                  └─ the host waits for the message, the current stream for the copy
 
-No deadlock: the issuing thread waits only for what the device has been given already, and whatever that waits for has arrived,
-because the device is given nothing that depends on a message before the message is there. The two directions have threads of
-their own, so that no receive is posted late because a send waits for its copy. The arrivals thread waits for messages in the
-order in which they were asked for, which is not the order in which they are taken. So nobody waits for that thread as such: a
-message belongs to whoever comes to it first, the thread or `wait`, and `wait` stands still only for its own message.
+No deadlock: the issuing thread waits only for work that is queued on the device already, and all messages that this work depends
+on have arrived, because nothing that depends on a message is queued before the message is here. The two directions have separate
+threads, so that no receive is posted late because a send waits for its copy. The arrivals thread waits for messages in the
+order in which receives were posted, which is not the order in which they are taken. So `wait` does not depend on that thread: a
+message is handled by the first of the two that gets to it, and `wait` blocks only on its own message.
 
-Lifetimes: the handle holds the tensor and the pinned memory. A tensor that is sent is let go after `wait`, when gloo has sent the
-copy, which is then long done; its memory can go back to the stream it came from. A buffer that is received into was allocated on
-the current stream, perhaps over memory that kernels still in flight there use, so the copy waits for the point at which it was
-given to `receive`; the current stream waits for the copy before anybody frees it, because every handle is waited for. So no
-record_stream is needed. Pinned memory may be let go while a copy runs: torch's host allocator notes the stream of each
-asynchronous copy, and waits for it before it gives the memory away again.
+Lifetimes: the handle holds the tensor and the pinned memory. A tensor that is sent is released after `wait`, when gloo has sent
+the copy, which has then long finished; its memory can go back to the stream it came from. A buffer that is received into was
+allocated on the current stream, perhaps over memory that kernels still in flight there use, so the copy waits for the point at
+which `receive` was called; the current stream waits for the copy before the buffer is freed, because every handle is waited for.
+So no record_stream is needed. Pinned memory may be freed while a copy runs: torch's host allocator records the stream of each
+asynchronous copy, and waits for it before it reuses the memory.
 """
 
 from __future__ import annotations
@@ -39,37 +39,38 @@ from megatron.zerobubble.runtime.issuer import Issued, Issuer
 
 
 class Copies(Protocol):
-    """Copies between the device and host memory that the backend can use. The real thing is `CudaCopies`."""
+    """Copies between the device and host memory that the backend can use. The CUDA implementation is `CudaCopies`."""
 
     def mark(self) -> Any:
-        """This point of the current stream."""
+        """Mark this point of the current stream."""
 
     def leave(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Start copying `tensor`, as it is at this point of the current stream. Never blocks.
+        """Start copying `tensor` to the host, as it is at this point of the current stream. Never blocks.
 
         Returns:
-            Host memory, and a function that returns when the copy is in it. It may be called on another thread.
+            Host memory of the same shape and dtype, and a function that returns when the copy is complete; it may be called on
+            another thread.
         """
 
     def space(self, buffer: Tensor) -> Tensor:
-        """Host memory for a message of the shape of `buffer`."""
+        """Allocate host memory of the shape and dtype of `buffer`."""
 
     def arrive(self, host: Tensor, buffer: Tensor, mark: Any) -> Any:
         """Start copying `host` into `buffer` after `mark`. May be called on another thread. Never blocks.
 
         Returns:
-            The end of the copy, for `follow`.
+            A mark at the end of the copy, for `follow`.
         """
 
     def follow(self, copied: Any) -> None:
-        """Let the current stream wait for a copy that `arrive` has started. Never blocks."""
+        """Make the current stream wait for a copy that `arrive` has started. Never blocks."""
 
 
 class CudaCopies:
-    """Copies on two streams of their own, one a direction: a copy that arrives must not wait for one that leaves late.
+    """Copies on two streams of their own, one per direction: an arriving copy must not wait for a leaving one.
 
     Args:
-        device: where tensors live.
+        device: CUDA device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,7 +79,7 @@ class CudaCopies:
         self._arriving = torch.cuda.Stream(device)
 
     def mark(self) -> torch.cuda.Event:
-        """This point of the current stream."""
+        """Record an event on the current stream."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -91,36 +92,36 @@ class CudaCopies:
             host.copy_(tensor, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self._leaving)
-        return host, copied.synchronize  # which lets go of the interpreter while it waits
+        return host, copied.synchronize  # which releases the GIL while it waits
 
     def space(self, buffer: Tensor) -> Tensor:
-        """Pinned memory: only there is a copy asynchronous. torch keeps what was used before for the next time."""
+        """Allocate pinned memory: only there is a copy asynchronous. torch caches and reuses it."""
         return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
 
     def arrive(self, host: Tensor, buffer: Tensor, mark: torch.cuda.Event) -> torch.cuda.Event:
         """Start copying on the arriving stream.
 
-        Two threads may do so at once. What one of them puts between the other's wait and copy is another wait for a point that
-        the current stream comes to anyway, or another copy: the order in which copies run does not matter.
+        Two threads may do so at once. Between one thread's wait and its copy the other one can only insert another wait for a
+        point that the current stream reaches anyway, or another copy: the order in which copies run does not matter.
         """
         self._arriving.wait_event(mark)
-        with torch.cuda.stream(self._arriving):  # of this thread only, with its device
+        with torch.cuda.stream(self._arriving):  # sets the stream and the device of this thread only
             buffer.copy_(host, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self._arriving)
         return copied
 
     def follow(self, copied: torch.cuda.Event) -> None:
-        """Let the current stream wait for the copy."""
+        """Make the current stream wait for the copy."""
         torch.cuda.current_stream(self._device).wait_event(copied)
 
 
 Call = Callable[[Tensor], dist.Work]
-"""Gives a tensor in host memory to the backend."""
+"""Starts the backend's transfer of a tensor in host memory."""
 
 
 class Sending:
-    """A send under way."""
+    """A staged send under way."""
 
     __slots__ = ("_host", "_issued", "_tensor")
 
@@ -128,33 +129,33 @@ class Sending:
         self._tensor, self._host, self._issued = tensor, host, issued
 
     def wait(self) -> None:
-        """Return when the message was taken from host memory. The tensor may be freed then, on the stream it came from."""
+        """Return when the message has left host memory. The tensor may be freed then, on the stream it came from."""
         self._issued.wait()
 
 
 class Receiving:
-    """A receive under way."""
+    """A staged receive under way."""
 
-    __slots__ = ("_copied", "_copies", "_error", "_is_here", "_is_taken_care_of", "_parts")
+    __slots__ = ("_copied", "_copies", "_error", "_is_claimed", "_is_here", "_parts")
 
     def __init__(self, buffer: Tensor, host: Tensor, mark: Any, copies: Copies, issued: Issued) -> None:
         self._copies = copies
         self._parts: tuple[Tensor, Tensor, Any, Issued] | None = (buffer, host, mark, issued)
         self._copied: Any = None
         self._error: Exception | None = None
-        self._is_taken_care_of = threading.Lock()  # by whoever gets it; gloo's work can be waited for once
+        self._is_claimed = threading.Lock()  # by the thread that acquires it; gloo's work can be waited for only once
         self._is_here = threading.Event()
 
     def arrive(self) -> None:
-        """Wait for the message and start its copy, unless somebody else does or has. On any thread."""
-        if not self._is_taken_care_of.acquire(blocking=False):
+        """Wait for the message and start its copy, unless another thread does or has. May be called on any thread."""
+        if not self._is_claimed.acquire(blocking=False):
             return
         assert self._parts is not None
         buffer, host, mark, issued = self._parts
         try:
             issued.wait()
             self._copied = self._copies.arrive(host, buffer, mark)
-        except Exception as error:  # noqa: BLE001 - it is raised where the message is waited for
+        except Exception as error:  # noqa: BLE001 - raised by `wait`
             self._error = error
         self._is_here.set()
 
@@ -162,7 +163,7 @@ class Receiving:
         """Wait for the message, and make the current stream wait until it is in the buffer. To be called once."""
         self.arrive()
         self._is_here.wait()
-        self._parts = None  # the arrivals thread may come to this handle much later
+        self._parts = None  # the arrivals thread may hold this handle much longer
         if self._error is not None:
             raise self._error
         self._copies.follow(self._copied)
@@ -176,24 +177,24 @@ class _Arrivals:
         threading.Thread(target=self._serve, name="arrivals", daemon=True).start()
 
     def expect(self, receiving: Receiving) -> None:
-        """Look after this one when all before it are here."""
+        """Queue a receive behind all earlier ones."""
         self._expected.put(receiving)
 
     def close(self) -> None:
-        """No more will come. Does not wait: after an error there may be messages that never arrive."""
+        """End the thread after the last queued receive. Does not wait: after an error some messages may never arrive."""
         self._expected.put(None)
 
     def _serve(self) -> None:
         while (receiving := self._expected.get()) is not None:
             receiving.arrive()
-            del receiving  # it must not keep a tensor alive while the thread waits for the next
+            del receiving  # it must not keep a tensor alive while the thread waits for the next receive
 
 
 class Staging:
-    """Both directions of one rank.
+    """Staged sends and receives of one rank.
 
     Args:
-        copies: between its device and the host.
+        copies: copies between the rank's device and the host.
     """
 
     def __init__(self, copies: Copies) -> None:
@@ -202,17 +203,17 @@ class Staging:
         self._arrivals = _Arrivals()
 
     def send(self, tensor: Tensor, call: Call) -> Sending:
-        """Start sending. `call` is made with host memory, on another thread, in the order of the sends. Never blocks."""
-        host, settle = self._copies.leave(tensor)
+        """Start sending. Another thread passes host memory to `call`, in the order of the sends. Never blocks."""
+        host, wait_for_copy = self._copies.leave(tensor)
 
         def begin() -> dist.Work:
-            settle()
+            wait_for_copy()
             return call(host)
 
         return Sending(tensor, host, self._sends(begin))
 
     def receive(self, buffer: Tensor, call: Call) -> Receiving:
-        """Start receiving. `call` is made with host memory, on another thread, in the order of the receives. Never blocks."""
+        """Start receiving. Another thread passes host memory to `call`, in the order of the receives. Never blocks."""
         host, mark = self._copies.space(buffer), self._copies.mark()
         receiving = Receiving(buffer, host, mark, self._copies, self._receives(lambda: call(host)))
         self._arrivals.expect(receiving)
@@ -226,5 +227,5 @@ class Staging:
 
 
 def staging_for(device: torch.device) -> Staging | None:
-    """What transfers of tensors on `device` need with the world's backend: nothing, unless it is gloo and the device CUDA."""
+    """The staging that transfers of tensors on `device` need: None unless the world's backend is gloo and the device CUDA."""
     return Staging(CudaCopies(device)) if device.type == "cuda" and dist.get_backend() == "gloo" else None

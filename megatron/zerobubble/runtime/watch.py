@@ -1,13 +1,13 @@
-"""What a rank is doing right now, for another thread to look at.
+"""What a rank is doing right now, for a watchdog thread to read.
 
-The thread that runs the passes tells a `Watch` what it begins; a watchdog looks now and then whether that changes. Nothing is
-timed here, and telling costs no more than making a small object.
+The thread that runs the passes reports to a `Watch` what it begins; a watchdog checks now and then whether that changes. Nothing
+is timed here, and a report costs no more than making a small object.
 
-On the CPU a rank does what it was last told. On CUDA the host runs ahead: it has issued an op long before the device comes to it,
-and where a device waits for a message that never comes, the host may already stand in the optimizer. So an event is recorded with
-everything that is told, and what the device is doing is what was told before the first event that it has not come to. The host's
-own place is the last thing told; both are the same where the device has caught up. Asking an event costs no synchronisation, but
-is not allowed while a CUDA graph is being captured; nothing here captures one.
+On the CPU the rank is doing what was reported last. On CUDA the host runs ahead: it has issued an op long before the device
+reaches it, and while the device waits for a message that never comes, the host may already be in the optimizer. So a CUDA event
+is recorded with every report, and the device is doing what was reported before the first event that has not completed. The host's
+own position is the last report; both are the same when the device has caught up. Querying an event does not synchronize, but is
+not allowed while a CUDA graph is being captured; nothing here captures one.
 """
 
 from __future__ import annotations
@@ -28,40 +28,41 @@ __all__ = ["Doing", "Watch"]
 
 _PASSES = {
     OpKind.F: "forward",
-    OpKind.B: "input gradient",
-    OpKind.W: "weight gradient",
-    OpKind.BW: "backward",
+    OpKind.B: "dgrad",
+    OpKind.W: "wgrad",
+    OpKind.BW: "full backward",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Doing:
-    """One thing that a rank does until it begins the next. Two that say the same are still two."""
+    """What a rank is doing until its next report. Compared by identity: two with the same text are different reports."""
 
     text: str
-    """As in "it ...": what it does, with op, rank, stage and microbatch where it has them."""
+    """A predicate whose subject is the rank, for example "waits until it has sent ...", with op, stage and microbatch if any."""
     is_first: bool
-    """Whether it is of the first iteration or the first evaluation, where things are compiled, opened and allocated."""
+    """Whether it belongs to the first iteration or the first evaluation, in which code is compiled, connections are opened and
+    memory is allocated."""
 
 
 class Watch(Recorder):
-    """Told by one thread what it does, asked by another.
+    """Holds what a rank is doing: one thread reports it, another one reads it.
 
     Args:
-        device: where the passes run.
+        device: the device on which the passes run.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._told: deque[tuple[Doing | None, torch.cuda.Event | None]] = deque([(None, None)])
+        self._reported: deque[tuple[Doing | None, torch.cuda.Event | None]] = deque([(None, None)])
         self._begun = {False: 0, True: 0}
         self._is_first = True
 
-    # -- by the thread that runs the passes -------------------------------------------------------------------------------
+    # -- called by the thread that runs the passes ------------------------------------------------------------------------
 
     @contextmanager
     def passes(self, *, forward_only: bool) -> Iterator[None]:
-        """Around all passes of an iteration, or of an evaluation's. Afterwards the rank rests."""
+        """Wrap all passes of a training or evaluation iteration. Afterwards the rank is idle."""
         self._begun[forward_only] += 1
         self._is_first = self._begun[forward_only] == 1
         with self.doing("begins the passes"):
@@ -69,56 +70,56 @@ class Watch(Recorder):
 
     @contextmanager
     def doing(self, text: str) -> Iterator[None]:
-        """Around something else that other ranks may be waited for in. Afterwards the rank rests."""
-        self.tell(text)
+        """Wrap other work in which this rank may wait for others. Afterwards the rank is idle."""
+        self.report(text)
         yield
-        self._enter(None)  # not after an error: where it happened is to be told
+        self._enter(None)  # not after an error: the last report shows where it happened
 
     def text(self) -> str | None:
-        """What the rank was last told to do; None while it rests."""
-        doing, _ = self._told[-1]
+        """The text of the last report: the host's position; None while the rank is idle."""
+        doing, _ = self._reported[-1]
         return None if doing is None else doing.text
 
-    def tell(self, text: str) -> None:
-        """The rank begins something."""
+    def report(self, text: str) -> None:
+        """Report what the rank begins; see `Doing.text`."""
         self._enter(Doing(text=text, is_first=self._is_first))
 
     def start(self, op: Op) -> None:
         """An op begins."""
-        self.tell(f"runs {op}, the {_PASSES[op.kind]} of stage {op.stage}, microbatch {op.microbatch}")
+        self.report(f"runs {op}, the {_PASSES[op.kind]} of stage {op.stage}, microbatch {op.microbatch}")
 
     def end(self, op: Op) -> None:
         """An op has ended."""
-        self.tell(f"has run {op} and hands on its result")
+        self.report(f"has run {op} and hands on its result")
 
     def awaited(self, message: Message) -> None:
-        """The next op's input is waited for."""
+        """The rank begins to wait for the next op's input."""
         op = f"{message.stage}{'F' if message.payload is Payload.ACTIVATION else 'B'}{message.microbatch}"
-        self.tell(f"waits, before {op}, to receive {message_text(message)}")
+        self.report(f"waits, before {op}, to receive {message_text(message)}")
 
     def retiring(self, message: Message) -> None:
-        """The other end of a send is waited for."""
-        self.tell(f"waits until it has sent {message_text(message)}")
+        """The rank begins to wait for the end of a send."""
+        self.report(f"waits until it has sent {message_text(message)}")
 
     def rewind(self) -> None:
-        """Forwards are given up, and begin again."""
-        self.tell("begins its first forwards again")
+        """The rank rolls back: its first forwards are discarded and run again."""
+        self.report("begins its first forwards again")
 
     def _enter(self, doing: Doing | None) -> None:
         if not self._is_cuda:
-            self._told[0] = doing, None
+            self._reported[0] = doing, None
             return
         event = torch.cuda.Event()
         event.record()
-        self._told.append((doing, event))
+        self._reported.append((doing, event))
 
-    # -- by the thread that looks -----------------------------------------------------------------------------------------
+    # -- called by the watchdog thread ------------------------------------------------------------------------------------
 
-    def standing(self) -> Doing | None:
-        """What is being done now; None while the rank rests. Another object each time that something else is begun."""
-        while len(self._told) > 1:
-            event = self._told[1][1]
+    def current(self) -> Doing | None:
+        """What the device is doing now; None while the rank is idle. A new object for every report."""
+        while len(self._reported) > 1:
+            event = self._reported[1][1]
             if event is not None and not event.query():
                 break
-            self._told.popleft()
-        return self._told[0][0]
+            self._reported.popleft()
+        return self._reported[0][0]

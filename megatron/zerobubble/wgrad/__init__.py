@@ -1,1 +1,1 @@
-"""The weight-gradient split: the autograd function, the store of deferred work, and the kernel that does it."""
+"""Split and defer weight gradients: the autograd function, the store of deferred W, and the wgrad GEMM."""

@@ -1,19 +1,19 @@
-"""Modules that keep back their weight gradients themselves: Transformer Engine's contract, driven by our W.
+"""Modules that defer their weight gradients themselves (Transformer Engine's `delay_wgrad_compute`), run by our W.
 
-With `delay_wgrad_compute` a Transformer Engine module (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear; from 2.3 on) leaves
-what its weight gradients need in a queue of its own during backward. `backward_dw()` computes those of the oldest entry and then
-calls the hooks that `register_wgrad_accumulation_and_reduce_hooks` was given. The queue knows no microbatches. So the store only
-remembers *that* a module has something to do for a (chunk, microbatch), checks that Ws come in the order of their Bs, and calls.
-Precision is the module's own business: fp8 operands stay in its queue as they are.
+With `delay_wgrad_compute` a Transformer Engine module (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear; from 2.3 on) saves
+the operands of its weight gradients in a queue of its own during backward. `backward_dw()` computes the gradients of the oldest
+entry and then calls the hooks registered with `register_wgrad_accumulation_and_reduce_hooks`. The entries are not labeled with
+microbatches. So the store only records *that* a module has an entry for a (chunk, microbatch), checks that Ws come in the order
+of their Bs, and calls `backward_dw`. Precision is up to the module: fp8 operands stay in its queue as they are.
 
-There are two ways to add a gradient. Without fused accumulation `backward_dw` sets ``weight.grad``, and DDP's hook adds it to
-``main_grad``. With it the GEMM adds to ``main_grad``; backward has set ``grad_added_to_main_grad`` and returned a placeholder as
-gradient, for DDP's hook to find. That placeholder comes with each B, and the first W's hook takes it away: with several
+There are two ways to accumulate a gradient. Without fused accumulation `backward_dw` sets ``weight.grad``, and DDP's hook adds it
+to ``main_grad``. With it the GEMM adds to ``main_grad``; backward has set ``grad_added_to_main_grad`` and returned a placeholder
+as gradient, for DDP's hook to find. Each B returns such a placeholder, and the first W's hook removes it: with several
 microbatches between B and W autograd would add placeholders to each other, and later Ws would find none. So it is dropped after
 each B, and the weight's own data stands in for it during W, as in `SplitWeight.notify`.
 
-A bias that is added outside of the module has its gradient in B, from autograd, and its hook in W; a second B before that would
-add to it. So gradients that are there after a B wait here, and are put back for their own W.
+A bias that is added outside of the module gets its gradient in B, from autograd, and its hook in W; a second B before that would
+add to the gradient. So gradients that exist after a B are put aside here, and restored for their own W.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["DeferringModule"]
 
 
 class DeferringModule:
-    """One module with a queue of its own, and the (chunk, microbatch) pairs that are in it.
+    """One module with a wgrad queue of its own, and the (chunk, microbatch) pairs in that queue.
 
     Args:
-        name: the module's, for messages.
+        name: name of the module, for messages.
         backward_dw: computes the weight gradients of the oldest entry and calls the hooks.
-        weights: its parameters whose gradients come late. Each needs a ``main_grad``, which megatron-core's DDP gives it.
+        weights: parameters of the module with deferred gradients. Each needs a ``main_grad``, as set by megatron-core's DDP.
     """
 
     __slots__ = ("_backward_dw", "_early", "_waiting", "_weights", "name")
@@ -48,11 +48,11 @@ class DeferringModule:
         self._early: dict[tuple[int, int], list[tuple[Parameter, Tensor]]] = {}
 
     def note(self, key: tuple[int, int]) -> None:
-        """The module's backward runs in the B of this (chunk, microbatch)."""
+        """Record that the module's backward runs in the B of this (chunk, microbatch)."""
         self._waiting.append(key)
 
     def after_backward(self, key: tuple[int, int]) -> None:
-        """The B of this (chunk, microbatch) is over: drop placeholders, put real gradients aside. Their hooks run in W."""
+        """End the B of this (chunk, microbatch): drop placeholders, put real gradients aside. Their hooks run in W."""
         for weight in self._weights:
             if weight.grad is not None:
                 if not _is_fused(weight):
@@ -60,10 +60,10 @@ class DeferringModule:
                 weight.grad = None
 
     def compute(self, key: tuple[int, int]) -> None:
-        """W of this (chunk, microbatch), once for each time it was noted.
+        """Compute W of this (chunk, microbatch); call it as often as `note`.
 
         Raises:
-            WeightGradStoreError: it is not the oldest in the queue, or a weight has no ``main_grad``.
+            WeightGradStoreError: this pair is not the oldest in the queue, or a weight has no ``main_grad``.
         """
         oldest = self._waiting.popleft() if self._waiting else None
         if oldest != key:
@@ -90,5 +90,5 @@ class DeferringModule:
 
 
 def _is_fused(weight: Parameter) -> bool:
-    """Whether the GEMM adds to ``main_grad``. A weight with `zero_out_wgrad` has a placeholder that counts, and keeps it."""
+    """Whether the GEMM adds to ``main_grad``. A weight with `zero_out_wgrad` needs its placeholder, and keeps it."""
     return getattr(weight, "grad_added_to_main_grad", False) and not getattr(weight, "zero_out_wgrad", False)

@@ -1,12 +1,12 @@
-"""Which kernel adds a weight gradient to its accumulator: chosen once at start, logged once.
+"""The wgrad GEMM: choose the kernel that accumulates a weight gradient. It is chosen and logged once at start.
 
 W computes ``main_grad += dY^T X`` with ``X`` of shape [tokens, in], ``dY`` of shape [tokens, out] and ``main_grad`` of shape
-[out, in]. In mixed precision X and dY are bf16 or fp16 and main_grad is fp32. Three ways to do it, best first:
+[out, in]. In mixed precision X and dY are bf16 or fp16 and main_grad is fp32. Three kernels, best first:
 
 - `APEX`: ``fused_weight_gradient_mlp_cuda`` (one kernel, no temporary), if apex with its CUDA extensions is installed;
 - `ADDMM`: torch's own ``addmm`` into the accumulator, with ``out_dtype`` where the dtypes differ (no temporary);
-- `PLAIN`: a matmul and an add. It needs a temporary of the size of the weight, and rounds the product to the inputs' dtype
-  before adding, exactly as stock megatron-core does without gradient accumulation fusion. On the CPU it is the choice, because
+- `PLAIN`: a matmul and an add. It needs a temporary of the size of the weight, and rounds the matmul's result to the inputs'
+  dtype before adding, exactly as stock megatron-core does without gradient accumulation fusion. It is used on the CPU, because
   it gives the same bits as the stock backward; ``addmm`` does not (it may add the accumulator inside its reduction).
 """
 
@@ -27,7 +27,7 @@ Accumulate = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class KernelKind(enum.Enum):
-    """The three ways, best first."""
+    """The three kernels, best first."""
 
     APEX = "apex fused_weight_gradient_mlp_cuda"
     ADDMM = "torch addmm"
@@ -36,7 +36,7 @@ class KernelKind(enum.Enum):
 
 @dataclass(frozen=True)
 class WgradKernel:
-    """A way to accumulate, and its name for the log."""
+    """A kernel that accumulates a weight gradient, and its kind for the log."""
 
     kind: KernelKind
     accumulate: Accumulate
@@ -45,13 +45,13 @@ class WgradKernel:
 def choose_kernel(
     device: torch.device, *, input_dtype: torch.dtype, accumulator_dtype: torch.dtype, allow_apex: bool = True
 ) -> WgradKernel:
-    """Pick the best kernel that works for these dtypes on `device`, by trying it on a tiny problem.
+    """Choose the best kernel that works for these dtypes on `device`, by trying each on a tiny problem.
 
     Args:
-        device: where weights and gradients live.
+        device: device of weights and gradients.
         input_dtype: dtype of activations and output gradients.
         accumulator_dtype: dtype of ``main_grad``.
-        allow_apex: False leaves apex's kernel out (megatron-core's `gradient_accumulation_fusion` turned off).
+        allow_apex: False excludes apex's kernel (megatron-core's `gradient_accumulation_fusion` is off).
     """
     kernel = _choose(device, input_dtype, accumulator_dtype, allow_apex)
     logger.info("weight gradients (%s into %s on %s): %s", input_dtype, accumulator_dtype, device, kernel.kind.value)
@@ -59,7 +59,7 @@ def choose_kernel(
 
 
 def working_kernels(device: torch.device, *, input_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> list[WgradKernel]:
-    """Every way that works for these dtypes on `device`, best first: what `choose_kernel` picks from. For benchmarks."""
+    """All kernels that work for these dtypes on `device`, best first: the candidates of `choose_kernel`. For benchmarks."""
     apex = _apex_accumulate(accumulator_dtype) if device.type == "cuda" else None
     candidates = [] if apex is None else [WgradKernel(KernelKind.APEX, apex)]
     candidates += [WgradKernel(KernelKind.ADDMM, addmm_accumulate), WgradKernel(KernelKind.PLAIN, plain_accumulate)]
@@ -87,10 +87,10 @@ def _choose(device: torch.device, input_dtype: torch.dtype, accumulator_dtype: t
     candidates = [WgradKernel(KernelKind.APEX, apex)] if apex is not None else []
     candidates.append(WgradKernel(KernelKind.ADDMM, addmm_accumulate))
     for kernel in candidates:
-        lost = _try_out(kernel, device, input_dtype, accumulator_dtype)
-        if lost is None:
+        problem = _try_out(kernel, device, input_dtype, accumulator_dtype)
+        if problem is None:
             return kernel
-        logger.warning("%s does not work for %s into %s: %s", kernel.kind.value, input_dtype, accumulator_dtype, lost)
+        logger.warning("%s does not work for %s into %s: %s", kernel.kind.value, input_dtype, accumulator_dtype, problem)
     logger.warning("falling back to %s: each W allocates a temporary of the weight's size", plain.kind.value)
     return plain
 
@@ -113,14 +113,14 @@ def _apex_accumulate(accumulator_dtype: torch.dtype) -> Accumulate | None:
 
 
 def _try_out(kernel: WgradKernel, device: torch.device, input_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> str | None:
-    """None if the kernel computes 1 + 8 * (1 * 2) = 17 everywhere, else what went wrong."""
+    """Run the kernel on a tiny problem: None if it computes 1 + 8 * (1 * 2) = 17 everywhere, else an error message."""
     accumulator = torch.ones(16, 16, device=device, dtype=accumulator_dtype)
     grad_output = torch.ones(8, 16, device=device, dtype=input_dtype)
     input_ = torch.full((8, 16), 2.0, device=device, dtype=input_dtype)
     try:
         kernel.accumulate(accumulator, grad_output, input_)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # a kernel that faults does so late
+            torch.cuda.synchronize(device)  # a faulty kernel raises only here
     except (RuntimeError, TypeError, AttributeError) as error:  # AttributeError: a torch older than addmm's out_dtype
         return str(error).partition("\n")[0] or type(error).__name__
     return None if bool((accumulator == 17.0).all()) else "wrong result"

@@ -1,15 +1,16 @@
-"""The split linear: forward as usual, backward computes the input gradient only and leaves the weight gradient in the store.
+"""The split linear: its backward computes only the input gradient (dgrad, B) and defers the weight gradient (wgrad, W).
 
 Shapes: input x_sbi [sequence, batch, in] (any leading dimensions), weight [out, in], output y_sbo [sequence, batch, out]. Under
-tensor parallelism ``in`` or ``out`` is a rank's share. Under sequence parallelism the input is sharded along its first
-dimension: forward gathers it, B reduce-scatters the input gradient and gathers the input again for W, overlapped with the GEMM
-of the input gradient, so that W itself communicates nothing; or leaves the slice to W, which gathers it (`sharing`).
+tensor parallelism ``in`` or ``out`` is the rank's shard. Under sequence parallelism the input is sharded along its first
+dimension: forward all-gathers it, B reduce-scatters the input gradient. The all-gather of the input for W is either in B,
+overlapped with the dgrad GEMM, so that W itself communicates nothing, or in W, which then receives the shard (`sharing`).
 
-While the input gradient is being summed over the tensor-parallel ranks nothing of this B can run: whoever comes next needs the
-sum. The fused backward ran its own weight gradient then; this one runs a product that waits in the store, if there is one.
+During the tensor-parallel all-reduce of the input gradient the rest of this B has to wait: it needs the result. The fused
+backward overlaps the all-reduce with its own wgrad GEMM; this one overlaps it with a deferred wgrad GEMM from the store, if there
+is one.
 
-The sums are those of megatron-core's own linear (arXiv 1909.08053, section 3, for where the collectives stand), so the results
-are the same bits.
+The GEMMs and collectives have the operands of those in megatron-core's own linear (arXiv 1909.08053, section 3), so the results
+are bit-for-bit equal.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from megatron.zerobubble.wgrad.store import WeightGradStore
 
 @dataclass(frozen=True, slots=True)
 class LinearSplit:
-    """What the backward of one split linear needs to know.
+    """Options of one split linear for its backward.
 
     Attributes:
         split: the weight and its hooks.
-        store: where B leaves the weight gradient.
-        scattered_over: the tensor-parallel group, where the output is scattered over its ranks along dimension 0 afterwards
-            (row-parallel linears under sequence parallelism): the output gradient then was gathered over it.
+        store: receives the operands of the weight gradient in B.
+        scattered_over: the tensor-parallel group if the output is scattered over it along dimension 0 afterwards (row-parallel
+            linears under sequence parallelism), so that the output gradient was all-gathered over it; otherwise None.
     """
 
     split: SplitWeight
@@ -58,8 +59,8 @@ def split_linear(
         input_: [..., in].
         weight: [out, in].
         bias: [out]; its gradient is computed in B.
-        how: the weight's record and the store.
-        reduce_input_grad: sum the input gradient over `group` (column-parallel linears without sequence parallelism).
+        how: the weight with its hooks, and the store.
+        reduce_input_grad: all-reduce the input gradient over `group` (column-parallel linears without sequence parallelism).
         sequence_parallel: `input_` is sharded along dimension 0 over `group`.
         group: tensor-parallel group; needed for the two options above.
 
@@ -106,9 +107,9 @@ class _SplitLinear(torch.autograd.Function):
             grad_input, reducing = reduce_scatter(grad_input, ctx.group)
         if gathering is not None:
             input_ = gathering.wait()
-        # Views when they can be: the store then holds the very memory that autograd saved, and no copy. Detached first: a view
-        # holds its base, the base the graph that made it, and the graph the stage's input and its gradient: all that until W.
-        # A gradient has a graph, too, where a loss returns what it saved: megatron-core's cross entropy returns its logits.
+        # Views where possible: the store then holds the memory that autograd saved, and no copy. Detached first: a view holds
+        # its base, the base the graph that made it, and the graph the stage's input and its gradient, all of it until W.
+        # A gradient can have a graph, too, if a loss returns a tensor that it saved: megatron-core's cross entropy does.
         grad_output = grad_output.detach().reshape(-1, grad_output.shape[-1])
         grad_bias = grad_output.sum(dim=0) if ctx.has_bias else None
         input_ = input_.detach().reshape(-1, input_.shape[-1])
@@ -121,6 +122,6 @@ class _SplitLinear(torch.autograd.Function):
             how.store.put(how.split, grad_output, input_)
         if reducing is not None:
             how.store.run_ahead(weight.numel())
-            # On CUDA this holds back the stream, not the host: the product is queued behind the GEMM above and beside the sum.
+            # On CUDA this blocks the stream, not the host: the wgrad GEMM runs after the dgrad GEMM and overlaps the all-reduce.
             reducing.wait()
         return grad_input, None, grad_bias, None, None, None, None

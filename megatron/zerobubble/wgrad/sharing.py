@@ -1,8 +1,8 @@
-"""How weight gradients and tensor parallelism share the link: who gathers W's operands, and what runs while B's sum travels.
+"""Weight gradients and tensor-parallel communication: whether B or W all-gathers W's operands, and what overlaps B's all-reduce.
 
-Under sequence parallelism (arXiv 2205.05198) an operand of W is a slice along the sequence that has to be gathered: of a
-column-parallel linear the input, of a row-parallel one the output gradient, which B has to gather anyway. With n the bytes of the
-whole operand and t ranks, a linear gathers it, and holds it from B to W:
+Under sequence parallelism (arXiv 2205.05198) one operand of W is sharded along the sequence and has to be all-gathered: the input
+of a column-parallel linear, the output gradient of a row-parallel one, which B has to all-gather anyway. With n the bytes of the
+whole operand and t ranks, a linear all-gathers it, and holds it from B to W, as follows:
 
 ==============  =======================  ============================
 `WgradGather`   column-parallel          row-parallel
@@ -12,8 +12,8 @@ INPUT           in W, n/t held           in B, n held
 BOTH            in W, n/t held           in B and again in W, n/t held
 ==============  =======================  ============================
 
-KEEP and INPUT send the same. A transformer layer holds, in units of one activation [s, b, h] and without what is sharded anyway
-(12/t): 4, 2 + 2/t, and 4/t. See ADR 15.
+KEEP and INPUT communicate the same number of bytes. In units of one activation [s, b, h], a transformer layer holds 4, 2 + 2/t,
+and 4/t, plus 12/t that are sharded in all three. See ADR 15.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class WgradGather(enum.Enum):
-    """Which operands wait for W as slices, and are gathered by W."""
+    """Which operands are held as shards from B to W, and all-gathered by W."""
 
     KEEP = "keep"
     INPUT = "input"
@@ -40,20 +40,21 @@ class WgradGather(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class WgradPolicy:
-    """What the split does with the tensor-parallel link."""
+    """Options for weight gradients under tensor parallelism."""
 
     gather: WgradGather = WgradGather.INPUT
-    """Under sequence parallelism: what W gathers. By default as much as can be without sending more than the fused backward."""
+    """Under sequence parallelism: the operands that W all-gathers. The default saves memory without communicating more than the
+    fused backward."""
     runs_ahead: bool = True
-    """While B's input gradient is being summed over the tensor-parallel ranks, compute a product of a W that waits."""
+    """Overlap B's tensor-parallel all-reduce (or reduce-scatter) with a deferred wgrad GEMM."""
 
 
 class Gathered:
-    """A tensor that is being gathered along dimension 0.
+    """An asynchronous all-gather along dimension 0, started by the constructor.
 
     Args:
-        slice_: [n, ...], this rank's part, of equal shape on all ranks of `group`.
-        group: the tensor-parallel group; its ranks must construct it in the same order.
+        slice_: [n, ...], this rank's shard, of equal shape on all ranks of `group`.
+        group: the tensor-parallel group; its ranks must construct instances in the same order.
     """
 
     __slots__ = ("_full", "_work")
@@ -63,7 +64,7 @@ class Gathered:
         self._work: Any = _all_gather(self._full, slice_.contiguous(), group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """[n * ranks, ...]: on the CPU it is there; on CUDA for what the current stream runs from here on."""
+        """Return the gathered tensor, [n * ranks, ...]. On the CPU this blocks; on CUDA it makes the current stream wait."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -71,11 +72,19 @@ class Gathered:
 
 
 def own_slice(full: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """A copy of this rank's part of `full` along dimension 0, which does not keep the rest alive."""
+    """A copy of this rank's shard of `full` along dimension 0, which does not keep the rest alive."""
     return full.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Any]:
-    """This rank's part along dimension 0 of the sum of `x` over `group`, and the work to wait for."""
+    """Start a reduce-scatter of `x` along dimension 0 over `group`.
+
+    Args:
+        x: [n * ranks, ...], of equal shape on all ranks of `group`.
+        group: the tensor-parallel group.
+
+    Returns:
+        This rank's shard of the sum, [n, ...], and the work to wait for before it is read.
+    """
     part = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     return part, _reduce_scatter(part, x.contiguous(), group=group, async_op=True)

@@ -117,8 +117,8 @@ def test_progress_idle_time_and_a_first_iteration_are_no_alarm(store: torch.dist
     assert said.getvalue() == ""
 
 
-def fail_after(tell: Callable[[Message], None]) -> None:
-    tell(GRADIENT)
+def fail_after(report: Callable[[Message], None]) -> None:
+    report(GRADIENT)
     raise ZeroDivisionError
 
 
@@ -142,11 +142,11 @@ def test_on_a_gpu_it_is_the_device_that_is_stuck() -> None:
         watch.start(Op.parse("0F1"))
         torch.cuda._sleep(2_000_000_000)
         watch.start(Op.parse("0B0"))
-    doing = watch.standing()
+    doing = watch.current()
     assert doing is not None
     assert doing.text.startswith("runs 0F1")
     torch.cuda.synchronize()
-    assert watch.standing() is None
+    assert watch.current() is None
 
 
 STUCK_SCRIPT = """

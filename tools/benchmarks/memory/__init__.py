@@ -1,1 +1,1 @@
-"""What every rank holds over many iterations, against its plan (`python -m tools.benchmarks.memory`)."""
+"""Memory of every rank over many iterations, measured vs. planned (`python -m tools.benchmarks.memory`)."""

@@ -1,10 +1,10 @@
-"""Train for many iterations and report what every rank holds: growth, fragmentation, and the peak against the plan's.
+"""Train for many iterations and report the memory of every rank: growth, fragmentation, and peak activation memory vs. the plan.
 
-A GPT of the given sizes in fp32 is trained by one of our schedules on ranks of this machine: on its GPUs where it has some, dealt
-out in turn, so that ranks share one where they are more, otherwise on the CPU, where only live tensors are counted and every op
-takes far longer than usual. Messages go over gloo always, also where every rank has a GPU: there through host memory
-(`runtime/staging.py`), so nothing here is about NCCL and what it takes. What must hold: nothing grows after the warm-up, and the
-peak of activations is within 5 % of what the plan says for an iteration that was measured before.
+Trains a GPT of the given sizes in fp32 with one of our schedules on this machine: on its GPUs, which ranks share if there are
+fewer GPUs than ranks, or without GPUs on the CPU, where only live tensors are counted and every torch op takes far longer than
+usual. Messages always go over gloo, with GPUs through host memory (`runtime/staging.py`), so NCCL and its memory are not part of
+this. It checks that nothing grows after the warm-up, and that the peak activation memory is within 5 % of the plan's, as
+predicted from one measured iteration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from tools.benchmarks.emulation import run_on_ranks
 from tools.benchmarks.memory.ledger import RankLedger, table, watch
-from tools.benchmarks.schedules.contenders import Entrant, Runtime, Sizes, entrants
+from tools.benchmarks.schedules.contenders import ContenderSpec, Runtime, Sizes, contender_specs
 from tools.benchmarks.split import choose_device
 
 FORMAT = "zerobubble-memory-benchmark/1"
@@ -44,9 +44,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--schedule", default="zbv", metavar="NAME", help="one of ours (default %(default)s)")
     parser.add_argument("--num-ranks", type=int, default=4, help="p (default %(default)s)")
     parser.add_argument("--num-microbatches", type=int, default=8, help="m (default %(default)s)")
-    parser.add_argument("--num-iterations", type=int, default=200, help="that are watched (default %(default)s)")
-    parser.add_argument("--warmup", type=int, default=20, help="those that may still grow (default %(default)s)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    parser.add_argument("--num-iterations", type=int, default=200, help="iterations to measure (default %(default)s)")
+    parser.add_argument("--warmup", type=int, default=20, help="iterations whose memory may still grow (default %(default)s)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     for field in fields(Sizes):
         default = 8 if field.name == "num_layers" else field.default
         parser.add_argument("--" + field.name.replace("_", "-"), type=int, default=default, help="default %(default)s")
@@ -55,34 +55,34 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check(args: argparse.Namespace) -> tuple[Entrant, Sizes]:
-    """What is trained. Raises ConfigError."""
+def check(args: argparse.Namespace) -> tuple[ContenderSpec, Sizes]:
+    """The contender and the sizes of the model. Raises ConfigError."""
     for name in ("num_ranks", "num_microbatches", "warmup"):
         least = 2 if name == "num_ranks" else 1
         if getattr(args, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be {least} or more")
     if args.num_iterations <= args.warmup:
-        raise ConfigError(f"--num-iterations {args.num_iterations} leaves none after --warmup {args.warmup}; give more")
+        raise ConfigError(f"--num-iterations {args.num_iterations} leaves none after --warmup {args.warmup}; increase it")
     sizes = Sizes(**{field.name: getattr(args, field.name) for field in fields(Sizes)})
-    entrant = entrants([args.schedule], args.num_ranks, [args.num_microbatches], sizes)[-1]
-    if entrant.runtime is not Runtime.OURS:
+    spec = contender_specs([args.schedule], args.num_ranks, [args.num_microbatches], sizes)[-1]
+    if spec.runtime is not Runtime.OURS:
         raise ConfigError(
-            f"--schedule {args.schedule} is not run by our executor, which is what is measured; give for example zbv"
+            f"--schedule {args.schedule} does not run on our executor, which this benchmark measures; give for example zbv"
         )
-    return entrant, sizes
+    return spec, sizes
 
 
-def serve(rank: int, entrant: Entrant, sizes: Sizes, args: argparse.Namespace, on_gpu: bool) -> RankLedger:
-    """One rank."""
+def serve(rank: int, spec: ContenderSpec, sizes: Sizes, args: argparse.Namespace, on_gpu: bool) -> RankLedger:
+    """Run one rank."""
     if on_gpu:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     host = HostDevice(enabled=not on_gpu)
     with quiet_third_parties():
-        # Here, because the process that starts the ranks builds nothing.
+        # Here, because the process that starts the ranks builds no model.
         from tools.benchmarks.schedules.gpt import GPTContender, set_up, tear_down
 
         set_up(host, args.num_ranks)
-        contender = GPTContender(entrant, sizes, args.num_ranks, host)
+        contender = GPTContender(spec, sizes, args.num_ranks, host)
     ledger = watch(
         contender.schedule,
         lambda: contender.iterate(args.num_microbatches),
@@ -96,7 +96,7 @@ def serve(rank: int, entrant: Entrant, sizes: Sizes, args: argparse.Namespace, o
 
 
 def to_json(ranks: Sequence[RankLedger], about: dict[str, Any]) -> dict[str, Any]:
-    """The JSON form; `measured` and `predicted` say of each figure what it is."""
+    """The JSON form, with all values under `measured` or `predicted`."""
     rows = [
         {
             "rank": rank,
@@ -119,16 +119,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(words)
     try:
-        entrant, sizes = check(args)
+        spec, sizes = check(args)
         device = choose_device(args.device, trial="--device cpu --num-iterations 12 --warmup 4 --hidden-size 64 --seq-length 32")
         on_gpu = device.type == "cuda"
-        ranks = run_on_ranks(serve, args.num_ranks, entrant, sizes, args, on_gpu)
+        ranks = run_on_ranks(serve, args.num_ranks, spec, sizes, args, on_gpu)
     except UserError as error:
         parser.error(str(error))
     about = {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "is_gpu": on_gpu,
-        "schedule": entrant.schedule,
+        "schedule": spec.schedule,
         "num_ranks": args.num_ranks,
         "num_microbatches": args.num_microbatches,
         "num_iterations": args.num_iterations,
@@ -138,11 +138,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "torch": torch.__version__,
         "command": shlex.join(["python", "-m", "tools.benchmarks.memory", *words]),
     }
-    print(f"{entrant.name}, {args.num_ranks} ranks, {args.num_microbatches} microbatches, {args.num_iterations} iterations on")
-    print(f"{about['device']}; MiB, *measured* unless it says *predicted*; growth is after iteration {args.warmup}.\n")
+    print(f"{spec.name}, {args.num_ranks} ranks, {args.num_microbatches} microbatches, {args.num_iterations} iterations on")
+    print(f"{about['device']}; MiB, *measured* unless marked *predicted*; growth is after iteration {args.warmup}.\n")
     print(table(ranks), end="\n\n")
     complaints = [f"rank {rank}: {each}" for rank, ledger in enumerate(ranks) for each in ledger.complaints()]
-    print("\n".join(f"- {each}" for each in complaints) or "Nothing grew, and every peak is within 5 % of the plan's.")
+    print("\n".join(f"- {each}" for each in complaints) or "No memory grew, and every peak is within 5 % of the plan's.")
     if args.json:
         Path(args.json).write_text(json.dumps(to_json(ranks, about), indent=1) + "\n", encoding="utf-8")
     return 1 if args.strict and complaints else 0

@@ -1,9 +1,9 @@
-"""What a rank holds, iteration by iteration, against what its plan says it would.
+"""Memory of a rank, iteration by iteration, measured vs. planned.
 
-The second iteration of a job is measured op by op, and from it follows what the plan says of all others: the peak of activations
-(`profiling.memory` says what counts as one). Then every iteration is watched. On CUDA the numbers are the allocator's, and it
-also says what it took from the device and cannot give back; on the CPU they are the live tensors that passes have made since the
-watching began.
+The second iteration of a job is measured op by op; from it follows the plan's prediction for all others: the peak activation
+memory (as defined in `profiling.memory`). Then every iteration is measured. On CUDA the values are those of the caching
+allocator, which also reports reserved memory and fragmentation; on the CPU they count the live tensors that passes have
+allocated since the measurement began.
 """
 
 from __future__ import annotations
@@ -26,60 +26,60 @@ with quiet_third_parties():
     from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 
 PEAK_TOLERANCE = 0.05
-"""Of the peak of activations against the plan's."""
+"""Relative error tolerated in the peak activation memory vs. the plan's."""
 GROWTH_TOLERANCE = 0.01
-"""Of a peak from iteration to iteration; what is held between iterations may not grow at all."""
+"""Relative growth tolerated in a peak; memory held between iterations may not grow at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes of one rank after an iteration."""
+    """Memory of one rank after an iteration, in bytes."""
 
     allocated: int
-    """In tensors; on the CPU in those that passes made and left behind."""
+    """Memory in tensors; on the CPU in those that passes have allocated and not freed."""
     reserved: int | None
-    """What the allocator took from the device; None on the CPU."""
+    """Memory that the allocator has reserved on the device; None on the CPU."""
     inactive_split: int | None
-    """Unused parts of blocks of which other parts are in use: what cannot be given back. None on the CPU."""
+    """Unused parts of blocks with other parts in use, which cannot be returned to the device. None on the CPU."""
     activations: int
-    """Most activations that were held after any op of the iteration."""
+    """Peak activation memory, as measured after each op of the iteration."""
     workspace: int
-    """What the most demanding op needed on top of what is held around it, tensors in flight included (`profiling.memory`)."""
+    """Peak memory of an op above what is held around it, including tensors in flight (`profiling.memory`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankLedger:
-    """One rank over all iterations that were watched."""
+    """Memory of one rank over all measured iterations."""
 
     predicted: int
-    """Peak of activations in bytes, by the plan."""
+    """Peak activation memory predicted by the plan, in bytes."""
     warmup: int
     """Iterations after which nothing may grow."""
     held: tuple[Held, ...]
 
     @property
     def measured(self) -> int:
-        """Peak of activations of any iteration."""
+        """Peak activation memory over all iterations, in bytes."""
         return max(each.activations for each in self.held)
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, relative to it; None where it is 0."""
+        """Relative error of the prediction; None if the prediction is 0."""
         return self.measured / self.predicted - 1.0 if self.predicted else None
 
     @property
     def fragmentation(self) -> int | None:
-        """Reserved and in no tensor, at the end."""
+        """Bytes reserved and in no tensor, at the end; None on the CPU."""
         last = self.held[-1]
         return None if last.reserved is None else last.reserved - last.allocated
 
     def growth(self, what: Callable[[Held], int | None]) -> int | None:
-        """Bytes from the end of the warm-up to the most after it; None where there is no such number."""
+        """Growth in bytes from the end of the warm-up to the maximum after it; None if `what` was not measured."""
         numbers = [number for each in self.held[self.warmup - 1 :] if (number := what(each)) is not None]
         return max(numbers) - numbers[0] if numbers else None
 
     def complaints(self) -> list[str]:
-        """What is not as it should be."""
+        """One message per check that failed."""
         before = self.held[self.warmup - 1]
         some_activations = GROWTH_TOLERANCE * before.activations
         some_of_all = GROWTH_TOLERANCE * (before.activations + before.workspace)  # which bounds what was alive at any moment
@@ -89,38 +89,38 @@ class RankLedger:
             "the peak of activations": (self.growth(lambda each: each.activations), some_activations),
             "workspace": (self.growth(lambda each: each.workspace), some_of_all),
         }
-        said = [
+        messages = [
             f"{name} grew by {grown} bytes after iteration {self.warmup}"
             for name, (grown, tolerated) in growths.items()
             if grown is not None and grown > tolerated
         ]
         if self.error is None:
-            said.append(f"activations took {self.measured} bytes, and the plan says that there are none: was anything measured?")
+            messages.append(f"activations took {self.measured} bytes, and the plan predicts none: was anything measured?")
         elif abs(self.error) > PEAK_TOLERANCE:
-            said.append(f"activations took {self.measured} bytes, and the plan says {self.predicted}: {self.error:+.1%}")
-        return said
+            messages.append(f"activations took {self.measured} bytes, and the plan predicts {self.predicted}: {self.error:+.1%}")
+        return messages
 
 
 def watch(
     schedule: PipelineSchedule, iterate: Callable[[], Any], *, num_microbatches: int, num_iterations: int, warmup: int
 ) -> RankLedger:
-    """Train and keep the ledger. Every rank of the world must call it, and each be in one pipeline.
+    """Train and measure the memory of every iteration. Every rank of the world must call it; the world is one pipeline.
 
     Args:
-        schedule: one of ours, whose iterations `iterate` runs.
-        iterate: one iteration: forward, backward, and the optimizer's step.
-        num_microbatches: of an iteration.
-        num_iterations: that are watched, after two that are not.
-        warmup: how many of these may still grow; at least 1.
+        schedule: one of our schedules.
+        iterate: runs one iteration of it: forward, backward and the optimizer step.
+        num_microbatches: microbatches per iteration.
+        num_iterations: iterations to measure, after two that are not.
+        warmup: number of measured iterations whose memory may still grow; at least 1.
 
     Raises:
-        ConfigError: there is nothing left to watch after the warm-up.
+        ConfigError: no iterations are left after the warm-up.
     """
     if not 1 <= warmup < num_iterations:
         raise ConfigError(
             f"{num_iterations} iterations with a warm-up of {warmup}: give a warm-up of 1 or more, and more iterations"
         )
-    iterate()  # the optimizer's state, tables and masks that stay
+    iterate()  # allocates optimizer state, and tables and masks that stay
     predicted = _predict(schedule, iterate, num_microbatches)
     meter, held = MemoryMeter(schedule.device), []
     schedule.hooks.profiler = meter
@@ -132,7 +132,7 @@ def watch(
 
 
 def _predict(schedule: PipelineSchedule, iterate: Callable[[], Any], num_microbatches: int) -> int:
-    """This rank's peak of activations by the plan, from one iteration that is measured."""
+    """This rank's peak activation memory as predicted by the plan, from one measured iteration."""
     profiler = Profiler(schedule.device)
     schedule.hooks.profiler = profiler
     iterate()
@@ -145,7 +145,7 @@ def _predict(schedule: PipelineSchedule, iterate: Callable[[], Any], num_microba
 
 
 def _look(meter: MemoryMeter, device: torch.device) -> Held:
-    # The host's books: exact for what has been issued, and reading them waits for nothing.
+    # Counted on the host: exact for what has been issued, and read without synchronizing.
     stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
     return Held(
         allocated=stats.get("allocated_bytes.all.current", meter.held_bytes),
@@ -157,7 +157,7 @@ def _look(meter: MemoryMeter, device: torch.device) -> Held:
 
 
 def table(ranks: Sequence[RankLedger]) -> str:
-    """Markdown, in MiB."""
+    """A Markdown table, in MiB."""
     lines = [
         "| rank | activations, *predicted* | activations, *measured* | error | workspace | allocated | growth | reserved "
         "| growth | reserved - allocated | inactive split |",

@@ -1,16 +1,17 @@
-"""Measure pipeline schedules side by side: what each is faster than its baseline, and how much of the simulator's word is kept.
+"""Measure pipeline schedules side by side: the speed-up of each over its baseline, and the fraction of the predicted speed-up.
 
-Real (the default): a GPT is trained on this machine's CPU, one thread a rank, gloo. stock-1f1b and stock-interleaved-1f1b are
+Real (the default): train a GPT on this machine's CPU, one thread per rank, gloo. stock-1f1b and stock-interleaved-1f1b are
 megatron-core's own schedules, torch-1f1b and torch-zbv are torch.distributed.pipelining's on plain layers of the same sizes, and
-every other name is ours. An iteration is forward, backward and the optimizer's step, started together; its time is that of the
-slowest rank. Predictions are the simulator's on the pass times of the same run, links free, plus what is outside of the passes
-(the optimizer).
+every other name is ours. An iteration is forward, backward and the optimizer step, started at the same time on all ranks; its
+time is that of the slowest rank. Predictions are the simulator's with the pass times of the same run and free links, plus the
+time outside of the passes (the optimizer).
 
 --emulate: passes sleep for given times, so that any number of ranks fits on a few cores; the executor, its buffers and waits and
-the tensors on gloo are real. NAME@LIMIT is the plan found for these times under a memory limit (1.0 is 1F1B's rank 0), NAME the
-drawn order. Measured is the span: the longest that any rank needs from its first op's start to its last op's end.
+the tensors on gloo are real. NAME@LIMIT is the plan found for these times under a memory limit (1.0 = 1F1B on rank 0), NAME the
+hand-written schedule. The span is measured: the longest time of any rank from its first op's start to its last op's end.
 
-Contenders take turns in the same processes; a speed-up is a ratio of what all rounds took together, with a 95 % interval.
+Every round runs one iteration of each contender in the same processes; a speed-up is a ratio of the total times of all rounds,
+with a 95 % confidence interval.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.search.search import Effort
 from tools.benchmarks.schedules import emulated, real
-from tools.benchmarks.schedules.contenders import Sizes, entrants
+from tools.benchmarks.schedules.contenders import Sizes, contender_specs
 from tools.benchmarks.schedules.emulated import Times
 from tools.benchmarks.schedules.report import Row, draw, table
 
@@ -48,15 +49,15 @@ EMULATED = ("1f1b", "zb@1", "zb@2", "zbv@1")
 MODEL_HELP = {
     "num_layers": "layers of the whole model, a multiple of every schedule's number of stages",
     "hidden_size": "width of the model",
-    "num_attention_heads": "heads of a layer",
-    "seq_length": "tokens of a sample",
-    "micro_batch_size": "samples of a microbatch",
+    "num_attention_heads": "attention heads per layer",
+    "seq_length": "tokens per sample",
+    "micro_batch_size": "samples per microbatch",
 }
 PASS_HELP = {
-    "forward_ms": "F of a rank and microbatch",
-    "backward_ms": "B likewise",
-    "wgrad_ms": "W likewise",
-    "comm_ms": "link time that planner and simulator assume",
+    "forward_ms": "F per rank and microbatch",
+    "backward_ms": "B per rank and microbatch",
+    "wgrad_ms": "W per rank and microbatch",
+    "comm_ms": "P2P latency per message that planner and simulator assume",
     "last_stage": "factor on the last stage's passes; each NAME@LIMIT is then compared with a plan for equal stages",
 }
 EXAMPLES = """examples:
@@ -67,7 +68,7 @@ EXAMPLES = """examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line. Options of one mode have no default here, so that the other can refuse them."""
+    """The command line. Options of one mode have no default here, so that the other mode can reject them."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="python -m tools.benchmarks.schedules", description=__doc__, epilog=EXAMPLES, formatter_class=raw)
     parser.add_argument("--emulate", action="store_true", help="passes that sleep")
@@ -79,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--num-ranks", type=int, help="p (default 2; emulated 8)")
     parser.add_argument("--num-microbatches", type=int, nargs="+", help="m, several in the real mode (default 4 8; emulated 24)")
-    parser.add_argument("--rounds", type=int, default=7, help="iterations of each contender (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds: iterations of each contender (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
     parser.add_argument("--png", metavar="FILE", help="draw the speed-ups; needs matplotlib")
     model = parser.add_argument_group("real mode")
@@ -89,8 +90,8 @@ def build_parser() -> argparse.ArgumentParser:
     for field in fields(Times):
         passes.add_argument(_flag(field.name), type=float, help=f"{PASS_HELP[field.name]} (default {field.default})")
     passes.add_argument("--published-row", type=int, metavar="ROW", help=f"p, m and times of a row of {PUBLISHED.name}")
-    passes.add_argument("--message-kib", type=float, help="size of a tensor that travels (default 64)")
-    passes.add_argument("--effort", choices=[effort.value for effort in Effort], help="of NAME@LIMIT (default fast)")
+    passes.add_argument("--message-kib", type=float, help="size of a P2P message (default 64)")
+    passes.add_argument("--effort", choices=[effort.value for effort in Effort], help="effort of NAME@LIMIT (default fast)")
     return parser
 
 
@@ -103,12 +104,12 @@ REAL_ONLY = tuple(field.name for field in fields(Sizes))
 
 
 def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Those of the options that are on the command line."""
+    """The options among `names` that are on the command line."""
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ConfigError on what no mode can do, or the mode that was chosen cannot."""
+    """Raise ConfigError for invalid values, and for options of the other mode."""
     foreign = given(args, REAL_ONLY if args.emulate else EMULATED_ONLY)
     if foreign:
         without = "without" if args.emulate else "with"
@@ -129,22 +130,22 @@ def check(args: argparse.Namespace) -> None:
     for target in filter(None, (args.json, args.png)):
         try:
             if target != "-":
-                Path(target).open("a").close()  # not after minutes
+                Path(target).open("a").close()  # fail now, not after minutes of measuring
         except OSError as error:
             raise ConfigError(f"cannot write {target}: {error.strerror}") from None
 
 
 def run_real(args: argparse.Namespace) -> Row:
-    """Train."""
+    """Run the real mode; returns its part of the report."""
     sizes = Sizes(**given(args, REAL_ONLY))
     num_ranks, counts = args.num_ranks or 2, tuple(args.num_microbatches or (4, 8))
-    chosen = entrants(args.schedule or REAL, num_ranks, counts, sizes)
+    chosen = contender_specs(args.schedule or REAL, num_ranks, counts, sizes)
     results = real.measure(chosen, sizes, num_ranks=num_ranks, numbers_of_microbatches=counts, rounds=args.rounds)
     return {"mode": "real", "measured": "iteration", "num_ranks": num_ranks, "sizes": asdict(sizes), "results": results}
 
 
 def run_emulated(args: argparse.Namespace) -> Row:
-    """Sleep."""
+    """Run the emulated mode; returns its part of the report."""
     num_ranks, num_microbatches = args.num_ranks or 8, (args.num_microbatches or [24])[0]
     times = given(args, [field.name for field in fields(Times)])
     if args.published_row is not None:
@@ -165,11 +166,11 @@ def run_emulated(args: argparse.Namespace) -> Row:
 
 
 def text(report: Row) -> str:
-    """For people, in Markdown."""
+    """The report in Markdown."""
     parts = []
     for result in report["results"]:
         parts.append(
-            f"{report['num_ranks']} ranks, {result['num_microbatches']} microbatches, ms are of the {report['measured']}:"
+            f"{report['num_ranks']} ranks, {result['num_microbatches']} microbatches, times are of the {report['measured']}:"
         )
         parts.append(table(result["rows"]))
         for placement, passes in result.get("passes", {}).items():

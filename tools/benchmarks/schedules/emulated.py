@@ -1,4 +1,4 @@
-"""The emulated mode: plans on the real executor and real links, with passes that sleep. Without megatron-core."""
+"""The emulated mode: plans on the real executor and real links, with passes that sleep. Does not import megatron-core."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from tools.benchmarks.emulation import SleepingWork, run_on_ranks
 from tools.benchmarks.schedules.contenders import Runtime
 from tools.benchmarks.schedules.report import Line, Row, Sample, by_iteration, rows_of
-from tools.benchmarks.schedules.rounds import take_turns
+from tools.benchmarks.schedules.rounds import run_rounds
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """What the passes take."""
+    """Times of the emulated passes, in milliseconds."""
 
     forward_ms: float = 20.0
-    """F of a rank and microbatch; a V schedule's stages have half of it each."""
+    """F per rank and microbatch; the two stages of a rank with V placement take half of it each."""
     backward_ms: float = 20.0
-    """B."""
+    """B per rank and microbatch."""
     wgrad_ms: float = 20.0
-    """W."""
+    """W per rank and microbatch."""
     comm_ms: float = 0.0
-    """What the planner and the simulator take a link for. The real link takes what it takes."""
+    """P2P latency per message as assumed by planner and simulator; the latency of the real links is what it is."""
     last_stage: float = 1.0
-    """Factor on the last stage's passes."""
+    """Factor on the times of the last stage's passes."""
 
     def equal(self, placement: Placement) -> CostModel:
-        """Costs without the factor."""
+        """Costs without the factor: equal stages."""
         times = {name: getattr(self, name) for name in ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms")}
         return CostModel.uniform(placement, **times)
 
     def true(self, placement: Placement) -> CostModel:
-        """Costs with the factor."""
+        """Costs with the factor: the times that the passes really sleep."""
         costs = self.equal(placement)
 
         def slowed(values: tuple[float, ...]) -> tuple[float, ...]:
@@ -63,11 +63,11 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """A plan, and the times that its passes take."""
+    """A plan, and the times of its passes."""
 
     name: str
     baseline: str
-    """Name of the one that its speed-up is over."""
+    """Name of the emulation that its speed-up is relative to."""
     plan: Plan
     costs: CostModel
 
@@ -75,9 +75,9 @@ class Emulation:
 def plan_emulations(
     names: Sequence[str], times: Times, *, num_ranks: int, num_microbatches: int, budget: float
 ) -> list[Emulation]:
-    """`NAME` is the drawn order, `NAME@LIMIT` the best plan found for the true times under a memory limit.
+    """Plan the contenders: `NAME` is the hand-written schedule, `NAME@LIMIT` the best plan for the true times in a memory limit.
 
-    With a slower last stage each of the latter comes after, and is compared with, a plan that was found for equal stages.
+    With a slower last stage each `NAME@LIMIT` comes after a plan for equal stages, which is its baseline.
     """
     found: list[Emulation] = []
 
@@ -95,11 +95,11 @@ def plan_emulations(
         if not limit:
             add(name, build_plan(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches))
             continue
-        rival = None
+        baseline = None
         if times.last_stage != 1.0:
-            rival = f"{name} for equal stages"
-            add(rival, searched(name, schedule, limit, times.equal), rival)
-        add(name, searched(name, schedule, limit, times.true), rival)
+            baseline = f"{name} for equal stages"
+            add(baseline, searched(name, schedule, limit, times.equal), baseline)
+        add(name, searched(name, schedule, limit, times.true), baseline)
     return found
 
 
@@ -121,34 +121,34 @@ class EmulatedContender:
         self._recorder = OpRecorder(CPU)
 
     def iterate(self, num_microbatches: int) -> None:
-        """All passes of this rank."""
+        """Run all passes of this rank."""
         self._recorder.clear()
         Executor(self._program, self._rank, self._links, self._work, self._recorder).run()
 
     def timed_ops(self) -> list[TimedOp]:
-        """What ran when."""
+        """The ops of the last iteration with their times."""
         return self._recorder.timed_ops()
 
     def loss(self) -> None:
-        """Nothing is computed."""
+        """None: nothing is computed."""
 
 
 def serve(rank: int, emulations: Sequence[Emulation], num_elements: int, rounds: int) -> list[list[Sample]]:
-    """One rank. Contenders with the same placement share the links."""
+    """Run one rank; returns each contender's samples. Contenders with the same placement share the links."""
     placements = list(dict.fromkeys(each.plan.placement for each in emulations))  # the same order on every rank
     links = {
         placement: ProcessGroupLinks(placement, pipeline=range(placement.num_ranks), rank=rank, device=CPU)
         for placement in placements
     }
     contenders = [EmulatedContender(each, rank, links[each.plan.placement], num_elements) for each in emulations]
-    samples = take_turns(contenders, emulations[0].plan.num_microbatches, rounds)
+    samples = run_rounds(contenders, emulations[0].plan.num_microbatches, rounds)
     for link in links.values():
         link.close()
     return samples
 
 
 def measure(emulations: Sequence[Emulation], *, rounds: int, message_kib: float) -> list[Row]:
-    """Run them side by side; measured is the span."""
+    """Run the emulations side by side, and measure the span."""
     num_elements = max(1, round(message_kib * 1024 / 4))
     plan = emulations[0].plan
     ranks = run_on_ranks(serve, plan.num_ranks, emulations, num_elements, rounds)

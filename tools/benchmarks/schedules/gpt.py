@@ -1,9 +1,9 @@
-"""One real GPT under several schedules in one process group: megatron-core's own, untouched, and ours.
+"""One real GPT under several schedules in one process group: megatron-core's own, unmodified, and ours.
 
-All contenders are built once and live side by side, so that they can take turns iteration by iteration; building them anew for
-every turn would put seconds, and cold memory, between the two halves of every ratio. One set of megatron-core's process groups
-serves all: what differs between the contenders is the number of chunks, which is set before each turn by megatron-core's own
-setter, and which ranks hold embedding and head, which matters to nobody as the two are not tied.
+All contenders are built once and live side by side, so that every round runs one iteration of each; building them anew for every
+round would put seconds, and cold memory, between the two halves of every ratio. All share one set of megatron-core's process
+groups. Contenders differ in the number of chunks, which is set before each iteration by megatron-core's own setter, and in the
+ranks that hold embedding and head, which makes no difference as the two are not tied.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
 from megatron.zerobubble.plan.simulate import TimedOp
-from tools.benchmarks.schedules.contenders import Entrant, Runtime, Sizes
+from tools.benchmarks.schedules.contenders import ContenderSpec, Runtime, Sizes
 
 VOCABULARY = 256
-"""Tokens are bytes."""
+"""Vocabulary size: tokens are bytes."""
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.01
 SEED = 1234
 
 
 def set_up(host: HostDevice, num_ranks: int) -> None:
-    """megatron-core's process groups for a pipeline over all ranks. Every rank must call it, once."""
+    """Create megatron-core's process groups for a pipeline over all ranks. Every rank must call it once."""
     host.install()
     parallel_state.initialize_model_parallel(1, num_ranks)
 
 
 def tear_down(host: HostDevice) -> None:
-    """Forget what `set_up` made. Every rank must call it, after it has closed its contenders."""
+    """Undo `set_up`. Every rank must call it after it has closed its contenders."""
     parallel_state.destroy_model_parallel()
     host.uninstall()
 
@@ -64,18 +64,18 @@ class GPTContender:
     """A rank's chunks of the model, their optimizer, and a schedule. Every rank must construct it at the same point.
 
     Args:
-        entrant: of megatron-core or ours.
-        sizes: the model.
+        contender: a contender of megatron-core's runtime or ours.
+        sizes: sizes of the model.
         num_ranks: pipeline size.
         host: the installed host-device layer.
     """
 
-    def __init__(self, entrant: Entrant, sizes: Sizes, num_ranks: int, host: HostDevice) -> None:
+    def __init__(self, contender: ContenderSpec, sizes: Sizes, num_ranks: int, host: HostDevice) -> None:
         self._sizes = sizes
         self._host = host
-        self._spec = self._make_spec(entrant, num_ranks)
+        self._spec = self._make_spec(contender, num_ranks)
         self._losses: list[Any] = []
-        self._take_over()
+        self._set_num_chunks()
         torch.manual_seed(SEED)
         model_parallel_cuda_manual_seed(SEED)
         with host.on_host():
@@ -93,8 +93,8 @@ class GPTContender:
         self._schedule.recordings.every = 1
 
     def iterate(self, num_microbatches: int) -> None:
-        """Forward, backward, and the optimizer's step."""
-        self._take_over()
+        """Run forward, backward and the optimizer step."""
+        self._set_num_chunks()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -112,25 +112,25 @@ class GPTContender:
             self._optimizer.step()
 
     def timed_ops(self) -> list[TimedOp]:
-        """What ran when in the last iteration, on the host's clock; nothing for megatron-core's own schedules."""
+        """The ops of the last iteration on the host's clock; empty for megatron-core's own schedules."""
         return self._schedule.recorder.timed_ops()
 
     @property
     def schedule(self) -> PipelineSchedule:
-        """What runs the iterations."""
+        """The schedule that runs the iterations."""
         return self._schedule
 
     def loss(self) -> float | None:
-        """Of the last iteration, where the last stage is."""
+        """Mean loss of the last iteration on the rank with the last stage, otherwise None."""
         return sum(float(loss["loss"]) for loss in self._losses) / len(self._losses) if self._losses else None
 
     def close(self) -> None:
-        """Give back the process groups. Every rank must call it."""
+        """Destroy the schedule's process groups. Every rank must call it."""
         self._schedule.close()
 
-    def _make_spec(self, entrant: Entrant, num_ranks: int) -> ScheduleSpec:
-        name = STOCK if entrant.runtime is Runtime.STOCK else entrant.schedule
-        return schedule_spec(name, num_ranks=num_ranks, num_chunks=schedule_info(entrant.schedule).default_num_chunks)
+    def _make_spec(self, contender: ContenderSpec, num_ranks: int) -> ScheduleSpec:
+        name = STOCK if contender.runtime is Runtime.STOCK else contender.schedule
+        return schedule_spec(name, num_ranks=num_ranks, num_chunks=schedule_info(contender.schedule).default_num_chunks)
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(grad_reduce_in_fp32=True)
@@ -146,8 +146,8 @@ class GPTContender:
             params_dtype=torch.float32,
         )
 
-    def _take_over(self) -> None:
-        """megatron-core's stock schedules ask the global state how many chunks a rank has."""
+    def _set_num_chunks(self) -> None:
+        """Set the number of chunks per rank in megatron-core's global state, which its stock schedules read."""
         chunks = self._spec.num_chunks
         parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks if chunks > 1 else None)
 

@@ -1,11 +1,11 @@
-"""What the schedule benchmark says: ratios measured side by side, with their spread, against the simulator. No torch in here.
+"""Results of the schedule benchmark: ratios measured side by side, with confidence intervals, vs. the simulator. Without torch.
 
-Contenders take turns: every round has one iteration of each. A speed-up is the ratio of what all rounds took together, of the
-baseline and of the contender, as in a run that is so long. On a shared machine single iterations differ by a tenth, so that it
-comes with the interval that holds it with a confidence of 95 %. *Reached* is the measured speed-up over the predicted one, which
-counts as exact: 1.0 is a runtime that does what the simulator says. *Over peer* is the speed-up over that of somebody else's
-runtime with the same placement. *Beyond passes* is what came between the passes of the very same iteration, whatever they took:
-the runtime, messages, and waiting for a core.
+Every round has one iteration of each contender. A speed-up is the ratio of the total times of all rounds, baseline over
+contender, as for one long run. On a shared machine single iterations differ by a tenth, so it comes with a 95 % confidence
+interval. *Reached* is the fraction of the predicted speed-up: the measured speed-up over the predicted one, which counts as
+exact; at 1.0 the runtime is as fast as simulated. *Over peer* is the speed-up relative to that of another runtime with the same
+placement. *Beyond passes* is the time between the passes of the same iteration, relative to the time of the passes: overhead of
+the runtime, messages, and waiting for a CPU core.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One iteration on one rank. Milliseconds on the clock that the ranks of one machine share."""
+    """One iteration on one rank, in milliseconds on the clock that the ranks of one machine share."""
 
     start_ms: float
-    """After the barrier that precedes the iteration."""
+    """Time after the barrier that precedes the iteration."""
     end_ms: float
-    """When this rank was done."""
+    """Time at which this rank was done."""
     ops: tuple[TimedOp, ...] = ()
-    """What ran when, in order; empty where the contender does not record."""
+    """The ops with their times, in order; empty if the contender does not record."""
     loss: float | None = None
-    """Mean over the microbatches, where the last stage is."""
+    """Mean over the microbatches, on the rank with the last stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,34 +54,34 @@ class Iteration:
         return span_of([sample.ops for sample in self.samples])
 
     def beyond_passes(self, plan: Plan) -> float:
-        """What the span is longer by than `plan`'s if every pass takes what it took here and nothing else takes time.
+        """Relative excess of the span over that of `plan` simulated with the measured time of every pass and free links.
 
-        What passes are slower by on a busy machine is in both. What is left is the runtime, messages, and with more ranks than
-        cores waiting for one.
+        Passes that are slow on a busy machine are in both. The rest is overhead of the runtime, messages, and waiting for a core
+        if there are more ranks than cores.
         """
         took = {op: end - start for sample in self.samples for op, start, end in sample.ops}
         return self.span_ms / span_of(run_in_order(plan, took.__getitem__, 0.0)) - 1.0
 
     @property
     def outside_ms(self) -> float:
-        """What of `wall_ms` is before the first op or after the last of all ranks: zeroing gradients, the optimizer's step."""
+        """Part of `wall_ms` before the first op or after the last op of all ranks: zeroing gradients, the optimizer step."""
         first = min(sample.ops[0].start_ms for sample in self.samples)
         return self.wall_ms - (max(sample.ops[-1].end_ms for sample in self.samples) - first)
 
     @property
     def loss(self) -> float | None:
-        """That of the rank which has one."""
+        """The loss of the rank with the last stage, if any was computed."""
         return next((sample.loss for sample in self.samples if sample.loss is not None), None)
 
 
 def by_iteration(ranks: Sequence[Sequence[Sample]]) -> list[Iteration]:
-    """Per rank its samples -> per round the samples of all ranks."""
+    """Transpose: from the samples of each rank to the iteration (samples of all ranks) of each round."""
     return [Iteration(samples=samples) for samples in zip(*ranks, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Of several measurements."""
+    """Median, minimum and maximum of several measurements."""
 
     median: float
     least: float
@@ -89,7 +89,7 @@ class Spread:
 
     @staticmethod
     def of(values: Iterable[float]) -> Spread:
-        """Of at least one value."""
+        """The spread of one or more values."""
         ordered = sorted(values)
         return Spread(median=statistics.median(ordered), least=ordered[0], most=ordered[-1])
 
@@ -100,62 +100,62 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Of something that is computed from all rounds together."""
+    """A statistic over all rounds, with its confidence interval."""
 
     value: float
     low: float
-    """With `high` the interval that holds it with a confidence of `CONFIDENCE`; with few rounds it is too narrow."""
+    """`low` to `high` is the interval with confidence `CONFIDENCE`; with few rounds it is too narrow."""
     high: float
 
     @staticmethod
     def of(rounds: Sequence[T], compute: Callable[[Sequence[T]], float]) -> Estimate:
-        """`compute` gets all rounds, and for the interval as many drawn at random, some of them twice and some not at all.
+        """Apply `compute` to all rounds, and for the interval to resamples of the same number of rounds, with replacement.
 
-        That is the bootstrap's percentile interval (Efron 1979). The draws are the same each time.
+        The interval is the bootstrap's percentile interval (Efron 1979). The seed is fixed.
         """
-        draw = random.Random(0)
-        drawn = sorted(compute(draw.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
+        generator = random.Random(0)
+        resampled = sorted(compute(generator.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
         outside = round(RESAMPLES * (1.0 - CONFIDENCE) / 2)
-        return Estimate(value=compute(rounds), low=drawn[outside], high=drawn[-1 - outside])
+        return Estimate(value=compute(rounds), low=resampled[outside], high=resampled[-1 - outside])
 
     def over(self, divisor: float) -> Estimate:
-        """All of it over `divisor`."""
+        """Value and interval divided by `divisor`."""
         return Estimate(value=self.value / divisor, low=self.low / divisor, high=self.high / divisor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One contender."""
+    """The measurements of one contender."""
 
     name: str
     runtime: str
-    """Whose code runs it."""
+    """Value of its `Runtime`."""
     baseline: str
-    """Name of the line that its speed-up is over."""
+    """Name of the line that its speed-up is relative to."""
     peer: str | None = None
     """Name of the line whose speed-up this one's is compared with; it has a baseline of its own."""
     ms: tuple[float, ...]
-    """What one iteration took, per round."""
+    """Iteration time of every round, in milliseconds."""
     predicted_ms: float | None = None
-    """What it should take by the simulator; None where nothing is known of its passes."""
+    """Iteration time predicted by the simulator; None if the times of its passes are unknown."""
     beyond_passes: tuple[float, ...] = ()
-    """Of each iteration, where its passes were recorded."""
+    """`Iteration.beyond_passes` of every round, if its passes were recorded."""
     losses: tuple[float, ...] = ()
-    """Of each iteration, where something was trained."""
+    """Loss of every round, if something was trained."""
 
 
 Row = dict[str, Any]
-"""A line as it is in the JSON."""
+"""A line in its JSON form."""
 
 
 def rows_of(lines: Sequence[Line]) -> list[Row]:
-    """Every line with its ratios. The baseline and the peer of each must be among them, with the same number of rounds."""
+    """Every line with its ratios. The baseline and the peer of each line must be among `lines`, with equally many rounds."""
     by_name = {line.name: line for line in lines}
     return [_row(line, by_name) for line in lines]
 
 
 def _rounds(line: Line, by_name: Mapping[str, Line]) -> list[tuple[float, float]]:
-    """What the baseline and the line took, round by round."""
+    """Iteration times of the baseline and of the line, round by round."""
     return list(zip(by_name[line.baseline].ms, line.ms, strict=True))
 
 
@@ -191,16 +191,16 @@ def _row(line: Line, by_name: Mapping[str, Line]) -> Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """What the passes of the stages of one placement took in this run."""
+    """Measured times of the passes of one placement's stages."""
 
     placement: Placement
     costs: CostModel
-    """Means of every stage's F, B and W; links count as free."""
+    """Mean times of every stage's F, B and W; links cost nothing."""
     outside_ms: float
-    """Mean of an iteration's `outside_ms`."""
+    """Mean of the iterations' `outside_ms`."""
 
     def table(self) -> list[Row]:
-        """For the JSON."""
+        """The JSON form, one row per stage."""
         kinds = (("F", self.costs.forward_ms), ("B", self.costs.backward_ms), ("W", self.costs.wgrad_ms))
         return [
             {"stage": stage, "rank": rank} | {f"{name}_ms": round(times[stage], 3) for name, times in kinds}
@@ -209,9 +209,10 @@ class Passes:
 
 
 def measured_passes(placement: Placement, iterations: Sequence[Iteration]) -> Passes:
-    """From recorded iterations on `placement`. Those with a fused backward count only where no other is given.
+    """Average the pass times of recorded iterations on `placement`.
 
-    Means, as what all iterations took together is what is compared: the mean of a sum is the sum of the means.
+    Iterations with a full backward (BW) count only if there are no others. Means and not medians, because speed-ups compare total
+    times: the mean of a sum is the sum of the means.
     """
     split = [each for each in iterations if not any(op.op.kind is OpKind.BW for s in each.samples for op in s.ops)]
     times: dict[tuple[int, OpKind], list[float]] = {}
@@ -243,7 +244,7 @@ COLUMNS = (
 
 
 def table(rows: Sequence[Row]) -> str:
-    """For people, in Markdown."""
+    """The rows as a Markdown table."""
     rule = ["---"] * len(COLUMNS)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (COLUMNS, rule, *map(_cells, rows)))
 
@@ -273,7 +274,7 @@ def _estimate(estimate: Row | None, form: str) -> tuple[str, str]:
 
 
 def draw(results: Sequence[Row], target: str) -> None:
-    """Measured speed-ups as bars with their intervals, predicted ones as marks; one panel a number of microbatches."""
+    """Draw measured speed-ups as bars with intervals, predicted ones as marks; one panel per number of microbatches."""
     import matplotlib
 
     matplotlib.use("Agg")

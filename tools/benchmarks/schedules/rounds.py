@@ -1,4 +1,4 @@
-"""Iteration by iteration, every contender in turn, on one rank."""
+"""Run rounds on one rank: in every round each contender runs one iteration."""
 
 from __future__ import annotations
 
@@ -14,36 +14,39 @@ from tools.benchmarks.schedules.report import Sample
 
 
 class Contender(Protocol):
-    """Who takes turns, on one rank."""
+    """A schedule under measurement, on one rank."""
 
     def iterate(self, num_microbatches: int) -> None:
-        """One iteration. On the CPU: it has been computed when this returns."""
+        """Run one iteration on the CPU; it is complete when this returns."""
 
     def timed_ops(self) -> list[TimedOp]:
-        """What ran when in it; nothing where that is not recorded."""
+        """The ops of the last iteration with their times; empty if they are not recorded."""
 
     def loss(self) -> float | None:
-        """Of the last iteration, where there is one."""
+        """Mean loss of the last iteration on the rank with the last stage, otherwise None."""
 
 
-def take_turns(contenders: Sequence[Contender], num_microbatches: int, rounds: int) -> list[list[Sample]]:
-    """Per contender its samples on this rank. Every rank must call it with the same contenders.
+def run_rounds(contenders: Sequence[Contender], num_microbatches: int, rounds: int) -> list[list[Sample]]:
+    """Measure the contenders in rounds. Every rank must call it with the same contenders.
 
-    A first round is not counted. Each round begins with another contender, so that nobody always runs behind the same one.
+    One warm-up round is not counted. Each round begins with another contender, so that none always runs after the same one.
+
+    Returns:
+        For each contender its samples on this rank, one per round.
     """
     samples: list[list[Sample]] = [[] for _ in contenders]
     for number in range(rounds + 1):
-        for turn in range(len(contenders)):
-            place = (number + turn) % len(contenders)
-            sample = _take_turn(contenders[place], num_microbatches)
+        for position in range(len(contenders)):
+            place = (number + position) % len(contenders)
+            sample = _run_one(contenders[place], num_microbatches)
             if number > 0:
                 samples[place].append(sample)
     return samples
 
 
-def _take_turn(contender: Contender, num_microbatches: int) -> Sample:
+def _run_one(contender: Contender, num_microbatches: int) -> Sample:
     gc.collect()
-    gc.disable()  # nobody pays for another's garbage, or for a look through all that is alive
+    gc.disable()  # no contender pays for the garbage of another one, or for a scan of all live objects
     try:
         dist.barrier()
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The GPT of the benchmarks with a sharded optimizer, and gradients sharded or not; and what a rank holds of it."""
+"""The GPT of the benchmarks with the distributed optimizer (ZeRO-1) or also sharded gradients (ZeRO-2); measures its memory."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.ddp.zero2 import Reductions, ShardedGradientsDDP
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.profiling.profiler import Profiler
-from tools.benchmarks.schedules.contenders import Entrant, Sizes
+from tools.benchmarks.schedules.contenders import ContenderSpec, Sizes
 from tools.benchmarks.schedules.gpt import GPTContender
 
 
 class ShardingContender(GPTContender):
-    """ZeRO-1, or gradients sharded between microbatches. Every rank must construct it at the same point.
+    """ZeRO-1, or gradients that are sharded between microbatches. Every rank must construct it at the same point.
 
     Args:
-        entrant: of our runtime.
-        sizes: the model.
+        contender: a contender of our runtime.
+        sizes: sizes of the model.
         num_ranks: pipeline size.
         host: the installed host-device layer.
-        group_size: Ws of so many microbatches run together; None is ZeRO-1.
-        bucket_size: parameters of a bucket.
+        group_size: number of microbatches whose Ws run together before their gradients are reduced; None is ZeRO-1.
+        bucket_size: parameters per bucket.
     """
 
     def __init__(
-        self, entrant: Entrant, sizes: Sizes, num_ranks: int, host: HostDevice, group_size: int | None, bucket_size: int
+        self, contender: ContenderSpec, sizes: Sizes, num_ranks: int, host: HostDevice, group_size: int | None, bucket_size: int
     ) -> None:
         self._group_size, self._bucket_size = group_size, bucket_size
-        super().__init__(entrant, sizes, num_ranks, host)
+        super().__init__(contender, sizes, num_ranks, host)
 
     def look(self, num_microbatches: int) -> dict[str, int]:
-        """Two iterations, the second one watched: bytes by what they are."""
+        """Run two iterations and measure the second one: bytes by kind."""
         self.iterate(num_microbatches)
         waiting, reduced = 0, 0 if self._reductions is None else self._reductions.reduced_bytes
 
@@ -66,7 +66,7 @@ class ShardingContender(GPTContender):
         }
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """By a name that is the same in every run."""
+        """Copies of all parameters, by a name that is the same in every run."""
         return {
             f"{index}.{name}": parameter.detach().clone()
             for index, chunk in enumerate(self._chunks)
@@ -74,9 +74,9 @@ class ShardingContender(GPTContender):
         }
 
     def _batches(self, num_microbatches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Other microbatches on every copy of the model."""
-        copies, copy = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-        return islice(super()._batches(copies * num_microbatches), copy, None, copies)
+        """Different microbatches on every data-parallel replica."""
+        replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        return islice(super()._batches(replicas * num_microbatches), replica, None, replicas)
 
     def _kept(self, chunk: Any) -> int:
         if isinstance(chunk, ShardedGradientsDDP):
@@ -87,8 +87,8 @@ class ShardingContender(GPTContender):
     def _reductions(self) -> Reductions | None:
         return next((chunk.reductions for chunk in self._chunks if isinstance(chunk, ShardedGradientsDDP)), None)
 
-    def _make_spec(self, entrant: Entrant, num_ranks: int) -> ScheduleSpec:
-        return replace(super()._make_spec(entrant, num_ranks), shard_gradients=self._group_size)
+    def _make_spec(self, contender: ContenderSpec, num_ranks: int) -> ScheduleSpec:
+        return replace(super()._make_spec(contender, num_ranks), shard_gradients=self._group_size)
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(

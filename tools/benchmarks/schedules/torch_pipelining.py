@@ -2,8 +2,8 @@
 
 The layers are not megatron-core's: torch's zero-bubble schedules run the backward of a custom autograd function twice, once for
 the input's gradient and once for the weights', and megatron-core's linears are such functions. These are the same matrices,
-biases, norms and attention (no fused kernel on either side) as plain modules. Compare torch's schedules with one another, not
-their milliseconds with megatron-core's.
+biases, norms and attention (without fused kernels on either side) as plain modules. Compare torch's schedules with each other,
+not their milliseconds with megatron-core's.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.simulate import TimedOp
-from tools.benchmarks.schedules.contenders import Entrant, Sizes
+from tools.benchmarks.schedules.contenders import ContenderSpec, Sizes
 from tools.benchmarks.schedules.gpt import LEARNING_RATE, SEED, VOCABULARY, WEIGHT_DECAY, text
 
 CPU = torch.device("cpu")
 
 
 class Attention(nn.Module):
-    """Causal self-attention, with the scores as a matrix. [b, s, h] -> [b, s, h]"""
+    """Causal self-attention with materialized scores. [b, s, h] -> [b, s, h]"""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Attention(nn.Module):
         self.register_buffer("future", future, persistent=False)
 
     def forward(self, x_bsh: Tensor) -> Tensor:
-        """Attend."""
+        """Apply attention."""
         batch, sequence, hidden = x_bsh.shape
         heads = self.query_key_value(x_bsh).view(batch, sequence, self.num_heads, -1).transpose(1, 2)
         query, key, value = heads.chunk(3, dim=-1)
@@ -57,7 +57,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
 
     def forward(self, x_bsh: Tensor) -> Tensor:
-        """Attention and MLP, each added."""
+        """Apply attention and MLP, each with a residual connection."""
         x_bsh = x_bsh + self.attention(self.attention_norm(x_bsh))
         added: Tensor = x_bsh + self.mlp(self.mlp_norm(x_bsh))
         return added
@@ -72,13 +72,13 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(sizes.seq_length, sizes.hidden_size)
 
     def forward(self, tokens_bs: Tensor) -> Tensor:
-        """The sum."""
+        """Embed the tokens."""
         embedded: Tensor = self.word(tokens_bs) + self.position.weight
         return embedded
 
 
 def stage_module(sizes: Sizes, *, stage: int, num_stages: int, num_layers: int) -> nn.Sequential:
-    """One stage: its layers, with the embedding in front of the first, norm and head behind the last."""
+    """Build one stage: its layers, with the embedding before the first stage's, norm and head after the last stage's."""
     modules: list[nn.Module] = [Embedding(sizes)] if stage == 0 else []
     modules += [Block(sizes) for _ in range(num_layers)]
     if stage == num_stages - 1:
@@ -90,14 +90,14 @@ class TorchContender:
     """A rank's stages, their optimizer, and one of torch's schedules. Every rank must construct it at the same point.
 
     Args:
-        entrant: `1f1b` or `zbv`.
-        sizes: the model.
+        spec: a contender of torch's runtime; its schedule is `1f1b` or `zbv`.
+        sizes: sizes of the model.
         num_ranks: pipeline size.
     """
 
-    def __init__(self, entrant: Entrant, sizes: Sizes, num_ranks: int) -> None:
+    def __init__(self, spec: ContenderSpec, sizes: Sizes, num_ranks: int) -> None:
         self._sizes = sizes
-        placement = entrant.placement(num_ranks)
+        placement = spec.placement(num_ranks)
         layers = StageLayers.spread(sizes.num_layers, placement).per_stage
         self._num_stages = placement.num_stages
         torch.manual_seed(SEED)
@@ -111,8 +111,8 @@ class TorchContender:
         self._losses: list[Tensor] = []
 
     def iterate(self, num_microbatches: int) -> None:
-        """Forward, backward, and the optimizer's step."""
-        if num_microbatches not in self._schedules:  # in a round that is not counted
+        """Run forward, backward and the optimizer step."""
+        if num_microbatches not in self._schedules:  # in the warm-up round, which is not counted
             self._schedules[num_microbatches] = self._schedule(num_microbatches)
         self._optimizer.zero_grad()
         tokens, labels = text(self._sizes, num_microbatches)
@@ -122,15 +122,15 @@ class TorchContender:
         self._optimizer.step()
 
     def timed_ops(self) -> list[TimedOp]:
-        """torch does not say."""
+        """Empty: torch does not record its ops."""
         return []
 
     def loss(self) -> float | None:
-        """Of the last iteration, where the last stage is."""
+        """Mean loss of the last iteration on the rank with the last stage, otherwise None."""
         return float(torch.stack(self._losses).mean()) if self._losses else None
 
     def close(self) -> None:
-        """torch's stages use the world's group; there is nothing to give back."""
+        """Do nothing: torch's stages use the world's process group."""
 
     def _schedule(self, num_microbatches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
         stages = [PipelineStage(module, stage, self._num_stages, CPU) for stage, module in self._modules.items()]

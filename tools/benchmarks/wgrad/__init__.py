@@ -1,1 +1,1 @@
-"""Ways to run W, side by side (`python -m tools.benchmarks.wgrad`), and what `tools.benchmarks.split` measures with."""
+"""Variants of wgrad (W), side by side (`python -m tools.benchmarks.wgrad`); also used by `tools.benchmarks.split`."""

@@ -1,8 +1,8 @@
-"""Measure other ways to run W, side by side with the one that runs today: what does not win here is not built.
+"""Measure variants of running wgrad (W) side by side with the current one, to decide which are worth building.
 
-On any device: W of several microbatches of one linear as one product, with the copies that put their operands side by side, and
-without them (`together.py`). On a GPU also: W in a CUDA graph, W beside B on a stream of its own, both, and today's
-way (`beside.py`). Medians; contenders take turns in every round; ratios are of times of the same round.
+On any device: W of several microbatches of one linear as one GEMM, with the copies that make their operands contiguous, and
+without them (`together.py`). On a GPU also: W in a CUDA graph, W overlapped with B on a side stream, both, and the current
+variant (`beside.py`). Medians over rounds that run every variant; ratios are of times of the same round.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.wgrad.gemm import choose_kernel, working_kernels
 from tools.benchmarks.split import DTYPES, about, choose_device
-from tools.benchmarks.wgrad.beside import PLAIN, BesideTimes, Card, CudaCard, LayerProducts, WayTimes, measure_ways
+from tools.benchmarks.wgrad.beside import PLAIN, BesideTimes, Card, CudaCard, LayerGemms, WayTimes, measure_ways
 from tools.benchmarks.wgrad.shapes import SHAPES, LayerShape, shape_named
 from tools.benchmarks.wgrad.together import TogetherTimes, measure_together
 
 FORMAT = "zerobubble-wgrad-benchmark/1"
 PAYS = 0.97
-"""A way that takes at most so much of today's time is worth its code."""
+"""A variant pays if its time over that of the current one is at most this."""
 EXAMPLES = """examples:
   python -m tools.benchmarks.wgrad --json wgrad.json --markdown wgrad.md
   python -m tools.benchmarks.wgrad --shape 1.5B --tokens 64 --tokens 512 --together 2 --together 8
@@ -39,20 +39,20 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeWays:
-    """What was measured of one kind of layer and one number of tokens."""
+    """Results of one kind of layer and one number of tokens."""
 
     shape: LayerShape
     kernel: str
-    """What W runs with."""
+    """Kernel that W runs with."""
     together: tuple[TogetherTimes, ...]
-    """Of each linear, each number of microbatches, and each kernel that works."""
+    """Times for each linear, each number of microbatches, and each kernel that works."""
     beside: tuple[WayTimes, ...]
-    """Without those that could not be measured."""
+    """Times of the variants that could be measured."""
     not_measured: str
-    """What `beside` is without, and why; empty where nothing is missing."""
+    """The variants that could not be measured, and why; empty if there are none."""
 
     def layer(self, count: int, kernel: str) -> LayerTogether:
-        """All linears of a layer."""
+        """`together` summed up over all linears of a layer."""
         of = [each for each in self.together if (each.count, each.kernel) == (count, kernel)]
         apart = sum(each.apart_ms for each in of)
         return LayerTogether(
@@ -66,13 +66,13 @@ class ShapeWays:
         )
 
     def layers(self) -> list[LayerTogether]:
-        """For every number of microbatches and every kernel."""
+        """`layer` for every number of microbatches and every kernel."""
         return [self.layer(*key) for key in dict.fromkeys((each.count, each.kernel) for each in self.together)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTogether:
-    """W of several microbatches of a layer, in one product a linear. Ratios are means over the linears, weighted by time."""
+    """W of several microbatches of a layer, in one GEMM per linear. Ratios are means over the linears, weighted by time."""
 
     count: int
     kernel: str
@@ -80,7 +80,7 @@ class LayerTogether:
     copied_ratio: float
     adjacent_ratio: float
     workspace_bytes: int
-    """Of the largest linear; the others can use it, too."""
+    """Workspace of the largest linear, which the others share."""
     difference: float
 
 
@@ -90,13 +90,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m tools.benchmarks.wgrad", description=__doc__, epilog=EXAMPLES, formatter_class=raw)
     names = ", ".join(shape.name for shape in SHAPES)
     parser.add_argument("--shape", action="append", metavar="NAME", help=f"repeat for several (default: all of {names})")
-    parser.add_argument("--tokens", type=int, action="append", help="of a microbatch; repeat for several (default: the shape's)")
-    parser.add_argument("--together", type=int, action="append", metavar="K", help="microbatches (default: 2, 4 and 8)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the operands (default %(default)s)")
-    parser.add_argument("--scale", type=float, default=1.0, help="heads and tokens times this, one sample (default %(default)s)")
-    parser.add_argument("--num-layers", type=int, default=2, help="of B and of W beside it (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="on a CPU; a rank has one (default %(default)s)")
+    parser.add_argument("--tokens", type=int, action="append", help="tokens per microbatch, repeatable (default: the shape's)")
+    parser.add_argument("--together", type=int, action="append", metavar="K", help="microbatches per GEMM (default: 2, 4 and 8)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the operands (default %(default)s)")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on heads and tokens, one sample (default %(default)s)")
+    parser.add_argument("--num-layers", type=int, default=2, help="layers of B and of the overlapping W (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads on a CPU; a rank has one (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=31, help="rounds that count (default %(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="rounds before them (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
@@ -105,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def benchmark(shape: LayerShape, args: argparse.Namespace, device: torch.device, card: Card | None) -> ShapeWays:
-    """Everything about one kind of layer; without a card only what needs none."""
+    """Measure one kind of layer; without a card only the variants that need none."""
     dtype = DTYPES[args.dtype]
     rounds: dict[str, Any] = {"device": device, "dtype": dtype, "repeats": args.repeats, "warmup": args.warmup}
     kernels = working_kernels(device, input_dtype=dtype, accumulator_dtype=torch.float32)
@@ -135,7 +135,7 @@ def measure_beside(
     repeats: int,
     warmup: int,
 ) -> BesideTimes:
-    """Graph and side stream, or why not."""
+    """Measure CUDA graph and side stream, or state why not."""
     if card is None:
         return BesideTimes(ways=(), not_measured="CUDA graph and side stream need a GPU, and this is a CPU")
     from tools.benchmarks.wgrad.stack import Stack, world_of_one
@@ -144,24 +144,24 @@ def measure_beside(
         warnings.filterwarnings("ignore", module=r"megatron\.core\.")  # what is deprecated or not installed
         kernel = choose_kernel(device, input_dtype=dtype, accumulator_dtype=torch.float32)
         stack = Stack(shape, args.num_layers, dtype, device, host, kernel)
-        products = LayerProducts(shape, args.num_layers, kernel, device, dtype)
+        gemms = LayerGemms(shape, args.num_layers, kernel, device, dtype)
         rounds: dict[str, Any] = {"device": device, "dtype": dtype, "repeats": repeats, "warmup": warmup}
         try:
-            return measure_ways(shape, stack, products, card, count=args.num_layers, **rounds)
+            return measure_ways(shape, stack, gemms, card, count=args.num_layers, **rounds)
         finally:
             stack.close()
             gc.collect()  # before the next shape needs the memory
 
 
 def to_markdown(results: Sequence[ShapeWays], about: dict[str, Any]) -> str:
-    """Tables and sentences."""
+    """The results as Markdown: tables, then verdicts."""
     lines = [
         f"Device: {about['device']}, torch {about['torch']}, {about['dtype']} into fp32 main gradients; medians of "
-        f"{about['repeats']} rounds, of a layer. All figures are *measured*; a ratio is to the way that runs today.",
+        f"{about['repeats']} rounds, per layer. All values are *measured*; a ratio is over the current variant.",
         "",
-        "W of K microbatches in one product a linear:",
+        "W of K microbatches in one GEMM per linear:",
         "",
-        "| layer | tokens | K | kernel | apart ms | together, with the copies | without them | copies take MiB | difference |",
+        "| layer | tokens | K | kernel | apart ms | together, with copies | without copies | copies MiB | difference |",
         "|" + "---|" * 9,
     ]
     for result in results:
@@ -173,7 +173,7 @@ def to_markdown(results: Sequence[ShapeWays], about: dict[str, Any]) -> str:
             )
     if any(result.beside for result in results):
         lines += ["", "B of one microbatch and W of another:", ""]
-        lines += ["| layer | tokens | way | device ms | host ms | ratio |", "|" + "---|" * 6]
+        lines += ["| layer | tokens | variant | device ms | host ms | ratio |", "|" + "---|" * 6]
     for result in results:
         for way in result.beside:
             lines.append(
@@ -185,14 +185,14 @@ def to_markdown(results: Sequence[ShapeWays], about: dict[str, Any]) -> str:
 
 
 def verdicts(results: Sequence[ShapeWays]) -> list[str]:
-    """For each kind of layer what paid, with the kernel that W runs with; and what was not measured, once."""
+    """For each kind of layer which variants pay, with the kernel that W runs with; then what was not measured, once."""
     sentences = []
     for result in results:
         shape = result.shape
-        found = {f"{each.count} together": each.copied_ratio for each in result.layers() if each.kernel == result.kernel}
-        found |= {way.way: way.ratio for way in result.beside if way.way != PLAIN}
-        said = ", ".join(f"{name} {'pays' if value <= PAYS else 'does not pay'} ({value:.3f})" for name, value in found.items())
-        sentences.append(f"{shape.name}, {shape.tokens} tokens: {said}")
+        ratios = {f"{each.count} together": each.copied_ratio for each in result.layers() if each.kernel == result.kernel}
+        ratios |= {way.way: way.ratio for way in result.beside if way.way != PLAIN}
+        outcomes = [f"{name} {'pays' if ratio <= PAYS else 'does not pay'} ({ratio:.3f})" for name, ratio in ratios.items()]
+        sentences.append(f"{shape.name}, {shape.tokens} tokens: {', '.join(outcomes)}")
     sentences += dict.fromkeys(f"not measured: {result.not_measured}" for result in results if result.not_measured)
     return sentences
 
@@ -216,7 +216,7 @@ def to_json(results: Sequence[ShapeWays], where: dict[str, Any]) -> dict[str, An
 
 
 def shapes_of(args: argparse.Namespace) -> list[LayerShape]:
-    """Every kind of layer with every number of tokens. Raises ConfigError."""
+    """Every kind of layer with every number of tokens. Raises ConfigError for an unknown shape."""
     named = [shape_named(name) for name in args.shape] if args.shape else list(SHAPES)
     scaled = [shape.scaled(args.scale) for shape in named]
     if not args.tokens:
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = [benchmark(shape, args, device, card) for shape in shapes_of(args)]
     except UserError as error:
         parser.error(str(error))
-    where = about(args, device, "tools/benchmarks/wgrad/__main__.py")
+    where = about(args, device, "tools.benchmarks.wgrad")
     text = to_markdown(results, where)
     print(text)
     if args.markdown:

@@ -1,15 +1,15 @@
-"""W in a CUDA graph, and W beside B on a stream of its own, against W after B on one stream.
+"""W in a CUDA graph, and W overlapped with B on a stream of its own, vs. W after B on one stream.
 
-A graph takes the launches away from the host: that can only help where the host is later than the device, so host and device
-times are both taken, each in rounds of its own. The device's are taken behind a pause of the stream before every way, so that
-the host is ahead; the host's from an idle device, as a pause fills the queue of launches and a full queue blocks. A graph's
-kernels read fixed addresses, and what F and B leave lies elsewhere for every microbatch: the honest way copies the operands in
-first; the graph alone is the best that any other arrangement could reach. A stream beside B's can only help where one of the two
-leaves part of the device idle. Messages need no such stream: they have their own already, and W on the stream of the ops runs
-beside them as it is.
+A graph saves launches on the host: that only helps if the host is slower than the device, so host and device times are measured
+separately. Device times are taken after a pause of the stream before every variant, so that the host is ahead; host times from
+an idle device, as a pause fills the launch queue and a full queue blocks. The kernels of a graph read fixed addresses, and F and
+B allocate the operands elsewhere for every microbatch: so the realistic variant copies the operands in first; the graph alone is
+an upper bound for any other arrangement. A side stream only helps if B or W leaves part of the device idle. P2P messages need no
+side stream: they have their own already, and overlap with W on the stream of the ops.
 
-W's operands here are tensors of this file, alive until all is measured. W of the store would free them on the host while a kernel
-on the other stream has yet to read them, into the pool of B's stream: a feature made of this must keep them until both have met.
+W's operands here live until all measurements are done. W of the store would free them on the host while a kernel on the side
+stream has yet to read them, into the memory pool of B's stream: a feature built on this must keep them until both streams have
+synchronized.
 """
 
 from __future__ import annotations
@@ -38,51 +38,51 @@ PLAIN, GRAPH, COPIED_IN, SIDE, GRAPH_ON_SIDE = (
     "graph on side stream",
 )
 WARM_UP = 3
-"""Calls before a capture: what is loaded, chosen or allocated once must not be part of it."""
+"""Calls before a capture, so that one-time loading, selection and allocation are not part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WayTimes:
-    """B of a stack and W of another microbatch, one way. Milliseconds of a layer, medians over the rounds."""
+    """Times of B of a stack and W of another microbatch in one variant: milliseconds per layer, medians over the rounds."""
 
     way: str
     device_ms: float
-    """From the begin of the first to the end of the last; the host had a head start."""
+    """Device time from the start of the first to the end of the last; the host was ahead."""
     host_ms: float
-    """Until all of it had been given to the device, which was idle before."""
+    """Host time to issue everything to an idle device."""
     ratio: float
-    """Of the device's time to the plain way's; the median over the rounds."""
+    """Device time over that of the plain variant; the median over the rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BesideTimes:
-    """Every way that could be measured."""
+    """The variants that could be measured."""
 
     ways: tuple[WayTimes, ...]
     not_measured: str
-    """What could not, and why; empty where all could."""
+    """The variants that could not be measured, and why; empty if there are none."""
 
 
 class CaptureError(ExecutionError):
-    """What was to be captured ran before, and cannot be captured. The cause is what the device said."""
+    """A call runs, but cannot be captured in a CUDA graph. The cause is the error of the capture."""
 
 
 class Card(Protocol):
-    """What a device must offer. The real thing is `CudaCard`."""
+    """Operations of a GPU that the variants need. The CUDA implementation is `CudaCard`."""
 
     def captured(self, call: Call) -> Call:
-        """A function that does on the device what `call` did when it was captured, to the same tensors.
+        """Capture `call`; returns a function that replays it on the same tensors.
 
         Raises:
-            CaptureError: `call` does what cannot be captured.
+            CaptureError: `call` cannot be captured.
         """
 
     def beside(self, side: Call, main: Call) -> None:
-        """Give `side` to another stream and `main` to the current one; what follows waits for both."""
+        """Run `side` on a side stream and `main` on the current one, which then waits for both."""
 
 
 class CudaCard:
-    """A GPU and one more stream. One for all that is measured, as it remembers whether captures fail.
+    """A GPU with one side stream. Use one instance for all measurements, as it remembers whether captures fail.
 
     Args:
         device: the GPU.
@@ -94,11 +94,11 @@ class CudaCard:
         self._failed = ""
 
     def captured(self, call: Call) -> Call:
-        """Capture a CUDA graph. `call` is run a few times before, on a stream of its own as torch wants it.
+        """Capture a CUDA graph. `call` is run a few times before, on the side stream as torch requires.
 
         Raises:
-            CaptureError: `call` does what cannot be captured, for example waits for the device; or a capture failed before.
-                torch's allocator and generators may still take that one to be under way, which another one would meet.
+            CaptureError: `call` cannot be captured, for example because it synchronizes the device; or a capture failed before,
+                in which case torch's allocator and generators may still consider it under way.
         """
         if self._failed:
             raise CaptureError(self._failed)
@@ -110,7 +110,7 @@ class CudaCard:
         self.beside(warm_up, lambda: None)
         graph = torch.cuda.CUDAGraph()
         try:
-            # torch does not go back to the stream before where a capture fails: the outer context does.
+            # torch does not restore the current stream if a capture fails: the outer context does.
             with torch.cuda.stream(torch.cuda.current_stream(self._device)), torch.cuda.graph(graph):
                 call()
         except RuntimeError as error:
@@ -121,7 +121,7 @@ class CudaCard:
         return graph.replay  # which holds the graph, and so the memory that its kernels use
 
     def beside(self, side: Call, main: Call) -> None:
-        """`side` sees what the current stream has written so far, and afterwards the current stream sees what it wrote."""
+        """Run `side` on the side stream, after the current stream's work so far; the current stream then waits for it."""
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
@@ -131,21 +131,21 @@ class CudaCard:
 
 
 def _why_not(error: RuntimeError) -> str:
-    """Why a capture failed; empty where that was not the capture's fault."""
-    origin = error.__context__ or error  # the end of a broken capture fails as well, and hides what broke it
+    """Why a capture failed; empty if the error has nothing to do with the capture."""
+    origin = error.__context__ or error  # ending a broken capture fails as well, and hides the original error
     is_refused = isinstance(origin, RuntimeError) and not isinstance(origin, torch.OutOfMemoryError)
     return str(origin).partition("\n")[0] if is_refused else ""
 
 
-class LayerProducts:
-    """W of a few layers and one microbatch: every linear's product, on operands that stay where they are.
+class LayerGemms:
+    """W of a few layers and one microbatch: the wgrad GEMM of every linear, on operands at fixed addresses.
 
     Args:
-        shape: of a layer and its microbatch.
-        count: layers.
-        kernel: for W.
-        device: where tensors live.
-        dtype: of the operands.
+        shape: shape of a layer and its microbatch.
+        count: number of layers.
+        kernel: kernel of W.
+        device: device of the tensors.
+        dtype: dtype of the operands.
     """
 
     def __init__(self, shape: LayerShape, count: int, kernel: WgradKernel, device: torch.device, dtype: torch.dtype) -> None:
@@ -159,7 +159,7 @@ class LayerProducts:
         return tuple(torch.randn(tokens, width, device=device).to(dtype) for width in widths)
 
     def run(self) -> None:
-        """W."""
+        """Run all wgrad GEMMs."""
         for accumulator, (grad_output, input_) in zip(self.accumulators, self.operands, strict=True):
             self._kernel.accumulate(accumulator, grad_output, input_)
 
@@ -172,17 +172,17 @@ class LayerProducts:
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
-    """The ways there are on a card."""
+    """The variants that run on a card."""
 
     calls: Mapping[str, Callable[[Call], None]]
-    """By name: B and W one way, given B."""
+    """Name -> function that runs B, its argument, and W in this variant."""
     not_measured: str
-    """What is missing, and why; empty where nothing is."""
+    """The variants that do not run, and why; empty if all do."""
 
 
 @torch.no_grad()
-def ways_to_run(products: LayerProducts, card: Card) -> Ways:
-    """All ways, or those without a graph where W cannot be captured. Whatever else goes wrong is raised."""
+def ways_to_run(gemms: LayerGemms, card: Card) -> Ways:
+    """All variants, or those without a graph if W cannot be captured. Other errors are raised."""
 
     def after(wgrad: Call) -> Callable[[Call], None]:
         def both(backward: Call) -> None:
@@ -194,15 +194,15 @@ def ways_to_run(products: LayerProducts, card: Card) -> Ways:
     def beside(wgrad: Call) -> Callable[[Call], None]:
         return lambda backward: card.beside(wgrad, backward)
 
-    plain, side = after(products.run), beside(products.run)
+    plain, side = after(gemms.run), beside(gemms.run)
     try:
-        replay = card.captured(products.run)
+        replay = card.captured(gemms.run)
     except CaptureError as error:
         return Ways(calls={PLAIN: plain, SIDE: side}, not_measured=f"W in a CUDA graph, which cannot be captured: {error}")
-    elsewhere = [[tensor.clone() for tensor in pair] for pair in products.operands]
+    elsewhere = [[tensor.clone() for tensor in pair] for pair in gemms.operands]
 
     def copied_in() -> None:
-        products.load(elsewhere)
+        gemms.load(elsewhere)
         replay()
 
     graphs = {GRAPH: after(replay), COPIED_IN: after(copied_in), SIDE: side, GRAPH_ON_SIDE: beside(replay)}
@@ -212,7 +212,7 @@ def ways_to_run(products: LayerProducts, card: Card) -> Ways:
 def measure_ways(
     shape: LayerShape,
     stack: Stack,
-    products: LayerProducts,
+    gemms: LayerGemms,
     card: Card,
     *,
     count: int,
@@ -221,8 +221,8 @@ def measure_ways(
     repeats: int,
     warmup: int,
 ) -> BesideTimes:
-    """B of `stack` with W of `products`, of `count` layers each, every way in every round, in changing order."""
-    ways = ways_to_run(products, card)
+    """Measure B of `stack` with W of `gemms`, of `count` layers each: every variant in every round, in changing order."""
+    ways = ways_to_run(gemms, card)
     clock = Clock(device)
     host_ms: dict[str, list[float]] = {name: [] for name in ways.calls}
     size = shape.seq_length, shape.micro_batch_size, shape.hidden_size
@@ -232,21 +232,21 @@ def measure_ways(
     def after_forward(name: str) -> Call:
         output = stack.forward(x_sbh.detach().requires_grad_())
 
-        @torch.no_grad()  # which B does not mind
+        @torch.no_grad()  # which has no effect on B
         def call() -> None:
             ways.calls[name](lambda: stack.backward(output, gradient, fused=False))
 
         return call
 
     names = list(ways.calls)
-    for turn in range(warmup + repeats):
-        first = turn % len(names)
+    for number in range(warmup + repeats):
+        first = number % len(names)
         order = names[first:] + names[:first]
         for name in order:
             call = after_forward(name)
             clock.get_ahead()
             clock.time(name, call)
-            stack.store.clear()  # what this B left: the W beside it was another microbatch's
+            stack.store.clear()  # drop the operands of this B: the W that ran was another microbatch's
         for name in order:
             host_ms[name].append(clock.host_ms(after_forward(name)))
             stack.store.clear()
@@ -255,7 +255,7 @@ def measure_ways(
 
 
 def summary(device_ms: Mapping[str, Sequence[float]], host_ms: Mapping[str, Sequence[float]], count: int) -> tuple[WayTimes, ...]:
-    """Medians of a layer, out of `count` of them."""
+    """Median times per layer, from times of `count` layers."""
     return tuple(
         WayTimes(
             way=name,

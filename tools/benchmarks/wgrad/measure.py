@@ -1,8 +1,8 @@
-"""Times of passes and of single products, on one clock, taking turns, with cold caches.
+"""Measure passes and single GEMMs on one clock, in rounds, with cold caches.
 
-On CUDA a time is the distance of two events on the stream. Nothing waits for the device inside a round, and each round begins
-with a pause of the stream in which the host gets ahead, so that no gap between two kernels is the host's. Inputs rotate: what a
-product reads has left the cache since it was last read.
+On CUDA a time is the distance of two events on the stream. Nothing synchronizes inside a round, and each round begins with a
+pause of the stream in which the host gets ahead, so that no gap between two kernels is caused by the host. Operands rotate: they
+have left the cache since they were last read.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from tools.benchmarks.wgrad.shapes import LayerShape, Linear
 from tools.benchmarks.wgrad.stack import Stack
 
 CACHE_BYTES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
-"""Operands rotate through at least so much: a few times the last-level cache."""
+"""Operands rotate through at least this number of bytes: a few times the last-level cache."""
 MOST_ROTATIONS = 16
 PAUSE_CYCLES = 40_000_000
-"""About 20 ms of a stream."""
+"""Length of the pause of the stream, about 20 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassTimes:
-    """Milliseconds of a layer, medians over the rounds."""
+    """Times of a layer in milliseconds, medians over the rounds, and bytes per layer."""
 
     forward_ms: float
     backward_ms: float
     wgrad_ms: float
     fused_ms: float
-    """The classic backward through our store, with the same kernel."""
+    """The full backward (B+W) through our store, with the same kernel."""
     stock_ms: float
-    """megatron-core's own backward, its gradients added by DDP's hook."""
+    """megatron-core's own backward, with gradients added by DDP's hook."""
     split_ratio: float
-    """(B + W) over the faster of the two backwards; the median over the rounds."""
+    """(B + W) over the faster of the two full backwards; the median over the rounds."""
     held_bytes: float
-    """In the store between B and W, a layer."""
+    """Bytes in the store between B and W, per layer."""
     allocated_bytes: float | None
-    """What the allocator got back in W, a layer; None on the CPU."""
+    """Bytes freed in W as counted by the CUDA allocator, per layer; None on the CPU."""
     activation_bytes: float | None
-    """What the allocator gave away in F, a layer; None on the CPU."""
+    """Bytes allocated in F as counted by the CUDA allocator, per layer; None on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProductTimes:
-    """Of W of one linear."""
+class GemmTimes:
+    """Times of the wgrad GEMM of one linear, medians over the rounds."""
 
     linear: str
     out: int
@@ -61,11 +61,15 @@ class ProductTimes:
     plain_matmul_ms: float
     """``dY^T X`` alone, in the inputs' dtype."""
     kernels_ms: dict[str, float]
-    """By name, into the fp32 accumulator."""
+    """Milliseconds by name of the kernel, accumulating in fp32."""
 
 
 class Clock:
-    """Takes times on one device."""
+    """Measures times on one device.
+
+    Args:
+        device: the device on which the calls run.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -73,26 +77,26 @@ class Clock:
         self._spans: dict[str, list[tuple[object, object]]] = {}
 
     def time(self, name: str, call: Callable[[], object]) -> None:
-        """Call, and note how long it takes under `name`."""
+        """Run `call`, and record its time under `name`."""
         begin = self._marks.now()
         call()
         self._spans.setdefault(name, []).append((begin, self._marks.now()))
 
     def host_ms(self, call: Callable[[], object]) -> float:
-        """Milliseconds until the host has given `call` to the device, which has nothing else to do: no full queue holds it up."""
-        self._marks.settle()
+        """Milliseconds of host time to issue `call` to an idle device, so that no full launch queue blocks the host."""
+        self._marks.synchronize()
         begin = time.perf_counter()
         call()
         return (time.perf_counter() - begin) * 1000.0
 
     def get_ahead(self) -> None:
-        """Let the host queue work before the device begins with it."""
+        """Pause the stream, so that the host queues work before the device begins with it."""
         if self._marks.on_cuda:
             torch.cuda._sleep(PAUSE_CYCLES)  # type: ignore[no-untyped-call]
 
     def read(self, *, skip: int) -> dict[str, list[float]]:
-        """Milliseconds by name, without the first `skip` of each; waits for the device and forgets them."""
-        self._marks.settle()
+        """Return the milliseconds by name, without the first `skip` of each, and clear them. Synchronizes the device."""
+        self._marks.synchronize()
         spans, self._spans = self._spans, {}
         return {name: [self._marks.elapsed_ms(*span) for span in taken[skip:]] for name, taken in spans.items()}
 
@@ -108,38 +112,38 @@ def measure_passes(
     repeats: int,
     warmup: int,
 ) -> PassTimes:
-    """F, B, W and the two classic backwards of stacks of `count` layers. They take turns in every round, in changing order."""
+    """Measure F, B, W and the two full backwards of stacks of `count` layers: all in every round, in changing order."""
     clock, held = Clock(device), _Held(device)
     size = shape.seq_length, shape.micro_batch_size, shape.hidden_size
     buffers = [torch.randn(size, device=device).to(dtype) for _ in range(4)]
     gradients = [torch.randn(size, device=device).to(dtype) for _ in range(4)]
 
-    def classic(stack: Stack, name: str, turn: int) -> None:
-        output = stack.forward(buffers[turn % 4].detach().requires_grad_())
-        clock.time(name, lambda: stack.backward(output, gradients[(turn + 1) % 4], fused=True))
+    def full_backward(stack: Stack, name: str, number: int) -> None:
+        output = stack.forward(buffers[number % 4].detach().requires_grad_())
+        clock.time(name, lambda: stack.backward(output, gradients[(number + 1) % 4], fused=True))
 
-    def ours(turn: int) -> None:
-        x_sbh = buffers[turn % 4].detach().requires_grad_()
+    def ours(number: int) -> None:
+        x_sbh = buffers[number % 4].detach().requires_grad_()
         outputs: list[Tensor] = []
         held.before_forward()
         clock.time("forward", lambda: outputs.append(split.forward(x_sbh)))
         held.after_forward()
-        clock.time("backward", lambda: split.backward(outputs[0], gradients[(turn + 1) % 4], fused=False))
+        clock.time("backward", lambda: split.backward(outputs[0], gradients[(number + 1) % 4], fused=False))
         outputs.clear()
         x_sbh.grad = None
         held.before_wgrad(split)
         clock.time("wgrad", split.weight_gradient)
         held.after_wgrad()
 
-    turns: list[Callable[[int], None]] = [
+    contenders: list[Callable[[int], None]] = [
         ours,
-        lambda turn: classic(split, "fused", turn),
-        lambda turn: classic(stock, "stock", turn),
+        lambda number: full_backward(split, "fused", number),
+        lambda number: full_backward(stock, "stock", number),
     ]
-    for turn in range(warmup + repeats):
+    for number in range(warmup + repeats):
         clock.get_ahead()
-        for index in range(len(turns)):
-            turns[(index + turn) % len(turns)](turn)
+        for index in range(len(contenders)):
+            contenders[(index + number) % len(contenders)](number)
     times = clock.read(skip=warmup)
     medians = {name: statistics.median(taken) / count for name, taken in times.items()}
     rows = zip(times["backward"], times["wgrad"], times["fused"], times["stock"], strict=True)
@@ -154,7 +158,7 @@ def measure_passes(
 
 
 class _Held:
-    """What is held between the passes. On CUDA the allocator's books are the host's: reading them waits for nothing."""
+    """Memory held between the passes. The CUDA allocator counts on the host: reading it does not synchronize."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -183,7 +187,7 @@ class _Held:
         return torch.cuda.memory_allocated() if self._on_cuda else 0
 
 
-def measure_product(
+def measure_gemm(
     linear: Linear,
     tokens: int,
     kernels: Sequence[WgradKernel],
@@ -192,8 +196,8 @@ def measure_product(
     dtype: torch.dtype,
     repeats: int,
     warmup: int,
-) -> ProductTimes:
-    """W of one linear by each kernel, and the plain matmul of its shape, taking turns on operands that rotate."""
+) -> GemmTimes:
+    """Measure W of one linear by each kernel, and the plain matmul of its shape: all in every round, on rotating operands."""
     clock = Clock(device)
     one = dtype.itemsize * tokens * (linear.out + linear.in_)
     rotations = min(MOST_ROTATIONS, max(2, -(-CACHE_BYTES[device.type] // one)))
@@ -210,17 +214,17 @@ def measure_product(
     def accumulating(kernel: WgradKernel) -> Callable[[Tensor, Tensor], None]:
         return lambda grad_output, input_: kernel.accumulate(accumulator, grad_output, input_)
 
-    turns = [("plain", plain), *((kernel.kind.value, accumulating(kernel)) for kernel in kernels)]
+    contenders = [("plain", plain), *((kernel.kind.value, accumulating(kernel)) for kernel in kernels)]
     position = 0
-    for turn in range(warmup + repeats):
+    for number in range(warmup + repeats):
         clock.get_ahead()
-        for index in range(len(turns)):
-            name, call = turns[(index + turn) % len(turns)]
+        for index in range(len(contenders)):
+            name, call = contenders[(index + number) % len(contenders)]
             operands = pairs[position % rotations]
             position += 1
             clock.time(name, partial(call, *operands))
     medians = {name: statistics.median(taken) for name, taken in clock.read(skip=warmup).items()}
-    return ProductTimes(
+    return GemmTimes(
         linear=linear.name,
         out=linear.out,
         in_=linear.in_,

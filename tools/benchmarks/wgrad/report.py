@@ -1,4 +1,4 @@
-"""What was measured of the split as JSON and as Markdown, with verdicts against the targets."""
+"""Results of the split benchmark as JSON and as Markdown, with verdicts on the targets."""
 
 from __future__ import annotations
 
@@ -6,53 +6,53 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tools.benchmarks.wgrad.measure import PassTimes, ProductTimes
+from tools.benchmarks.wgrad.measure import GemmTimes, PassTimes
 from tools.benchmarks.wgrad.shapes import LayerShape
 
 SPLIT_LIMIT = 1.02
-"""B + W takes at most so much of the classic backward."""
+"""Target: time of B + W over that of the full backward, at most."""
 RATE_LIMIT = 0.95
-"""W reaches at least so much of a plain matmul's rate."""
+"""Target: rate of W over that of a plain matmul, at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeResult:
-    """One kind of layer."""
+    """Results of one kind of layer."""
 
     shape: LayerShape
     num_layers: int
-    """Layers of the stack that was measured; times are of one."""
+    """Layers of the measured stack; times are per layer."""
     kernel: str
-    """What W was measured with in the stack."""
+    """Kernel of W in the stack."""
     bytes_per_element: int
     passes: PassTimes
-    products: tuple[ProductTimes, ...]
+    gemms: tuple[GemmTimes, ...]
 
     @property
     def plain_matmul_ms(self) -> float:
-        """All of a layer's weight gradients as plain matmuls."""
-        return sum(product.plain_matmul_ms for product in self.products)
+        """Time of all weight gradients of a layer as plain matmuls, in milliseconds."""
+        return sum(gemm.plain_matmul_ms for gemm in self.gemms)
 
     @property
     def wgrad_tflops(self) -> float:
-        """Rate of W, all of it."""
+        """Rate of W of a layer, in TFLOP/s."""
         return _tflops(self.shape.linear_flops, self.passes.wgrad_ms)
 
     @property
     def plain_tflops(self) -> float:
-        """Rate of the plain matmuls."""
+        """Rate of the plain matmuls, in TFLOP/s."""
         return _tflops(self.shape.linear_flops, self.plain_matmul_ms)
 
     @property
     def needed_bytes(self) -> int:
-        """What W cannot do without."""
+        """Bytes that W needs to hold, per layer."""
         return self.shape.held_bytes(self.bytes_per_element)
 
     def verdicts(self) -> list[Verdict]:
-        """The targets, each with what was measured."""
+        """The targets, each with the measured value."""
         passes, rate = self.passes, self.wgrad_tflops / self.plain_tflops
         return [
-            Verdict("(B + W) / classic backward", passes.split_ratio, f"<= {SPLIT_LIMIT}", passes.split_ratio <= SPLIT_LIMIT),
+            Verdict("(B + W) / full backward", passes.split_ratio, f"<= {SPLIT_LIMIT}", passes.split_ratio <= SPLIT_LIMIT),
             Verdict("rate of W / rate of a plain matmul", rate, f">= {RATE_LIMIT}", rate >= RATE_LIMIT),
             Verdict(
                 "bytes held from B to W / bytes needed",
@@ -65,7 +65,7 @@ class ShapeResult:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One target."""
+    """One target and whether it is met."""
 
     what: str
     measured: float
@@ -74,12 +74,12 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """For a log."""
+        """The verdict in one line."""
         return f"{'met' if self.is_met else 'MISSED'}: {self.what} = {self.measured:.3f} (measured), target {self.target}"
 
 
 def to_json(results: Sequence[ShapeResult], about: dict[str, Any], fmt: str) -> dict[str, Any]:
-    """The JSON form. `measured` and `predicted` say of each figure what it is; `predicted` is arithmetic on the shape."""
+    """The JSON form, with all values under `measured` or `predicted`; `predicted` is computed from the shape."""
     return {"format": fmt, **about, "shapes": [_shape_json(result) for result in results]}
 
 
@@ -91,7 +91,7 @@ def _shape_json(result: ShapeResult) -> dict[str, Any]:
         "kernel": result.kernel,
         "measured": {
             "per_layer": asdict(result.passes),
-            "products": [asdict(product) for product in result.products],
+            "products": [asdict(gemm) for gemm in result.gemms],
             "plain_matmul_ms": result.plain_matmul_ms,
             "wgrad_tflops": result.wgrad_tflops,
             "plain_matmul_tflops": result.plain_tflops,
@@ -108,12 +108,12 @@ def _shape_json(result: ShapeResult) -> dict[str, Any]:
 
 
 def to_markdown(results: Sequence[ShapeResult], about: dict[str, Any]) -> str:
-    """Tables: passes, W against plain matmuls, bytes, verdicts."""
+    """Tables of passes, W vs. plain matmuls, and bytes; then the verdicts."""
     lines = [
         f"Device: {about['device']}, torch {about['torch']}, {about['dtype']} with fp32 main gradients; medians of "
-        f"{about['repeats']} rounds, per layer. *measured* unless it says *predicted*.",
+        f"{about['repeats']} rounds, per layer. *measured* unless marked *predicted*.",
         "",
-        "| layer | F ms | B ms | W ms | classic, ours ms | classic, megatron-core ms | (B + W) / faster classic |",
+        "| layer | F ms | B ms | W ms | B+W, ours ms | B+W, megatron-core ms | (B + W) / faster full backward |",
         "|---|---|---|---|---|---|---|",
     ]
     for result in results:
@@ -128,12 +128,12 @@ def to_markdown(results: Sequence[ShapeResult], about: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for result in results:
-        for product in result.products:
-            plain = _tflops(product.flops, product.plain_matmul_ms)
-            for name, elapsed in product.kernels_ms.items():
+        for gemm in result.gemms:
+            plain = _tflops(gemm.flops, gemm.plain_matmul_ms)
+            for name, elapsed in gemm.kernels_ms.items():
                 lines.append(
-                    f"| {result.shape.name} | {product.linear} | [{product.tokens}, {product.out}, {product.in_}] | {plain:.2f} "
-                    f"| {name} | {_tflops(product.flops, elapsed):.2f} |"
+                    f"| {result.shape.name} | {gemm.linear} | [{gemm.tokens}, {gemm.out}, {gemm.in_}] | {plain:.2f} "
+                    f"| {name} | {_tflops(gemm.flops, elapsed):.2f} |"
                 )
     lines += ["", "| layer | held B to W MiB | needed MiB, *predicted* | 32 sbh MiB, *predicted* |", "|---|---|---|---|"]
     for result in results:

@@ -1,8 +1,8 @@
-"""Layers whose split is measured, and what arithmetic says about them: FLOPs, and the bytes that W needs.
+"""Shapes of the layers that the benchmarks measure, with their FLOPs and the bytes that W needs.
 
-s sequence, b microbatch, h hidden, a heads. Counts are those of arXiv 2401.10241, Table 1, from the shapes of the linears instead
-of from 24sbh, so that they also hold for grouped queries and gated MLPs; for the paper's own models the two agree. Causal
-attention counts in full, as it does there. The paper's models are those of its Table 3, without embedding and head.
+s sequence, b microbatch, h hidden, a heads. Counts follow arXiv 2401.10241, Table 1, but use the shapes of the linears instead of
+24sbh, so that they also hold for grouped-query attention and gated MLPs; for the paper's own models the two agree. Causal
+attention counts in full, as in the paper. The paper's models are those of its Table 3, without embedding and head.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Linear:
     in_: int
 
     def flops(self, tokens: int) -> int:
-        """Of one of its three products (F, B or W), for so many tokens."""
+        """FLOPs of one of its three GEMMs (F, B or W) for `tokens` tokens."""
         return 2 * tokens * self.out * self.in_
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """A transformer layer and its microbatch."""
+    """Shape of a transformer layer and its microbatch."""
 
     name: str
     hidden_size: int
@@ -35,7 +35,7 @@ class LayerShape:
     seq_length: int
     micro_batch_size: int
     layers_per_rank: int
-    """Layers of a pipeline rank in the paper, where embedding and head take the place of one layer each."""
+    """Layers per pipeline rank in the paper, where embedding and head count as one layer each."""
     num_ranks: int
     """Pipeline ranks in the paper."""
     is_llama: bool = False
@@ -45,12 +45,12 @@ class LayerShape:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch."""
+        """Tokens per microbatch."""
         return self.seq_length * self.micro_batch_size
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """In the order of the forward pass. megatron-core has one linear for Q, K and V and one for both halves of SwiGLU."""
+        """The linears of a layer in forward order. megatron-core has one for Q, K and V and one for both halves of SwiGLU."""
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
         keys = hidden // self.num_attention_heads * self.num_query_groups
         return (
@@ -62,36 +62,36 @@ class LayerShape:
 
     @property
     def linear_flops(self) -> int:
-        """Of one of the three products of all linears: W, and the linears' share of F and of B."""
+        """FLOPs of one GEMM of every linear: of W, and of the linears in F and in B."""
         return sum(linear.flops(self.tokens) for linear in self.linears)
 
     @property
     def attention_flops(self) -> int:
-        """Of QK^T and of the product with V, forward; backward takes twice as many."""
+        """FLOPs of attention (QK^T, and scores times V) in F; B takes twice that number."""
         return 4 * self.tokens * self.seq_length * self.hidden_size
 
     @property
     def model_flops(self) -> int:
-        """Of F, B and W of one microbatch."""
+        """FLOPs of F, B and W of one microbatch."""
         return 3 * (self.linear_flops + self.attention_flops)
 
     def held_bytes(self, bytes_per_element: int) -> int:
-        """What must be held from B to W: each linear's input and output gradient, once. ``32 sbh`` for the paper's layers."""
+        """Bytes that W needs: each linear's input and output gradient, once. ``32 sbh`` for the paper's layers."""
         return bytes_per_element * self.tokens * sum(linear.in_ + linear.out for linear in self.linears)
 
     def paper_held_bytes(self) -> int:
-        """``32 sbh``."""
+        """The paper's bytes held from B to W, ``32 sbh``."""
         return 32 * self.tokens * self.hidden_size
 
     def paper_activation_bytes(self) -> int:
-        """``sbh (34 + 5 a s / h)``: what F leaves for B in 16 bits, with dropout masks and without flash attention."""
+        """The paper's activation memory after F, ``sbh (34 + 5 a s / h)``: 16 bits, dropout masks, no flash attention."""
         return 34 * self.tokens * self.hidden_size + 5 * self.num_attention_heads * self.seq_length * self.tokens
 
     def scaled(self, scale: float) -> LayerShape:
-        """The same kind of layer, smaller: heads and tokens times `scale`, at least one head a query group and 8 tokens.
+        """A smaller layer of the same kind: heads and tokens times `scale`, at least one head per query group and 8 tokens.
 
         Raises:
-            ConfigError: a scale outside of (0, 1].
+            ConfigError: `scale` is outside of (0, 1].
         """
         if not 0 < scale <= 1:
             raise ConfigError(f"--scale is {scale}; it must be more than 0 and at most 1, where 1 is the shape of the paper")
@@ -132,7 +132,7 @@ SHAPES = (
     _paper("6.2B", 32, 4096, 8, 30, 3),
     _paper("14.6B", 40, 5120, 16, 46, 1),
     _paper("28.3B", 48, 6144, 32, 62, 1),
-    # The sequence is half of the model's 8192: attention is megatron-core's own here and keeps its scores.
+    # The sequence is half of the model's 8192: attention is megatron-core's own here and saves its scores.
     LayerShape(
         name="Llama-3-8B",
         hidden_size=4096,
@@ -149,7 +149,7 @@ SHAPES = (
 
 
 def shape_named(name: str) -> LayerShape:
-    """One of `SHAPES`. Raises ConfigError."""
+    """The shape of this name in `SHAPES`. Raises ConfigError if it is unknown."""
     for shape in SHAPES:
         if shape.name.lower() == name.lower():
             return shape

@@ -1,4 +1,4 @@
-"""A few transformer layers of megatron-core on one device, as a pipeline rank holds them: DDP, fp32 main gradients, our split."""
+"""A few transformer layers of megatron-core on one device, set up as on a pipeline rank: DDP, fp32 main gradients, our split."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SEED = 1234
 
 @contextmanager
 def world_of_one(device: torch.device) -> Iterator[HostDevice]:
-    """megatron-core's process groups for this process alone, and the host-device layer on the CPU. Nothing is ever sent."""
+    """Set up megatron-core's process groups for this process alone, and the host-device layer on the CPU."""
     host = HostDevice(enabled=device.type == "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -50,7 +50,7 @@ def world_of_one(device: torch.device) -> Iterator[HostDevice]:
 
 
 class LayerStack(nn.Module):
-    """`count` layers, one after the other; x_sbh in, y_sbh out."""
+    """Transformer layers in sequence. [s, b, h] -> [s, b, h]"""
 
     def __init__(self, shape: LayerShape, config: TransformerConfig) -> None:
         super().__init__()
@@ -64,22 +64,22 @@ class LayerStack(nn.Module):
             self.rotary = rotary(shape.seq_length)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
-        """The last layer's output."""
+        """Apply all layers."""
         for layer in self.layers:
             x_sbh, _ = layer(x_sbh, attention_mask=None, rotary_pos_emb=self.rotary)
         return x_sbh
 
 
 class Stack:
-    """A chunk as the schedules build it, and its passes one by one.
+    """A chunk as the schedules build it, whose passes are called one by one.
 
     Args:
-        shape: of a layer and its microbatch.
-        count: layers.
-        dtype: of weights and activations.
-        device: where they live.
+        shape: shape of a layer and its microbatch.
+        count: number of layers.
+        dtype: dtype of weights and activations.
+        device: device of weights and activations.
         host: the installed host-device layer.
-        kernel: for W; None leaves megatron-core's own fused backward.
+        kernel: kernel of W; None keeps megatron-core's own full backward.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Stack:
                 model.rotary = model.rotary.to(device)
             if self.store is not None:
                 split_weight_gradients(model, self.store)
-            # No bucket and no overlap: one copy of the model, nothing to reduce.
+            # No bucket and no overlap: one data-parallel replica, nothing to reduce.
             self.chunk = DistributedDataParallel(
                 config=config,
                 ddp_config=DistributedDataParallelConfig(
@@ -110,12 +110,12 @@ class Stack:
         self.chunk.zero_grad_buffer()
 
     def forward(self, x_sbh: Tensor) -> Tensor:
-        """F."""
+        """Run F. [s, b, h] -> [s, b, h]"""
         output: Tensor = self.chunk(x_sbh)
         return output
 
     def backward(self, output: Tensor, grad_output: Tensor, *, fused: bool) -> None:
-        """B, or with `fused` the classic backward: ours through the store, megatron-core's own where there is none."""
+        """Run B, or with `fused` the full backward: through the store, or megatron-core's own if there is no store."""
         if self.store is None:
             output.backward(grad_output)  # type: ignore[no-untyped-call]
             return
@@ -124,12 +124,12 @@ class Stack:
         self.store.end()
 
     def weight_gradient(self) -> None:
-        """W."""
+        """Run W."""
         assert self.store is not None
         self.store.run(0, 0)
 
     def close(self) -> None:
-        """Give the memory back. DDP's hooks on autograd nodes refer back to the chunk: a cycle that Python cannot see."""
+        """Free the memory. DDP's hooks on autograd nodes refer back to the chunk: a cycle that Python cannot detect."""
         self.chunk.grad_accs.clear()
         del self.chunk
 

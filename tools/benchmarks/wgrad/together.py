@@ -1,14 +1,14 @@
-"""Weight gradients of several microbatches of one linear: one product for all of them, against one for each.
+"""Weight gradients of several microbatches of one linear: one GEMM for all of them vs. one GEMM per microbatch.
 
-W of K microbatches that wait together is ``main_grad += sum_k dY_k^T X_k``, which is one product over K times as many tokens. It
-writes the accumulator once instead of K times, and a few tokens become enough to fill the device; but the microbatches' tensors
-lie wherever F and B left them, and a product takes one tensor. Three ways on the same numbers:
+W of K deferred microbatches is ``main_grad += sum_k dY_k^T X_k``, a single GEMM over K times the tokens. It writes the
+accumulator once instead of K times, and small microbatches fill the device; but the operands of the microbatches lie wherever F
+and B allocated them, and a GEMM takes one contiguous tensor. Three variants on the same numbers:
 
-- *apart*: K products, as W runs today;
-- *copied*: both operands are copied side by side first, and the copies are part of the time;
-- *adjacent*: they lie side by side already, which no run can promise: what copying could at best be replaced by.
+- *apart*: K GEMMs, as W runs today;
+- *copied*: both operands are concatenated first, and the copies count;
+- *adjacent*: they are contiguous already, which no run can guarantee: an upper bound for any replacement of the copies.
 
-Both ways of running them together add in another order than K products do, so their bits differ from those.
+A single GEMM adds in another order than K GEMMs, so the bits of the results differ.
 """
 
 from __future__ import annotations
@@ -29,37 +29,38 @@ APART, COPIED, ADJACENT = "apart", "copied", "adjacent"
 
 @dataclass(frozen=True, kw_only=True)
 class TogetherTimes:
-    """W of `count` microbatches of one linear with one kernel; milliseconds are of all of them, medians over the rounds."""
+    """W of `count` microbatches of one linear with one kernel; times are in total over them, medians over the rounds."""
 
     linear: str
     out: int
     in_: int
     tokens: int
-    """Of a microbatch."""
+    """Tokens per microbatch."""
     count: int
-    """Microbatches that run together."""
+    """Number of microbatches in one GEMM, K."""
     kernel: str
     apart_ms: float
     copied_ms: float
     adjacent_ms: float
     copied_ratio: float
-    """Copied over apart; the median over the rounds."""
+    """Time of *copied* over *apart*; the median over the rounds."""
     adjacent_ratio: float
+    """Time of *adjacent* over *apart*; the median over the rounds."""
     workspace_bytes: int
-    """What the copies take."""
+    """Memory of the copies."""
     difference: float
-    """Of the sums, one product against K, relative to the largest entry."""
+    """Largest difference between the results of one GEMM and of K GEMMs, relative to the largest entry."""
 
 
 class Group:
-    """The operands of W of several microbatches, side by side, and the ways to run it.
+    """The contiguous operands of W of several microbatches, and the variants of running it.
 
     Args:
-        linear: whose weight gradient.
-        tokens: of a microbatch.
-        count: microbatches.
-        device: where they live.
-        dtype: of the operands. They are added up in float32.
+        linear: the linear whose weight gradient is computed.
+        tokens: tokens per microbatch.
+        count: number of microbatches.
+        device: device of the operands.
+        dtype: dtype of the operands. They are accumulated in float32.
     """
 
     def __init__(self, linear: Linear, tokens: int, count: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -68,19 +69,19 @@ class Group:
         self.pairs = list(zip(self.grad_outputs.chunk(count), self.inputs.chunk(count), strict=True))
 
     def apart(self, kernel: WgradKernel, accumulator: Tensor) -> None:
-        """One product a microbatch."""
+        """Run one GEMM per microbatch."""
         for grad_output, input_ in self.pairs:
             kernel.accumulate(accumulator, grad_output, input_)
 
     def copied(self, kernel: WgradKernel, accumulator: Tensor, workspace: tuple[Tensor, Tensor]) -> None:
-        """Copies, then one product. `workspace` is of the shapes of the group's operands."""
+        """Concatenate the operands into `workspace`, of shapes [count * tokens, out] and [count * tokens, in]; run one GEMM."""
         grad_outputs, inputs = workspace
         torch.cat([grad_output for grad_output, _ in self.pairs], out=grad_outputs)
         torch.cat([input_ for _, input_ in self.pairs], out=inputs)
         kernel.accumulate(accumulator, grad_outputs, inputs)
 
     def adjacent(self, kernel: WgradKernel, accumulator: Tensor) -> None:
-        """One product."""
+        """Run one GEMM on the contiguous operands."""
         kernel.accumulate(accumulator, self.grad_outputs, self.inputs)
 
 
@@ -95,7 +96,7 @@ def measure_together(
     repeats: int,
     warmup: int,
 ) -> TogetherTimes:
-    """The three ways, taking turns in changing order on operands that rotate."""
+    """Measure the three variants: all in every round, in changing order, on rotating operands."""
     clock = Clock(device)
     size = dtype.itemsize * tokens * count * (linear.out + linear.in_)
     rotations = min(MOST_ROTATIONS, max(2, -(-CACHE_BYTES[device.type] // size)))
@@ -108,10 +109,10 @@ def measure_together(
         ADJACENT: lambda group: group.adjacent(kernel, accumulator),
     }
     names, position = list(ways), 0
-    for turn in range(warmup + repeats):
+    for number in range(warmup + repeats):
         clock.get_ahead()
         for index in range(len(names)):
-            name = names[(index + turn) % len(names)]
+            name = names[(index + number) % len(names)]
             group = groups[position % rotations]
             position += 1
             clock.time(name, lambda name=name, group=group: ways[name](group))  # type: ignore[misc]
@@ -132,12 +133,12 @@ def measure_together(
 
 
 def ratio(times: Sequence[float], over: Sequence[float]) -> float:
-    """The median of the rounds' own ratios."""
+    """The median over the rounds of the ratio of two times of the same round."""
     return statistics.median(each / other for each, other in zip(times, over, strict=True))
 
 
 def difference(group: Group, kernel: WgradKernel, accumulator: Tensor, workspace: tuple[Tensor, Tensor]) -> float:
-    """How far the sum of one product is from that of several, relative to its largest entry. Overwrites what is passed."""
+    """Largest difference between one GEMM and K GEMMs, relative to the largest entry. Overwrites accumulator and workspace."""
     group.apart(kernel, accumulator.zero_())
     apart = accumulator.clone()
     group.copied(kernel, accumulator.zero_(), workspace)

@@ -95,9 +95,9 @@ class Watchdog:
 
     def _look(self) -> None:
         """The thread: measure for how long the rank's activity has not changed, until the end of the run."""
-        before, still_s, looked = self._watch.standing(), 0.0, time.monotonic()
+        before, still_s, looked = self._watch.current(), 0.0, time.monotonic()
         while not self._over.wait(self._interval_s):
-            doing, now = self._watch.standing(), time.monotonic()
+            doing, now = self._watch.current(), time.monotonic()
             passed_s = min(now - looked, 2.0 * self._interval_s)  # more only if this process was stopped
             still_s = still_s + passed_s if doing is before else 0.0
             before, looked = doing, now

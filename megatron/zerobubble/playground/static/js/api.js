@@ -1,13 +1,13 @@
-// Talking to the planner.
+// Requests to the planner on the server.
 
 const JSON_TYPE = { "content-type": "application/json" };
 
-/** What the page may offer. */
+/** The schedules, options, colors and limits that the page offers. */
 export async function choices() {
   return (await fetch("api/choices")).json();
 }
 
-/** One question, one answer. Throws an Error with the planner's own words. */
+/** Run a task that has one answer. Throws an Error with the planner's message. */
 export async function ask(task, body, signal) {
   const response = await post(task, body, signal);
   const answer = await response.json();
@@ -15,7 +15,7 @@ export async function ask(task, body, signal) {
   return answer;
 }
 
-/** A search: its events as they come. Aborting the signal ends the search on the other side, too. */
+/** Run a search and yield its events as they arrive. Aborting the signal also ends the search on the server. */
 export async function* listen(task, body, signal) {
   const response = await post(task, body, signal);
   if (!response.ok) throw new Error((await response.json()).message);

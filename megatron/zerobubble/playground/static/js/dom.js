@@ -32,7 +32,7 @@ export function table(caption, head, rows) {
   );
 }
 
-/** Call `action` when nothing was asked for `ms`. */
+/** Call `action` when there was no further call for `ms` milliseconds. */
 export function debounced(action, ms) {
   let timer = 0;
   return (...args) => {
@@ -41,14 +41,14 @@ export function debounced(action, ms) {
   };
 }
 
-/** Call `action` once before the next paint, however often it was asked for. */
+/** Call `action` once before the next paint, however often the returned function is called. */
 export function beforePaint(action) {
-  let asked = false;
+  let isRequested = false;
   return () => {
-    if (asked) return;
-    asked = true;
+    if (isRequested) return;
+    isRequested = true;
     requestAnimationFrame(() => {
-      asked = false;
+      isRequested = false;
       action();
     });
   };

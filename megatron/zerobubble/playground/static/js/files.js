@@ -1,14 +1,14 @@
-// Files that are dropped onto the page or chosen. The planner says what they are; the page never looks inside.
+// Files that are dropped onto the page or chosen. The server detects what they are; the page does not parse them.
 
 import { ask } from "./api.js";
 import { byId } from "./dom.js";
 
-/** Call `opened(answer, name, text)` for every file; `fail` with the reason where one is refused. */
+/** Call `opened(answer, name, text)` for every file, or `fail` with the reason if the server rejects one. */
 export function acceptFiles({ mostBytes, opened, fail }) {
   const open = async (files) => {
     for (const file of files) {
       try {
-        if (file.size > mostBytes) throw new Error(`it is larger than ${mostBytes / 2 ** 20} MiB, which is the most`);
+        if (file.size > mostBytes) throw new Error(`it is larger than the maximum of ${mostBytes / 2 ** 20} MiB`);
         const text = await file.text();
         opened(await ask("open", text), file.name, text);
       } catch (error) {

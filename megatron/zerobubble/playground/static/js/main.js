@@ -1,7 +1,7 @@
-// The page: a form, up to three slots that search, and what they have found.
+// The page: a form, up to three slots with a search each, and their results.
 
 import { ask, choices as askChoices } from "./api.js";
-import { Departures } from "./departures.js";
+import { Deviations } from "./deviations.js";
 import { byId, debounced, make } from "./dom.js";
 import { acceptFiles } from "./files.js";
 import { metricsTable } from "./metrics.js";
@@ -9,7 +9,7 @@ import { Pareto } from "./pareto.js";
 import { Slot } from "./slot.js";
 import { Stages } from "./stages.js";
 import { MOST_SLOTS, fromQuery, slot as slotConfig, toQuery } from "./state.js";
-import { actions, copy } from "./takealong.js";
+import { actions, copy } from "./downloads.js";
 import { Timelines } from "./timelines.js";
 
 const WAIT_MS = 250;
@@ -25,9 +25,9 @@ class Playground {
     this.waiting = new Set();
     this.runWaiting = debounced(() => this.runAll([...this.waiting]), WAIT_MS);
     const root = byId("timelines");
-    this.timelines = new Timelines({ root, legend: byId("legend"), tip: byId("tip"), said: byId("said") }, choices);
-    this.departures = new Departures(
-      { root: byId("departures"), plans: byId("departures-plan"), traces: byId("departures-trace"), result: byId("departures-result") },
+    this.timelines = new Timelines({ root, legend: byId("legend"), tip: byId("tip"), announcer: byId("announcer") }, choices);
+    this.deviations = new Deviations(
+      { root: byId("deviations"), plans: byId("deviations-plan"), traces: byId("deviations-trace"), result: byId("deviations-result") },
       (key, rank, step) => this.timelines.jump(key, rank, step),
     );
     this.pareto = new Pareto(
@@ -47,9 +47,9 @@ class Playground {
 
   fillForm() {
     const { efforts, objectives } = this.choices;
-    const told = { span: "span: no optimizer barrier", makespan: "makespan: with one" };
-    const effort = { drawn: "as drawn, no search", fast: "fast, ~1 s", default: "default, ~20 s", max: "max, ~3 min" };
-    this.form.objective.replaceChildren(...objectives.map((value) => make("option", { value }, told[value] ?? value)));
+    const objective = { span: "with post-validation (span)", makespan: "with the synchronous optimizer (makespan)" };
+    const effort = { drawn: "hand-written schedule, no search", fast: "fast, ~1 s", default: "default, ~20 s", max: "max, ~3 min" };
+    this.form.objective.replaceChildren(...objectives.map((value) => make("option", { value }, objective[value] ?? value)));
     this.form.effort.replaceChildren(...efforts.map((value) => make("option", { value }, effort[value] ?? value)));
     for (const name of [...SCALARS, "objective", "effort"]) this.form[name].value = this.state[name];
   }
@@ -69,13 +69,13 @@ class Playground {
     byId("zoom-out").addEventListener("click", () => this.timelines.scaleBy(1 / 1.6));
     byId("fit").addEventListener("click", () => this.timelines.fit());
     byId("link").addEventListener("click", () =>
-      copy(location.href).then(() => this.tell("The link is copied.", "good"), (error) => this.tell(error.message)),
+      copy(location.href).then(() => this.notify("The link is copied.", "good"), (error) => this.notify(error.message)),
     );
     this.listenToTheme();
     acceptFiles({
       mostBytes: this.choices.limits.body_bytes,
       opened: (answer, name, text) => this.opened(answer, name, text),
-      fail: (message) => this.tell(message),
+      fail: (message) => this.notify(message),
     });
   }
 
@@ -92,26 +92,26 @@ class Playground {
     });
   }
 
-  /** From the form into the state. A value that the browser itself refuses waits until it is right. */
+  /** Copy the form into the state. A value that the browser rejects is left out until it is valid. */
   take() {
     for (const name of SCALARS) {
       const field = this.form[name];
-      if (!field.checkValidity()) return this.tell(`${field.closest("label").textContent.trim()}: ${field.validationMessage}`);
+      if (!field.checkValidity()) return this.notify(`${field.closest("label").textContent.trim()}: ${field.validationMessage}`);
       this.state[name] = Number(field.value);
     }
     this.state.objective = this.form.objective.value;
     this.state.effort = this.form.effort.value;
-    this.tell("");
+    this.notify("");
     return this.changed();
   }
 
-  /** The problem is another one: everything that is planned is planned anew. */
+  /** The problem has changed: plan all slots again that are not files. */
   changed(slots = this.slots) {
     this.keepLink();
     if (slots === this.slots) this.pareto.outdate();
     for (const slot of slots) if (!slot.isOpened) this.waiting.add(slot);
     this.runWaiting();
-    this.sayBusy();
+    this.updateBusy();
   }
 
   runAll(slots) {
@@ -119,11 +119,11 @@ class Playground {
       this.waiting.delete(slot);
       if (this.slots.includes(slot) && !slot.isOpened) slot.run(this.state);
     }
-    this.sayBusy();
+    this.updateBusy();
   }
 
-  /** Whether what is shown is still to change. */
-  sayBusy() {
+  /** Mark the results as busy while a search runs or is about to. */
+  updateBusy() {
     const isBusy = this.waiting.size > 0 || this.slots.some((slot) => slot.controller);
     byId("results").setAttribute("aria-busy", String(isBusy));
   }
@@ -141,7 +141,7 @@ class Playground {
   }
 
   removeSlot(slot) {
-    slot.giveUp();
+    slot.cancel();
     slot.element.remove();
     this.slots = this.slots.filter((each) => each !== slot);
     this.count();
@@ -155,7 +155,7 @@ class Playground {
     for (const button of document.querySelectorAll(".slot .remove")) button.disabled = this.slots.length < 2;
   }
 
-  /** The address is the link: it says all that was chosen, not what was opened. */
+  /** Keep the form and the chosen schedules in the address; opened files are not part of it. */
   keepLink() {
     this.state.slots = this.slots.filter((slot) => !slot.isOpened).map(({ config }) => config);
     history.replaceState(null, "", `?${toQuery(this.state)}`);
@@ -173,32 +173,32 @@ class Playground {
       letter,
       drawing,
       limit,
-      actions: actions({ drawing, flags }, (message) => this.tell(message)),
+      actions: actions({ drawing, flags }, (message) => this.notify(message)),
     }));
-    this.sayBusy();
+    this.updateBusy();
     this.timelines.show(panels);
     byId("metrics").replaceChildren(shown.length ? metricsTable(shown) : "");
-    this.departures.offer(shown);
+    this.deviations.offer(shown);
   }
 
-  /** Rows of a fresh table: those of the first schedule whose number of stages is known. */
+  /** Rows of a new table of costs: the number of stages of the first schedule that has a plan. */
   numStages() {
     const drawing = this.slots.find(({ drawing }) => drawing)?.drawing;
     return drawing && drawing.num_ranks === this.state.p ? drawing.costs.forward_ms.length : this.state.p;
   }
 
-  /** A file that the planner has read. */
+  /** Show a file that the server has read. */
   opened(answer, name, text) {
     if (answer.kind === "costs") return this.adoptCosts(answer, name);
     const isTrace = answer.kind === "trace";
     this.place().open({ name, drawings: answer.drawings, trace: isTrace ? text : null });
     const { num_ranks: p, num_microbatches: m, costs } = answer.drawings[answer.drawings.length - 1];
-    this.tell(`${name}: opened.`, "good", ["Plan for its costs", () => this.adoptCosts({ costs, num_ranks: p, num_microbatches: m }, name)]);
+    this.notify(`${name}: opened.`, "good", ["Plan for its costs", () => this.adoptCosts({ costs, num_ranks: p, num_microbatches: m }, name)]);
     this.keepLink();
     return undefined;
   }
 
-  /** A slot for a file: a new one, or the last one that shows no file, or the last one. */
+  /** Choose the slot for a file: a new one, or the last one that shows no file, or the last one. */
   place() {
     if (this.slots.length < MOST_SLOTS) return this.addSlot(slotConfig("zbv"));
     const slot = this.slots.findLast((each) => !each.isOpened) ?? this.slots[MOST_SLOTS - 1];
@@ -206,7 +206,7 @@ class Playground {
     return slot;
   }
 
-  /** Plan for what was measured. */
+  /** Plan with measured costs. */
   adoptCosts({ costs, num_ranks: p, num_microbatches: m, schedule, from }, name) {
     const { comm_ms: c, ...kinds } = costs;
     Object.assign(this.state, { c, p: p ?? this.state.p, m: m ?? this.state.m });
@@ -217,31 +217,31 @@ class Playground {
       planned.config.schedule = schedule;
       planned.render();
     }
-    this.tell(`${name}: times of ${kinds.forward_ms.length} stages${from ? ` from ${from}` : ""}.`, "good");
+    this.notify(`${name}: times of ${kinds.forward_ms.length} stages${from ? ` from ${from}` : ""}.`, "good");
     this.stages.set(kinds);
   }
 
-  /** A point of the curve: its plan is there already; the slot's choices are those that lead to it. */
+  /** Show the plan of a point of the Pareto front, and set the slot's options to those that lead to it. */
   async choosePoint(point) {
     const slot = this.slots.find((each) => !each.isOpened) ?? this.place();
     slot.file = null;
     Object.assign(slot.config, slotConfig(point.schedule, point.memory_limit, null, ""));
     if (slot.info.num_chunks === null) slot.config.chunks = point.num_chunks;
     if (!slot.info.is_searched) slot.config.limit = null;
-    slot.giveUp();
+    slot.cancel();
     this.waiting.delete(slot);
     slot.render();
     this.keepLink();
     try {
       slot.adopt(await ask("show", { plan: point.plan, objective: this.state.objective }));
-      slot.say(`the plan of the curve at memory ${point.memory_limit}`);
+      slot.setStatus(`plan of the Pareto front at memory limit ${point.memory_limit}`);
     } catch (error) {
       slot.fail(error.message);
     }
   }
 
-  /** Say something at the top; "" takes it away. `offer`: [text, action] of a button beside it. */
-  tell(message, kind = "bad", offer = null) {
+  /** Show a message at the top; "" removes it. `offer`: [text, action] of a button beside it. */
+  notify(message, kind = "bad", offer = null) {
     const button = offer && make("button", { type: "button", click: offer[1] }, offer[0]);
     byId("notes").replaceChildren(message ? make("p", { class: kind }, message, button) : "");
   }

@@ -1,5 +1,5 @@
-// Painting passes and memory on a canvas, by way of a buffer of pixels: filling thousands of boxes and steps one by one takes a
-// canvas longer than a frame. What is out of sight is skipped, so the work follows what is shown.
+// Paint passes and memory on a canvas through a buffer of pixels: filling thousands of boxes and steps one by one takes a canvas
+// longer than a frame. What is out of sight is skipped, so that the time depends on what is visible.
 
 /** Index of the first value of an ascending list that is above `limit`. */
 export function firstAbove(values, limit) {
@@ -15,7 +15,7 @@ export function firstAbove(values, limit) {
 
 /**
  * Paint the passes of all ranks.
- * `view`: {x: time -> px, from, to: times in sight, left, width, rowHeight, gap}; `ink`: colours of the theme.
+ * `view`: {x: time -> px, from, to: times in sight, left, width, rowHeight, gap}; `ink`: colors of the theme.
  */
 export function paintPasses(context, drawing, view, ink, kinds, spanColors) {
   const ratio = context.getTransform().a;
@@ -61,7 +61,7 @@ function paintBoxes(line, { starts, ends, kinds, chunks }, view, column, colors)
   for (let i = firstAbove(ends, view.from); i < starts.length && starts[i] <= view.to; i++) {
     const from = column(starts[i]);
     const to = column(ends[i]);
-    // A pixel between boxes keeps them apart, where there is room for it.
+    // A pixel between boxes keeps them apart if they are wide enough.
     span(line, from, to - from > 3 ? to - 1 : Math.max(to, from + 1), colors[kinds[i]][chunks[i] > 0 ? 1 : 0]);
   }
 }
@@ -78,8 +78,8 @@ function collect({ starts, ends, chunks, microbatches }, y, view, numbers) {
 }
 
 /**
- * Paint what each rank holds as staircases; `emphasis` is the rank that a person looks at, or -1.
- * Into a buffer of pixels, as thousands of steps a rank are too many to stroke in a frame, and steps need no smoothing.
+ * Paint the activation memory of each rank as a staircase; `emphasis` is the selected rank, or -1.
+ * It goes into a buffer of pixels: thousands of steps per rank are too many to stroke in a frame, and steps need no smoothing.
  */
 export function paintMemory(context, drawing, view, ink, y, emphasis) {
   const ratio = context.getTransform().a;
@@ -129,7 +129,7 @@ function buffer(width, height) {
   return { image, data: new Uint32Array(image.data.buffer), width: image.width, height: image.height };
 }
 
-/** A colour as the number of a pixel: red comes first in memory, and all machines with a browser are little-endian. */
+/** A color as the number of a pixel: red comes first in memory, and all machines with a browser are little-endian. */
 function packed(color, alpha = 255) {
   const { r, g, b } = d3.rgb(color);
   return ((alpha << 24) | (b << 16) | (g << 8) | r) >>> 0;

@@ -1,4 +1,4 @@
-// One timeline: passes, memory under them, and the same as a table and as text for those who cannot see a canvas.
+// One timeline: passes, memory under them, and both as a table and as text for readers who cannot see a canvas.
 
 import { make, table } from "./dom.js";
 import { firstAbove, paintAxis, paintMemory, paintPasses } from "./paint.js";
@@ -41,7 +41,7 @@ export class Panel {
       { class: "panel", "data-slot": shown.key },
       make("div", { class: "heading" }, title, shown.actions),
       make("p", { class: "measures" }, this.drawing.measures),
-      lines.length ? make("details", {}, make("summary", {}, "What the run says of itself"), make("ul", {}, ...lines)) : null,
+      lines.length ? make("details", {}, make("summary", {}, "Report of the run"), make("ul", {}, ...lines)) : null,
       this.chart,
       this.alternative(),
     );
@@ -75,7 +75,7 @@ export class Panel {
         number(rank.starts_after_ms),
         number(rank.ends_before_ms),
       ]);
-      const head = ["", "peak memory", "passes held", "W pending", "busy ms", "idle ms", "starts after ms", "ends before ms"];
+      const head = ["", "peak memory", "live microbatches", "W pending", "busy ms", "idle ms", "starts after ms", "ends before ms"];
       details.append(
         make("div", { class: "scroll" }, table(`Ranks of timeline ${this.shown.letter}`, head, rows)),
         make("pre", { class: "scroll", tabindex: 0, "aria-label": "the timeline in letters" }, this.drawing.text),

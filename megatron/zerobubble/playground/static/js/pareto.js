@@ -1,4 +1,4 @@
-// The best bubble for every memory limit, as a curve whose points can be chosen.
+// The Pareto front, bubble vs. memory: the best bubble for every memory limit, as a curve whose points can be chosen.
 
 import { listen } from "./api.js";
 import { make, table } from "./dom.js";
@@ -20,10 +20,10 @@ export class Pareto {
     new ResizeObserver(() => this.draw()).observe(this.root);
   }
 
-  /** What is drawn is no longer of the problem in the form. */
+  /** Mark the curve as outdated: the problem in the form has changed. */
   outdate() {
     this.controller?.abort();
-    if (this.points.length) this.say("the problem has changed since this curve was found");
+    if (this.points.length) this.setStatus("the problem has changed since this front was found");
     this.root.classList.toggle("old", this.points.length > 0);
   }
 
@@ -38,15 +38,15 @@ export class Pareto {
     try {
       for await (const event of listen("pareto", body, controller.signal)) {
         if (event.event === "point") this.add(event);
-        this.say(`${this.points.length + this.nothing.length} of ${LIMITS.length} points${event.message ? `; ${event.message}` : ""}`);
+        this.setStatus(`${this.points.length + this.nothing.length} of ${LIMITS.length} points${event.message ? `; ${event.message}` : ""}`);
       }
-      const none = this.nothing.length ? `; no schedule keeps ${this.nothing.join(", ")}` : "";
-      this.say(`${this.points.length} plans${none}`);
+      const none = this.nothing.length ? `; no schedule fits within ${this.nothing.join(", ")}` : "";
+      this.setStatus(`${this.points.length} plans${none}`);
     } catch (error) {
-      this.say(error.name === "AbortError" ? `stopped after ${this.points.length} points` : error.message);
+      this.setStatus(error.name === "AbortError" ? `stopped after ${this.points.length} points` : error.message);
     } finally {
       this.controller = null;
-      this.button.textContent = "Find the curve";
+      this.button.textContent = "Find the Pareto front";
     }
   }
 
@@ -56,7 +56,7 @@ export class Pareto {
     this.draw();
   }
 
-  say(text) {
+  setStatus(text) {
     this.status.textContent = text;
   }
 
@@ -70,7 +70,7 @@ export class Pareto {
       .attr("width", width)
       .attr("height", HEIGHT)
       .attr("role", "group")
-      .attr("aria-label", "Bubble against memory limit");
+      .attr("aria-label", "Pareto front, bubble vs. memory limit");
     const x = d3.scaleLinear([0.25, 2.05], [MARGIN.left, width - MARGIN.right]);
     const most = d3.max(this.points, (point) => point.metrics.bubble_rate) || 0.01;
     const y = d3.scaleLinear([0, most * 1.1], [HEIGHT - MARGIN.bottom, MARGIN.top]).nice();
@@ -107,7 +107,7 @@ export class Pareto {
     ]);
     const wasOpen = this.root.querySelector("details")?.open;
     const head = ["memory ≤", "schedule", "bubble", "lower bound"];
-    const details = make("details", wasOpen ? { open: true } : {}, make("summary", {}, "As a table"), table("Bubble against memory", head, rows));
+    const details = make("details", wasOpen ? { open: true } : {}, make("summary", {}, "As a table"), table("Pareto front, bubble vs. memory", head, rows));
     return this.root.replaceChildren(svg.node(), details);
   }
 }
@@ -122,6 +122,6 @@ function axes(svg, x, y, width) {
     .attr("x", width - MARGIN.right)
     .attr("y", HEIGHT - 6)
     .attr("text-anchor", "end")
-    .text("memory limit, 1.0 = 1F1B's rank 0");
+    .text("memory limit (1.0 = 1F1B on rank 0)");
   svg.append("text").attr("class", "caption").attr("x", MARGIN.left + 8).attr("y", MARGIN.top + 6).text("bubble (dashed: lower bound)");
 }

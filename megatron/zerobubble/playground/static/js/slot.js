@@ -1,4 +1,4 @@
-// One schedule on the page: its choices in the form, the search behind it, and the best plan so far.
+// One schedule on the page: its options in the form, its search, and the best plan so far.
 
 import { listen } from "./api.js";
 import { make } from "./dom.js";
@@ -8,7 +8,7 @@ const LEAST_LIMIT = 0.1;
 const MOST_LIMIT = 2.5;
 
 export class Slot {
-  /** `changed` is called when the choices changed, `arrived` when there is something new to show, `removed` to go away. */
+  /** Callbacks: `changed` after the options changed, `arrived` when there is something new to show, `removed` to remove the slot. */
   constructor(key, choices, config, { changed, arrived, removed }) {
     Object.assign(this, { key, choices, config, changed, arrived });
     this.drawing = null;
@@ -72,7 +72,7 @@ export class Slot {
     return this.choices.schedules.find(({ name }) => name === this.config.schedule);
   }
 
-  /** From the form into the state. */
+  /** Copy the form into the state. */
   take() {
     const { schedule } = this.config;
     if (!this.select.value) return; // still the file
@@ -86,7 +86,7 @@ export class Slot {
     this.changed();
   }
 
-  /** From the state into the form. */
+  /** Copy the state into the form. */
   render() {
     const { schedule, limit, chunks, pending } = this.config;
     this.limitRow.hidden = this.isOpened;
@@ -107,13 +107,13 @@ export class Slot {
     else if (!this.range.dataset.touched) this.range.value = 1;
     this.range.dataset.touched = "yes";
     this.output.textContent = limit === null ? "none" : limit.toFixed(2);
-    this.range.setAttribute("aria-valuetext", limit === null ? "no limit" : `${limit.toFixed(2)} of 1F1B's rank 0`);
+    this.range.setAttribute("aria-valuetext", limit === null ? "no limit" : `${limit.toFixed(2)} of 1F1B on rank 0`);
     this.description.textContent = this.info.description;
     this.chunks.value = chunks ?? "";
     this.pending.value = pending;
     const options = [];
-    if (this.info.num_chunks === null) options.push(make("label", {}, "stages a rank ", this.chunks));
-    if (this.info.takes_max_pending_backward) options.push(make("label", { title: "1p, 2p or a number" }, "pending ", this.pending));
+    if (this.info.num_chunks === null) options.push(make("label", { class: "wide" }, "virtual stages (VPP) per rank ", this.chunks));
+    if (this.info.takes_max_pending_backward) options.push(make("label", { class: "wide", title: "1p, 2p or a number" }, "max pending backward ", this.pending));
     const inside = this.options.querySelector(":focus");
     if (!inside) this.options.replaceChildren(...options);
   }
@@ -126,7 +126,7 @@ export class Slot {
 
   /** Show a file instead of a search: {name, drawings, trace}; of several iterations the last one, until another is picked. */
   open(file) {
-    this.giveUp();
+    this.cancel();
     this.file = file;
     const last = file.drawings.length - 1;
     const options = file.drawings.map(({ iteration }, index) => make("option", { value: index }, String(iteration)));
@@ -137,7 +137,7 @@ export class Slot {
   }
 
   pick(index) {
-    this.say("");
+    this.setStatus("");
     this.adopt({ drawing: this.file.drawings[index] });
   }
 
@@ -148,7 +148,7 @@ export class Slot {
     this.arrived();
   }
 
-  /** Search anew; what was searched for before is given up. */
+  /** Start a search, and abort the one before. */
   async run(state) {
     this.controller?.abort();
     const controller = new AbortController();
@@ -166,10 +166,10 @@ export class Slot {
         if (event.event === "stopped") this.verdict = event.message;
         this.progress(spent, event);
       }
-      this.say(this.verdict);
+      this.setStatus(this.verdict);
     } catch (error) {
       if (controller !== this.controller) return; // a newer search has begun
-      if (error.name === "AbortError") this.say("stopped; this is the best so far");
+      if (error.name === "AbortError") this.setStatus("stopped; this is the best so far");
       else this.fail(error.message);
     } finally {
       if (controller === this.controller) {
@@ -180,8 +180,8 @@ export class Slot {
     }
   }
 
-  /** End the search, whose plan is not wanted any more. */
-  giveUp() {
+  /** Abort the search and ignore its plan. */
+  cancel() {
     const controller = this.controller;
     this.controller = null;
     controller?.abort();
@@ -189,7 +189,7 @@ export class Slot {
     this.element.classList.remove("wrong");
   }
 
-  /** End the search and keep what it has. */
+  /** Stop the search and keep its best plan. */
   stop() {
     this.controller?.abort();
   }
@@ -204,19 +204,19 @@ export class Slot {
     if (this.pace && elapsed) this.pace.now = elapsed;
     if (!spent) this.bar.removeAttribute("value");
     else this.bar.value = Math.min(0.97, Math.max(spent, (spent * elapsed) / Math.max(this.pace?.at ?? 0, 0.2)));
-    if (event?.state === "queued") this.say("waiting for another search");
-    else if (event?.elapsed_s) this.say(`searching for ${event.elapsed_s.toFixed(0)} s; shown is the best so far`);
+    if (event?.state === "queued") this.setStatus("waiting for another search");
+    else if (event?.elapsed_s) this.setStatus(`searching for ${event.elapsed_s.toFixed(0)} s; showing the best so far`);
   }
 
   fail(message) {
     this.error = message;
     this.drawing = null;
     this.element.classList.add("wrong");
-    this.say(message);
+    this.setStatus(message);
     this.arrived();
   }
 
-  say(text) {
+  setStatus(text) {
     this.status.textContent = text ?? "";
   }
 }

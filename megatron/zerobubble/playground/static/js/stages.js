@@ -1,4 +1,4 @@
-// The table of costs by stage. It is off until it is filled: from the fields above it, or from a dropped file.
+// The table of costs per stage. It is off until it is filled: from the fields above it, or from a dropped file.
 
 import { make, table } from "./dom.js";
 import { TABLE_KINDS } from "./state.js";
@@ -6,7 +6,7 @@ import { TABLE_KINDS } from "./state.js";
 const HEADS = ["stage", "F ms", "B ms", "W ms", "activation", "after B"];
 
 export class Stages {
-  /** `parts`: {box, fill, clear, note}; `numStages` says how many rows a fresh table has. */
+  /** `parts`: {box, fill, clear, note}; `numStages()` is the number of rows of a new table. */
   constructor(parts, { state, numStages, changed }) {
     Object.assign(this, parts);
     this.state = state;
@@ -16,7 +16,7 @@ export class Stages {
     this.render();
   }
 
-  /** Take a table, {kind: values}, or null for none. */
+  /** Set the table, {kind: values}, or null for uniform costs. */
   set(values) {
     this.state.table = values;
     this.render();
@@ -44,11 +44,11 @@ export class Stages {
         }),
       ),
     ]);
-    return this.box.replaceChildren(table("Costs by stage", HEADS, rows));
+    return this.box.replaceChildren(table("Costs per stage", HEADS, rows));
   }
 }
 
-/** Every rank alike: a rank's stages share its times. */
+/** Uniform costs: the times of a rank are split evenly over its stages. */
 function uniform(state, numStages) {
   const share = state.p / numStages;
   const all = (value) => new Array(numStages).fill(round(value * share));

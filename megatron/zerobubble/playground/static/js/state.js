@@ -1,4 +1,4 @@
-// What the form says, and how a link says it.
+// The state of the form, and its encoding in the query string of a link.
 
 export const MOST_SLOTS = 3;
 export const TABLE_KINDS = ["forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward"];
@@ -6,17 +6,17 @@ export const TABLE_KINDS = ["forward_ms", "backward_ms", "wgrad_ms", "activation
 const SCALARS = { p: 8, m: 24, f: 1, b: 1, w: 1, c: 0, a: 1 };
 const WORDS = { objective: "span", effort: "fast" };
 
-/** The state of a fresh page. */
+/** The state of a new page. */
 export function defaults() {
   return { ...SCALARS, ...WORDS, table: null, slots: [slot("1f1b"), slot("zbv")] };
 }
 
-/** A schedule to plan. `limit` null: no memory limit but the schedule's own. */
+/** A schedule to plan. With `limit` null the memory limit is the schedule's own. */
 export function slot(schedule, limit = null, chunks = null, pending = "") {
   return { schedule, limit, chunks, pending };
 }
 
-/** The query string that restores a state; what is as on a fresh page is left out. */
+/** The query string that restores a state, without the values that equal the defaults. */
 export function toQuery(state) {
   const query = new URLSearchParams();
   for (const [name, usual] of Object.entries({ ...SCALARS, ...WORDS })) {
@@ -29,7 +29,7 @@ export function toQuery(state) {
   return query.toString();
 }
 
-/** The state in a query string. What cannot be is left as on a fresh page; the planner checks the rest. */
+/** The state in a query string. Invalid values become defaults; the server checks the rest. */
 export function fromQuery(search, { schedules, objectives, efforts }) {
   const query = new URLSearchParams(search);
   const state = defaults();
@@ -47,7 +47,7 @@ export function fromQuery(search, { schedules, objectives, efforts }) {
   return state;
 }
 
-/** The planner's words for one of the schedules. */
+/** The request body of the planner for one schedule. */
 export function problem(state, { schedule, limit, chunks, pending }) {
   const body = {
     num_ranks: state.p,

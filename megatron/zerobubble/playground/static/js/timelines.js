@@ -1,4 +1,4 @@
-// Up to three timelines under each other, on one time axis: what is zoomed and panned in one is zoomed and panned in all.
+// Up to three timelines below each other on one time axis: zooming and panning apply to all of them.
 
 import { beforePaint, make } from "./dom.js";
 import { Panel } from "./panel.js";
@@ -8,7 +8,7 @@ const MOST_ZOOM = 4000;
 const ZOOM_STEP = 1.6;
 
 export class Timelines {
-  /** `parts`: elements {root, legend, tip, said}; `choices`: the colours. */
+  /** `parts`: elements {root, legend, tip, announcer}; `choices`: the colors. */
   constructor(parts, choices) {
     Object.assign(this, parts);
     this.choices = choices;
@@ -40,7 +40,7 @@ export class Timelines {
     return event.type === "wheel" ? event.ctrlKey || event.metaKey : !event.ctrlKey && !event.button;
   }
 
-  /** Show these: a list of {key, letter, drawing, limit, actions}. What has not changed is kept. */
+  /** Show a list of {key, letter, drawing, limit, actions}. Panels that have not changed are kept. */
   show(list) {
     const before = new Map(this.panels.map((panel) => [panel.shown.key, panel]));
     this.panels = list.map((shown) => {
@@ -57,7 +57,7 @@ export class Timelines {
     this.repaint();
   }
 
-  /** Which colour is what. */
+  /** Build the legend of the colors. */
   explain() {
     const kinds = new Set();
     const spans = new Set();
@@ -71,13 +71,13 @@ export class Timelines {
       box.style.background = color;
       return box;
     };
-    const names = { F: "F forward", B: "B input gradient", W: "W weight gradient", BW: "BW fused backward" };
+    const names = { F: "F forward", B: "B dgrad (input)", W: "W wgrad (weights)", BW: "BW full backward (B+W)" };
     const entries = [...kinds].sort().map((kind) => {
       const { name, colors } = this.choices.kinds[kind];
       return make("span", {}, ...(hasChunks ? colors : colors.slice(0, 1)).map(swatch), names[name]);
     });
     for (const activity of spans) entries.push(make("span", {}, swatch(this.choices.spans[activity]), activity));
-    if (hasChunks) entries.push(make("span", { class: "soft" }, "light: a rank's first chunk, dark: later ones"));
+    if (hasChunks) entries.push(make("span", { class: "soft" }, "light: first chunk of a rank, dark: later chunks"));
     this.legend.replaceChildren(...entries);
   }
 
@@ -104,8 +104,8 @@ export class Timelines {
     return this.choose(place && { panel, ...place });
   }
 
-  /** Frame a pass and say what it is; null: none. */
-  choose(selected, isSpoken = false) {
+  /** Frame a pass and describe it; null: none. */
+  choose(selected, isAnnounced = false) {
     if (this.selected && this.selected.panel !== selected?.panel) {
       const { changed } = this.selected.panel.select(null);
       if (changed) this.repaint();
@@ -114,7 +114,7 @@ export class Timelines {
     this.tip.hidden = !selected;
     if (!selected) return;
     this.frame();
-    if (isSpoken) this.said.textContent = selected.panel.describe(selected).join(", ");
+    if (isAnnounced) this.announcer.textContent = selected.panel.describe(selected).join(", ");
   }
 
   frame() {
@@ -141,7 +141,7 @@ export class Timelines {
     event.preventDefault();
   }
 
-  /** From the selected pass to a neighbour: the next one of its rank, or the one at its time on the next rank. */
+  /** Move from the selected pass to a neighbor: the next pass of its rank, or the one at the same time on the next rank. */
   walk(panel, [ranks, passes]) {
     const last = (rank) => panel.drawing.ranks[rank].starts.length - 1;
     let place = this.selected?.panel === panel ? this.selected : null;
@@ -156,7 +156,7 @@ export class Timelines {
     this.goTo(panel, place);
   }
 
-  /** Bring a pass into sight, frame and say it. */
+  /** Bring a pass into sight, frame and announce it. */
   goTo(panel, place) {
     const { starts, ends } = panel.drawing.ranks[place.rank];
     const { x, from, to, left, width } = panel.view;

@@ -1,16 +1,16 @@
-// Files that leave the page. All but the PNG are the planner's own; the PNG is the planner's SVG on a canvas.
+// Downloads: plan, SVG, PNG, trace and flags. The server renders all but the PNG, which is the SVG painted on a canvas.
 
 import { ask } from "./api.js";
 import { make } from "./dom.js";
 
 const MOST_PX = 8192;
 
-/** Buttons for one plan: `taken` is {drawing, flags, objective}; `fail` is told what went wrong. */
-export function actions(taken, fail) {
-  const { plan, schedule, num_ranks: p, num_microbatches: m } = taken.drawing;
+/** Buttons for one plan: `shown` is {drawing, flags}; `fail` is called with an error message. */
+export function actions(shown, fail) {
+  const { plan, schedule, num_ranks: p, num_microbatches: m } = shown.drawing;
   const stem = `${/^[a-z0-9-]+$/.test(schedule) ? schedule : "plan"}-p${p}-m${m}`;
   const guarded = (action) => () => action().catch((error) => fail(error.message));
-  const flags = make("pre", { class: "flags", tabindex: 0, "aria-label": "flags" }, (taken.flags ?? []).join(" \\\n"));
+  const flags = make("pre", { class: "flags", tabindex: 0, "aria-label": "flags" }, (shown.flags ?? []).join(" \\\n"));
   const popover = make(
     "details",
     { class: "flags-box" },
@@ -25,16 +25,16 @@ export function actions(taken, fail) {
   );
   return make(
     "div",
-    { class: "row actions", role: "group", "aria-label": "Take along" },
+    { class: "row actions", role: "group", "aria-label": "Download" },
     make("button", { type: "button", click: guarded(async () => save(`${stem}.json`, plan, "application/json")) }, "Plan"),
     make("button", { type: "button", click: guarded(() => saveFrom(plan, "svg")) }, "SVG"),
     make("button", { type: "button", click: guarded(() => savePng(plan, stem)) }, "PNG"),
     make("button", { type: "button", click: guarded(() => saveFrom(plan, "trace")) }, "Trace"),
-    taken.flags ? popover : null,
+    shown.flags ? popover : null,
   );
 }
 
-/** Put text on the clipboard; throws where the browser does not let us. */
+/** Copy text to the clipboard; throws if the browser does not allow it. */
 export async function copy(text) {
   if (!navigator.clipboard) throw new Error("the browser lets pages copy only from localhost or https: select and copy by hand");
   await navigator.clipboard.writeText(text);
@@ -58,7 +58,7 @@ async function savePng(plan, stem) {
     context.scale(scale, scale);
     context.drawImage(image, 0, 0);
     const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
-    if (!blob) throw new Error("the browser could not paint so large a picture; take the SVG");
+    if (!blob) throw new Error("the picture is too large for the browser; download the SVG");
     saveBlob(`${stem}.png`, blob);
   } finally {
     URL.revokeObjectURL(address);
@@ -72,6 +72,6 @@ function save(name, text, type) {
 function saveBlob(name, blob) {
   const address = URL.createObjectURL(blob);
   make("a", { href: address, download: name }).click();
-  // The download begins after the click; the address must still be there then.
+  // The download begins after the click and needs the address until then.
   setTimeout(() => URL.revokeObjectURL(address), 10_000);
 }

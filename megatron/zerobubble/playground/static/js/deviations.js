@@ -1,9 +1,9 @@
-// A plan and a real run of it: what each rank lost, and at which passes most of it.
+// Measured vs. planned: how much time each rank lost against its plan in a recorded run, and the passes with the largest loss.
 
 import { ask } from "./api.js";
 import { make, table } from "./dom.js";
 
-export class Departures {
+export class Deviations {
   /** `parts`: {root, plans, traces, result}; `jump(key, rank, step)` shows a pass of a timeline. */
   constructor(parts, jump) {
     Object.assign(this, parts);
@@ -17,7 +17,7 @@ export class Departures {
     }
   }
 
-  /** All slots that show something: {key, letter, name, drawing, trace}. There is nothing to see without a plan and a trace. */
+  /** Offer all slots that show something, {key, letter, name, drawing, trace}. The section is hidden without a trace. */
   offer(slots) {
     const traces = slots.filter(({ trace }) => trace);
     const plans = slots.filter(({ trace }) => !trace);
@@ -29,7 +29,7 @@ export class Departures {
     options(this.plans, plans, plans.findLast(({ drawing }) => drawing.num_ranks === p && drawing.num_microbatches === m));
     if (this.root.hidden) return;
     if (plans.length) this.compare();
-    else this.tell("Open the plan of this run (plan-N.json beside trace.json), or plan it above, to compare.");
+    else this.showHint("Open the plan of this run (plan-N.json beside trace.json), or plan it above, to compare.");
   }
 
   async compare() {
@@ -40,17 +40,17 @@ export class Departures {
     const asked = { plan: plan.drawing, trace: trace.drawing };
     this.shown = asked;
     try {
-      // The planner's JSON is put together as text: a trace may be long, and is only passed on.
+      // The request is put together as text: a trace may be long, and need not be parsed here.
       const given = JSON.stringify(plan.drawing.plan);
       const body = `{"plan":${given},"iteration":${trace.drawing.iteration},"trace":${trace.trace}}`;
       const found = await ask("compare", body);
       if (asked === this.shown) this.render(found, trace);
     } catch (error) {
-      if (asked === this.shown) this.tell(error.message);
+      if (asked === this.shown) this.showHint(error.message);
     }
   }
 
-  tell(message) {
+  showHint(message) {
     this.result.replaceChildren(make("p", { class: "hint" }, message));
   }
 
@@ -61,9 +61,9 @@ export class Departures {
       signed(rank.longer_passes_ms),
       signed(rank.longer_waits_ms),
       signed(rank.longer_passes_ms + rank.longer_waits_ms),
-      rank.first_other_step === null ? "as planned" : `other from step ${rank.first_other_step}`,
+      rank.first_other_step === null ? "as planned" : `differs from step ${rank.first_other_step}`,
     ]);
-    const head = ["", "passes took longer by, ms", "waits by, ms", "in all, ms", "order"];
+    const head = ["", "longer passes, ms", "longer waits, ms", "total, ms", "order"];
     const items = largest.map((each) =>
       make(
         "li",
@@ -78,14 +78,14 @@ export class Departures {
       ),
     );
     this.result.replaceChildren(
-      make("div", { class: "scroll" }, table("What each rank lost", head, rows)),
-      make("h3", {}, items.length ? "Where most was lost" : "Nothing was lost anywhere"),
+      make("div", { class: "scroll" }, table("Time lost per rank", head, rows)),
+      make("h3", {}, items.length ? "Largest deviations" : "No deviations"),
       make("ol", { class: "largest" }, ...items),
     );
   }
 }
 
-/** Offer the slots; what a person has chosen stays, and where nobody has, `usual` is. */
+/** Fill a select with the slots. The user's choice stays; without one, `usual` is selected. */
 function options(select, slots, usual) {
   const before = select.dataset.chosen;
   select.replaceChildren(...slots.map(({ key, letter, name }) => make("option", { value: key }, `${letter}: ${name}`)));

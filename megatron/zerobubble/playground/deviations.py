@@ -1,8 +1,8 @@
-"""Where reality left the plan: a recorded iteration op by op against a simulated one.
+"""Measured vs. planned: compare a recorded iteration op by op with a simulated one.
 
-Both begin with their first op. How late a rank is changes at an op for one of two reasons: the pass took longer than planned, or
-the rank stood still longer before it. What a rank loses in all is the sum of both over its ops; what a late start of one rank
-costs others is in their waits.
+Both begin with their first op. A rank falls behind its plan at an op for one of two reasons: the pass took longer than planned,
+or the rank waited longer before it. The time a rank loses is the sum of both over its ops; the delay that one rank causes on
+others shows in their waits.
 """
 
 from __future__ import annotations
@@ -17,66 +17,70 @@ from megatron.zerobubble.plan.simulate import Simulation, TimedOp
 from megatron.zerobubble.plan.timeline import Timeline
 
 _MOST = 12
-"""Departures listed."""
+"""Maximum number of deviations listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Departure:
-    """One op at which a rank lost time. Milliseconds."""
+class Deviation:
+    """One op of a recorded iteration compared with its plan. Times in milliseconds."""
 
     rank: int
     step: int
-    """Of the recorded row."""
+    """Index of the op in the recorded order of its rank."""
     op: Op
     planned_start_ms: float
     start_ms: float
-    """Both from the first op of all."""
+    """Like `planned_start_ms` counted from the first op of all ranks."""
     longer_pass_ms: float
     longer_wait_ms: float
 
     @property
     def lost_ms(self) -> float:
-        """By how much more the rank is late after the op than before it."""
+        """Time the rank lost at this op: the increase of its delay against the plan."""
         return self.longer_pass_ms + self.longer_wait_ms
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankDeparture:
-    """One rank. Milliseconds; negative where it was faster than planned."""
+class RankDeviation:
+    """One rank compared with its plan. Times in milliseconds, negative if it was faster than planned."""
 
     longer_passes_ms: float
     longer_waits_ms: float
-    """The start of its first op included."""
+    """Including the wait before its first op."""
     first_other_step: int | None
-    """The first step at which it ran another op than planned; None where the order was the plan's."""
+    """The first step at which it ran another op than planned; None if it ran in the plan's order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What became of a plan."""
+    """A recorded iteration compared with its plan."""
 
-    ranks: tuple[RankDeparture, ...]
-    largest: tuple[Departure, ...]
-    """Those at which most was lost, the largest first."""
+    ranks: tuple[RankDeviation, ...]
+    largest: tuple[Deviation, ...]
+    """The ops at which most time was lost, the largest loss first."""
 
 
 def compare(planned: Simulation, recorded: Timeline) -> Comparison:
-    """Raises PlanError where the two do not have the same ops on the same ranks."""
+    """Compare a recorded iteration with a simulated plan.
+
+    Raises:
+        PlanError: the two do not have the same ops on the same ranks.
+    """
     _check_alike(planned.plan, recorded.plan)
     begin = min(row[0].start_ms for row in planned.rows if row)
-    ranks, all_of_them = [], []
+    ranks, deviations = [], []
     for rank, (row, ran) in enumerate(zip(planned.rows, recorded.rows, strict=True)):
-        found = _departures(rank, row, ran, begin, recorded.begin_ms)
-        all_of_them += found
+        found = _deviations(rank, row, ran, begin, recorded.begin_ms)
+        deviations += found
         others = (step for step, (a, b) in enumerate(zip(row, ran, strict=True)) if a.op != b.op)
         ranks.append(
-            RankDeparture(
+            RankDeviation(
                 longer_passes_ms=sum(each.longer_pass_ms for each in found),
                 longer_waits_ms=sum(each.longer_wait_ms for each in found),
                 first_other_step=next(others, None),
             )
         )
-    largest = nlargest(_MOST, (each for each in all_of_them if each.lost_ms > 0), key=lambda each: each.lost_ms)
+    largest = nlargest(_MOST, (each for each in deviations if each.lost_ms > 0), key=lambda each: each.lost_ms)
     return Comparison(ranks=tuple(ranks), largest=tuple(largest))
 
 
@@ -97,14 +101,14 @@ def _check_alike(plan: Plan, ran: Plan) -> None:
             )
 
 
-def _departures(
+def _deviations(
     rank: int, row: Sequence[TimedOp], ran: Sequence[TimedOp], begin: float, recorded_begin: float
-) -> list[Departure]:
+) -> list[Deviation]:
     planned = {timed.op: timed for timed in row}
     waits = _waits(row, begin)
     real_waits = _waits(ran, recorded_begin)
     return [
-        Departure(
+        Deviation(
             rank=rank,
             step=step,
             op=timed.op,
@@ -118,7 +122,7 @@ def _departures(
 
 
 def _waits(row: Sequence[TimedOp], begin: float) -> dict[Op, float]:
-    """Before each op, how long the rank stood still; before its first, since the first of all ranks."""
+    """How long the rank waited before each op; before its first one, since the first op of all ranks."""
     ends = [begin, *(timed.end_ms for timed in row)]
     return {timed.op: timed.start_ms - end for timed, end in zip(row, ends, strict=False)}
 
