@@ -228,7 +228,7 @@ class Killed(step.Training):
 
 if __name__ == "__main__":
     loop.Training = Killed
-    pretrain_gpt.main()
+    pretrain_gpt.run(pretrain_gpt.model_provider, pretrain_gpt.forward_step_provider)
 """
 """Rank 0 is killed after its step of iteration 5, which is not validated yet. A process of its own that outlived it would keep
 the job's output open, and the test would wait for its end."""
