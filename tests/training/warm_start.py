@@ -6,7 +6,8 @@ flags, exit codes and output are torchrun's. Two things differ from ranks that s
 that: a wrong order of imports goes unnoticed, and all ranks hash strings with one seed.
 
 Requests are lines of JSON on stdin, ``{"argv": [...], "env": {...}, "stdout": path, "stderr": path}``; each is answered by a line
-with the job's exit code when the job has ended. The process ends, and its job with it, when stdin does or on SIGTERM.
+with the job's exit code when the job has ended. The process ends after its last job when stdin does; on SIGTERM at once, and the
+job under way with it.
 """
 
 from __future__ import annotations
