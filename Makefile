@@ -4,6 +4,8 @@ PYTHON  ?= python3
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 DATA    ?= data/python-stdlib
+# Processes that share the files of make test; each starts four ranks where a file needs them. 0: one process, tests in order
+TEST_WORKERS ?= 2
 # For make playground: PLAYGROUND="--port 9000 --open"
 PLAYGROUND ?=
 SOURCES := megatron tools tests pretrain_gpt.py
@@ -42,7 +44,7 @@ type: setup  ## only mypy --strict
 	$(BIN)/mypy
 
 test: setup  ## all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu and not multi_gpu and not slow"
+	$(BIN)/python -m pytest -m "not gpu and not multi_gpu and not slow" -n $(TEST_WORKERS) --dist loadfile
 
 test-slow: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow"

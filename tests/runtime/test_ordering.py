@@ -18,7 +18,7 @@ from tests.support.programs import FAMILIES, post_at_take, post_one_later, rewri
 from tests.support.ranks import RankPool
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
-PATIENCES_S = (4.0, 8.0, 16.0, 32.0)
+PATIENCES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """How long a transfer may take before it is called stuck, where one is: the first that this machine needs for what can end."""
 
 

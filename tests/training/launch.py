@@ -1,11 +1,19 @@
-"""Starts training jobs as a user does, through torchrun, and reads what they wrote."""
+"""Starts training jobs as a user does, through torchrun, and reads what they wrote.
+
+`launch` starts a job cold, as a user does. `train` starts it from a process that has torch and megatron-core imported
+(`warm_start.py`), for jobs whose start-up is not what is tested: that takes two seconds instead of seven.
+"""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import select
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +29,11 @@ TINY_BATCH = ["--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e
 
 def command(arguments: Sequence[object], *, num_ranks: int, script: Path = PRETRAIN) -> list[str]:
     """The command line that starts a job."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", str(script)]
-    return [*start, *map(str, arguments)]
+    return [sys.executable, "-m", "torch.distributed.run", *_torchrun_arguments(arguments, num_ranks, script)]
+
+
+def _torchrun_arguments(arguments: Sequence[object], num_ranks: int, script: Path) -> list[str]:
+    return ["--standalone", f"--nproc-per-node={num_ranks}", str(script), *map(str, arguments)]
 
 
 def launch(
@@ -40,9 +51,54 @@ def launch(
     )
 
 
-def train(arguments: Sequence[object], *, num_ranks: int = 2) -> str:
+def launch_warm(arguments: Sequence[object], *, num_ranks: int, script: Path = PRETRAIN) -> subprocess.CompletedProcess[str]:
+    """As `launch`, with imports already done. With a GPU it starts cold: CUDA does not survive a fork."""
+    import torch
+
+    if torch.cuda.is_available():
+        return launch(arguments, num_ranks=num_ranks, script=script)
+    argv = _torchrun_arguments(arguments, num_ranks, script)
+    with tempfile.TemporaryDirectory() as folder:
+        stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
+        request = {"argv": argv, "env": environment(), "stdout": str(stdout), "stderr": str(stderr)}
+        code = _run_warm(json.dumps(request))
+        return subprocess.CompletedProcess(argv, code, stdout.read_text(), stderr.read_text())
+
+
+def _run_warm(request: str) -> int:
+    server = _warm_server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    answer = ""
+    try:
+        server.stdin.write(f"{request}\n")
+        server.stdin.flush()
+        if select.select([server.stdout], [], [], TIMEOUT_S)[0]:
+            answer = server.stdout.readline()
+    finally:
+        if not answer:  # too late, it died, or this process is interrupted
+            server.terminate()
+            server.wait()
+            _warm_server.cache_clear()
+    if not answer:
+        raise TimeoutError(f"no end of the job in {TIMEOUT_S} s, or the process that started it died: {request}")
+    return int(answer)
+
+
+@functools.cache
+def _warm_server() -> subprocess.Popen[str]:
+    """Started once; a session of its own, so that Ctrl-C reaches this process alone, which then ends it."""
+    start = [sys.executable, "-m", "tests.training.warm_start"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    server = subprocess.Popen(start, **pipes, text=True, env=environment(), cwd=ROOT, start_new_session=True)
+    atexit.register(server.kill)
+    return server
+
+
+def train(arguments: Sequence[object], *, num_ranks: int = 2, is_cold: bool = False) -> str:
     """Run a job that must succeed; return its standard output."""
-    done = launch(arguments, num_ranks=num_ranks)
+    start = launch if is_cold else launch_warm
+    done = start(arguments, num_ranks=num_ranks)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 

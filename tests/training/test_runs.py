@@ -1,6 +1,7 @@
 """Whole jobs, started as a user starts them: they learn, stop, continue bit for bit, change schedule, and log a summary.
 
-Every job costs seconds of start-up, so jobs are shared: one job writes checkpoints that several tests continue.
+Every job costs seconds, so jobs are shared: one job writes checkpoints that several tests continue. The first job, and those
+that are killed or signalled, start cold; the others from a process that has imported torch (`warm_start.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,18 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.simulate import simulate
 from tests.support.traces import check_trace
-from tests.training.launch import PRETRAIN, ROOT, TINY_BATCH, TINY_MODEL, command, environment, launch, metrics, train
+from tests.training.launch import (
+    PRETRAIN,
+    ROOT,
+    TINY_BATCH,
+    TINY_MODEL,
+    command,
+    environment,
+    launch,
+    launch_warm,
+    metrics,
+    train,
+)
 
 P2 = ["--pipeline-model-parallel-size", "2"]
 RUN = [*TINY_MODEL, *TINY_BATCH, *P2, "--train-iters", "6", "--eval-interval", "4", "--eval-iters", "1", "--split", "90,10,0"]
@@ -31,10 +43,10 @@ NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 class Job:
     """A finished job: its output and the files that it wrote."""
 
-    def __init__(self, folder: Path, flags: list[str], *, num_ranks: int = 2) -> None:
+    def __init__(self, folder: Path, flags: list[str], *, num_ranks: int = 2, is_cold: bool = False) -> None:
         self.checkpoints = folder / "checkpoints"
         self.jsonl = folder / "metrics.jsonl"
-        self.said = train([*RUN, *flags, "--metrics-jsonl", self.jsonl], num_ranks=num_ranks)
+        self.said = train([*RUN, *flags, "--metrics-jsonl", self.jsonl], num_ranks=num_ranks, is_cold=is_cold)
 
     @property
     def metrics(self) -> dict[int, dict[str, Any]]:
@@ -45,7 +57,8 @@ class Job:
 def stock(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """megatron-core's own 1F1B with dropout; checkpoints at 3 and 6."""
     folder = tmp_path_factory.mktemp("stock")
-    return Job(folder, ["--data-path", corpus, "--save", str(folder / "checkpoints"), "--save-interval", "3"])
+    flags = ["--data-path", corpus, "--save", str(folder / "checkpoints"), "--save-interval", "3"]
+    return Job(folder, flags, is_cold=True)
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +243,7 @@ class Killed(step.Trainer):
 
 if __name__ == "__main__":
     loop.Trainer = Killed
-    pretrain_gpt.main()
+    pretrain_gpt.run(pretrain_gpt.model_provider, pretrain_gpt.forward_step_provider)
 """
 """Rank 0 is killed after its step of iteration 5, which is not validated yet. A process of its own that outlived it would keep
 the job's output open, and the test would wait for its end."""
@@ -298,7 +311,7 @@ def test_a_checkpoint_continues_with_another_number_of_ranks(zb_h1: Job, corpus:
 
 def test_a_checkpoint_of_another_model_is_an_error(stock: Job, corpus: str) -> None:
     flags = ["--data-path", corpus, "--load", str(stock.checkpoints), "--hidden-size", "64"]
-    done = launch([*RUN, *flags], num_ranks=2)
+    done = launch_warm([*RUN, *flags], num_ranks=2)
     assert done.returncode != 0
     assert "was saved with --hidden-size 32, this run has 64" in done.stderr
     assert done.stderr.count("error: ") == 1

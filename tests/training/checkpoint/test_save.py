@@ -188,7 +188,7 @@ if __name__ == "__main__":
     from megatron.zerobubble.training import loop
     FileSystemWriterAsync.write_preloaded_data = staticmethod(slowly)
     loop.CheckpointSaver = Killed
-    pretrain_gpt.main()
+    pretrain_gpt.run(pretrain_gpt.model_provider, pretrain_gpt.forward_step_provider)
 """
 
 

@@ -30,8 +30,7 @@ def failing_provider(setup):
         return forward_step(data_iterator, chunk)
     return step
 
-pretrain_gpt.forward_step_provider = failing_provider
-pretrain_gpt.main()
+pretrain_gpt.run(pretrain_gpt.model_provider, failing_provider)
 """
 
 

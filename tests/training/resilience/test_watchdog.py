@@ -165,8 +165,7 @@ def stuck_provider(setup):
     return step
 
 if __name__ == "__main__":
-    pretrain_gpt.forward_step_provider = stuck_provider
-    pretrain_gpt.main()
+    pretrain_gpt.run(pretrain_gpt.model_provider, stuck_provider)
 """
 STUCK = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--pipeline-model-parallel-size", "2", "--enable-zero-bubble"]
 STUCK += ["--train-iters", "1000", "--eval-iters", "1", "--eval-interval", "2", "--save-interval", "2"]
