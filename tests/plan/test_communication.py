@@ -202,8 +202,8 @@ def random_plan(placement: Placement, num_microbatches: int, seed: int) -> Plan:
             ),
             key=str,
         )
-        favoured = [op for op in ready if op.kind in bias]
-        op = choice.choice(favoured if favoured and choice.random() < 0.8 else ready)
+        favored = [op for op in ready if op.kind in bias]
+        op = choice.choice(favored if favored and choice.random() < 0.8 else ready)
         waiting.remove(op)
         done.add(result_of(op))
         rows[placement.stage_to_rank[op.stage]].append(op)

@@ -1,4 +1,4 @@
-"""The ledger of many iterations: what it complains about, and real models on gloo ranks. Its long run: `tests/mcore/test_gpu.py`."""
+"""The ledger of many iterations: what it reports, and real models on gloo ranks. Its long run is in tests/mcore/test_gpu.py."""
 
 from __future__ import annotations
 
