@@ -65,5 +65,5 @@ docs: setup  ## build the documentation site into site/; warnings are errors
 	$(BIN)/python -m tools.docs.flags --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-clean:  ## remove what make train wrote; the environment stays
-	rm -rf data runs
+clean:  ## remove what make train and make docs wrote; the environment stays
+	rm -rf data runs site

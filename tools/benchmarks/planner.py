@@ -289,7 +289,7 @@ SECTIONS = {
 }
 INTRODUCTION = """\
 Bubble rates (idle share of the span) of our plans, next to what a reference scheduler (published, reference) reaches on the same
-times (`published.json` beside this file: arXiv 2401.10241, tables 8 and 9), and next to a lower bound that no order of that
+times (`data/published.json`: arXiv 2401.10241, tables 8 and 9), and next to a lower bound that no order of that
 placement and memory can beat. Memory (limit) is activation memory, 1.0 is 1F1B's rank 0; `ratio` is ours over the reference.
 Rates are compared with four decimals, as published."""
 

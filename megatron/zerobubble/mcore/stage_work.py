@@ -48,7 +48,7 @@ class Iteration:
     context_parallel_size: int
 
 
-class ChunkWork:
+class StageWork:
     """The work of one rank in one iteration.
 
     Args:

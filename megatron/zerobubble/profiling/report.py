@@ -1,7 +1,7 @@
 """Compare a recorded iteration with its plan: measured vs. planned, as an object, as lines for the log and as `report.json`.
 
 The measured bubble follows the paper's definition (arXiv 2401.10241, section 5.3) with measured times: span is the longest
-time any rank needs from the start of its first op to the end of its last, work is the time the busiest rank computes, and the
+time any rank needs from the start of its first op to the end of its last, work is the time the bottleneck rank computes, and the
 bubble rate is (span - work) / span. Predicted values come from simulating the same plan with measured costs. `breakdown`
 documents the values of a rank.
 """
@@ -86,7 +86,7 @@ class PipelineReport:
 
     @property
     def work_ms(self) -> float:
-        """The busiest rank's time in ops."""
+        """The bottleneck rank's time in ops."""
         return max(rank.time.busy_ms for rank in self.ranks)
 
     @property
