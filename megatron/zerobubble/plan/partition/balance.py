@@ -22,7 +22,7 @@ __all__ = ["PartTimes", "StageLoad", "balance"]
 class StageLoad:
     """The score of a layout: smaller is better; the rank is compared before the stage."""
 
-    busiest_rank_ms: float
+    bottleneck_rank_ms: float
     """F, B and W of one microbatch through all stages of the bottleneck rank. In the steady state of any schedule a microbatch
     costs at least this."""
     slowest_stage_ms: float
@@ -55,7 +55,7 @@ class PartTimes:
         """The load of the bottleneck rank and of the slowest stage under a layout."""
         times = self.stages_ms(layers)
         return StageLoad(
-            busiest_rank_ms=max(math.fsum(times[stage] for stage in stages) for stages in placement.rank_to_stages),
+            bottleneck_rank_ms=max(math.fsum(times[stage] for stage in stages) for stages in placement.rank_to_stages),
             slowest_stage_ms=max(times),
         )
 

@@ -82,11 +82,11 @@ def proposal(times: PartTimes, layers: StageLayers, placement: Placement) -> str
     caveat = "" if layers.num_stages > 2 else " (estimated: with two stages, one is assumed to hold layers only)"
     measured = (
         f"stages: F, B and W of a microbatch take {times.layer_ms:.2f} ms in a layer, {times.embedding_ms:.2f} ms in the "
-        f"embedding and {times.head_ms:.2f} ms in the head{caveat}; the bottleneck rank computes {now.busiest_rank_ms:.2f} ms"
+        f"embedding and {times.head_ms:.2f} ms in the head{caveat}; the bottleneck rank computes {now.bottleneck_rank_ms:.2f} ms"
     )
     if now <= then:
         return f"{measured}, and no layout reduces that (now {layers.text})"
     return (
-        f'{measured}; with --pipeline-model-parallel-layout "{best.text}" it would be {then.busiest_rank_ms:.2f} ms, '
-        f"{now.busiest_rank_ms / then.busiest_rank_ms:.2f} times as fast in the steady state"
+        f'{measured}; with --pipeline-model-parallel-layout "{best.text}" it would be {then.bottleneck_rank_ms:.2f} ms, '
+        f"{now.bottleneck_rank_ms / then.bottleneck_rank_ms:.2f} times as fast in the steady state"
     )
