@@ -1,0 +1,81 @@
+"""The command `zerobubble`: which command runs, what is missing, and training without a checkout's pretrain_gpt.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.zerobubble.cli.main import main
+from tests.training.launch import ROOT, TIMEOUT_S, TINY_BATCH, TINY_MODEL, environment
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    listed = capsys.readouterr().out
+    for command in ("plan", "show", "pareto", "compare", "export", "import", "playground", "train"):
+        assert f"\n    {command} " in listed
+
+
+@pytest.mark.parametrize("argv", [[], ["pla"], ["plan", "--schedule"], ["playground", "--port", "x"]], ids=" ".join)
+def test_usage_errors_are_exit_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "zerobubble" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_playground_without_its_packages_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("megatron.zerobubble.playground")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["playground"]) == 2
+    assert capsys.readouterr().err == (
+        "zerobubble playground: error: uvicorn is not installed: pip install 'megatron-zerobubble[playground]'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--nproc-per-node"], "--nproc-per-node is ''; give the number of ranks on this machine"),
+        (["--nproc-per-node=0"], "--nproc-per-node is '0'; give the number of ranks on this machine"),
+        (["--nproc-per-node", "two", "--mock-data"], "--nproc-per-node is 'two'; give the number of ranks on this machine"),
+    ],
+)
+def test_train_refuses_a_wrong_number_of_ranks(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *argv]) == 2
+    assert capsys.readouterr().err == f"zerobubble train: error: {message}\n"
+
+
+def test_train_checks_flags_before_it_starts_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--train-iters", "1", "--pipeline-model-parallel-size", "3"]
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--nproc-per-node", "2", *flags])
+    assert caught.value.code == 2
+    reported = capsys.readouterr().err
+    assert reported.startswith("zerobubble train: error: ")
+    assert reported.count("\n") == 1
+
+
+def test_train_starts_its_ranks_and_trains(tmp_path: Path) -> None:
+    flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--train-iters", "2", "--eval-iters", "0"]
+    flags += ["--pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron.zerobubble.cli.main", "train", "--nproc-per-node", "2", *flags],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env={**environment(), "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "training with the ZBV schedule: 2 ranks" in done.stdout
+    assert done.stdout.count("| consumed samples") == 2
