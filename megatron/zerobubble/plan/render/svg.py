@@ -33,8 +33,8 @@ _EXCHANGE_COLORS = {Activity.REDUCE: "#8a63bd", Activity.GATHER: "#d2a03c"}
 
 _NAMES = {
     OpKind.F: "F forward",
-    OpKind.B: "B input gradient",
-    OpKind.W: "W weight gradient",
+    OpKind.B: "B dgrad (input)",
+    OpKind.W: "W wgrad (weights)",
     OpKind.BW: "BW full backward",
     Activity.WAIT: "waiting for a message",
     Activity.VALIDATE: "post-validation",
