@@ -79,8 +79,7 @@ def test_equivalence_on_nccl(nccl_ranks: RankPool, base: Case, dtype: torch.dtyp
 @BASES
 def test_memory_over_200_iterations(four_ranks_on_gpus: RankPool, base: Case) -> None:
     """No memory leaks from iteration to iteration, the allocator's pool does not fragment (what it has reserved after 20
-    iterations
-    is enough for all later ones), and the plan predicts the peak to 5 %."""
+    iterations is enough for all later ones), and the plan predicts the peak to 5 %."""
     case = replace(base, num_ranks=4, num_microbatches=8, dtype=torch.bfloat16)
     for rank, ledger in enumerate(four_ranks_on_gpus.run(train_watched, case, 200, 20)):
         assert ledger.complaints() == [], (rank, ledger.predicted, ledger.held[20:])

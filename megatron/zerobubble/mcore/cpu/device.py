@@ -6,10 +6,9 @@ megatron-core names `cuda` in about two hundred places. Four small, explicit mea
    `synchronize`, `get_rng_state` ...) and the RNG accessors of `megatron.core.tensor_parallel.random` are replaced by CPU
    versions. `current_device()` is ``torch.device("cpu")``, which every ``device=torch.cuda.current_device()`` accepts.
 2. **A mode for set-up and for the optimizer.** `HostDevice.on_host()` is a `TorchFunctionMode` that turns ``device="cuda"`` into
-the
-   CPU, makes ``.cuda()`` the identity and ``Tensor.type()`` return ``torch.cuda.FloatTensor``. It is entered around building the
-   model, stepping the optimizer and checkpoints, **never around a forward or backward pass**: it costs a Python call per torch
-   op.
+   the CPU, makes ``.cuda()`` the identity and ``Tensor.type()`` return ``torch.cuda.FloatTensor``. It is entered around building
+   the model, stepping the optimizer and checkpoints, **never around a forward or backward pass**: it costs a Python call per
+   torch op.
 3. **A replacement of the name `torch`** in the two modules whose passes use ``device="cuda"``: the stock schedules (one
    ``torch.zeros([], device="cuda")`` per iteration) and the causal mask of local attention (``torch.ones(s, s, device="cuda")``).
    It forwards to the torch module by `__getattr__`, with `zeros` and `ones` redirected. So the stock schedules, our baseline, run
@@ -52,9 +51,8 @@ _NOT_FOR_THE_USER: tuple[tuple[str, type[Warning]], ...] = (
     (r"`load_state_dict` is deprecated", FutureWarning),
     (r"Please use DTensor instead", FutureWarning),
 )
-"""Warnings of megatron-core 0.16.1 and torch on every rank that a user cannot act on: missing optional packages (torch's
-optimizer and
-norms are used instead), an environment variable that only CUDA reads, and deprecated torch functions that megatron-core calls."""
+"""Warnings of megatron-core 0.16.1 and torch on every rank that a user cannot act on: missing optional packages (torch's own are
+used instead), an environment variable that only CUDA reads, and deprecated torch functions that megatron-core calls."""
 
 _RNG_MESSAGE = "CPU RNG state changed within GPU RNG context"
 

@@ -1,9 +1,8 @@
 """Installing the B/W split in a model chunk built from megatron-core's own layers.
 
 `ColumnParallelLinear` and `RowParallelLinear` (attention, MLP, local experts, the output layer) route their GEMM through the
-method `_forward_impl`; each instance gets another one. DDP learns through Transformer Engine's own contract that the weight's
-gradient comes
-later: the parameter has the attribute `skip_backward_post_hook`, and DDP hands its grad-ready hook to the module's
+method `_forward_impl`; each instance gets another one. Transformer Engine's own contract tells DDP that the weight's gradient
+comes later: the parameter has the attribute `skip_backward_post_hook`, and DDP hands its grad-ready hook to the module's
 `register_wgrad_accumulation_and_reduce_hooks` (with `DistributedDataParallelConfig.delay_wgrad_compute`).
 
 A module that defers weight gradients itself (Transformer Engine's with `delay_wgrad_compute`, and megatron-core's wrappers of
