@@ -27,7 +27,7 @@ MODEL = "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 6
 def result(name: str, p: int = 4, m: int = 8) -> Result:
     plan = build_plan(name, num_ranks=p, num_microbatches=m)
     costs = CostModel.uniform(plan.placement, comm_ms=0.1)
-    return Result(simulate(plan, costs), lower_bound(plan.placement, m, costs), plan.placement.num_chunks)
+    return Result(simulate(plan, costs), lower_bound(plan.placement, m, costs))
 
 
 @pytest.mark.parametrize(

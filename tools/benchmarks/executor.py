@@ -139,7 +139,7 @@ def measure_process_group(program: Program, repeats: int) -> list[Measurement]:
 
 
 def measure_model(program: Program, rank: int, repeats: int) -> Measurement:
-    """Measure StageWork with the split linear, less the time of megatron-core's own passes with the unsplit linear.
+    """Measure ChunkWork with the split linear, less the time of megatron-core's own passes with the unsplit linear.
 
     `rank` must hold neither the first nor the last stage, which compute more.
     """
@@ -163,12 +163,12 @@ class Passes:
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.transformer import TransformerConfig
 
-        from megatron.zerobubble.mcore.stage_work import Iteration, StageWork
+        from megatron.zerobubble.mcore.stage_work import ChunkWork, Iteration
         from megatron.zerobubble.wgrad.gemm import choose_kernel
         from megatron.zerobubble.wgrad.store import WeightGradStore
 
         self.program, self.rank = program, rank
-        self.schedules, self.model_type, self.stage_work = schedules, ModelType.encoder_or_decoder, StageWork
+        self.schedules, self.model_type, self.chunk_work = schedules, ModelType.encoder_or_decoder, ChunkWork
         self.config = TransformerConfig(
             num_layers=1,
             hidden_size=SHAPE[-1],
@@ -193,8 +193,8 @@ class Passes:
         self.activation, self.gradient = torch.zeros(SHAPE), torch.zeros(SHAPE)
 
     def ours(self) -> None:
-        """Run the executor, StageWork, the store and the split linear."""
-        work = self.stage_work(self.split, self.program.plan.placement, self.store, self.config, self.iteration, CPU)
+        """Run the executor, ChunkWork, the store and the split linear."""
+        work = self.chunk_work(self.split, self.program.plan.placement, self.store, self.config, self.iteration, CPU)
         Executor(self.program, self.rank, InstantLinks(), work).run()
         work.finish()
 

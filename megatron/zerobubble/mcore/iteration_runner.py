@@ -1,6 +1,6 @@
 """One iteration of one rank: a program's ops on the executor, with whatever records, profiles or validates beside them.
 
-    Program + Iteration -> StageWork -> Executor -> losses
+    Program + Iteration -> ChunkWork -> Executor -> losses
 
 `IterationHooks` are the optional parts: None everywhere costs nothing.
 """
@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron.zerobubble.mcore.ddp.wrap import start_first_gathers
 from megatron.zerobubble.mcore.post_validation.rewind import Rewind
-from megatron.zerobubble.mcore.stage_work import Iteration, StageWork
+from megatron.zerobubble.mcore.stage_work import ChunkWork, Iteration
 from megatron.zerobubble.plan.communication import Program
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
@@ -40,7 +40,7 @@ class IterationHooks:
 
     profiler: Profiler | MemoryMeter | None = None
     """Measures the times and memory of the passes of every training iteration, or their memory alone."""
-    observe: Callable[[StageWork, Any], None] | None = None
+    observe: Callable[[ChunkWork, Any], None] | None = None
     """Called after every op with the work in progress and the op; for tests and tools."""
     before_gradients: Callable[[], bool] | None = None
     """Called in every training iteration after its first forward passes and before anything touches gradients. True: the last
@@ -87,7 +87,7 @@ class IterationRunner:
         self._device = device
         self._rank = rank
 
-    def run(self, program: Program, iteration: Iteration, hooks: IterationHooks) -> StageWork:
+    def run(self, program: Program, iteration: Iteration, hooks: IterationHooks) -> ChunkWork:
         """All passes of one call of the schedule; the work holds its losses. Every rank of the pipeline must call it."""
         is_training = not iteration.forward_only
         work = self._work(iteration)
@@ -112,11 +112,11 @@ class IterationRunner:
         self,
         program: Program,
         iteration: Iteration,
-        work: StageWork,
+        work: ChunkWork,
         executor: Executor,
         recorder: Recorder | None,
         hooks: IterationHooks,
-    ) -> tuple[StageWork, Executor]:
+    ) -> tuple[ChunkWork, Executor]:
         """Run the forward passes before the fence and validate the last step; start over if they ran with wrong weights."""
         assert hooks.before_gradients is not None
         rewind = Rewind(iteration.data_iterators, self._chunks)
@@ -136,8 +136,8 @@ class IterationRunner:
         work = self._work(iteration)
         return work, self._executor(program, work, recorder, hooks)
 
-    def _work(self, iteration: Iteration) -> StageWork:
-        return StageWork(
+    def _work(self, iteration: Iteration) -> ChunkWork:
+        return ChunkWork(
             self._chunks,
             self._spec.placement,
             self._store,
@@ -147,7 +147,7 @@ class IterationRunner:
             wgrad_group_size=self._spec.shard_gradients or 1,
         )
 
-    def _executor(self, program: Program, work: StageWork, recorder: Recorder | None, hooks: IterationHooks) -> Executor:
+    def _executor(self, program: Program, work: ChunkWork, recorder: Recorder | None, hooks: IterationHooks) -> Executor:
         observer = None if hooks.observe is None else _Observer(work, hooks.observe)
         recorders = fan_out([each for each in (observer, recorder, hooks.watch) if each is not None])
         return Executor(program, self._rank, self._links, work, recorders)
@@ -178,7 +178,7 @@ def _due_at_once(program: Program, rank: int) -> frozenset[tuple[int, int]]:
 class _Observer(Recorder):
     """A recorder that shows the work in progress after every op."""
 
-    def __init__(self, work: StageWork, show: Callable[[StageWork, Any], None]) -> None:
+    def __init__(self, work: ChunkWork, show: Callable[[ChunkWork, Any], None]) -> None:
         self._work, self._show = work, show
 
     def end(self, op: Any) -> None:

@@ -48,8 +48,8 @@ class Iteration:
     context_parallel_size: int
 
 
-class StageWork:
-    """The work of one rank in one iteration.
+class ChunkWork:
+    """The executor's `StageWork` over model chunks: the work of one rank in one iteration.
 
     Args:
         chunks: this rank's model chunks, wrapped by DDP, in the order of their stages.

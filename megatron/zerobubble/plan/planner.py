@@ -55,8 +55,6 @@ class Result:
     simulation: Simulation
     bound: Bound
     """Lower bound under the requested memory limit, or else under the plan's own peak memory. For `auto`: over all placements."""
-    num_chunks: int = 1
-    """Virtual stages (VPP) per rank."""
     runner_up: Result | None = None
     """For `auto`: the best of the other schedules that were tried; None if the lower bounds rule all of them out."""
 
@@ -64,6 +62,11 @@ class Result:
     def name(self) -> str:
         """The name of the plan's schedule."""
         return self.simulation.plan.schedule
+
+    @property
+    def num_chunks(self) -> int:
+        """Virtual stages (VPP) per rank."""
+        return self.simulation.plan.placement.num_chunks
 
     def verdict(self, objective: Objective) -> str:
         """For `auto`, one line: the chosen schedule, its iteration time, and by how much the runner-up is slower."""
@@ -128,7 +131,7 @@ def _one(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, options: 
     plan = plan_of(spec, num_microbatches, costs=costs, options=options)
     simulation = simulate(plan, costs)
     limit = max(simulation.peak_memory) if options.memory_limit is None else options.memory_limit
-    return Result(simulation, lower_bound(plan.placement, num_microbatches, costs, limit), plan.placement.num_chunks)
+    return Result(simulation, lower_bound(plan.placement, num_microbatches, costs, limit))
 
 
 def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Result:

@@ -63,7 +63,7 @@ def plan_result(text: str | bytes, body: Mapping[str, Any]) -> Result:
     costs = CostModel.uniform(plan.placement) if given is None else read_stages(given)
     simulation = simulate(plan, costs)
     bound = lower_bound(plan.placement, plan.num_microbatches, costs, max(simulation.peak_memory))
-    return Result(simulation, bound, plan.placement.num_chunks)
+    return Result(simulation, bound)
 
 
 def _open_report(given: Mapping[str, Any]) -> Opened:

@@ -135,4 +135,4 @@ def _hand_written_one(problem: Problem) -> Result | None:
     if problem.memory_limit is not None and peak > problem.memory_limit + MEMORY_TOLERANCE:
         return None
     limit = peak if problem.memory_limit is None else problem.memory_limit
-    return Result(simulation, lower_bound(plan.placement, plan.num_microbatches, costs, limit), plan.placement.num_chunks)
+    return Result(simulation, lower_bound(plan.placement, plan.num_microbatches, costs, limit))
