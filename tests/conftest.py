@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import megatron.zerobubble.mcore  # noqa: F401 -- first: makes megatron.core importable without triton
 from tests.support.ranks import RankPool
 
 

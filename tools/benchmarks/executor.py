@@ -159,16 +159,16 @@ class Passes:
     """One rank's iteration over tiny linears: through the executor, and by megatron-core's own two functions alone."""
 
     def __init__(self, program: Program, rank: int) -> None:
-        from megatron.core.enums import ModelType
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.transformer import TransformerConfig
 
+        from megatron.zerobubble.mcore.compat import backward_step
         from megatron.zerobubble.mcore.stage_work import ChunkWork, Iteration
         from megatron.zerobubble.wgrad.gemm import choose_kernel
         from megatron.zerobubble.wgrad.store import WeightGradStore
 
         self.program, self.rank = program, rank
-        self.schedules, self.model_type, self.chunk_work = schedules, ModelType.encoder_or_decoder, ChunkWork
+        self.schedules, self.backward_step, self.chunk_work = schedules, backward_step(), ChunkWork
         self.config = TransformerConfig(
             num_layers=1,
             hidden_size=SHAPE[-1],
@@ -217,7 +217,7 @@ class Passes:
                 is_last_stage=False,
             )
             self.schedules.deallocate_output_tensor(output, True)
-            self.schedules.backward_step(activation, output, self.gradient, self.model_type, self.config)
+            self.backward_step(activation, output, self.gradient, config=self.config)
 
 
 class TinyLinear(torch.nn.Module):

@@ -1,30 +1,60 @@
-"""The functions and signatures of megatron-core that this package relies on, checked before they are used.
+"""The one place that knows how releases of megatron-core differ: what this package relies on, and adapters by signature.
 
-Not all of them are documented as public, so each is looked up by name and signature. A release that lacks one raises an error
-that names it at start-up, instead of failing in the middle of a run.
+Not all functions that are relied on are documented as public, so each is looked up by name and signature. A release that lacks
+one raises an error that names it at start-up, instead of failing in the middle of a run. Nothing depends on a version number: a
+release that was never tried but lacks nothing gets a warning and runs.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from megatron.zerobubble.errors import CompatibilityError
 
 SUPPORTED = SpecifierSet(">=0.16.1,<0.17")
 """megatron-core releases that were tested. pyproject.toml has the same range."""
 
+_log = logging.getLogger(__name__)
+
+
+def imported_version() -> str:
+    """The version of the megatron-core that is imported, not of the one pip installed: a checkout may come first on the path."""
+    from megatron.core import package_info
+
+    text = str(getattr(package_info, "__version__", "unknown"))
+    try:
+        return Version(text).public  # without the commit that a checkout appends
+    except InvalidVersion:
+        return text
+
+
+def backward_step() -> Callable[..., Any]:
+    """megatron-core's `backward_step`, to be called as `(input_tensor, output_tensor, output_tensor_grad, config=config)`.
+
+    Its parameter `model_type`, which went with 0.17, is filled in where it exists.
+    """
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import schedules
+
+    step: Callable[..., Any] = schedules.backward_step
+    if "model_type" in inspect.signature(step).parameters:
+        return functools.partial(step, model_type=ModelType.encoder_or_decoder)
+    return step
+
 
 def check_megatron_core() -> None:
-    """Check the installed megatron-core.
+    """Check the imported megatron-core. A release outside the tested range that lacks nothing gets one warning.
 
     Raises:
-        CompatibilityError: it is not supported; the message has the installed version, the supported range, and every difference.
+        CompatibilityError: it lacks something; the message has its version, the tested range, and every difference.
     """
     _check(_differences())
 
@@ -50,14 +80,23 @@ def check_stock_loop() -> None:
 
 
 def _check(found: Iterable[str]) -> None:
-    installed = version("megatron-core")
-    differences = list(found)
-    if not differences and installed in SUPPORTED:
-        return
-    what = "; ".join(differences) if differences else "everything that is checked is there, but this release was never tried"
-    raise CompatibilityError(
-        f"megatron-core {installed} is installed, {SUPPORTED} is supported: {what}. "
-        "Install a supported release, for example: pip install megatron-core==0.16.1"
+    version, differences = imported_version(), list(found)
+    if differences:
+        raise CompatibilityError(
+            f"megatron-core {version} is imported, {SUPPORTED} is supported: {'; '.join(differences)}. "
+            f"Install a supported release, for example: pip install 'megatron-core{SUPPORTED}'"
+        )
+    if version not in SUPPORTED:
+        _warn_untried(version)
+
+
+@functools.cache
+def _warn_untried(version: str) -> None:
+    """Warn once per process."""
+    _log.warning(
+        "megatron-core %s was never tried with this release, which was tested with %s; all functions it relies on are there",
+        version,
+        SUPPORTED,
     )
 
 
@@ -77,7 +116,7 @@ def _differences() -> Iterable[str]:
     yield from _missing(
         schedules.backward_step,
         "schedules.backward_step",
-        ("input_tensor", "output_tensor", "output_tensor_grad", "model_type", "config"),
+        ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
     )
     yield from _missing(schedules.get_tensor_shapes, "schedules.get_tensor_shapes", ("seq_length", "micro_batch_size", "config"))
     for linear in (ColumnParallelLinear, RowParallelLinear):

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
+from megatron.zerobubble.mcore.compat import backward_step
 from megatron.zerobubble.mcore.model.aux_loss_scale import set_auxiliary_scales
 from megatron.zerobubble.mcore.model.rng import ChunkStreams
 from megatron.zerobubble.plan.communication import Message
@@ -78,6 +78,7 @@ class ChunkWork:
         self._virtual = len(chunks) > 1
         self._store = store
         self._config = config
+        self._backward_step = backward_step()
         self._iteration = iteration
         self._device = device
         self._wgrad_group_size = wgrad_group_size
@@ -169,7 +170,7 @@ class ChunkWork:
             device=self._device,
         )
         self._store.begin(chunk, op.microbatch, fused=op.kind is OpKind.BW)
-        grad = schedules.backward_step(activation, output, gradient, ModelType.encoder_or_decoder, self._config)
+        grad = self._backward_step(activation, output, gradient, config=self._config)
         self._store.end()
         if last and op.kind is OpKind.B:  # its W is still to come
             self._sync[chunk].forbid()

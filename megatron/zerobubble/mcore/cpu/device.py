@@ -13,7 +13,7 @@ megatron-core names `cuda` in about two hundred places. Four small, explicit mea
    ``torch.zeros([], device="cuda")`` per iteration) and the causal mask of local attention (``torch.ones(s, s, device="cuda")``).
    It forwards to the torch module by `__getattr__`, with `zeros` and `ones` redirected. So the stock schedules, our baseline, run
    at their own speed: the overhead is one attribute look-up, a fraction of a microsecond per microbatch. The modules of experts
-   get one with inert streams, too (`cpu.streams`).
+   and DDP's buckets get one with inert streams, too (`cpu.streams`).
 4. **One all-gather of weights at a time** per process group, because gloo crashes with two (`cpu.gathers`).
 
 Invariants: importing this file changes nothing; `install` is idempotent and checks that every name it replaces exists;
@@ -35,6 +35,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron.zerobubble.errors import CompatibilityError
+from megatron.zerobubble.mcore.compat import SUPPORTED
 from megatron.zerobubble.mcore.cpu.gathers import one_at_a_time
 from megatron.zerobubble.mcore.cpu.streams import InertStream, cuda_without_streams, split_sizes_on_host
 
@@ -51,7 +52,7 @@ _NOT_FOR_THE_USER: tuple[tuple[str, type[Warning]], ...] = (
     (r"`load_state_dict` is deprecated", FutureWarning),
     (r"Please use DTensor instead", FutureWarning),
 )
-"""Warnings of megatron-core 0.16.1 and torch on every rank that a user cannot act on: missing optional packages (torch's own are
+"""Warnings of megatron-core and torch on every rank that a user cannot act on: missing optional packages (torch's own are
 used instead), an environment variable that only CUDA reads, and deprecated torch functions that megatron-core calls."""
 
 _RNG_MESSAGE = "CPU RNG state changed within GPU RNG context"
@@ -96,8 +97,8 @@ class HostDevice:
         for owner, name, _ in replacements:
             if not hasattr(owner, name):
                 raise CompatibilityError(
-                    f"{owner.__name__}.{name} does not exist in the installed version; the host-device layer supports "
-                    "megatron-core 0.16.1 (pip install 'megatron-core==0.16.1')"
+                    f"{owner.__name__}.{name} does not exist in the installed version, and the host-device layer replaces it. "
+                    f"Install a supported release: pip install 'megatron-core{SUPPORTED}'"
                 )
         for owner, name, replacement in replacements:
             self._undo.append((owner, name, getattr(owner, name)))
@@ -166,6 +167,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (transformer_utils, "torch", stand_in),
         (moe_utils, "torch", stand_in),
         (dispatcher, "torch", without_streams),
+        (buckets, "torch", without_streams),
         (dispatcher, "maybe_move_tensor_to_cpu", split_sizes_on_host),
         (dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", InertStream()),
         (bucket_group, "start_param_sync", one_at_a_time(bucket_group.start_param_sync)),
