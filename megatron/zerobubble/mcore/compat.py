@@ -50,6 +50,12 @@ def backward_step() -> Callable[..., Any]:
     return step
 
 
+def gradients_for_norm(optimizer: Any) -> list[Any]:
+    """The gradients that count for the norm by which one `MegatronOptimizer` is clipped. The method was renamed with 0.19."""
+    named = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
+    return list(named())
+
+
 def check_megatron_core() -> None:
     """Check the imported megatron-core. A release outside the tested range that lacks nothing gets one warning.
 

@@ -7,6 +7,7 @@ ranks of one stage only. `optimizer.post_validation` combines them across stages
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -18,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32, get_grad_norm_fp32
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.compat import gradients_for_norm
 from megatron.zerobubble.optimizer.post_validation import GradientStatistics, PostValidation, Relay, group_of
 from megatron.zerobubble.optimizer.rollback import ExactRollback, InverseRollback, Rollback
 
@@ -92,10 +94,7 @@ class MegatronRollbackOptimizer:
         with self._on_host():
             overflows = [self._prepare_part(part, group) for part, group in zip(self._parts, self._groups, strict=True)]
             squares = [
-                get_grad_norm_fp32(
-                    part.get_main_grads_for_grad_norm() if part in self._active else [], grad_stats_parallel_group=group
-                )
-                ** 2
+                get_grad_norm_fp32(gradients_for_norm(part) if part in self._active else [], grad_stats_parallel_group=group) ** 2
                 for part, group in zip(self._parts, self._groups, strict=True)
             ]
             return GradientStatistics(tuple(squares), tuple(overflows), self._zeros())
@@ -195,6 +194,15 @@ class MegatronRollbackOptimizer:
             for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
                 if getattr(config, name, False):
                     raise ConfigError(f"{name} works with the stock schedule only; leave it out or use that schedule")
+            if getattr(config, "grad_norm_skip_threshold", math.inf) < math.inf:
+                raise ConfigError(
+                    "grad_norm_skip_threshold works with the stock schedule only; leave it at inf or use that schedule"
+                )
+        for part in self._active:
+            if any(getattr(parameter, "grad_norm_group", None) is not None for parameter in part.get_parameters()):
+                raise ConfigError(
+                    "mtp_detach_heads clips MTP layers by a norm of their own; it works with the stock schedule only"
+                )
 
 
 class _StageGroups:
