@@ -32,7 +32,10 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import (
     FileSystemWriterAsync,
     _split_by_size_and_type,
 )
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -60,12 +63,13 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=_FILES_PER_RANK)
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path, async_strategy: str = "mcore") -> AsyncRequest:
         """Plan the save and collect what this rank writes. All ranks must call it.
 
         Args:
             sharded_state_dict: the state to save.
             checkpoint_dir: the directory of the checkpoint.
+            async_strategy: passed by megatron-core 0.19; ignored, as this class is the strategy.
 
         Returns:
             A request that writes when it runs; nothing is written before.
@@ -74,7 +78,9 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
         writer = _Writer(checkpoint_dir, thread_count=self.thread_count)
         planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
         planned, *_ = save_state_dict_async_plan(mcore_to_pyt_state_dict(state, False), writer, planner=planner)
-        return self._get_save_and_finalize_callbacks(writer, planned)
+        write, preload, arguments = writer.get_save_function_and_args()
+        finalize = partial(save_state_dict_async_finalize, *planned)
+        return AsyncRequest(write, arguments, [finalize], preload_fn=preload)
 
 
 class _Writer(FileSystemWriterAsync):
