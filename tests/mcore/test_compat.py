@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +63,11 @@ def test_backward_step_is_called_by_its_signature(monkeypatch: pytest.MonkeyPatc
     assert compat.backward_step()(1, 2, 3, config=4) == (1, 2, 3, ModelType.encoder_or_decoder, 4)
     monkeypatch.setattr(schedules, "backward_step", without)
     assert compat.backward_step()(1, 2, 3, config=4) == (1, 2, 3, 4)
+
+
+def test_gradients_of_the_norm_are_found_by_either_name() -> None:
+    assert compat.gradients_for_norm(SimpleNamespace(get_main_grads_for_grad_norm=lambda: [1])) == [1]
+    assert compat.gradients_for_norm(SimpleNamespace(get_grads_for_grad_norm=lambda: [2])) == [2]
 
 
 def test_a_missing_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
