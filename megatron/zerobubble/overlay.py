@@ -52,7 +52,7 @@ def add_zero_bubble_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     Returns:
         `parser`, as Megatron-LM wants it from an `extra_args_provider`.
     """
-    add_group(parser, ZeroBubbleConfig, only=_SUPPORTED)
+    add_flags(parser)
     parse = parser.parse_known_args
 
     @functools.wraps(parse)
@@ -115,6 +115,16 @@ def install(
         _install(config)
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """`add_zero_bubble_args` for who installs what is parsed: nothing is imported, and nothing waits for `install`."""
+    add_group(parser, ZeroBubbleConfig, only=_SUPPORTED)
+
+
+def schedule_of(args: argparse.Namespace) -> str:
+    """The name of the schedule that parsed flags choose, such as `zbv`; `stock` if none. Raises ConfigError."""
+    return _from_flags(args).schedule
+
+
 def _expect_install(args: argparse.Namespace) -> None:
     """Make megatron-core's schedules raise an error until `install` is called, if flags were given."""
     fields = [field for field in dataclasses.fields(ZeroBubbleConfig) if field.name in _SUPPORTED]
@@ -123,7 +133,7 @@ def _expect_install(args: argparse.Namespace) -> None:
     from megatron.zerobubble.mcore.stock_loop.patches import expect_install
 
     def check() -> None:
-        schedule = _from_flags(args).schedule
+        schedule = schedule_of(args)
         if schedule != "stock":
             raise ConfigError(
                 f"the flags choose schedule {schedule}, but it was not installed: call megatron.zerobubble.install with the "
