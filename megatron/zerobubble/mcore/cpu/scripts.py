@@ -11,6 +11,7 @@ how many, of which generation, and how much of its memory is in use. While `with
 `torch.cuda.memory_stats` and its relatives           0 bytes
 `torch.cuda.Stream`, `Event`, `current_stream` ...    streams that do nothing
 `torch.distributed.init_process_group`                without the device to bind to
+`torch.compile`                                       functions run as they are: a compiler would ask for the GPU, too
 `megatron.legacy.fused_kernels.load`                  nothing is compiled; up to 0.16 scripts ask for it
 ===================================================  ================================================================
 
@@ -28,6 +29,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._dynamo
 
 from megatron.zerobubble.mcore.cpu.streams import cuda_without_streams
 
@@ -74,6 +76,7 @@ def _replacements(ranks_on_host: int) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "memory_stats", _no_memory),
         *((torch.cuda, name, getattr(inert, name)) for name in ("Stream", "Event", "current_stream", "default_stream", "stream")),
         (torch.distributed, "init_process_group", _unbound(torch.distributed.init_process_group)),
+        (torch._dynamo.config, "disable", True),
         *((module, "load", functools.partial(_answer, None)) for module in _legacy_kernels()),
     ]
 
