@@ -77,6 +77,9 @@ def pretrain(rank: int, flags: str, zero_bubble: str = "") -> str:
         megatron.zerobubble.install(parser.parse_args(zero_bubble.split()))
         try:
             pretrain_script.main()
+        except SystemExit as exit:  # --exit-interval
+            if exit.code:
+                raise
         finally:
             megatron.zerobubble.uninstall()
             _forget()
