@@ -12,6 +12,8 @@ how many, of which generation, and how much of its memory is in use. While `with
 `torch.cuda.Stream`, `Event`, `current_stream` ...    streams that do nothing
 `torch.distributed.init_process_group`                without the device to bind to
 `torch.compile`                                       functions run as they are: a compiler would ask for the GPU, too
+`multiprocessing.spawn`                               a child, which runs the script's imports again, does without `triton`
+                                                      as its parent does (`triton_import`)
 `megatron.legacy.fused_kernels.load`                  nothing is compiled; up to 0.16 scripts ask for it
 ===================================================  ================================================================
 
@@ -24,8 +26,9 @@ import collections
 import contextlib
 import functools
 import importlib
+import multiprocessing.spawn
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,8 +80,19 @@ def _replacements(ranks_on_host: int) -> list[tuple[Any, str, Any]]:
         *((torch.cuda, name, getattr(inert, name)) for name in ("Stream", "Event", "current_stream", "default_stream", "stream")),
         (torch.distributed, "init_process_group", _unbound(torch.distributed.init_process_group)),
         (torch._dynamo.config, "disable", True),
+        (multiprocessing.spawn, "get_command_line", _without_triton(multiprocessing.spawn.get_command_line)),
         *((module, "load", functools.partial(_answer, None)) for module in _legacy_kernels()),
     ]
+
+
+def _without_triton(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    @functools.wraps(original)
+    def get_command_line(**given: Any) -> list[str]:
+        command = original(**given)
+        program = command.index("-c") + 1
+        return [*command[:program], f"import megatron.zerobubble.mcore; {command[program]}", *command[program + 1 :]]
+
+    return get_command_line
 
 
 def _legacy_kernels() -> list[Any]:
