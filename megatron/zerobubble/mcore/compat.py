@@ -56,6 +56,32 @@ def gradients_for_norm(optimizer: Any) -> list[Any]:
     return list(named())
 
 
+def router_loss_sums() -> dict[str, Any]:
+    """megatron-core's sums of the auxiliary losses of routers since they were last reset, for the log.
+
+    Returns:
+        Name of the loss -> tensor of shape [layers], float32: that of megatron-core, so writing into it changes the sum.
+    """
+    return {name: _values(entry) for name, entry in router_loss_entries().items()}
+
+
+def router_loss_entries() -> dict[str, Any]:
+    """What megatron-core keeps per auxiliary loss of routers: a dict up to 0.17, from 0.18 on a dataclass."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        entries: dict[str, Any] = get_moe_layer_wise_logging_tracker()
+        return entries
+    metrics: dict[str, Any] = get_moe_metrics_tracker().metrics
+    return metrics
+
+
+def _values(entry: Any) -> Any:
+    return entry["values"] if isinstance(entry, dict) else entry.values
+
+
 def check_megatron_core() -> None:
     """Check the imported megatron-core. A release outside the tested range that lacks nothing gets one warning.
 
