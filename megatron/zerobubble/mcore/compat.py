@@ -167,7 +167,7 @@ def _stock_loop_differences() -> Iterable[str]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.pipeline_parallel import schedules, utils
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
 
@@ -186,16 +186,19 @@ def _stock_loop_differences() -> Iterable[str]:
     yield from _missing(vars(TransformerConfig).get("__post_init__"), "TransformerConfig.__post_init__")
     yield from _missing(GPTModel.__init__, "GPTModel.__init__", ("config", "pre_process", "post_process", "vp_stage"))
     yield from _missing(vars(Float16Module).get("forward"), "Float16Module.forward", ("fp32_output",))
+    for name in ("is_pipeline_first_stage", "is_pipeline_last_stage"):
+        yield from _missing(getattr(parallel_state, name, None), f"parallel_state.{name}", ("ignore_virtual", "vp_stage"))
+    yield from _missing(getattr(parallel_state, "default_embedding_ranks", None), "parallel_state.default_embedding_ranks")
     yield from _missing(
-        getattr(parallel_state, "is_pipeline_last_stage", None),
-        "parallel_state.is_pipeline_last_stage",
-        ("ignore_virtual", "vp_stage"),
+        parallel_state.initialize_model_parallel,
+        "parallel_state.initialize_model_parallel",
+        ("get_embedding_ranks", "get_position_embedding_ranks"),
     )
-    for name in ("default_embedding_ranks", "get_pipeline_model_parallel_last_rank", "get_pipeline_model_parallel_first_rank"):
-        yield from _missing(getattr(parallel_state, name, None), f"parallel_state.{name}")
     yield from _not_looked_up(
         parallel_state.initialize_model_parallel, "parallel_state.initialize_model_parallel", ("default_embedding_ranks",)
     )
+    for name in ("is_pp_first_stage", "is_pp_last_stage"):
+        yield from _not_looked_up(getattr(utils, name, None), f"pipeline_parallel.utils.{name}", ("get_pg_rank",))
 
 
 def _not_looked_up(function: Callable[..., Any] | None, name: str, globals_: Iterable[str]) -> Iterable[str]:
