@@ -2,7 +2,8 @@
 
 From 0.18 on megatron-core imports `triton` unconditionally in one file, the paged stash of experts, which its schedules import;
 0.16 does so in its batch-invariant kernels, which Megatron-LM's training scripts import. It only decorates the kernels of these
-files, which run on a GPU. So if one of them fails for want of `triton`, it is given one that decorates functions and runs none. No other module sees it: there `import triton` still fails, and megatron-core's guards fall back as they should.
+files, which run on a GPU. So if one of them fails for want of `triton`, it is given one that decorates functions and runs none.
+No other module sees it: there `import triton` still fails, and megatron-core's guards fall back as they should.
 """
 
 from __future__ import annotations
