@@ -11,7 +11,7 @@ PLAYGROUND ?=
 SOURCES := megatron tools tests pretrain_gpt.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train lint format type test test-slow test-gpu bench playground docs clean
+.PHONY: help setup data train lint format type test test-slow test-gpu bench playground docs dist wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -65,5 +65,13 @@ docs: setup  ## build the documentation site into site/; warnings are errors
 	$(BIN)/python -m tools.docs.flags --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-clean:  ## remove what make train and make docs wrote; the environment stays
-	rm -rf data runs site
+dist: setup  ## build the sdist and this Python's wheel into dist/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/release.txt
+	$(BIN)/python -m build --outdir dist
+
+wheels: setup  ## build the wheels of all supported Pythons into dist/; on Linux this takes Docker
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/release.txt
+	$(BIN)/python -m cibuildwheel --output-dir dist
+
+clean:  ## remove what make train, make docs and make dist wrote; the environment stays
+	rm -rf data runs site dist

@@ -20,7 +20,7 @@ from packaging.version import InvalidVersion, Version
 from megatron.zerobubble.errors import CompatibilityError
 
 SUPPORTED = SpecifierSet(">=0.16.1,<0.17")
-"""megatron-core releases that were tested. pyproject.toml has the same range."""
+"""megatron-core releases that were tested. pyproject.toml has the same lower bound, and no upper one."""
 
 _log = logging.getLogger(__name__)
 
