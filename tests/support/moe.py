@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +70,10 @@ class MoeTrainer(Trainer):
                 if dispatcher is not None:
                     vars(dispatcher).clear()  # tensors of the last microbatch, with their graph
         get_moe_layer_wise_logging_tracker().clear()
+        with suppress(ImportError):  # from 0.18 on that is a copy
+            from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+            destroy_moe_metrics_tracker()
         super().close()
 
     def _parallel_sizes(self) -> dict[str, Any]:

@@ -8,10 +8,12 @@ release that was never tried but lacks nothing gets a warning and runs.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -54,6 +56,13 @@ def gradients_for_norm(optimizer: Any) -> list[Any]:
     """The gradients that count for the norm by which one `MegatronOptimizer` is clipped. The method was renamed with 0.19."""
     named = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
     return list(named())
+
+
+def has_hybrid_model() -> bool:
+    """Whether megatron-core has `HybridModel`, which 0.18 added. Looks for its file and imports nothing."""
+    core = importlib.util.find_spec("megatron.core")
+    folders = [] if core is None else core.submodule_search_locations or []
+    return any((Path(folder) / "models" / "hybrid" / "hybrid_model.py").is_file() for folder in folders)
 
 
 def check_megatron_core() -> None:
