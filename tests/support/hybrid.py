@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.model.hybrid import place_stack
 from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, MAMBA, HybridPattern
 from megatron.zerobubble.training.hybrid import hybrid_stack
-from tests.support.gpt import SEQUENCE, VOCABULARY, Tensors, Trainer
+from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
+from tests.support.mamba import stand_ins
 from tests.support.moe import MoeCase, MoeTrainer
 
 HAS_HYBRID_MODEL = has_hybrid_model()
@@ -23,7 +25,12 @@ class HybridCase(MoeCase):
     pattern: str = "*-*-*-*-"
 
     def __str__(self) -> str:
-        return f"{super().__str__()}-{self.pattern}"
+        return "-".join([str(self._as_gpt()), self.pattern])
+
+    def _as_gpt(self) -> Case:
+        """What names the case besides the pattern, which implies the layout."""
+        names = (each.name for each in fields(Case))
+        return Case(**{name: getattr(self, name) for name in names} | {"layout": None})
 
     @property
     def stages(self) -> HybridPattern:
@@ -52,14 +59,24 @@ class HybridTrainer(MoeTrainer):
 
     case: HybridCase
 
+    def __init__(self, case: HybridCase, initial: Tensors | None = None, **options: Any) -> None:
+        self.kernels = ExitStack()
+        if MAMBA in case.pattern:
+            self.kernels.enter_context(stand_ins())
+        super().__init__(case, initial, **options)
+
+    def close(self) -> None:
+        self.kernels.close()
+        super().close()
+
     def _config(self) -> Any:
         layers = self.case.stages.layers
         config = super()._config() if EXPERTS in layers else Trainer._config(self)
-        fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+        given = {name: getattr(config, name) for name in config.__dataclass_fields__}
         changes: dict[str, Any] = {"pipeline_model_parallel_layout": None, "is_hybrid_model": True}
         if MAMBA in layers:
             changes |= {"mamba_state_dim": 8, "mamba_head_dim": 16, "mamba_num_groups": 2}
-        return type(config)(**(fields | changes))
+        return type(config)(**(given | changes))
 
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
