@@ -10,7 +10,9 @@ A distributed checkpoint contains pickles, so rank 0 inspects it before anything
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,9 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.mcore.compat import imported_version
 from megatron.zerobubble.training.checkpoint.directory import existing_directory, tracked_iteration
-from megatron.zerobubble.training.checkpoint.inspect import inspect_checkpoint
+from megatron.zerobubble.training.checkpoint.inspect import COMMON_FILE, inspect_checkpoint
 from megatron.zerobubble.training.checkpoint.optimizer_kinds import OptimizerKind, ask_for, stored_kind, translate
 from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load, prepare_to_save
 from megatron.zerobubble.training.step import TrainingState
@@ -118,7 +121,7 @@ def _reason(error: BaseException) -> str:
 
 def _load_from(training_state: TrainingState, directory: Path) -> RestoredProgress:
     flags, optimizer = training_state.settings.checkpoint, training_state.optimizer
-    common = dist_checkpointing.load_common_state_dict(str(directory))
+    common = _load_common(directory)
     header = common.get("header", {})
     _check_header(header, training_state, directory)
     loads_optimizer = flags.load_optim and not flags.finetune
@@ -134,7 +137,8 @@ def _load_from(training_state: TrainingState, directory: Path) -> RestoredProgre
             wanted[_OWN_OPTIMIZER] = ask_for(own, common=common["optimizer"], optimizer=optimizer)
         if loads_rng:
             wanted["rng"] = _rng_state()
-        state = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
+        with _quiet_torch():
+            state = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
         for name, stage in _named_stages(training_state):
             stage.load_state_dict(state[name])
         if loads_optimizer:
@@ -147,6 +151,30 @@ def _load_from(training_state: TrainingState, directory: Path) -> RestoredProgre
         why = "the checkpoint has no random number generators" if same_layout else "the layout differs from the checkpoint's"
         _log.info("%s: dropout continues with newly seeded generators", why)
     return RestoredProgress(header["iteration"], header["consumed_samples"])
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Ignore torch's warnings about how megatron-core 0.19 calls it: positional arguments, and each rank reading by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The argument order of load has been changed", category=UserWarning)
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable", category=UserWarning)
+        yield
+
+
+def _load_common(directory: Path) -> dict[str, Any]:
+    """The common state of a checkpoint that passed its inspection."""
+    try:
+        with _quiet_torch():
+            common: dict[str, Any] = dist_checkpointing.load_common_state_dict(directory)
+    except (CheckpointingException, AttributeError) as error:  # the latter while it composes the message of the former
+        if (directory / COMMON_FILE).is_file():
+            raise
+        raise CheckpointError(
+            f"{directory} was saved by megatron-core 0.19 or newer, whose checkpoints have no {COMMON_FILE}; this one, "
+            f"{imported_version()}, cannot read it: load it with megatron-core 0.19 or newer, which reads older checkpoints, too"
+        ) from error
+    return common
 
 
 # -- contents of a checkpoint -------------------------------------------------------------------------------------------
