@@ -1,9 +1,9 @@
 """Stand-ins for the CUDA kernels of a Mamba mixer, so that the rest of it runs on a CPU.
 
 They take the place of two things of the package mamba_ssm: the kernel that runs convolution, scan and gate, and the norm before
-`out_proj`. Both are plain torch, and autograd derives their gradients. (`rearrange` of einops is not needed for more.) So a test with them covers megatron-core's MambaMixer and
-what this package does with it (the split of `in_proj` and `out_proj`, the parameters that stay in B, the schedule), and says
-nothing about the kernels.
+`out_proj`. Both are plain torch, and autograd derives their gradients. `rearrange` of the package einops is replaced, too. So a
+test with them covers megatron-core's MambaMixer and what this package does with it (the split of `in_proj` and `out_proj`, the
+parameters that stay in B, the schedule), and says nothing about the kernels.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ def _scan(
     )
     x, b, c = silu(convolved[..., :length].transpose(1, 2)).split([inner, ngroups * states, ngroups * states], dim=-1)
     x_bshp = x.reshape(batch, length, heads, headdim)
-    b_bshn, c_bshn = (
-        each.reshape(batch, length, ngroups, states).repeat_interleave(heads // ngroups, dim=2) for each in (b, c)
-    )
+    b_bshn, c_bshn = (each.reshape(batch, length, ngroups, states).repeat_interleave(heads // ngroups, dim=2) for each in (b, c))
     dt_bsh = softplus(dt + dt_bias)
     state = x.new_zeros(batch, heads, headdim, states)
     outputs = []

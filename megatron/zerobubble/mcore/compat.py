@@ -65,6 +65,15 @@ def has_hybrid_model() -> bool:
     return any((Path(folder) / "models" / "hybrid" / "hybrid_model.py").is_file() for folder in folders)
 
 
+def hybrid_model() -> Any | None:
+    """The class `HybridModel`; None if megatron-core does not have it."""
+    if not has_hybrid_model():
+        return None
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return HybridModel
+
+
 def check_megatron_core() -> None:
     """Check the imported megatron-core. A release outside the tested range that lacks nothing gets one warning.
 
@@ -168,6 +177,13 @@ def _stock_loop_differences() -> Iterable[str]:
     yield from _missing(DistributedDataParallel.__init__, "DistributedDataParallel.__init__", ("config", "ddp_config", "module"))
     yield from _missing(vars(TransformerConfig).get("__post_init__"), "TransformerConfig.__post_init__")
     yield from _missing(GPTModel.__init__, "GPTModel.__init__", ("config", "pre_process", "post_process", "vp_stage"))
+    hybrid = hybrid_model()
+    if hybrid is not None:
+        yield from _missing(
+            hybrid.__init__,
+            "HybridModel.__init__",
+            ("config", "hybrid_stack_spec", "hybrid_layer_pattern", "pre_process", "post_process", "vp_stage"),
+        )
     yield from _missing(vars(Float16Module).get("forward"), "Float16Module.forward", ("fp32_output",))
     yield from _missing(
         getattr(parallel_state, "is_pipeline_last_stage", None),

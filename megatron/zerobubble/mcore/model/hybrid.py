@@ -1,10 +1,10 @@
 """Which layers of a `HybridModel` are on each rank under any placement.
 
-megatron-core's `HybridModel` is built from a pattern, one letter per layer and ``|`` between stages. Its constructor takes segment
-chunk * p + rank of it, which is the stage of linear and interleaved placements; under V chunk 1 of rank r is stage 2p-1-r. It
-passes the layers and the number of layers before them to the stack of layers that the caller's spec names. So this module
-replaces the stack by a factory that builds it with the layers of its own stage. Layers keep their global index, and a checkpoint
-does not depend on the placement.
+megatron-core's `HybridModel` is built from a pattern, one letter per layer and ``|`` between stages. Its constructor takes
+segment chunk * p + rank of it, which is the stage of linear and interleaved placements; under V chunk 1 of rank r is stage
+2p-1-r. It passes the layers and the number of layers before them to the stack of layers that the caller's spec names. So this
+module replaces the stack by a factory that builds it with the layers of its own stage. Layers keep their global index, and a
+checkpoint does not depend on the placement.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ class StageStack:
         others: arguments of `stack`; the layers that its caller selected are ignored.
     """
 
-    def __new__(  # type: ignore[misc]
-        cls, *args: Any, stack: type[Any], layers: str, first_layer: int, **others: Any
-    ) -> Any:
+    def __new__(cls, *args: Any, stack: type[Any], layers: str, first_layer: int, **others: Any) -> Any:
         others |= {"layer_type_list": list(layers), "pp_layer_offset": first_layer}
         return stack(*args, **others)
 

@@ -15,7 +15,7 @@ pipeline size, `vp_stage`, one data iterator per chunk), and wrap each with mega
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,16 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.build import check_config, make_store
+from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.ddp.wrap import order_wgrads_by_bucket
 from megatron.zerobubble.mcore.model.embeddings import Finalize, make_finalize, release_unused_head, tie_chunks
+from megatron.zerobubble.mcore.model.hybrid import place_stack
 from megatron.zerobubble.mcore.model.layout import StageLayout
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
 from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
@@ -134,12 +137,12 @@ class StockLoop:
         num_ranks = config.pipeline_model_parallel_size
         if num_ranks > 1:
             config.delay_wgrad_compute = False  # set by `configured`, if this config is made from another one
-        if not self.options.is_v or num_ranks < 2:
-            return
+        if not self.options.is_v or num_ranks < 2 or getattr(config, "is_hybrid_model", False):
+            return  # the pattern of a HybridModel has the layers of each stage
         layout = config.pipeline_model_parallel_layout
         if layout is None or isinstance(layout, str):
             spec = self.options.spec(num_ranks=num_ranks, num_chunks=config.virtual_pipeline_model_parallel_size)
-            layers = StageLayers.spread(config.num_layers, spec.placement) if layout is None else StageLayers.parse(layout)
+            layers = _spread(config.num_layers, spec.placement) if layout is None else StageLayers.parse(layout)
             config.pipeline_model_parallel_layout = StageLayout(layers, spec.placement, num_mtp_layers=config.mtp_num_layers or 0)
         elif not isinstance(layout, StageLayout):
             raise ConfigError(
@@ -165,6 +168,22 @@ class StockLoop:
         placement = self.placement
         stage = placement.rank_to_stages[parallel_state.get_pipeline_model_parallel_rank()][vp_stage]
         return stage == 0, stage == placement.num_stages - 1
+
+    def hybrid_layers(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of `HybridModel` that build the layers of its stage under V.
+
+        Args:
+            arguments: those that the loop passes.
+
+        Raises:
+            ConfigError: the pattern does not have one segment per stage, or has MTP layers.
+        """
+        pattern = arguments.get("hybrid_layer_pattern")
+        if pattern is None:
+            return {}  # HybridModel itself asks for a pattern with |
+        pattern = HybridPattern.parse(pattern).over(self.placement).text
+        stack = place_stack(arguments["hybrid_stack_spec"], pattern, self.placement, vp_stage=arguments.get("vp_stage"))
+        return {"hybrid_layer_pattern": pattern, "hybrid_stack_spec": stack}
 
     @property
     def placement(self) -> Placement:
@@ -302,3 +321,11 @@ class StockLoop:
         self._running.clear()
         self._adopted.clear()
         self._finalizers.clear()
+
+
+def _spread(num_layers: int, placement: Placement) -> StageLayers:
+    try:
+        return StageLayers.spread(num_layers, placement)
+    except ConfigError as error:
+        hint = "; a HybridModel, whose pattern has the layers of each stage, needs a TransformerConfig with is_hybrid_model=True"
+        raise ConfigError(f"{error}{hint if has_hybrid_model() else ''}") from None
