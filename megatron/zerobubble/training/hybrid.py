@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.zerobubble.training.setup import ModelSetup
 
-__all__ = ["LocalStack", "hybrid_stage", "hybrid_stack"]
+__all__ = ["LocalStack", "hybrid_stack", "hybrid_stage"]
 
 
 def hybrid_stage(setup: ModelSetup, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
@@ -31,7 +31,9 @@ def hybrid_stage(setup: ModelSetup, pre_process: bool, post_process: bool, vp_st
 
     settings, model = setup.settings, setup.settings.model
     placement = settings.placement
-    pattern = settings.hybrid_pattern(placement).text
+    stages = settings.hybrid_pattern(placement)
+    assert stages is not None, "without a pattern the model is a GPTModel"
+    pattern = stages.text
     return HybridModel(
         config=setup.config,
         hybrid_stack_spec=place_stack(hybrid_stack(setup.config), pattern, placement, vp_stage=vp_stage),
@@ -56,9 +58,7 @@ class LocalStack:
     `HybridStack` itself ends with a norm of Transformer Engine.
     """
 
-    def __new__(  # type: ignore[misc]
-        cls, config: Any, *args: Any, post_process: bool = True, **others: Any
-    ) -> Any:
+    def __new__(cls, config: Any, *args: Any, post_process: bool = True, **others: Any) -> Any:
         from megatron.core.models.hybrid.hybrid_block import HybridStack
 
         from megatron.zerobubble.training.layer_specs import LocalNorm

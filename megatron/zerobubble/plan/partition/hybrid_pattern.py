@@ -23,11 +23,28 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
-__all__ = ["ATTENTION", "EXPERTS", "MAMBA", "MLP", "HybridPattern"]
+__all__ = ["EXPERTS", "MAMBA", "HybridPattern", "check_kinds"]
 
-ATTENTION, MLP, EXPERTS, MAMBA = "*", "-", "E", "M"
+EXPERTS, MAMBA = "E", "M"
 
+_KINDS = {"*": "attention", "-": "MLP", EXPERTS: "experts", MAMBA: "Mamba"}
 _STAGE_BOUNDARY, _MTP_SEPARATOR = "|", "/"
+
+
+def check_kinds(text: str, name: str) -> None:
+    """Check that all layers of a pattern are of a kind that our own training loop builds.
+
+    Args:
+        text: the pattern.
+        name: of the pattern, in the message.
+
+    Raises:
+        ConfigError: another letter; the message lists those that are possible.
+    """
+    for letter in text:
+        if letter not in (*_KINDS, _STAGE_BOUNDARY, _MTP_SEPARATOR):
+            kinds = ", ".join(f"{each} ({meaning})" for each, meaning in _KINDS.items())
+            raise ConfigError(f"{name}: {letter!r} is not a kind of layer; write {kinds}, and {_STAGE_BOUNDARY} between stages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +63,8 @@ class HybridPattern:
         """
         if _MTP_SEPARATOR in text:
             raise ConfigError(
-                f"hybrid layer pattern {text!r} has MTP layers (after {_MTP_SEPARATOR}), which are not supported in it: leave them "
-                "out, or train a GPTModel"
+                f"hybrid layer pattern {text!r} has MTP layers (after {_MTP_SEPARATOR}), which are not supported here: leave "
+                "them out, or train a GPTModel"
             )
         pattern = HybridPattern(segments=tuple(text.split(_STAGE_BOUNDARY)))
         if not pattern.num_layers:

@@ -203,12 +203,14 @@ def _layout(training_state: TrainingState) -> dict[str, Any]:
 
 
 def _header(training_state: TrainingState) -> dict[str, Any]:
-    model = training_state.settings.model
-    names = ("num_layers", "hidden_size", "num_attention_heads", "swiglu", "normalization", "position_embedding_type")
+    settings = training_state.settings
+    names = ("hidden_size", "num_attention_heads", "swiglu", "normalization", "position_embedding_type")
+    hybrid = settings.hybrid_pattern(training_state.schedule.spec.placement)
+    layers = {"num_layers": settings.num_layers, "hybrid_layer_pattern": None if hybrid is None else hybrid.layers}
     return {
         "format": _FORMAT,
         "layout": _layout(training_state),
-        "model": {name: getattr(model, name) for name in names},
+        "model": layers | {name: getattr(settings.model, name) for name in names},
     }
 
 
