@@ -8,7 +8,8 @@ parameters that stay in B, the schedule), and says nothing about the kernels.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,19 +18,18 @@ from torch import Tensor
 from torch.nn.functional import conv1d, silu, softplus
 
 
-def stand_ins() -> AbstractContextManager[Any]:
+@contextmanager
+def stand_ins() -> Iterator[None]:
     """While it is entered, Mamba mixers can be built, and run on the CPU."""
-    from megatron.core.ssm import mamba_mixer
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 
-    return mock.patch.multiple(
-        mamba_mixer,
-        create=True,  # without einops there is no rearrange
-        HAVE_MAMBA_SSM=True,
-        HAVE_EINOPS=True,
-        rearrange=_rearrange,
-        mamba_split_conv1d_scan_combined=_scan,
-        ExtendedRMSNorm=_Norm,
-    )
+    kernels = {"HAVE_MAMBA_SSM": True, "mamba_split_conv1d_scan_combined": _scan, "ExtendedRMSNorm": _Norm}
+    einops = {"HAVE_EINOPS": True, "rearrange": _rearrange}
+    with (
+        mock.patch.multiple(mamba_mixer, create=True, **kernels, **einops),  # create: without einops there is no rearrange
+        mock.patch.multiple(mamba_context_parallel, HAVE_EINOPS=True),
+    ):
+        yield
 
 
 def _rearrange(x: Tensor, pattern: str) -> Tensor:
