@@ -85,7 +85,7 @@ def test_tied_embeddings(four_ranks: RankPool, base: HybridCase, distributed_opt
 
 @pytest.mark.parametrize(
     "case",
-    [case("zbv", 2, 4, "M*|M-|M|-M", num_chunks=2), case("zb-h2", 2, 4, "M*M-|M", distributed_optimizer=True)],
+    [case("zbv", 2, 4, "M*|M-|M|-M", num_chunks=2), case("zb-h2", 2, 4, "M*M-|M")],
     ids=str,
 )
 def test_mamba_mixers_with_stand_ins_for_their_kernels(four_ranks: RankPool, case: HybridCase) -> None:
