@@ -19,7 +19,7 @@ PYTEST  := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 QUICK   := not gpu and not multi_gpu and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train lint format type test test-slow test-releases test-gpu bench playground check-upstream docs clean
+.PHONY: help setup data train lint format type test test-slow test-releases test-gpu bench playground check-upstream docs dist wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -85,5 +85,13 @@ docs: setup  ## build the documentation site into site/; warnings are errors
 	$(BIN)/python -m tools.docs.flags --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-clean:  ## remove what make train and make docs wrote; the environment stays
-	rm -rf data runs site
+dist: setup  ## build the sdist and this Python's wheel into dist/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/release.txt
+	$(BIN)/python -m build --outdir dist
+
+wheels: setup  ## build the wheels of all supported Pythons into dist/; on Linux this takes Docker
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/release.txt
+	$(BIN)/python -m cibuildwheel --output-dir dist
+
+clean:  ## remove what make train, make docs and make dist wrote; the environment stays
+	rm -rf data runs site dist

@@ -52,8 +52,8 @@ def train_mtp(rank: int, flags: str, options: dict[str, Any]) -> History:
             MTPLossLoggingHelper.tracker.clear()
 
 
-def train_hybrid(rank: int, flags: str, options: dict[str, Any], pattern: str) -> History:
-    """`train`, of a `HybridModel` with this pattern."""
+def train_hybrid(rank: int, flags: str, options: dict[str, Any], pattern: str, argument: str = "hybrid_layer_pattern") -> History:
+    """`train`, of a `HybridModel` that is given this pattern as this argument."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     loop, layers = example(), HybridPattern.parse(pattern).layers
@@ -65,8 +65,8 @@ def train_hybrid(rank: int, flags: str, options: dict[str, Any], pattern: str) -
         return HybridModel(
             config=config,
             hybrid_stack_spec=hybrid_stack(config),
-            hybrid_layer_pattern=pattern,
             position_embedding_type="learned_absolute",
+            **{argument: pattern},
             **others,
         )
 

@@ -15,11 +15,13 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.transformer.spec_utils import get_module
+from megatron.core.utils import get_attr_wrapped_model
+from torch import nn
 
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
 
-__all__ = ["StageStack", "place_stack"]
+__all__ = ["StageStack", "check_hybrid", "place_stack"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +39,17 @@ class StageStack:
     def __new__(cls, *args: Any, stack: type[Any], layers: str, first_layer: int, **others: Any) -> Any:
         others |= {"layer_type_list": list(layers), "pp_layer_offset": first_layer}
         return stack(*args, **others)
+
+
+def check_hybrid(chunk: nn.Module) -> None:
+    """Check that a chunk of a `HybridModel` has nothing that is not supported; of other models, does nothing.
+
+    Raises:
+        ConfigError: its pattern has MTP layers.
+    """
+    pattern = getattr(get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True), "hybrid_layer_pattern", None)
+    if pattern is not None:
+        HybridPattern.parse(pattern)
 
 
 def place_stack(stack: Any, pattern: str, placement: Placement, *, vp_stage: int | None) -> Any:

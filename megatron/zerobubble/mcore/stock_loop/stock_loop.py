@@ -6,7 +6,8 @@ Our own loop calls `build_chunks`. `StockLoop` does the same work at the four po
 1. a TransformerConfig is made: the layers of each stage under V, and Transformer Engine's `delay_wgrad_compute`;
 2. a model chunk is built: whether it holds the first or the last stage;
 3. DDP wraps the chunk: the B/W split, tied embeddings, and DDP's part of the contract (`mcore.model.wgrad_split`);
-4. the forward-backward function is called: `PipelineSchedule`, and under V the gradients that `finalize_model_grads` leaves out.
+4. the forward-backward function is called: `PipelineSchedule`, and under V the gradients that `finalize_model_grads` leaves out,
+   questions for the running stage (`stage_questions`), and the losses on the rank that logs them (`results`).
 
 The loop must build as many chunks per rank as the schedule has, as for megatron-core's own interleaved schedule (virtual
 pipeline size, `vp_stage`, one data iterator per chunk), and wrap each with megatron-core's DistributedDataParallel.
@@ -15,6 +16,7 @@ pipeline size, `vp_stage`, one data iterator per chunk), and wrap each with mega
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +32,12 @@ from megatron.zerobubble.mcore.build import check_config, make_store
 from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.ddp.wrap import order_wgrads_by_bucket
 from megatron.zerobubble.mcore.model.embeddings import Finalize, make_finalize, release_unused_head, tie_chunks
-from megatron.zerobubble.mcore.model.hybrid import place_stack
+from megatron.zerobubble.mcore.model.hybrid import check_hybrid, place_stack
 from megatron.zerobubble.mcore.model.layout import StageLayout
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
 from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
+from megatron.zerobubble.mcore.stock_loop.results import ResultRelay
+from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
@@ -110,6 +114,8 @@ class _Running:
     chunks: list[nn.Module]
     schedule: PipelineSchedule
     replanner: Replanner | None
+    relay: ResultRelay | None
+    """Under V: sends the results of the last stage to the last pipeline rank."""
     iterations: int = 0
 
 
@@ -124,7 +130,10 @@ class StockLoop:
         self.options = options
         self.undo: list[tuple[Any, str, Any]] = []
         """(owner, name, original value) of everything that `install` replaced, in that order."""
-        self._configs: list[Any] = []
+        self.questions = StageQuestions(self.ends)
+        """Which chunk runs, under V."""
+        self._configs: dict[int, weakref.ref[Any]] = {}
+        """By identity, those that still exist: a loop may make one per microbatch, and they cannot be hashed."""
         self._adopted: list[_Adopted] = []
         self._running: list[_Running] = []
         self._stores: dict[tuple[torch.dtype, torch.dtype], WeightGradStore] = {}
@@ -154,7 +163,8 @@ class StockLoop:
         """Let Transformer Engine leave weight gradients to W. After megatron-core's checks, which demand MoE overlap for this."""
         if config.pipeline_model_parallel_size > 1:
             config.delay_wgrad_compute = True
-            self._configs.append(config)
+            key, configs = id(config), self._configs
+            configs[key] = weakref.ref(config, lambda _: configs.pop(key, None))
 
     # -- 2. a chunk is built ----------------------------------------------------------------------------------------------
 
@@ -176,11 +186,14 @@ class StockLoop:
             arguments: those that the loop passes.
 
         Raises:
-            ConfigError: the pattern does not have one segment per stage, or has MTP layers.
+            ConfigError: there is no pattern, or it does not have one segment per stage, or it has MTP layers.
         """
         pattern = arguments.get("hybrid_layer_pattern")
         if pattern is None:
-            return {}  # HybridModel itself asks for a pattern with |
+            raise ConfigError(
+                f"schedule {self.options.schedule} places the layers of a HybridModel by its hybrid_layer_pattern: give that, not "
+                "one of the deprecated arguments"
+            )
         pattern = HybridPattern.parse(pattern).over(self.placement).text
         stack = place_stack(arguments["hybrid_stack_spec"], pattern, self.placement, vp_stage=arguments.get("vp_stage"))
         return {"hybrid_layer_pattern": pattern, "hybrid_stack_spec": stack}
@@ -204,6 +217,7 @@ class StockLoop:
             num_chunks=config.virtual_pipeline_model_parallel_size,
         )
         check_config(config, spec)
+        check_hybrid(module)
         release_unused_head(module)
         accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
         key = config.params_dtype, accumulator
@@ -244,7 +258,15 @@ class StockLoop:
 
     # -- 4. the schedule is called ----------------------------------------------------------------------------------------
 
-    def run(self, *, model: Any, num_microbatches: int, forward_only: bool = False, **given: Any) -> list[Any]:
+    def run(
+        self,
+        *,
+        model: Any,
+        num_microbatches: int,
+        forward_step_func: Callable[..., Any],
+        forward_only: bool = False,
+        **given: Any,
+    ) -> list[Any]:
         """One call of the loop's forward-backward function; arguments and result are megatron-core's. All ranks must call it."""
         chunks = model if isinstance(model, list) else [model]
         running = next((each for each in self._running if each.chunks == chunks), None) or self._start(chunks, num_microbatches)
@@ -253,9 +275,17 @@ class StockLoop:
         if replanner is not None:
             running.iterations += 1
             replanner.before(running.iterations, num_microbatches)
+        if self.options.is_v:
+            forward_step_func = self.questions.answering(forward_step_func, chunks)
         results = running.schedule.forward_backward_func(
-            model=model, num_microbatches=num_microbatches, forward_only=forward_only, **given
+            model=model,
+            num_microbatches=num_microbatches,
+            forward_step_func=forward_step_func,
+            forward_only=forward_only,
+            **given,
         )
+        if running.relay is not None:
+            results = running.relay(results)
         if replanner is not None and replanner.is_due(running.iterations):
             replanner.after(running.iterations, num_microbatches)
         return results
@@ -283,7 +313,10 @@ class StockLoop:
             config=get_model_config(chunks[0]),
             has_single_queue=self.options.has_single_queue,
         )
-        running = _Running(list(chunks), schedule, self._make_replanner(schedule, num_microbatches))
+        relay = None
+        if self.options.is_v:
+            relay = ResultRelay(parallel_state.get_pipeline_model_parallel_group(), schedule.device)
+        running = _Running(list(chunks), schedule, self._make_replanner(schedule, num_microbatches), relay)
         self._running.append(running)
         return running
 
@@ -310,13 +343,16 @@ class StockLoop:
         """Undo the split and `finalize_model_grads_func`, and destroy process groups. Every rank of the world must call it."""
         for running in self._running:
             running.schedule.close()
+            if running.relay is not None:
+                running.relay.close()
         for each in self._adopted:
             remove_split(each.module)
         for config, given, ours in self._finalizers:
             if config.finalize_model_grads_func is ours:
                 config.finalize_model_grads_func = given
-        for config in self._configs:
-            config.delay_wgrad_compute = False
+        for config in [reference() for reference in self._configs.values()]:
+            if config is not None:
+                config.delay_wgrad_compute = False
         self._configs.clear()
         self._running.clear()
         self._adopted.clear()
