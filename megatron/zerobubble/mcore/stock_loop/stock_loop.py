@@ -191,8 +191,8 @@ class StockLoop:
         pattern = arguments.get("hybrid_layer_pattern")
         if pattern is None:
             raise ConfigError(
-                f"schedule {self.options.schedule} places the layers of a HybridModel by its hybrid_layer_pattern: give that, not "
-                "one of the deprecated arguments"
+                f"schedule {self.options.schedule} places the layers of a HybridModel by its hybrid_layer_pattern: give that, "
+                "not one of the deprecated arguments"
             )
         pattern = HybridPattern.parse(pattern).over(self.placement).text
         stack = place_stack(arguments["hybrid_stack_spec"], pattern, self.placement, vp_stage=arguments.get("vp_stage"))
