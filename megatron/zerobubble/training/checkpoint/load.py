@@ -44,7 +44,10 @@ _FORMAT = "megatron-zerobubble/1"
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """How the distributed optimizer stores its state: per parameter, so that any layout can load it."""
 _SCHEDULER = "opt_param_scheduler"
-_MODEL_FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "swiglu", "normalization", "position_embedding_type")
+_MODEL_FLAGS = (
+    *("num_layers", "hybrid_layer_pattern", "hidden_size", "num_attention_heads"),
+    *("swiglu", "normalization", "position_embedding_type"),
+)
 _OWN_OPTIMIZER = "optimizer of this rank"
 """Key of the optimizer's sharded tensors, apart from the common state, whose parts may be those of another rank."""
 
@@ -215,11 +218,13 @@ def _layout(training_state: TrainingState) -> dict[str, Any]:
 
 
 def _header(training_state: TrainingState) -> dict[str, Any]:
-    model = training_state.settings.model
+    settings = training_state.settings
+    hybrid = settings.hybrid_pattern(training_state.schedule.spec.placement)
+    own = {"num_layers": settings.num_layers, "hybrid_layer_pattern": None if hybrid is None else hybrid.layers}
     return {
         "format": _FORMAT,
         "layout": _layout(training_state),
-        "model": {name: getattr(model, name) for name in _MODEL_FLAGS},
+        "model": own | {name: getattr(settings.model, name) for name in _MODEL_FLAGS if name not in own},
     }
 
 
