@@ -20,6 +20,8 @@ from packaging.requirements import Requirement
 from megatron.zerobubble.errors import CompatibilityError
 from megatron.zerobubble.mcore import compat
 
+pytestmark = pytest.mark.smoke
+
 _ROOT = Path(__file__).parents[2]
 
 

@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from megatron.zerobubble.errors import CompatibilityError
 
-SUPPORTED = SpecifierSet(">=0.16.1,<0.17")
+SUPPORTED = SpecifierSet(">=0.16.1,<0.20")
 """megatron-core releases that were tested. pyproject.toml has the same lower bound, and no upper one."""
 
 _log = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ def _losses(histories: list[Any]) -> list[Any]:
         ),
         (CHUNKS, "", {"schedule": "zb-interleaved"}),
         (f"{CHUNKS} --tie-embeddings-and-output-weights", "--zero-bubble-v-schedule", {}),
-        (f"{CHUNKS} --bf16 --calculate-per-token-loss", "", {"schedule": "v-half"}),
+        pytest.param(f"{CHUNKS} --bf16 --calculate-per-token-loss", "", {"schedule": "v-half"}, marks=pytest.mark.smoke),
     ],
     ids=["zb-h1-overlapped", "zb-h2-bf16", "zb-replanned", "interleaved", "zbv-tied", "v-half-bf16-per-token"],
 )
