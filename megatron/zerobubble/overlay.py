@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +44,25 @@ _WHY_NOT = {
 """Field -> why a stock training loop does not support it."""
 
 
-def add_zero_bubble_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `install` supports to `parser`, as an argument group. They mean the same as in pretrain_gpt.py."""
-    add_group(parser, ZeroBubbleConfig, only=_SUPPORTED)
+def add_zero_bubble_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags that `install` supports to `parser`, as an argument group. They mean the same as in pretrain_gpt.py.
+
+    If flags that choose a schedule are parsed but not installed, the first run of a schedule of megatron-core raises ConfigError.
+
+    Returns:
+        `parser`, as Megatron-LM wants it from an `extra_args_provider`.
+    """
+    add_flags(parser)
+    parse = parser.parse_known_args
+
+    @functools.wraps(parse)
+    def parse_known_args(*args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+        parsed, rest = parse(*args, **kwargs)
+        _expect_install(parsed)
+        return parsed, rest
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    return parser
 
 
 def install(
@@ -96,6 +113,34 @@ def install(
     _check_supported(config)
     if config.schedule != "stock":
         _install(config)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """`add_zero_bubble_args` for who installs what is parsed: nothing is imported, and nothing waits for `install`."""
+    add_group(parser, ZeroBubbleConfig, only=_SUPPORTED)
+
+
+def schedule_of(args: argparse.Namespace) -> str:
+    """The name of the schedule that parsed flags choose, such as `zbv`; `stock` if none. Raises ConfigError."""
+    return _from_flags(args).schedule
+
+
+def _expect_install(args: argparse.Namespace) -> None:
+    """Make megatron-core's schedules raise an error until `install` is called, if flags were given."""
+    fields = [field for field in dataclasses.fields(ZeroBubbleConfig) if field.name in _SUPPORTED]
+    if all(getattr(args, field.name, field.default) == field.default for field in fields):
+        return
+    from megatron.zerobubble.mcore.stock_loop.patches import expect_install
+
+    def check() -> None:
+        schedule = schedule_of(args)
+        if schedule != "stock":
+            raise ConfigError(
+                f"the flags choose schedule {schedule}, but it was not installed: call megatron.zerobubble.install with the "
+                "parsed flags before the model is built, or start the script with python -m megatron.zerobubble.run"
+            )
+
+    expect_install(check)
 
 
 @dataclass(frozen=True)

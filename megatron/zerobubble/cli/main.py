@@ -1,6 +1,6 @@
-"""The command `zerobubble plan|pareto|show|compare|export|import|playground|train`.
+"""The command `zerobubble plan|pareto|show|compare|export|import|playground|train|run`.
 
-Only `train` imports torch. `playground` and `train` have their own parsers; the other commands share this one.
+Only `train` and `run` import torch. These two and `playground` have their own parsers; the other commands share this one.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     plan.add_commands(commands)
     commands.add_parser("playground", help="plan schedules in the browser, on this machine only", add_help=False)
     commands.add_parser("train", help="train a GPT: pretrain_gpt.py for an installation without a checkout", add_help=False)
+    commands.add_parser("run", help="run a training script of others, such as Megatron-LM's, unedited", add_help=False)
     return parser
 
 
@@ -75,7 +76,13 @@ def _train(argv: list[str]) -> int:
     return run(argv)
 
 
-_WITH_OWN_PARSER: dict[str, Callable[[list[str]], int]] = {"playground": _playground, "train": _train}
+def _run(argv: list[str]) -> int:
+    from megatron.zerobubble.cli.run import main as run
+
+    return run(argv)
+
+
+_WITH_OWN_PARSER: dict[str, Callable[[list[str]], int]] = {"playground": _playground, "train": _train, "run": _run}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from packaging.version import InvalidVersion, Version
 from megatron.zerobubble.errors import CompatibilityError
 
 SUPPORTED = SpecifierSet(">=0.16.1,<0.20")
-"""megatron-core releases that were tested. pyproject.toml has the same lower bound, and no upper one."""
+"""megatron-core releases that were tested. pyproject.toml has the same range."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +54,32 @@ def gradients_for_norm(optimizer: Any) -> list[Any]:
     """The gradients that count for the norm by which one `MegatronOptimizer` is clipped. The method was renamed with 0.19."""
     named = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
     return list(named())
+
+
+def router_loss_sums() -> dict[str, Any]:
+    """megatron-core's sums of the auxiliary losses of routers since they were last reset, for the log.
+
+    Returns:
+        Name of the loss -> tensor of shape [layers], float32: that of megatron-core, so writing into it changes the sum.
+    """
+    return {name: _values(entry) for name, entry in router_loss_entries().items()}
+
+
+def router_loss_entries() -> dict[str, Any]:
+    """What megatron-core keeps per auxiliary loss of routers: a dict up to 0.17, from 0.18 on a dataclass."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        entries: dict[str, Any] = get_moe_layer_wise_logging_tracker()
+        return entries
+    metrics: dict[str, Any] = get_moe_metrics_tracker().metrics
+    return metrics
+
+
+def _values(entry: Any) -> Any:
+    return entry["values"] if isinstance(entry, dict) else entry.values
 
 
 def check_megatron_core() -> None:
@@ -141,7 +167,7 @@ def _stock_loop_differences() -> Iterable[str]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.pipeline_parallel import schedules, utils
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
 
@@ -160,16 +186,19 @@ def _stock_loop_differences() -> Iterable[str]:
     yield from _missing(vars(TransformerConfig).get("__post_init__"), "TransformerConfig.__post_init__")
     yield from _missing(GPTModel.__init__, "GPTModel.__init__", ("config", "pre_process", "post_process", "vp_stage"))
     yield from _missing(vars(Float16Module).get("forward"), "Float16Module.forward", ("fp32_output",))
+    for name in ("is_pipeline_first_stage", "is_pipeline_last_stage"):
+        yield from _missing(getattr(parallel_state, name, None), f"parallel_state.{name}", ("ignore_virtual", "vp_stage"))
+    yield from _missing(getattr(parallel_state, "default_embedding_ranks", None), "parallel_state.default_embedding_ranks")
     yield from _missing(
-        getattr(parallel_state, "is_pipeline_last_stage", None),
-        "parallel_state.is_pipeline_last_stage",
-        ("ignore_virtual", "vp_stage"),
+        parallel_state.initialize_model_parallel,
+        "parallel_state.initialize_model_parallel",
+        ("get_embedding_ranks", "get_position_embedding_ranks"),
     )
-    for name in ("default_embedding_ranks", "get_pipeline_model_parallel_last_rank", "get_pipeline_model_parallel_first_rank"):
-        yield from _missing(getattr(parallel_state, name, None), f"parallel_state.{name}")
     yield from _not_looked_up(
         parallel_state.initialize_model_parallel, "parallel_state.initialize_model_parallel", ("default_embedding_ranks",)
     )
+    for name in ("is_pp_first_stage", "is_pp_last_stage"):
+        yield from _not_looked_up(getattr(utils, name, None), f"pipeline_parallel.utils.{name}", ("get_pg_rank",))
 
 
 def _not_looked_up(function: Callable[..., Any] | None, name: str, globals_: Iterable[str]) -> Iterable[str]:

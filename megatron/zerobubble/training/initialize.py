@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron.zerobubble.mcore.cpu.device import HostDevice
     from megatron.zerobubble.training.resilience.failure import Store
 
-__all__ = ["Job", "Launch", "choose_device", "join_job", "read_launch", "set_up_logging", "set_up_model_parallel"]
+__all__ = ["Job", "Launch", "choose_device", "job_store", "join_job", "read_launch", "set_up_logging", "set_up_model_parallel"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,21 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         has_threads_set="OMP_NUM_THREADS" in environment,
         has_single_queue=environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1",
     )
+
+
+def job_store(launch: Launch) -> Store:
+    """The store that ranks share without a process group: torchrun's own. Without torchrun, one for this rank alone."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+    from torch.distributed.rendezvous import rendezvous
+
+    store: Any
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size))
+    else:  # the first rank would open the port on which the script's process group wants to listen
+        store = dist.HashStore()  # type: ignore[attr-defined]
+    shared: Any = c10d.PrefixStore("job", store)
+    return shared
 
 
 def set_up_logging(launch: Launch) -> None:

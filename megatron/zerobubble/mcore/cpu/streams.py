@@ -19,8 +19,24 @@ __all__ = ["InertStream", "cuda_without_streams", "split_sizes_on_host"]
 class InertStream:
     """A stream, and an event, on a device without concurrency: everything before is done already."""
 
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
     def wait_stream(self, stream: object) -> None:
         """Do nothing: the other stream is idle."""
+
+    def wait_event(self, event: object) -> None:
+        """Do nothing: the event is complete."""
+
+    def wait(self, stream: object = None) -> None:
+        """Do nothing: the event is complete."""
+
+    def record(self, stream: object = None) -> None:
+        """Do nothing: everything before is done."""
+
+    def query(self) -> bool:
+        """Whether it is complete: always."""
+        return True
 
     def record_event(self, event: object = None) -> InertStream:
         """An event that is complete."""
@@ -44,6 +60,8 @@ class _CudaWithoutStreams(types.ModuleType):
     @staticmethod
     def current_stream(device: object = None) -> InertStream:
         return InertStream()
+
+    default_stream = current_stream
 
     @staticmethod
     def stream(stream: object) -> contextlib.AbstractContextManager[None]:

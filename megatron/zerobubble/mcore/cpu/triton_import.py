@@ -1,8 +1,9 @@
 """Import megatron-core where `triton` is not installed: a build of torch for the CPU comes without it.
 
-From 0.18 on megatron-core imports `triton` unconditionally in one file, the paged stash of experts, which its schedules import.
-It only decorates the kernels of that file, which run on a GPU. So this one module is given a `triton` that decorates functions
-and runs none. No other module sees it: there `import triton` still fails, and megatron-core's guards fall back as they should.
+From 0.18 on megatron-core imports `triton` unconditionally in one file, the paged stash of experts, which its schedules import;
+0.16 does so in its batch-invariant kernels, which Megatron-LM's training scripts import. It only decorates the kernels of these
+files, which run on a GPU. So if one of them fails for want of `triton`, it is given one that decorates functions and runs none.
+No other module sees it: there `import triton` still fails, and megatron-core's guards fall back as they should.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from typing import Any
 
 __all__ = ["allow_missing_triton"]
 
-_MODULES = ("megatron.core.transformer.moe.paged_stash", "megatron.core.transformer.moe.ops.paged_stash")
-"""In 0.18, and from 0.19 on."""
+_MODULES = (
+    "megatron.core.transformer.moe.paged_stash",  # 0.18
+    "megatron.core.transformer.moe.ops.paged_stash",  # from 0.19 on
+    "megatron.core.transformer.custom_layers.batch_invariant_kernels",  # up to 0.18; later ones do without triton themselves
+)
 
 
 def allow_missing_triton() -> None:
@@ -47,8 +51,13 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         """As `importlib.abc.Loader.exec_module`."""
-        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
-        super().exec_module(module)
+        try:
+            super().exec_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
+            super().exec_module(module)
 
 
 def _import(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -66,9 +75,9 @@ class _StandIn(types.ModuleType):
         return _StandIn(f"{self.__name__}.{name}")
 
     @staticmethod
-    def jit(function: Any) -> Any:
-        """A kernel that cannot be launched."""
-        return _Kernel(function.__name__)
+    def jit(function: Any = None, **options: object) -> Any:
+        """A kernel that cannot be launched, or with `options` a decorator that makes one."""
+        return _StandIn.jit if function is None else _Kernel(function.__name__)
 
 
 class _Kernel:

@@ -9,14 +9,17 @@ These names are replaced, because megatron-core has no extension point there, an
 `TransformerConfig.__post_init__`                      layer layout of V; deferred wgrad of Transformer Engine
 under V: `GPTModel.__init__`                           which chunk has the embedding and which the output layer
 under V: `Float16Module.forward`                       which chunk's output is in fp32
-under V: `parallel_state.default_embedding_ranks`      embedding and output layer are both on rank 0
-under V: `parallel_state.is_pipeline_last_stage`,      the last stage is on rank 0, too
-`get_pipeline_model_parallel_last_rank`
+under V: `parallel_state.default_embedding_ranks`      embedding and output layer are both on rank 0,
+under V: `parallel_state.initialize_model_parallel`    also if the loop passes functions of its own
+under V: `parallel_state.is_pipeline_first_stage`,     the ends of the running chunk (`stage_questions`)
+`is_pipeline_last_stage`, `utils.get_pg_rank`
 ====================================================  =============================================================
 
 megatron-core looks up each of them at every call, in a module or a class. So a loop may import `get_forward_backward_func`,
 `GPTModel` or `DistributedDataParallel` before `install`. The installed `StockLoop` is an attribute of the replacements; this
 module has no state.
+
+From flags that were parsed until `install` is called, the schedules are replaced by an error (`expect_install`).
 """
 
 from __future__ import annotations
@@ -41,11 +44,12 @@ from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop, StockLoopOptions
 from megatron.zerobubble.plan.ir import Placement
 
-__all__ = ["install_options", "uninstall"]
+__all__ = ["expect_install", "install_options", "stop_expecting", "uninstall"]
 
 _log = logging.getLogger(__name__)
 
 _SCHEDULES = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
+_ALL_SCHEDULES = (*_SCHEDULES, "forward_backward_no_pipelining")
 
 
 class _PatchedSchedule:
@@ -57,6 +61,35 @@ class _PatchedSchedule:
 
     def __call__(self, **given: Any) -> list[Any]:
         return self.loop.run(**given)
+
+
+class _AwaitingInstall:
+    """Replaces a schedule of megatron-core from the parsing of flags until `install`: whoever runs it has not installed them."""
+
+    def __init__(self, check: Callable[[], None], original: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self.original = original
+        self._check = check
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return self.original(*args, **kwargs)
+
+
+def expect_install(check: Callable[[], None]) -> None:
+    """Call `check`, which raises an error, before each run of a schedule of megatron-core until `install` or `uninstall`."""
+    if _installed() is None:
+        stop_expecting()
+        for name in _ALL_SCHEDULES:
+            setattr(schedules, name, _AwaitingInstall(check, getattr(schedules, name)))
+
+
+def stop_expecting() -> None:
+    """Undo `expect_install`."""
+    for name in _ALL_SCHEDULES:
+        schedule = getattr(schedules, name)
+        if isinstance(schedule, _AwaitingInstall):
+            setattr(schedules, name, schedule.original)
 
 
 def install_options(options: StockLoopOptions) -> None:
@@ -72,6 +105,7 @@ def install_options(options: StockLoopOptions) -> None:
         CompatibilityError: the installed megatron-core is not supported.
         ConfigError: other options are installed already, or the call is too late.
     """
+    stop_expecting()
     installed = _installed()
     if installed is not None:
         if installed.options == options:
@@ -99,6 +133,7 @@ def uninstall() -> None:
     The B/W split of models that were built in between is removed: wrap their modules in a new DistributedDataParallel to train
     them further with megatron-core's schedules. Under V their stages stay on their ranks, and only a V schedule can run them.
     """
+    stop_expecting()
     loop = _installed()
     if loop is None:
         return
@@ -127,12 +162,8 @@ def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
         (GPTModel, "__init__", _building(loop, GPTModel.__init__)),
         (Float16Module, "forward", StageFloat16Module.forward),
         (parallel_state, "default_embedding_ranks", _embedding_ranks),
-        (parallel_state, "is_pipeline_last_stage", _is_last_stage(loop, parallel_state.is_pipeline_last_stage)),
-        (
-            parallel_state,
-            "get_pipeline_model_parallel_last_rank",
-            _last_rank(parallel_state.get_pipeline_model_parallel_last_rank),
-        ),
+        (parallel_state, "initialize_model_parallel", _grouping(parallel_state.initialize_model_parallel)),
+        *loop.questions.replacements(),
     ]
 
 
@@ -174,30 +205,20 @@ def _building(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
     return construct
 
 
-def _embedding_ranks(pp_ranks: list[int]) -> list[int]:
+def _embedding_ranks(pp_ranks: list[int], split_rank: int | None = None) -> list[int]:
     """The ranks of a pipeline with V placement that have the embedding or the output layer."""
     ranks: list[int] = embedding_ranks(Placement.v(len(pp_ranks)))["get_embedding_ranks"](pp_ranks)
     return ranks
 
 
-def _is_last_stage(loop: StockLoop, original: Callable[..., bool]) -> Callable[..., bool]:
-    """`is_pipeline_last_stage` under V: whether this rank, or its chunk `vp_stage`, has the last stage, with the loss."""
+def _grouping(original: Callable[..., None]) -> Callable[..., None]:
+    """`initialize_model_parallel`, with the embedding groups of the V placement, whatever the loop passes."""
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-        placement = loop.placement
-        if ignore_virtual or parallel_state.get_virtual_pipeline_model_parallel_world_size() is None:
-            return bool(parallel_state.get_pipeline_model_parallel_rank() == placement.stage_to_rank[-1])
-        return loop.ends(vp_stage)[1]
+    def initialize(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments.update(get_embedding_ranks=_embedding_ranks, get_position_embedding_ranks=_embedding_ranks)
+        original(*bound.args, **bound.kwargs)
 
-    return is_pipeline_last_stage
-
-
-def _last_rank(original: Callable[[], int]) -> Callable[[], int]:
-    """`get_pipeline_model_parallel_last_rank` under V: the global rank of the last stage, which is the pipeline's first rank."""
-
-    @functools.wraps(original)
-    def get_pipeline_model_parallel_last_rank() -> int:
-        return int(parallel_state.get_pipeline_model_parallel_first_rank())
-
-    return get_pipeline_model_parallel_last_rank
+    return initialize

@@ -6,7 +6,8 @@ Our own loop calls `build_chunks`. `StockLoop` does the same work at the four po
 1. a TransformerConfig is made: the layers of each stage under V, and Transformer Engine's `delay_wgrad_compute`;
 2. a model chunk is built: whether it holds the first or the last stage;
 3. DDP wraps the chunk: the B/W split, tied embeddings, and DDP's part of the contract (`mcore.model.wgrad_split`);
-4. the forward-backward function is called: `PipelineSchedule`, and under V the gradients that `finalize_model_grads` leaves out.
+4. the forward-backward function is called: `PipelineSchedule`, and under V the gradients that `finalize_model_grads` leaves out,
+   questions for the running stage (`stage_questions`), and the losses on the rank that logs them (`results`).
 
 The loop must build as many chunks per rank as the schedule has, as for megatron-core's own interleaved schedule (virtual
 pipeline size, `vp_stage`, one data iterator per chunk), and wrap each with megatron-core's DistributedDataParallel.
@@ -15,6 +16,7 @@ pipeline size, `vp_stage`, one data iterator per chunk), and wrap each with mega
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +34,8 @@ from megatron.zerobubble.mcore.model.embeddings import Finalize, make_finalize, 
 from megatron.zerobubble.mcore.model.layout import StageLayout
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
 from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
+from megatron.zerobubble.mcore.stock_loop.results import ResultRelay
+from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
@@ -107,6 +111,8 @@ class _Running:
     chunks: list[nn.Module]
     schedule: PipelineSchedule
     replanner: Replanner | None
+    relay: ResultRelay | None
+    """Under V: sends the results of the last stage to the last pipeline rank."""
     iterations: int = 0
 
 
@@ -121,7 +127,10 @@ class StockLoop:
         self.options = options
         self.undo: list[tuple[Any, str, Any]] = []
         """(owner, name, original value) of everything that `install` replaced, in that order."""
-        self._configs: list[Any] = []
+        self.questions = StageQuestions(self.ends)
+        """Which chunk runs, under V."""
+        self._configs: dict[int, weakref.ref[Any]] = {}
+        """By identity, those that still exist: a loop may make one per microbatch, and they cannot be hashed."""
         self._adopted: list[_Adopted] = []
         self._running: list[_Running] = []
         self._stores: dict[tuple[torch.dtype, torch.dtype], WeightGradStore] = {}
@@ -151,7 +160,8 @@ class StockLoop:
         """Let Transformer Engine leave weight gradients to W. After megatron-core's checks, which demand MoE overlap for this."""
         if config.pipeline_model_parallel_size > 1:
             config.delay_wgrad_compute = True
-            self._configs.append(config)
+            key, configs = id(config), self._configs
+            configs[key] = weakref.ref(config, lambda _: configs.pop(key, None))
 
     # -- 2. a chunk is built ----------------------------------------------------------------------------------------------
 
@@ -225,7 +235,15 @@ class StockLoop:
 
     # -- 4. the schedule is called ----------------------------------------------------------------------------------------
 
-    def run(self, *, model: Any, num_microbatches: int, forward_only: bool = False, **given: Any) -> list[Any]:
+    def run(
+        self,
+        *,
+        model: Any,
+        num_microbatches: int,
+        forward_step_func: Callable[..., Any],
+        forward_only: bool = False,
+        **given: Any,
+    ) -> list[Any]:
         """One call of the loop's forward-backward function; arguments and result are megatron-core's. All ranks must call it."""
         chunks = model if isinstance(model, list) else [model]
         running = next((each for each in self._running if each.chunks == chunks), None) or self._start(chunks, num_microbatches)
@@ -234,9 +252,17 @@ class StockLoop:
         if replanner is not None:
             running.iterations += 1
             replanner.before(running.iterations, num_microbatches)
+        if self.options.is_v:
+            forward_step_func = self.questions.answering(forward_step_func, chunks)
         results = running.schedule.forward_backward_func(
-            model=model, num_microbatches=num_microbatches, forward_only=forward_only, **given
+            model=model,
+            num_microbatches=num_microbatches,
+            forward_step_func=forward_step_func,
+            forward_only=forward_only,
+            **given,
         )
+        if running.relay is not None:
+            results = running.relay(results)
         if replanner is not None and replanner.is_due(running.iterations):
             replanner.after(running.iterations, num_microbatches)
         return results
@@ -264,7 +290,10 @@ class StockLoop:
             config=get_model_config(chunks[0]),
             has_single_queue=self.options.has_single_queue,
         )
-        running = _Running(list(chunks), schedule, self._make_replanner(schedule, num_microbatches))
+        relay = None
+        if self.options.is_v:
+            relay = ResultRelay(parallel_state.get_pipeline_model_parallel_group(), schedule.device)
+        running = _Running(list(chunks), schedule, self._make_replanner(schedule, num_microbatches), relay)
         self._running.append(running)
         return running
 
@@ -291,13 +320,16 @@ class StockLoop:
         """Undo the split and `finalize_model_grads_func`, and destroy process groups. Every rank of the world must call it."""
         for running in self._running:
             running.schedule.close()
+            if running.relay is not None:
+                running.relay.close()
         for each in self._adopted:
             remove_split(each.module)
         for config, given, ours in self._finalizers:
             if config.finalize_model_grads_func is ours:
                 config.finalize_model_grads_func = given
-        for config in self._configs:
-            config.delay_wgrad_compute = False
+        for config in [reference() for reference in self._configs.values()]:
+            if config is not None:
+                config.delay_wgrad_compute = False
         self._configs.clear()
         self._running.clear()
         self._adopted.clear()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
+from megatron.zerobubble.mcore.compat import router_loss_sums
 from megatron.zerobubble.training.config.settings import Settings
 
 __all__ = ["AuxLosses"]
@@ -63,9 +63,9 @@ class AuxLosses:
         if not self._routers and not self._num_mtp_layers:
             return {}
         device = torch.cuda.current_device()
-        routers, mtp_losses = get_moe_layer_wise_logging_tracker(), MTPLossLoggingHelper.tracker.get("values")
+        routers, mtp_losses = router_loss_sums(), MTPLossLoggingHelper.tracker.get("values")
         zero = torch.zeros((), device=device)
-        sums: list[Tensor] = [routers[name]["values"].sum() if name in routers else zero for name in self._routers]
+        sums: list[Tensor] = [routers[name].sum() if name in routers else zero for name in self._routers]
         sums += [zero if mtp_losses is None else mtp_losses[layer] for layer in range(self._num_mtp_layers)]
         total = torch.stack(sums).to(torch.float64)
         dist.all_reduce(total)
@@ -76,6 +76,7 @@ class AuxLosses:
         return dict(zip(names, means, strict=True))
 
     def _clear(self) -> None:
-        clear_aux_losses_tracker()
+        for values in router_loss_sums().values():
+            values.zero_()
         if "values" in MTPLossLoggingHelper.tracker:
             MTPLossLoggingHelper.tracker["values"].zero_()

@@ -1,0 +1,144 @@
+"""`zerobubble run`: a training script for megatron-core, such as Megatron-LM's own pretrain_gpt.py, with a zero-bubble schedule.
+
+::
+
+    torchrun --nproc-per-node 4 -m megatron.zerobubble.run --enable-zero-bubble pretrain_gpt.py ITS FLAGS
+
+The schedule is installed, then the script runs as `python pretrain_gpt.py` would run it: as `__main__`, with its folder first on
+the path, so that a checkout's own `megatron.core` is imported. Not a line of it is edited.
+
+The zero-bubble flags may stand before the script or among its own. They are taken off the command line before the script sees it:
+that works for any script, whatever parses its flags. A script that adds the flags itself, and calls `install` with what it
+parsed, finds none of them there, and the schedule is installed already.
+
+Under torchrun this process is one rank. With `--nproc-per-node N` as its first argument it starts N ranks on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import runpy
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.zerobubble.cli.ranks import FLAG, start_ranks, take_count
+from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.overlay import add_flags, install, schedule_of
+from megatron.zerobubble.training.arguments import exit_with_error
+from megatron.zerobubble.training.initialize import Launch, job_store, read_launch
+
+__all__ = ["main"]
+
+_PROG = "zerobubble run"
+_MODULE = "megatron.zerobubble.run"
+_OURS = ("--zero-bubble-", "--enable-zero-bubble", "--enable-optimizer-post-validation")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError, so that one rank reports it."""
+        if "SCRIPT" in message:
+            message = "give a training script and its flags"
+        raise ConfigError(f"{message} (see --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a script, or start the ranks that run it.
+
+    Args:
+        argv: `--nproc-per-node N` (optional, first), zero-bubble flags, the script and its flags; None takes the process's.
+
+    Returns:
+        The exit code of one rank. Starting several ranks replaces this process and does not return.
+    """
+    launch = None
+    try:
+        launch = read_launch()
+        count, words = take_count(sys.argv[1:] if argv is None else argv)
+        args = _parse(words)
+        if count is None:
+            return _run(args, launch)
+    except UserError as error:
+        exit_with_error(error, rank=0 if launch is None else launch.rank, prog=_PROG)
+    return start_ranks(count, _MODULE, words)
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """The zero-bubble flags wherever they stand, `cpu`, `script`, and its own `arguments`. Raises ConfigError."""
+    parser = _Parser(
+        prog=_PROG,
+        usage=f"{_PROG} [{FLAG} N] [--cpu] [zero-bubble flags] SCRIPT [the script's flags]",
+        description="Run a training script that is written for megatron-core, such as Megatron-LM's pretrain_gpt.py, with a "
+        "zero-bubble schedule, without a change in it. Start it with torchrun -m megatron.zerobubble.run, or with "
+        f"{FLAG} as the first argument.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--cpu", action="store_true", help="run the script on the CPU instead of GPUs, with gloo; to try it out")
+    parser.add_argument("script", metavar="SCRIPT", help="the training script")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="its flags; zero-bubble flags may be among them"
+    )
+    add_flags(parser)
+    args = parser.parse_args(words)
+    among_its_own = _Parser(prog=_PROG, add_help=False, allow_abbrev=False)
+    add_flags(among_its_own)  # a value that `args` has already is not replaced by the default
+    _, args.arguments = among_its_own.parse_known_args(args.arguments, args)
+    for word in args.arguments:
+        if word.startswith(_OURS):
+            raise ConfigError(f"{word.partition('=')[0]} is not a zero-bubble flag for a script of others (see --help)")
+    if not Path(args.script).is_file():
+        raise ConfigError(f"the script {args.script} is not a file")
+    if schedule_of(args) == "stock" and args.zero_bubble_schedule is None:
+        raise ConfigError(
+            "no schedule is chosen: give --enable-zero-bubble, --zero-bubble-v-schedule or --zero-bubble-schedule NAME before "
+            "the script; stock is megatron-core's own"
+        )
+    return args
+
+
+def _run(args: argparse.Namespace, launch: Launch) -> int:
+    script = Path(args.script)
+    sys.path[0] = str(script.resolve().parent)  # before anything imports megatron.core
+    sys.argv = [args.script, *args.arguments]
+    with _device(launch, on_cpu=args.cpu):
+        install(args)
+        from megatron.zerobubble.training.resilience.failure import JobGuard
+
+        with JobGuard(job_store(launch), launch.rank):
+            runpy.run_path(args.script, run_name="__main__")
+    return 0
+
+
+@contextlib.contextmanager
+def _device(launch: Launch, *, on_cpu: bool) -> Iterator[None]:
+    """The device of the script. On the CPU all of it, passes included, runs inside the host-device layer.
+
+    Raises:
+        ConfigError: there is no GPU, and the CPU was not asked for.
+    """
+    import torch
+
+    if not on_cpu:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"torch {torch.__version__} sees no GPU, and megatron-core needs one per rank; to try the script on the CPU, add "
+                "--cpu before it, and whatever flags it has for gloo"
+            )
+        yield
+        return
+    from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
+    from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
+    from megatron.zerobubble.mcore.cpu.scripts import without_gpus
+
+    keep_freed_memory()
+    warnings.filterwarnings("ignore", module=r"megatron\.(core|training)\.")  # missing or deprecated features, on every rank
+    with quiet_third_parties(), HostDevice() as host, without_gpus(launch.ranks_on_host), host.on_host():
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""A whole training script for GPUs, such as Megatron-LM's pretrain_gpt.py, on a machine without CUDA.
+
+The host-device layer (`device`) answers what `megatron.core` asks while it trains. A script asks more: whether there is a GPU,
+how many, of which generation, and how much of its memory is in use. While `without_gpus` is active:
+
+===================================================  ================================================================
+`torch.cuda.is_available`                             True: scripts end otherwise
+`torch.cuda.device_count`                             one per rank of this machine
+`torch.cuda.get_device_name`, `..._capability`,       "CPU", and the oldest generation that megatron-core trains on:
+`get_device_properties`                               nothing newer is chosen because of it
+`torch.cuda.memory_stats` and its relatives           0 bytes
+`torch.cuda.Stream`, `Event`, `current_stream` ...    streams that do nothing
+`torch.distributed.init_process_group`                without the device to bind to
+`megatron.legacy.fused_kernels.load`                  nothing is compiled; up to 0.16 scripts ask for it
+===================================================  ================================================================
+
+What stays missing without CUDA: kernels of Transformer Engine, Apex and Triton, fused kernels, CUDA graphs, FP8, profilers.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import importlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.zerobubble.mcore.cpu.streams import cuda_without_streams
+
+__all__ = ["without_gpus"]
+
+_GENERATION = (8, 0)
+"""Compute capability of the GPU that a script believes in."""
+
+
+@contextlib.contextmanager
+def without_gpus(ranks_on_host: int = 1) -> Iterator[None]:
+    """A context in which a script finds what it expects of `torch.cuda`. Enter it inside the host-device layer.
+
+    Args:
+        ranks_on_host: number of ranks on this machine.
+    """
+    replacements = _replacements(ranks_on_host)
+    undo = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    for owner, name, replacement in replacements:
+        setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        for owner, name, original in reversed(undo):
+            setattr(owner, name, original)
+
+
+def _replacements(ranks_on_host: int) -> list[tuple[Any, str, Any]]:
+    inert = cuda_without_streams()
+    answers = {
+        "is_available": True,
+        "device_count": ranks_on_host,
+        "get_device_name": "CPU",
+        "get_device_capability": _GENERATION,
+        "get_device_properties": types.SimpleNamespace(
+            name="CPU", major=_GENERATION[0], minor=_GENERATION[1], total_memory=0, multi_processor_count=1
+        ),
+        "mem_get_info": (0, 0),
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
+        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "set_stream", "ipc_collect"), None),
+    }
+    return [
+        *((torch.cuda, name, functools.partial(_answer, answer)) for name, answer in answers.items()),
+        (torch.cuda, "memory_stats", _no_memory),
+        *((torch.cuda, name, getattr(inert, name)) for name in ("Stream", "Event", "current_stream", "default_stream", "stream")),
+        (torch.distributed, "init_process_group", _unbound(torch.distributed.init_process_group)),
+        *((module, "load", functools.partial(_answer, None)) for module in _legacy_kernels()),
+    ]
+
+
+def _legacy_kernels() -> list[Any]:
+    try:
+        return [importlib.import_module("megatron.legacy.fused_kernels")]
+    except ModuleNotFoundError:
+        return []
+
+
+def _answer(answer: Any, *_args: object, **_kwargs: object) -> Any:
+    return answer
+
+
+def _no_memory(device: object = None) -> dict[str, int]:
+    return collections.defaultdict(int)
+
+
+def _unbound(original: Any) -> Any:
+    @functools.wraps(original)
+    def init_process_group(*args: Any, device_id: object = None, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    return init_process_group
