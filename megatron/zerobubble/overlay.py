@@ -8,8 +8,8 @@
     megatron.zerobubble.install(parser.parse_args())            # megatron.zerobubble.install(schedule="zb-h1")
     ...                                                         # the loop, unchanged
 
-Flags that such a loop cannot support raise a ConfigError. It zeroes gradients and advances the learning rate between a step and
-its validation, so there is no post-validation; its optimizer is not accessible, so there are no memory limits in bytes.
+Flags that such a loop cannot support raise a ConfigError. Its optimizer is not accessible while the model is built, so there are
+no memory limits in bytes.
 """
 
 from __future__ import annotations
@@ -33,15 +33,10 @@ _SUPPORTED = (
     *("enable_zero_bubble", "zero_bubble_max_pending_backward", "zero_bubble_v_schedule", "zero_bubble_schedule"),
     *("zero_bubble_v_schedule_mem_setup", "zero_bubble_memory_limit", "zero_bubble_load_plan"),
     *("zero_bubble_pipeline_timers_start_iter", "zero_bubble_pipeline_timers_end_iter", "zero_bubble_replan_interval"),
-    "zero_bubble_planning_seconds",
+    *("zero_bubble_planning_seconds", "enable_optimizer_post_validation"),
+    *("post_validation_patience", "post_validation_rollback", "post_validation_snapshot"),
 )
 """Fields of `ZeroBubbleConfig` that a stock training loop supports."""
-
-_WHY_NOT = {
-    "enable_optimizer_post_validation": "it zeroes gradients and advances the learning rate before the step is validated, which "
-    "could then not be redone",
-}
-"""Field -> why a stock training loop does not support it."""
 
 
 def add_zero_bubble_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -88,7 +83,9 @@ def install(
             multiples of the pipeline size.
         memory_limit: maximum activation memory per rank, in units of 1F1B's on the first rank.
         plan: path of a plan file to run.
-        optimizer_post_validation: not supported in a stock loop; True raises ConfigError.
+        optimizer_post_validation: step before the global gradient norm is known, and redo a wrong step. `step()` returns the norm
+            on the last pipeline rank, and None on others. A loop that reduces it over the pipeline in every iteration gains
+            nothing. After the last iteration call `uninstall`, evaluate or save, which validate the last step.
 
     Raises:
         CompatibilityError: the installed megatron-core is not supported; the message lists the differences.
@@ -166,8 +163,12 @@ def _from_flags(args: argparse.Namespace) -> ZeroBubbleConfig:
 def _check_supported(config: ZeroBubbleConfig) -> None:
     for field in dataclasses.fields(config):
         if field.name not in _SUPPORTED and getattr(config, field.name) != field.default:
-            why = _WHY_NOT.get(field.name, "it is part of this package's own loop")
-            raise ConfigError(f"{flag_of(field)} is not supported in a stock training loop: {why}. Use pretrain_gpt.py for it")
+            raise ConfigError(
+                f"{flag_of(field)} is not supported in a stock training loop: it is part of this package's own loop. Use "
+                "pretrain_gpt.py for it"
+            )
+    if config.schedule == "stock" and config.enable_optimizer_post_validation:
+        raise ConfigError("--enable-optimizer-post-validation needs a schedule of this package: choose one, or leave it out")
     if config.schedule == AUTO:
         raise ConfigError(
             f"schedule {AUTO} builds the model once to profile it, which a stock training loop cannot do: choose a schedule by "
@@ -182,6 +183,7 @@ def _check_supported(config: ZeroBubbleConfig) -> None:
 
 def _install(config: ZeroBubbleConfig) -> None:
     from megatron.zerobubble.mcore.replanner import Window
+    from megatron.zerobubble.mcore.stock_loop.optimistic_steps import PostValidationOptions
     from megatron.zerobubble.mcore.stock_loop.patches import install_options
     from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoopOptions
 
@@ -193,5 +195,12 @@ def _install(config: ZeroBubbleConfig) -> None:
             timed=None if timed is None else Window(start=timed[0], end=timed[1], interval=config.zero_bubble_replan_interval),
             planning_seconds=config.zero_bubble_planning_seconds,
             has_single_queue=read_launch().has_single_queue,
+            post_validation=PostValidationOptions(
+                patience=config.post_validation_patience,
+                rollback=config.post_validation_rollback,
+                snapshot_on_host=config.post_validation_snapshot == "host",
+            )
+            if config.enable_optimizer_post_validation
+            else None,
         )
     )

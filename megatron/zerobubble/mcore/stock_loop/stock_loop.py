@@ -34,6 +34,7 @@ from megatron.zerobubble.mcore.model.embeddings import Finalize, make_finalize, 
 from megatron.zerobubble.mcore.model.layout import StageLayout
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
 from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
+from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticSteps, PostValidationOptions, StepOutcome
 from megatron.zerobubble.mcore.stock_loop.results import ResultRelay
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
@@ -61,6 +62,8 @@ class StockLoopOptions:
     """About how long one rank then searches for a better order."""
     has_single_queue: bool = False
     """Whether all kernels of a GPU share one hardware queue; see `PipelineSchedule`."""
+    post_validation: PostValidationOptions | None = None
+    """How optimizer steps are taken optimistically; None: by megatron-core's own `step`."""
 
     @property
     def is_v(self) -> bool:
@@ -113,6 +116,8 @@ class _Running:
     replanner: Replanner | None
     relay: ResultRelay | None
     """Under V: sends the results of the last stage to the last pipeline rank."""
+    steps: OptimisticSteps | None
+    """With post-validation: the model's optimizer steps."""
     iterations: int = 0
 
 
@@ -248,6 +253,8 @@ class StockLoop:
         chunks = model if isinstance(model, list) else [model]
         running = next((each for each in self._running if each.chunks == chunks), None) or self._start(chunks, num_microbatches)
         self._place_finalize(get_model_config(chunks[0]), running.schedule.spec.placement)
+        if forward_only and running.steps is not None:
+            running.steps.flush()
         replanner = None if forward_only else running.replanner
         if replanner is not None:
             running.iterations += 1
@@ -293,7 +300,10 @@ class StockLoop:
         relay = None
         if self.options.is_v:
             relay = ResultRelay(parallel_state.get_pipeline_model_parallel_group(), schedule.device)
-        running = _Running(list(chunks), schedule, self._make_replanner(schedule, num_microbatches), relay)
+        steps = None
+        if self.options.post_validation is not None:
+            steps = OptimisticSteps(self.options.post_validation, schedule, chunks)
+        running = _Running(list(chunks), schedule, self._make_replanner(schedule, num_microbatches), relay, steps)
         self._running.append(running)
         return running
 
@@ -301,8 +311,9 @@ class StockLoop:
         options = self.options
         if options.timed is None:
             return None
-        # A stock optimizer waits for all ranks: the iteration takes from the first op of any rank to the last op of any.
-        search = SearchOptions(objective=Objective.MAKESPAN, budget=budget_of(options.planning_seconds))
+        # A synchronous optimizer waits for all ranks: the iteration takes from the first op of any rank to the last op of any.
+        objective = Objective.MAKESPAN if options.post_validation is None else Objective.SPAN
+        search = SearchOptions(objective=objective, budget=budget_of(options.planning_seconds))
         return Replanner(schedule, options.timed, search, num_microbatches=num_microbatches)
 
     def _place_finalize(self, config: Any, placement: Placement) -> None:
@@ -314,11 +325,32 @@ class StockLoop:
         self._finalizers.append((config, given, ours))
         config.finalize_model_grads_func = ours
 
+    # -- 5. the optimizer steps, with post-validation ---------------------------------------------------------------------
+
+    def step(self, optimizer: Any, original: Callable[[Any], StepOutcome]) -> StepOutcome:
+        """One call of an optimizer's `step`. All ranks must call it. Raises ConfigError if it cannot be validated afterwards."""
+        steps = [running.steps for running in self._running if running.steps is not None]
+        if not steps:
+            return original(optimizer)
+        if len(steps) > 1:
+            raise ConfigError(f"post-validation trains one model, and schedule {self.options.schedule} runs {len(steps)}")
+        return steps[0].step(optimizer)
+
+    def zero(self, owner: Any, zero: Callable[[], None]) -> None:
+        """Zero the gradients of `owner`, a chunk or an optimizer, at once or when its last step has been validated."""
+        for running in self._running:
+            if running.steps is not None and running.steps.is_unvalidated and running.steps.owns(owner):
+                running.steps.defer(owner, zero)
+                return
+        zero()
+
     # -- the end ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Undo the split and `finalize_model_grads_func`, and destroy process groups. Every rank of the world must call it."""
         for running in self._running:
+            if running.steps is not None:
+                running.steps.close()
             running.schedule.close()
             if running.relay is not None:
                 running.relay.close()
