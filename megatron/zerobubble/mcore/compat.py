@@ -8,10 +8,12 @@ release that was never tried but lacks nothing gets a warning and runs.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -54,6 +56,22 @@ def gradients_for_norm(optimizer: Any) -> list[Any]:
     """The gradients that count for the norm by which one `MegatronOptimizer` is clipped. The method was renamed with 0.19."""
     named = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
     return list(named())
+
+
+def has_hybrid_model() -> bool:
+    """Whether megatron-core has `HybridModel`, which 0.18 added. Looks for its file and imports nothing."""
+    core = importlib.util.find_spec("megatron.core")
+    folders = [] if core is None else core.submodule_search_locations or []
+    return any((Path(folder) / "models" / "hybrid" / "hybrid_model.py").is_file() for folder in folders)
+
+
+def hybrid_model() -> Any | None:
+    """The class `HybridModel`; None if megatron-core does not have it."""
+    if not has_hybrid_model():
+        return None
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return HybridModel
 
 
 def router_loss_sums() -> dict[str, Any]:
@@ -185,6 +203,13 @@ def _stock_loop_differences() -> Iterable[str]:
     yield from _missing(DistributedDataParallel.__init__, "DistributedDataParallel.__init__", ("config", "ddp_config", "module"))
     yield from _missing(vars(TransformerConfig).get("__post_init__"), "TransformerConfig.__post_init__")
     yield from _missing(GPTModel.__init__, "GPTModel.__init__", ("config", "pre_process", "post_process", "vp_stage"))
+    hybrid = hybrid_model()
+    if hybrid is not None:
+        yield from _missing(
+            hybrid.__init__,
+            "HybridModel.__init__",
+            ("config", "hybrid_stack_spec", "hybrid_layer_pattern", "pre_process", "post_process", "vp_stage"),
+        )
     yield from _missing(vars(Float16Module).get("forward"), "Float16Module.forward", ("fp32_output",))
     for name in ("is_pipeline_first_stage", "is_pipeline_last_stage"):
         yield from _missing(getattr(parallel_state, name, None), f"parallel_state.{name}", ("ignore_virtual", "vp_stage"))

@@ -20,10 +20,12 @@ from megatron.core.transformer.module import Float16Module
 
 import megatron.zerobubble
 from megatron.zerobubble.errors import CompatibilityError, ConfigError
+from megatron.zerobubble.mcore.compat import hybrid_model
 from megatron.zerobubble.mcore.stock_loop import patches as installing
 from tests.support.gpt import _destroy_groups
+from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
 from tests.support.ranks import RankPool
-from tests.support.stock import EXAMPLE, example, train, train_mtp
+from tests.support.stock import EXAMPLE, example, train, train_hybrid, train_mtp
 from tests.training.launch import ROOT, launch
 
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
@@ -83,13 +85,54 @@ def test_the_same_losses_with_mtp_layers(four_ranks: RankPool, stock: str, optio
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
+@pytest.mark.parametrize(
+    ("stock", "pattern", "options"),
+    [
+        (f"{TWO} --overlap-grad-reduce", "*-*E-|*", {"schedule": "zb-h1"}),
+        (f"{CHUNKS} --tie-embeddings-and-output-weights", "*-*|E|*-|-", {"schedule": "zbv"}),
+        (f"{CHUNKS} --bf16", "*|-*-|*|-*", {"schedule": "v-min"}),
+    ],
+    ids=["zb-h1-uneven", "zbv-tied-uneven", "v-min-bf16-uneven"],
+)
+def test_the_same_losses_of_a_hybrid_model(four_ranks: RankPool, stock: str, pattern: str, options: dict[str, Any]) -> None:
+    """As megatron-core's own schedules: 1F1B, interleaved where the schedule is a V."""
+    flags = f"{stock} --hidden-size 32 --train-iters 4"
+    expected, actual = (_losses(four_ranks.run(train_hybrid, flags, each, pattern)) for each in ({}, options))
+    assert len(actual) == len(expected) > 0
+    assert actual == expected
+
+
+@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
+def test_a_hybrid_pattern_that_does_not_fit_is_named_in_the_error(four_ranks: RankPool) -> None:
+    for messages in four_ranks.run(_hybrid_refusals):
+        assert "'*-*|-' has 2 segments, and 2 pipeline ranks with 2 stage(s) each need 4" in messages["segments"]
+        assert "has MTP layers" in messages["mtp"]
+        assert "by its hybrid_layer_pattern: give that" in messages["deprecated"]
+
+
+def _hybrid_refusals(rank: int) -> dict[str, str]:
+    messages = {}
+    for name, pattern in {"segments": "*-*|-", "mtp": "*|-|*|-/*-"}.items():
+        with pytest.raises(ConfigError) as caught:
+            train_hybrid(rank, f"{CHUNKS} --hidden-size 32 --train-iters 1", {"schedule": "zbv"}, pattern)
+        messages[name] = str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        train_hybrid(
+            rank, f"{CHUNKS} --hidden-size 32 --train-iters 1", {"schedule": "zbv"}, "*|-|*|-", "hybrid_override_pattern"
+        )
+    messages["deprecated"] = str(caught.value)
+    return messages
+
+
 def _train(rank: int, flags: str, options: dict[str, Any]) -> Any:
     return train(rank, flags, **options)
 
 
 def _touched() -> dict[str, Any]:
     """Everything that is replaced."""
-    owners = (schedules, parallel_state, pipeline_utils, DistributedDataParallel, TransformerConfig, GPTModel, Float16Module)
+    owners = [schedules, parallel_state, pipeline_utils, DistributedDataParallel, TransformerConfig, GPTModel, Float16Module]
+    owners += [hybrid_model()] * HAS_HYBRID_MODEL
     return {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items() if callable(value)}
 
 
@@ -110,7 +153,7 @@ def test_installing_twice_is_once_and_uninstalling_leaves_nothing() -> None:
     megatron.zerobubble.uninstall()
     megatron.zerobubble.uninstall()
     assert _touched() == before
-    assert len(replaced) == 11, "what the docstring of mcore/stock_loop/patches.py lists"
+    assert len(replaced) == 11 + HAS_HYBRID_MODEL, "what the docstring of mcore/stock_loop/patches.py lists"
 
 
 @pytest.mark.usefixtures("clean")

@@ -8,6 +8,7 @@ These names are replaced, because megatron-core has no extension point there, an
 `DistributedDataParallel.__init__`                     splits B and W before DDP registers hooks on the parameters
 `TransformerConfig.__post_init__`                      layer layout of V; deferred wgrad of Transformer Engine
 under V: `GPTModel.__init__`                           which chunk has the embedding and which the output layer
+under V: `HybridModel.__init__`, from 0.18 on          the same, and which layers
 under V: `Float16Module.forward`                       which chunk's output is in fp32
 under V: `parallel_state.default_embedding_ranks`      embedding and output layer are both on rank 0,
 under V: `parallel_state.initialize_model_parallel`    also if the loop passes functions of its own
@@ -47,7 +48,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.compat import check_stock_loop
+from megatron.zerobubble.mcore.compat import check_stock_loop, hybrid_model
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop, StockLoopOptions
@@ -168,9 +169,10 @@ def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
         always += _validating(loop)
     if not loop.options.is_v:
         return always
+    models = [each for each in (GPTModel, hybrid_model()) if each is not None]
     return [
         *always,
-        (GPTModel, "__init__", _building(loop, GPTModel.__init__)),
+        *((each, "__init__", _building(loop, each.__init__)) for each in models),
         (Float16Module, "forward", StageFloat16Module.forward),
         (parallel_state, "default_embedding_ranks", _embedding_ranks),
         (parallel_state, "initialize_model_parallel", _grouping(parallel_state.initialize_model_parallel)),
@@ -229,7 +231,10 @@ def _configuring(loop: StockLoop, original: Callable[[Any], None]) -> Callable[[
 
 
 def _building(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:
-    """GPTModel's constructor, with `pre_process` and `post_process` as the V placement has them, whatever the loop passes."""
+    """A model's constructor, with `pre_process` and `post_process` as the V placement has them, whatever the loop passes.
+
+    Of a `HybridModel`, also the layers.
+    """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -238,6 +243,8 @@ def _building(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
         if bound.arguments["config"].pipeline_model_parallel_size > 1:
             first, last = loop.ends(bound.arguments.get("vp_stage"))
             bound.arguments.update(pre_process=first, post_process=last)
+            if "hybrid_stack_spec" in signature.parameters:
+                bound.arguments.update(loop.hybrid_layers(bound.arguments))
         original(*bound.args, **bound.kwargs)
 
     return construct

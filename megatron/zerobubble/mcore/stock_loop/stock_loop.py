@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,10 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.build import check_config, make_store
+from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.ddp.wrap import order_wgrads_by_bucket
 from megatron.zerobubble.mcore.model.embeddings import Finalize, make_finalize, release_unused_head, tie_chunks
+from megatron.zerobubble.mcore.model.hybrid import check_hybrid, place_stack
 from megatron.zerobubble.mcore.model.layout import StageLayout
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
 from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
@@ -39,6 +41,7 @@ from megatron.zerobubble.mcore.stock_loop.results import ResultRelay
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
@@ -148,12 +151,12 @@ class StockLoop:
         num_ranks = config.pipeline_model_parallel_size
         if num_ranks > 1:
             config.delay_wgrad_compute = False  # set by `configured`, if this config is made from another one
-        if not self.options.is_v or num_ranks < 2:
-            return
+        if not self.options.is_v or num_ranks < 2 or getattr(config, "is_hybrid_model", False):
+            return  # the pattern of a HybridModel has the layers of each stage
         layout = config.pipeline_model_parallel_layout
         if layout is None or isinstance(layout, str):
             spec = self.options.spec(num_ranks=num_ranks, num_chunks=config.virtual_pipeline_model_parallel_size)
-            layers = StageLayers.spread(config.num_layers, spec.placement) if layout is None else StageLayers.parse(layout)
+            layers = _spread(config.num_layers, spec.placement) if layout is None else StageLayers.parse(layout)
             config.pipeline_model_parallel_layout = StageLayout(layers, spec.placement, num_mtp_layers=config.mtp_num_layers or 0)
         elif not isinstance(layout, StageLayout):
             raise ConfigError(
@@ -181,6 +184,25 @@ class StockLoop:
         stage = placement.rank_to_stages[parallel_state.get_pipeline_model_parallel_rank()][vp_stage]
         return stage == 0, stage == placement.num_stages - 1
 
+    def hybrid_layers(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of `HybridModel` that build the layers of its stage under V.
+
+        Args:
+            arguments: those that the loop passes.
+
+        Raises:
+            ConfigError: there is no pattern, or it does not have one segment per stage, or it has MTP layers.
+        """
+        pattern = arguments.get("hybrid_layer_pattern")
+        if pattern is None:
+            raise ConfigError(
+                f"schedule {self.options.schedule} places the layers of a HybridModel by its hybrid_layer_pattern: give that, "
+                "not one of the deprecated arguments"
+            )
+        pattern = HybridPattern.parse(pattern).over(self.placement).text
+        stack = place_stack(arguments["hybrid_stack_spec"], pattern, self.placement, vp_stage=arguments.get("vp_stage"))
+        return {"hybrid_layer_pattern": pattern, "hybrid_stack_spec": stack}
+
     @property
     def placement(self) -> Placement:
         """Stage -> rank of a schedule in a V. The pipeline's process groups must exist."""
@@ -200,6 +222,7 @@ class StockLoop:
             num_chunks=config.virtual_pipeline_model_parallel_size,
         )
         check_config(config, spec)
+        check_hybrid(module)
         release_unused_head(module)
         accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
         key = config.params_dtype, accumulator
@@ -366,3 +389,11 @@ class StockLoop:
         self._running.clear()
         self._adopted.clear()
         self._finalizers.clear()
+
+
+def _spread(num_layers: int, placement: Placement) -> StageLayers:
+    try:
+        return StageLayers.spread(num_layers, placement)
+    except ConfigError as error:
+        hint = "; a HybridModel, whose pattern has the layers of each stage, needs a TransformerConfig with is_hybrid_model=True"
+        raise ConfigError(f"{error}{hint if has_hybrid_model() else ''}") from None
