@@ -16,6 +16,7 @@ under V: `parallel_state.is_pipeline_first_stage`,     the ends of the running c
 `is_pipeline_last_stage`, `utils.get_pg_rank`
 with post-validation: `step` and `zero_grad` of        optimistic steps; zeroing waits until a step is validated
 optimizers, `DistributedDataParallel.zero_grad_buffer`
+with a limit in bytes: `MegatronOptimizer.__init__`    whose state takes memory
 ====================================================  =============================================================
 
 megatron-core looks up each of them at every call, in a module or a class. So a loop may import `get_forward_backward_func`,
@@ -41,6 +42,7 @@ from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
+    MegatronOptimizer,
     MixedPrecisionOptimizer,
 )
 from megatron.core.pipeline_parallel import schedules
@@ -167,6 +169,8 @@ def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
     ]
     if loop.options.post_validation is not None:
         always += _validating(loop)
+    if loop.options.memory_limit is not None:
+        always.append((MegatronOptimizer, "__init__", _counting(loop, MegatronOptimizer.__init__)))
     if not loop.options.is_v:
         return always
     models = [each for each in (GPTModel, hybrid_model()) if each is not None]
@@ -205,6 +209,17 @@ def _zeroing(loop: StockLoop, original: Callable[..., None]) -> Callable[..., No
         loop.zero(self, functools.partial(original, self, *args, **kwargs))
 
     return zero
+
+
+def _counting(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of every optimizer that has parameters, whose state counts in a limit in bytes."""
+
+    @functools.wraps(original)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        loop.optimizers.add(self)
+
+    return construct
 
 
 def _wrapping(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:
