@@ -97,16 +97,21 @@ def train(rank: int, flags: str, schedule: str | None) -> dict[str, Any]:
             p2p_communicator=communicator,
             pg_collection=groups,
         )
+
+        def numbers(reports: list[dict[str, torch.Tensor]]) -> list[float]:
+            is_last = groups.pp.rank() == groups.pp.size() - 1  # where Bridge reads them
+            return [float(report["lm loss"]) for report in reports] if is_last else []
+
         losses = []
         for _ in range(args.train_iters):
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            losses.append(_numbers(call(decoder_seq_length=args.seq_length, forward_only=False)))
+            losses.append(numbers(call(decoder_seq_length=args.seq_length, forward_only=False)))
             gradients = dict(_gradients(chunks))
             optimizer.step()
         with torch.no_grad():
-            losses.append(_numbers(call(forward_only=True)))
+            losses.append(numbers(call(forward_only=True)))
         return {"losses": losses, "gradients": gradients}
 
 
@@ -143,10 +148,6 @@ def misuse(rank: int, flags: str, schedule: str) -> list[str]:
             except megatron.zerobubble.errors.ConfigError as error:
                 messages.append(str(error))
         return messages
-
-
-def _numbers(reports: list[dict[str, torch.Tensor]]) -> list[float]:
-    return [float(report["lm loss"]) for report in reports]
 
 
 def _gradients(chunks: list[DistributedDataParallel]) -> Iterator[tuple[str, torch.Tensor]]:
