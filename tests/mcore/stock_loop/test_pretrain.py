@@ -87,18 +87,20 @@ def test_a_checkpoint_goes_both_ways(two_ranks: RankPool, tmp_path: Path, flags:
 
     Without the distributed optimizer, whose state Megatron-LM does not load into an optimizer of torch's that has not stepped.
     """
-    plain = f"{TWO} --eval-interval 10 {flags.replace(CHUNKS, '')}"
-    ours = f"{TWO} --eval-interval 10 {flags}"
-    expected = _run(two_ranks, f"{plain} --train-iters 6")
+    plain = (f"{TWO} {flags.replace(CHUNKS, '')}", "")
+    expected = _chain(two_ranks, tmp_path / "stock", [plain, plain, plain])
+    actual = _chain(two_ranks, tmp_path / "both", [plain, (f"{TWO} {flags}", zero_bubble), plain])
+    assert len(expected) == 6
+    assert _agree(actual, expected, is_tied=CHUNKS in flags and UNTIED not in flags)
+
+
+def _chain(ranks: RankPool, folder: Path, jobs: list[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+    """What jobs of two iterations each logged, which go on from each other's checkpoints."""
     logs: dict[str, tuple[str, ...]] = {}
-    for number, (job, schedule) in enumerate(((plain, ""), (ours, zero_bubble), (plain, ""))):
-        folders = f"--save {tmp_path} --save-interval 100 --exit-interval {2 * number + 2} " + (
-            f"--load {tmp_path}" if number else ""
-        )
-        logs |= _run(two_ranks, f"{job} {folders} --train-iters 6", schedule)
-    iterations = [str(number + 1) for number in range(6)]
-    is_tied = CHUNKS in flags and UNTIED not in flags
-    assert _agree({name: logs[name] for name in iterations}, {name: expected[name] for name in iterations}, is_tied=is_tied)
+    for number, (flags, zero_bubble) in enumerate(jobs):
+        ends = f"--train-iters 6 --exit-interval {2 * number + 2} --eval-interval 10 --save-interval 100 --save {folder}"
+        logs |= _run(ranks, f"{flags} {ends} {f'--load {folder}' if number else ''}", zero_bubble)
+    return {name: values for name, values in logs.items() if name.isdecimal()}
 
 
 def test_the_loss_is_in_tensorboard(four_ranks: RankPool, tmp_path: Path) -> None:
