@@ -137,7 +137,8 @@ def _load_from(training_state: TrainingState, directory: Path) -> RestoredProgre
     header = megatron_lm.header_of(common, names=_MODEL_FLAGS) if is_foreign else common.get("header", {})
     if not is_foreign and header.get("format") != _FORMAT:
         raise CheckpointError(f"{directory} has format {header.get('format')!r}; this version reads {_FORMAT!r}")
-    _check_model(header, training_state, directory)
+    from_gpt = _layers_of_gpt(header, training_state, directory)
+    _check_model(header, training_state, directory, skipped=() if from_gpt is None else ("num_layers", "hybrid_layer_pattern"))
     loads_optimizer = flags.load_optim and not flags.finetune
     if loads_optimizer:
         _check_optimizer(common, training_state, directory)
@@ -149,7 +150,12 @@ def _load_from(training_state: TrainingState, directory: Path) -> RestoredProgre
         if loads_optimizer:
             prepare_to_load(optimizer)
             own = optimizer.sharded_state_dict(dict(wanted), is_loading=True, metadata=dict(_SHARDING))
+            if from_gpt is not None:
+                from_gpt(own)
             wanted[_OWN_OPTIMIZER] = ask_for(own, common=common["optimizer"], optimizer=optimizer)
+        if from_gpt is not None:
+            for name, _ in _named_stages(training_state):
+                from_gpt(wanted[name])
         if loads_rng:
             wanted["rng"] = megatron_lm.rng_object() if is_foreign else _rng_state()
         with _quiet_torch():
@@ -228,12 +234,45 @@ def _header(training_state: TrainingState) -> dict[str, Any]:
     }
 
 
-def _check_model(header: dict[str, Any], training_state: TrainingState, directory: Path) -> None:
+def _check_model(
+    header: dict[str, Any], training_state: TrainingState, directory: Path, *, skipped: tuple[str, ...] = ()
+) -> None:
     own = _header(training_state)["model"]
     for name, saved in header["model"].items():
-        if saved != (value := own.get(name)):
+        if name not in skipped and saved != (value := own.get(name)):
             flag = "--" + name.replace("_", "-")
             raise CheckpointError(f"{directory} was saved with {flag} {saved}, this run has {value}")
+
+
+def _layers_of_gpt(
+    header: dict[str, Any], training_state: TrainingState, directory: Path
+) -> Callable[[dict[str, Any]], None] | None:
+    """How the sharded state of a `HybridModel` asks for the tensors of a `GPTModel`, if the checkpoint is of one.
+
+    Layer i of the GPT is the i-th attention layer and the i-th MLP, or MLP with experts, of the pattern. megatron-core 0.19 has
+    the translation; Mamba layers keep their initial weights.
+
+    Returns:
+        A function that changes a sharded state in place; None if the checkpoint is of the same kind of model.
+
+    Raises:
+        CheckpointError: the pattern is not that of a GPT with the checkpoint's number of layers.
+    """
+    pattern = _header(training_state)["model"]["hybrid_layer_pattern"]
+    if pattern is None or header["model"].get("hybrid_layer_pattern") is not None:
+        return None
+    what = f"{directory} is of a GPTModel, this run trains a HybridModel of {pattern}"
+    try:
+        from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
+    except ImportError:
+        raise CheckpointError(f"{what}: megatron-core can translate it from 0.19 on, this is {imported_version()}") from None
+    try:
+        maps = interop.gpt_compatible_layer_maps(pattern)
+    except ValueError as error:
+        raise CheckpointError(f"{what}: {error}") from error
+    if maps.num_gpt_layers != header["model"]["num_layers"]:
+        raise CheckpointError(f"{what}, whose {maps.num_gpt_layers} pairs are not its {header['model']['num_layers']} layers")
+    return lambda state: interop.retarget_sharded_state_dict_to_gpt_checkpoint(state, maps)
 
 
 def _check_optimizer(common: dict[str, Any], training_state: TrainingState, directory: Path) -> None:

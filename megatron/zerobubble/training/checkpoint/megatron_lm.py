@@ -72,6 +72,7 @@ def _flags(settings: Settings) -> dict[str, Any]:
     }
     checkpoint, chunks = settings.checkpoint, settings.num_chunks
     return {name: value for name, value in flags.items() if isinstance(value, _PLAIN)} | {
+        "num_layers": settings.num_layers,
         "world_size": settings.world_size,
         "data_parallel_size": settings.data_parallel_size,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
@@ -95,7 +96,9 @@ def header_of(common: dict[str, Any], *, names: tuple[str, ...]) -> dict[str, An
         common: its common state.
         names: flags of the model to compare; one that is missing there is left out.
     """
-    flags = vars(common["args"])
+    flags = dict(vars(common["args"]))
+    if flags.get("hybrid_layer_pattern") is not None:
+        flags["hybrid_layer_pattern"] = flags["hybrid_layer_pattern"].replace("|", "")
     return {
         "layout": {
             "pipeline": flags.get("pipeline_model_parallel_size", 1),
