@@ -282,6 +282,7 @@ def test_install_plan_train_and_uninstall_outside_the_checkout(installed: Instal
         printed = installed.run("python", *job, *flags.split(), cwd=elsewhere)
         losses[flags] = _losses(printed)
     run = ["zerobubble", "run", "--nproc-per-node", "2", "--cpu", "--zero-bubble-max-pending-backward", "2p", *job[-3:]]
+    run += ["--distributed-backend", "gloo"]
     losses["run"] = _losses(installed.run(*run, cwd=elsewhere))
     assert losses[""] == losses["--enable-zero-bubble"] == losses["run"] != []
 
