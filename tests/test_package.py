@@ -257,6 +257,10 @@ def installed(
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
+def _losses(printed: str) -> list[list[float]]:
+    return [json.loads(line)["losses"] for line in printed.splitlines() if line.startswith("{")]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_install_plan_train_and_uninstall_outside_the_checkout(installed: Installed, tmp_path: Path) -> None:
@@ -276,8 +280,11 @@ def test_install_plan_train_and_uninstall_outside_the_checkout(installed: Instal
     losses = {}
     for flags in ("", "--enable-zero-bubble"):
         printed = installed.run("python", *job, *flags.split(), cwd=elsewhere)
-        losses[flags] = [json.loads(line)["losses"] for line in printed.splitlines() if line.startswith("{")]
-    assert losses[""] == losses["--enable-zero-bubble"] != []
+        losses[flags] = _losses(printed)
+    run = ["zerobubble", "run", "--nproc-per-node", "2", "--cpu", "--zero-bubble-max-pending-backward", "2p", *job[-3:]]
+    run += ["--distributed-backend", "gloo"]
+    losses["run"] = _losses(installed.run(*run, cwd=elsewhere))
+    assert losses[""] == losses["--enable-zero-bubble"] == losses["run"] != []
 
     flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--train-iters", "2", "--eval-iters", "0"]
     flags += ["--pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule"]
