@@ -6,12 +6,20 @@ STAMP   := $(VENV)/.installed
 DATA    ?= data/python-stdlib
 # Processes that share the files of make test; each starts four ranks where a file needs them. 0: one process, tests in order
 TEST_WORKERS ?= 2
+# Another release of megatron-core than the installed one, for make test: MCORE=0.19.2. Then only the tests that use it run
+MCORE ?=
+# The share of those test files that make test-releases runs, drawn at random, on the newest or oldest release
+SAMPLE ?= 0.3
+USE_MCORE := tests/mcore tests/optimizer tests/training
 # For make playground: PLAYGROUND="--port 9000 --open"
 PLAYGROUND ?=
 SOURCES := megatron tools tests pretrain_gpt.py
 
+PYTEST  := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+QUICK   := not gpu and not multi_gpu and not slow
+
 .DEFAULT_GOAL := help
-.PHONY: help setup data train lint format type test test-slow test-gpu bench playground docs clean
+.PHONY: help setup data train lint format type test test-slow test-releases test-gpu bench playground check-upstream docs dist wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -43,11 +51,23 @@ format: setup  ## fix and format the sources with ruff
 type: setup  ## only mypy --strict
 	$(BIN)/mypy
 
-test: setup  ## all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu and not multi_gpu and not slow" -n $(TEST_WORKERS) --dist loadfile
+test: setup  ## all tests that need no GPU; with MCORE=0.19.2 those that use megatron-core, on that release
+ifeq ($(MCORE),)
+	$(PYTEST) -m "$(QUICK)"
+else
+	folder="$$($(BIN)/python -m tools.releases path $(MCORE))" && PYTHONPATH="$$folder" $(PYTEST) $(USE_MCORE) -m "$(QUICK)"
+endif
 
-test-slow: setup  ## the tests that take minutes
+test-slow: setup  ## the tests that take minutes, and those that use megatron-core on the other end of the supported releases
 	$(BIN)/python -m pytest -m "slow"
+	$(MAKE) test MCORE=$$($(BIN)/python -m tools.releases other)
+
+test-releases: setup  ## a smoke test on each supported release of megatron-core, and a sample of all tests on the other end
+	$(BIN)/python -m tools.releases smoke --workers $(TEST_WORKERS)
+	folder="$$($(BIN)/python -m tools.releases path other)" && PYTHONPATH="$$folder" $(PYTEST) $(USE_MCORE) -m "$(QUICK)" --sample-files $(SAMPLE)
+
+check-upstream: setup  ## whether PyPI's newest megatron-core works: what it lacks, and a smoke test
+	$(BIN)/python -m tools.releases check-upstream --workers $(TEST_WORKERS)
 
 test-gpu: setup  ## the tests that need a GPU, or several
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
@@ -65,5 +85,13 @@ docs: setup  ## build the documentation site into site/; warnings are errors
 	$(BIN)/python -m tools.docs.flags --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-clean:  ## remove what make train and make docs wrote; the environment stays
-	rm -rf data runs site
+dist: setup  ## build the sdist and this Python's wheel into dist/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/release.txt
+	$(BIN)/python -m build --outdir dist
+
+wheels: setup  ## build the wheels of all supported Pythons into dist/; on Linux this takes Docker
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/release.txt
+	$(BIN)/python -m cibuildwheel --output-dir dist
+
+clean:  ## remove what make train, make docs and make dist wrote; the environment stays
+	rm -rf data runs site dist

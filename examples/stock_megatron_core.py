@@ -61,6 +61,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--calculate-per-token-loss", action="store_true")
     parser.add_argument("--use-distributed-optimizer", action="store_true")
     parser.add_argument("--overlap-grad-reduce", action="store_true")
+    parser.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="default: nccl where there are GPUs")
     megatron.zerobubble.add_zero_bubble_args(parser)
     return parser.parse_args(argv)
 
@@ -69,7 +70,7 @@ def initialize(args: argparse.Namespace) -> None:
     """Process groups and seeds."""
     if not dist.is_initialized():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(args.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo"))
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     )

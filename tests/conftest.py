@@ -1,7 +1,7 @@
 """Fixtures shared by all tests, and random sampling of parametrized tests.
 
 A test with the mark `sampled(share)` runs a random share of its cases, at least one; the rest run with `-m slow`. The seed is in
-the header; ZB_TEST_SEED=N repeats a run.
+the header; ZB_TEST_SEED=N repeats a run. `--sample-files 0.3` runs a random 30 % of the test files, by the same seed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import megatron.zerobubble.mcore  # noqa: F401 -- first: makes megatron.core importable without triton
+from megatron.zerobubble.mcore.compat import imported_version
 from tests.support.ranks import RankPool
 
 
@@ -23,9 +24,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("ZB_TEST_SEED", str(random.SystemRandom().randrange(1_000_000)))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--sample-files."""
+    parser.addoption("--sample-files", type=float, metavar="SHARE", help="run this share of the test files, drawn at random")
+
+
 def pytest_report_header(config: pytest.Config) -> str:
-    """Print the seed in the header."""
-    return f"ZB_TEST_SEED={os.environ['ZB_TEST_SEED']}"
+    """Print the seed, and the megatron-core that is imported, in the header."""
+    return f"ZB_TEST_SEED={os.environ['ZB_TEST_SEED']}, megatron-core {imported_version()}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by mark
@@ -33,6 +39,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark the cases that are not sampled as slow. A case that is selected by its id always runs."""
     if any("::" in argument for argument in config.args):
         return
+    share = config.getoption("--sample-files")
+    if share is not None:
+        files = sorted({item.path for item in items})
+        drawn = random.Random(os.environ["ZB_TEST_SEED"]).sample(files, math.ceil(share * len(files)))
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in drawn])
+        items[:] = [item for item in items if item.path in drawn]
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled") is not None:

@@ -8,8 +8,7 @@
     megatron.zerobubble.install(parser.parse_args())            # megatron.zerobubble.install(schedule="zb-h1")
     ...                                                         # the loop, unchanged
 
-Flags that such a loop cannot support raise a ConfigError. It zeroes gradients and advances the learning rate between a step and
-its validation, so there is no post-validation; its optimizer is not accessible, so there are no memory limits in bytes.
+Flags that such a loop cannot support raise a ConfigError.
 """
 
 from __future__ import annotations
@@ -33,15 +32,10 @@ _SUPPORTED = (
     *("enable_zero_bubble", "zero_bubble_max_pending_backward", "zero_bubble_v_schedule", "zero_bubble_schedule"),
     *("zero_bubble_v_schedule_mem_setup", "zero_bubble_memory_limit", "zero_bubble_load_plan"),
     *("zero_bubble_pipeline_timers_start_iter", "zero_bubble_pipeline_timers_end_iter", "zero_bubble_replan_interval"),
-    "zero_bubble_planning_seconds",
+    *("zero_bubble_planning_seconds", "enable_optimizer_post_validation"),
+    *("post_validation_patience", "post_validation_rollback", "post_validation_snapshot"),
 )
 """Fields of `ZeroBubbleConfig` that a stock training loop supports."""
-
-_WHY_NOT = {
-    "enable_optimizer_post_validation": "it zeroes gradients and advances the learning rate before the step is validated, which "
-    "could then not be redone",
-}
-"""Field -> why a stock training loop does not support it."""
 
 
 def add_zero_bubble_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -70,7 +64,7 @@ def install(
     *,
     schedule: str | None = None,
     max_pending_backward: str | int | None = None,
-    memory_limit: float | None = None,
+    memory_limit: float | str | None = None,
     plan: str | None = None,
     optimizer_post_validation: bool = False,
 ) -> None:
@@ -86,9 +80,13 @@ def install(
         schedule: zb-h1, zb-h2, zb, zbv, v-half, v-min, zb-interleaved, ...; see --zero-bubble-schedule.
         max_pending_backward: instead of `schedule`: maximum number of microbatches per rank between F and W; "1p" and "2p" are
             multiples of the pipeline size.
-        memory_limit: maximum activation memory per rank, in units of 1F1B's on the first rank.
+        memory_limit: per rank; a number is activation memory, in units of 1F1B's on the first rank; bytes, such as "60GiB", are
+            the total with weights, gradients and optimizer state, and "auto" is the device's memory. Bytes take effect after the
+            first iterations, in which memory is measured; until then the order of least memory runs.
         plan: path of a plan file to run.
-        optimizer_post_validation: not supported in a stock loop; True raises ConfigError.
+        optimizer_post_validation: step before the global gradient norm is known, and redo a wrong step. `step()` returns the norm
+            on the last pipeline rank, and None on others. A loop that reduces it over the pipeline in every iteration gains
+            nothing. After the last iteration call `uninstall`, evaluate or save, which validate the last step.
 
     Raises:
         CompatibilityError: the installed megatron-core is not supported; the message lists the differences.
@@ -166,32 +164,43 @@ def _from_flags(args: argparse.Namespace) -> ZeroBubbleConfig:
 def _check_supported(config: ZeroBubbleConfig) -> None:
     for field in dataclasses.fields(config):
         if field.name not in _SUPPORTED and getattr(config, field.name) != field.default:
-            why = _WHY_NOT.get(field.name, "it is part of this package's own loop")
-            raise ConfigError(f"{flag_of(field)} is not supported in a stock training loop: {why}. Use pretrain_gpt.py for it")
+            raise ConfigError(
+                f"{flag_of(field)} is not supported in a stock training loop: it is part of this package's own loop. Use "
+                "pretrain_gpt.py for it"
+            )
+    if config.schedule == "stock" and config.enable_optimizer_post_validation:
+        raise ConfigError("--enable-optimizer-post-validation needs a schedule of this package: choose one, or leave it out")
     if config.schedule == AUTO:
         raise ConfigError(
-            f"schedule {AUTO} builds the model once to profile it, which a stock training loop cannot do: choose a schedule by "
-            "name, or use pretrain_gpt.py"
-        )
-    if config.memory_limit is not None and not config.memory_limit.is_relative:
-        raise ConfigError(
-            f"--zero-bubble-memory-limit {config.zero_bubble_memory_limit}: in a stock training loop give a number (1 is 1F1B's "
-            "activation memory); a limit in bytes would need the loop's optimizer"
+            f"schedule {AUTO} builds the model once to profile it, which a stock training loop cannot do, and the loop's chunks "
+            "and embedding ranks depend on what it would choose: choose a schedule by name, whose order is then searched with "
+            "profiled times (zb, zbv, zb-interleaved), or use pretrain_gpt.py"
         )
 
 
 def _install(config: ZeroBubbleConfig) -> None:
     from megatron.zerobubble.mcore.replanner import Window
+    from megatron.zerobubble.mcore.stock_loop.optimistic_steps import PostValidationOptions
     from megatron.zerobubble.mcore.stock_loop.patches import install_options
-    from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoopOptions
+    from megatron.zerobubble.mcore.stock_loop.stock_loop import ByteLimit, StockLoopOptions
 
-    timed = config.timed_iterations
+    timed, launch, limit = config.timed_iterations, read_launch(), config.memory_limit
     install_options(
         StockLoopOptions(
             schedule=config.schedule,
             spec_of=_SpecOf(config),
             timed=None if timed is None else Window(start=timed[0], end=timed[1], interval=config.zero_bubble_replan_interval),
             planning_seconds=config.zero_bubble_planning_seconds,
-            has_single_queue=read_launch().has_single_queue,
+            has_single_queue=launch.has_single_queue,
+            memory_limit=None
+            if limit is None or limit.is_relative
+            else ByteLimit(total_bytes=limit.total_bytes, ranks_on_host=launch.ranks_on_host),
+            post_validation=PostValidationOptions(
+                patience=config.post_validation_patience,
+                rollback=config.post_validation_rollback,
+                snapshot_on_host=config.post_validation_snapshot == "host",
+            )
+            if config.enable_optimizer_post_validation
+            else None,
         )
     )

@@ -61,6 +61,8 @@ def pretrain(rank: int, flags: str, zero_bubble: str = "") -> str:
     printed = io.StringIO()
     environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     argv = ["pretrain_script.py", *f"{SMALL} {WITHOUT_KERNELS} {flags}".split()]
+    if "--data-path" in argv:
+        argv.remove("--mock-data")
     _destroy_groups()
     with (
         warnings.catch_warnings(),

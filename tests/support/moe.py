@@ -10,8 +10,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
+from megatron.zerobubble.mcore.compat import router_loss_entries
 from megatron.zerobubble.training.layer_specs import stage_layers
 from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
 
@@ -68,7 +68,7 @@ class MoeTrainer(Trainer):
                 dispatcher = getattr(module, "token_dispatcher", None)
                 if dispatcher is not None:
                     vars(dispatcher).clear()  # tensors of the last microbatch, with their graph
-        get_moe_layer_wise_logging_tracker().clear()
+        router_loss_entries().clear()
         super().close()
 
     def _parallel_sizes(self) -> dict[str, Any]:

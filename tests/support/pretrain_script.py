@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import arguments, get_args, training
+from megatron.training import arguments, get_args, get_tokenizer, training
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -46,7 +48,27 @@ def datasets(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, ...]:
     if not is_end or parallel_state.get_tensor_model_parallel_rank() != 0:
         return None, None, None
     args = get_args()
+    if args.data_path:
+        return texts(sizes)
     return tuple(Sequences(size or 1, args.seq_length, args.vocab_size) for size in sizes)
+
+
+def texts(sizes: list[int]) -> tuple[Any, ...]:
+    """Samples of --data-path, as Megatron-LM's pretrain_gpt.py makes them, on each rank that reads data."""
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=(args.data_path, None),
+        split=args.split,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        mmap_bin_files=True,
+    )
+    return tuple(BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build())
 
 
 datasets.is_distributed = True  # type: ignore[attr-defined]

@@ -11,10 +11,12 @@ from unittest import mock
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 import megatron.zerobubble
+from megatron.zerobubble.mcore.compat import mtp_entries
 from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, HybridPattern
+from megatron.zerobubble.training.hybrid import hybrid_stack
 from megatron.zerobubble.training.layer_specs import mtp_layers
 from tests.support.gpt import _destroy_groups
 
@@ -47,7 +49,32 @@ def train_mtp(rank: int, flags: str, options: dict[str, Any]) -> History:
         try:
             return train(rank, flags, **options)
         finally:
-            MTPLossLoggingHelper.tracker.clear()
+            mtp_entries().clear()
+
+
+def train_hybrid(rank: int, flags: str, options: dict[str, Any], pattern: str, argument: str = "hybrid_layer_pattern") -> History:
+    """`train`, of a `HybridModel` that is given this pattern as this argument."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    loop, layers = example(), HybridPattern.parse(pattern).layers
+    given: dict[str, Any] = {"num_layers": len(layers), "is_hybrid_model": True}
+    if EXPERTS in layers:
+        given |= {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
+
+    def model(*, config: TransformerConfig, transformer_layer_spec: Any, **others: Any) -> Any:
+        return HybridModel(
+            config=config,
+            hybrid_stack_spec=hybrid_stack(config),
+            position_embedding_type="learned_absolute",
+            **{argument: pattern},
+            **others,
+        )
+
+    def configured(**fields: Any) -> TransformerConfig:
+        return TransformerConfig(**(fields | given), transformer_impl="local")
+
+    with mock.patch.object(loop, "GPTModel", model), mock.patch.object(loop, "TransformerConfig", configured):
+        return train(rank, flags, **options)
 
 
 def train(rank: int, flags: str, **options: Any) -> History:

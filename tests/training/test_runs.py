@@ -115,6 +115,7 @@ def test_a_checkpoint_is_complete_before_it_is_the_latest(stock: Job) -> None:
     }
 
 
+@pytest.mark.smoke
 def test_a_continued_run_is_bit_for_bit_the_same(stock: Job, corpus: str, tmp_path: Path) -> None:
     """With dropout: weights, optimizer, learning rate, order of samples and generators all continue where they were."""
     shutil.copytree(stock.checkpoints, tmp_path / "checkpoints")

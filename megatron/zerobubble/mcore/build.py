@@ -18,6 +18,7 @@ from megatron.zerobubble.mcore.compat import check_megatron_core, define_missing
 from megatron.zerobubble.mcore.ddp.wrap import wrap_chunks
 from megatron.zerobubble.mcore.model.embeddings import make_finalize, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
+from megatron.zerobubble.mcore.model.hybrid import check_hybrid
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.wgrad.gemm import choose_kernel
@@ -76,6 +77,8 @@ def build_chunks(
     models = [model.to(device) for model in models]
     if config.fp16 or config.bf16:
         models = [StageFloat16Module(config, model) for model in models]
+    for model in models:
+        check_hybrid(model)
     tie_chunks(models)
     store = None
     if not spec.is_stock:

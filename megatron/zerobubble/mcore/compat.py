@@ -8,10 +8,12 @@ release that was never tried but lacks nothing gets a warning and runs.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -19,7 +21,7 @@ from packaging.version import InvalidVersion, Version
 
 from megatron.zerobubble.errors import CompatibilityError
 
-SUPPORTED = SpecifierSet(">=0.16.1,<0.17")
+SUPPORTED = SpecifierSet(">=0.16.1,<0.20")
 """megatron-core releases that were tested. pyproject.toml has the same range."""
 
 _log = logging.getLogger(__name__)
@@ -54,6 +56,99 @@ def gradients_for_norm(optimizer: Any) -> list[Any]:
     """The gradients that count for the norm by which one `MegatronOptimizer` is clipped. The method was renamed with 0.19."""
     named = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
     return list(named())
+
+
+def has_hybrid_model() -> bool:
+    """Whether megatron-core has `HybridModel`, which 0.18 added. Looks for its file and imports nothing."""
+    core = importlib.util.find_spec("megatron.core")
+    folders = [] if core is None else core.submodule_search_locations or []
+    return any((Path(folder) / "models" / "hybrid" / "hybrid_model.py").is_file() for folder in folders)
+
+
+def hybrid_model() -> Any | None:
+    """The class `HybridModel`; None if megatron-core does not have it."""
+    if not has_hybrid_model():
+        return None
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return HybridModel
+
+
+def start_batch_size_ramp_up(
+    *, rank: int, ramp_up: tuple[int, ...], global_batch_size: int, micro_batch_size: int, data_parallel_size: int
+) -> None:
+    """Start megatron-core's calculator of the number of microbatches per iteration.
+
+    From 0.18 on it also takes the batch sizes as a list of steps, and from 0.19 on it warns about a ramp-up and ignores it.
+
+    Args:
+        rank: global rank; rank 0 logs.
+        ramp_up: first batch size, increment, and samples after which the batch has its full size; empty for none.
+        global_batch_size: samples per iteration, after the ramp-up.
+        micro_batch_size: samples per microbatch.
+        data_parallel_size: number of data-parallel replicas.
+    """
+    from megatron.core import num_microbatches_calculator as calculator
+
+    start: Callable[..., None] = calculator.init_num_microbatches_calculator
+    sizes = (global_batch_size, micro_batch_size, data_parallel_size)
+    if ramp_up and ramp_up[0] == global_batch_size:
+        ramp_up = ()  # megatron-core would divide by zero
+    if ramp_up and "step_batch_size_schedule" in inspect.signature(start).parameters:
+        start(rank, None, *sizes, step_batch_size_schedule=_steps_of_ramp_up(ramp_up, global_batch_size))
+    else:
+        start(rank, list(ramp_up) or None, *sizes)
+
+
+def _steps_of_ramp_up(ramp_up: tuple[int, ...], global_batch_size: int) -> str:
+    """A ramp-up as steps, ``SAMPLES:BATCH_SIZE`` each: from how many consumed samples on a batch has how many samples."""
+    first, increment, samples = ramp_up
+    num_steps = (global_batch_size - first) // increment
+    return " ".join(f"{-(-samples * step // num_steps)}:{first + step * increment}" for step in range(num_steps + 1))
+
+
+def router_loss_sums() -> dict[str, Any]:
+    """megatron-core's sums of the auxiliary losses of routers since they were last reset, for the log.
+
+    Returns:
+        Name of the loss -> tensor of shape [layers], float32: that of megatron-core, so writing into it changes the sum.
+    """
+    return {name: _values(entry) for name, entry in router_loss_entries().items()}
+
+
+def router_loss_entries() -> dict[str, Any]:
+    """What megatron-core keeps per auxiliary loss of routers: a dict up to 0.17, from 0.18 on a dataclass."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        entries: dict[str, Any] = get_moe_layer_wise_logging_tracker()
+        return entries
+    metrics: dict[str, Any] = get_moe_metrics_tracker().metrics
+    return metrics
+
+
+def mtp_loss_sums() -> Any:
+    """megatron-core's sums of the losses of MTP layers since they were last reset, for the log.
+
+    Returns:
+        Tensor of shape [MTP layers], float32: that of megatron-core. None before the first forward pass.
+    """
+    tracker = mtp_entries()
+    return tracker.get("loss_values", tracker.get("values"))
+
+
+def mtp_entries() -> dict[str, Any]:
+    """What megatron-core keeps of MTP layers for the log: ``values``, from 0.19 on ``loss_values`` and counts of predictions."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker: dict[str, Any] = MTPLossLoggingHelper.tracker
+    return tracker
+
+
+def _values(entry: Any) -> Any:
+    return entry["values"] if isinstance(entry, dict) else entry.values
 
 
 def check_megatron_core() -> None:
@@ -159,6 +254,13 @@ def _stock_loop_differences() -> Iterable[str]:
     yield from _missing(DistributedDataParallel.__init__, "DistributedDataParallel.__init__", ("config", "ddp_config", "module"))
     yield from _missing(vars(TransformerConfig).get("__post_init__"), "TransformerConfig.__post_init__")
     yield from _missing(GPTModel.__init__, "GPTModel.__init__", ("config", "pre_process", "post_process", "vp_stage"))
+    hybrid = hybrid_model()
+    if hybrid is not None:
+        yield from _missing(
+            hybrid.__init__,
+            "HybridModel.__init__",
+            ("config", "hybrid_stack_spec", "hybrid_layer_pattern", "pre_process", "post_process", "vp_stage"),
+        )
     yield from _missing(vars(Float16Module).get("forward"), "Float16Module.forward", ("fp32_output",))
     for name in ("is_pipeline_first_stage", "is_pipeline_last_stage"):
         yield from _missing(getattr(parallel_state, name, None), f"parallel_state.{name}", ("ignore_virtual", "vp_stage"))

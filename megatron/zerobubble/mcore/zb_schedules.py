@@ -21,6 +21,7 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
+from megatron.zerobubble.mcore.given_groups import check_given_groups
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
 from megatron.zerobubble.mcore.post_validation.rewind import Replayed
 from megatron.zerobubble.mcore.stage_work import Iteration
@@ -220,9 +221,12 @@ class PipelineSchedule:
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
         assert self._runner is not None
-        self._refuse(
-            adjust_tensor_shapes_fn=adjust_tensor_shapes_fn, p2p_communicator=p2p_communicator, pg_collection=pg_collection
-        )
+        if adjust_tensor_shapes_fn is not None:
+            raise ConfigError(
+                f"adjust_tensor_shapes_fn is not supported by schedule {self.spec.name!r}, whose stages all send tensors of one "
+                "shape; leave it out or use --zero-bubble-schedule stock"
+            )
+        check_given_groups(self.spec.name, pg_collection=pg_collection, p2p_communicator=p2p_communicator)
         self._check_model(model)
         timers, hooks = self._config.timers, self.hooks
         if timers is not None:
@@ -241,25 +245,20 @@ class PipelineSchedule:
         with nullcontext() if hooks.watch is None else hooks.watch.passes(forward_only=forward_only):
             work = self._runner.run(self.program(num_microbatches, forward_only=forward_only), iteration, hooks)
             if self._config.finalize_model_grads_func is not None and not forward_only:
-                self._finalize_gradients(work.num_tokens, force_all_reduce)
+                self._finalize_gradients(work.num_tokens, pg_collection, force_all_reduce)
         if timers is not None:
             timers("forward-backward").stop()
         return work.losses
 
-    def _finalize_gradients(self, num_tokens: torch.Tensor, force_all_reduce: bool | None) -> None:
+    def _finalize_gradients(self, num_tokens: torch.Tensor, pg_collection: Any, force_all_reduce: bool | None) -> None:
         """megatron-core's last reductions. `num_tokens` is an int32 scalar, this rank's share of the per-token loss."""
         if self.hooks.watch is not None:
             self.hooks.watch.report("makes its gradients final with other ranks")
         counted = num_tokens if self._config.calculate_per_token_loss else None
         with self.recorder.span(Activity.GRADIENTS):
-            self._config.finalize_model_grads_func(self._chunks, counted, force_all_reduce=force_all_reduce)
-
-    def _refuse(self, **unsupported: Any) -> None:
-        for name, value in unsupported.items():
-            if value is not None:
-                raise ConfigError(
-                    f"{name} is not supported by schedule {self.spec.name!r}; leave it out or use --zero-bubble-schedule stock"
-                )
+            self._config.finalize_model_grads_func(
+                self._chunks, counted, pg_collection=pg_collection, force_all_reduce=force_all_reduce
+            )
 
     def _check_model(self, model: Any) -> None:
         given = model if isinstance(model, list) else [model]

@@ -304,6 +304,11 @@ class PostValidation:
         """Whether the last step may still be rolled back or redone. The same on all ranks."""
         return self._pending is not None
 
+    @property
+    def known(self) -> GradientStatistics | None:
+        """The global gradient statistics of a step that is not validated yet; None on all but the last rank."""
+        return None if self._pending is None else self._pending.statistics
+
     def step(self) -> None:
         """Step. The previous step must have been validated. All ranks of the pipeline must call it."""
         assert self._pending is None

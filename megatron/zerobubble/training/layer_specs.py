@@ -25,7 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-__all__ = ["LocalNorm", "mtp_layers", "stage_layers"]
+__all__ = ["LocalNorm", "local_layer", "mtp_layers", "stage_layers"]
 
 
 class LocalNorm:
@@ -56,7 +56,7 @@ def stage_layers(config: TransformerConfig, *, vp_stage: int | None) -> ModuleSp
     first = get_transformer_layer_offset(config, vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
     has_experts = [config.num_moe_experts is not None and bool(config.moe_layer_freq[number]) for number in numbers]
-    layers = {kind: _local_layer(config, has_experts=kind) for kind in set(has_experts)}
+    layers = {kind: local_layer(config, has_experts=kind) for kind in set(has_experts)}
     return TransformerBlockSubmodules(layer_specs=[layers[kind] for kind in has_experts], layer_norm=LocalNorm)
 
 
@@ -82,12 +82,18 @@ def mtp_layers(config: TransformerConfig, *, vp_stage: int | None) -> MultiToken
         )
         head = get_mtp_layer_spec(layer, use_transformer_engine=True)
     else:
-        head = get_mtp_layer_spec(_local_layer(config, has_experts=has_experts), use_transformer_engine=False)
+        head = get_mtp_layer_spec(local_layer(config, has_experts=has_experts), use_transformer_engine=False)
         head.submodules.enorm = head.submodules.hnorm = head.submodules.layer_norm = LocalNorm
     return MultiTokenPredictionBlockSubmodules(layer_specs=[head] * count)
 
 
-def _local_layer(config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
+def local_layer(config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
+    """The spec of a transformer layer of megatron-core's own modules, with `LocalNorm`.
+
+    Args:
+        config: the model.
+        has_experts: whether the layer has experts in place of the MLP.
+    """
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if has_experts else None,
         qk_layernorm=config.qk_layernorm,

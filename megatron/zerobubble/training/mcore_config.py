@@ -53,7 +53,7 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
     interleaves = settings.virtual_pipeline_size is not None and settings.zero_bubble.schedule == "stock"
     overlaps = interleaves and parallel.overlap_p2p_communication
     return TransformerConfig(
-        **_shape(model),
+        **_shape(settings),
         **_activation(model),
         **_experts(settings),
         **_kernels(model, on_gpu=on_gpu),
@@ -73,15 +73,18 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
     )
 
 
-def _shape(model: ModelConfig) -> dict[str, Any]:
+def _shape(settings: Settings) -> dict[str, Any]:
+    model = settings.model
     names = (
-        *("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "rotary_interleaved", "normalization"),
+        *("hidden_size", "num_attention_heads", "kv_channels", "rotary_interleaved", "normalization"),
         *("qk_layernorm", "add_bias_linear", "add_qkv_bias", "hidden_dropout", "attention_dropout", "init_method_std"),
         *("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "transformer_impl", "use_cpu_initialization"),
         *("recompute_granularity", "recompute_method", "recompute_num_layers", "mtp_num_layers", "mtp_loss_scaling_factor"),
     )
     return {
         **{name: getattr(model, name) for name in names},
+        **({} if model.hybrid_layer_pattern is None else {"is_hybrid_model": True}),
+        "num_layers": settings.num_layers,
         "layernorm_epsilon": model.norm_epsilon,
         "recompute_modules": list(model.recompute_modules) or None,
         "num_query_groups": model.num_query_groups if model.group_query_attention else None,

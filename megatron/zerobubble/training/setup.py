@@ -77,7 +77,9 @@ def build_training_state(
     timers = Timers(settings.logging.timing_log_level, settings.logging.timing_log_option)
     with job.host.on_host():
         layers, num_mtp_layers = settings.stage_layers(spec.placement), settings.model.mtp_num_layers or 0
-        layout = pipeline_layout(layers, spec.placement, num_mtp_layers=num_mtp_layers)
+        layout = None  # of a HybridModel: its pattern has the layers of each stage
+        if settings.model.hybrid_layer_pattern is None:
+            layout = pipeline_layout(layers, spec.placement, num_mtp_layers=num_mtp_layers)
         config = mcore_config.transformer_config(settings, on_gpu=not job.host.enabled, layout=layout)
         config.timers = timers
         setup = ModelSetup(

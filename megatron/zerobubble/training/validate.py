@@ -13,11 +13,14 @@ from pathlib import Path
 from packaging.version import Version
 
 from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError, PlanError
+from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, MAMBA
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import plan_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.search.search import SearchOptions
 from megatron.zerobubble.plan.validate import validate
+from megatron.zerobubble.training.config.moe import MoeConfig
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.training.data.corpus import documents_of_splits, read_corpus_info
@@ -38,6 +41,7 @@ def check_settings(settings: Settings) -> None:
     """
     _check_world(settings)
     _check_schedule(settings)
+    _check_hybrid(settings)
     _check_layers(settings)
     _check_batch(settings)
     _check_plan(settings)
@@ -88,9 +92,35 @@ def _check_schedule(settings: Settings) -> None:
         raise ConfigError(f"{flag} fills the pipeline bubble and needs --pipeline-model-parallel-size of at least 2, got 1")
 
 
+def _check_hybrid(settings: Settings) -> None:
+    """Check --hybrid-layer-pattern with the other groups. Its number of stages is checked with those of other layouts."""
+    pattern, parallel, zero_bubble = settings.model.hybrid_layer_pattern, settings.parallel, settings.zero_bubble
+    if pattern is None:
+        return
+    flag = f"--hybrid-layer-pattern {pattern!r}"
+    if not has_hybrid_model():
+        raise ConfigError(f"{flag} needs megatron-core >= 0.18, which has HybridModel; the installed one does not")
+    others = {
+        "--pipeline-model-parallel-layout": parallel.pipeline_model_parallel_layout is not None,
+        "--num-layers-per-virtual-pipeline-stage": parallel.num_layers_per_virtual_pipeline_stage is not None,
+        "--num-virtual-stages-per-pipeline-rank": parallel.num_virtual_stages_per_pipeline_rank is not None,
+        "--allow-padding-num-layers": parallel.allow_padding_num_layers,
+    }
+    for other, is_given in others.items():
+        if is_given:
+            raise ConfigError(f"{flag} divides the layers into stages where it has a |; leave out {other}")
+    if settings.moe.moe_layer_freq != MoeConfig.moe_layer_freq:
+        raise ConfigError(f"{flag} has an {EXPERTS} for every layer with experts; leave out --moe-layer-freq")
+    if (EXPERTS in pattern) != (settings.moe.num_experts is not None):
+        raise ConfigError(f"{flag}: {EXPERTS} (a layer with experts) and --num-experts need each other")
+    if zero_bubble.schedule == AUTO or zero_bubble.zero_bubble_balance_stages:
+        other = "--zero-bubble-schedule auto" if zero_bubble.schedule == AUTO else "--zero-bubble-balance-stages"
+        raise ConfigError(f"{other} needs layers of one kind, which {flag} does not have; leave it out")
+
+
 def _check_layers(settings: Settings) -> None:
     given, ranks = settings.parallel.num_layers_per_virtual_pipeline_stage, settings.pipeline_size
-    per_rank, over = divmod(settings.model.num_layers, ranks)
+    per_rank, over = divmod(settings.num_layers, ranks)
     if given is not None and over == 0 and per_rank % given and not settings.parallel.allow_padding_num_layers:
         raise ConfigError(
             f"--num-layers-per-virtual-pipeline-stage {given} does not divide the {per_rank} layers of a pipeline rank; "
@@ -99,7 +129,7 @@ def _check_layers(settings: Settings) -> None:
     layers = settings.stage_layers(settings.placement)
     if given is not None and max(layers.per_stage) != given:
         raise ConfigError(
-            f"--num-layers-per-virtual-pipeline-stage {given}: {settings.model.num_layers} layers on {ranks} pipeline ranks make "
+            f"--num-layers-per-virtual-pipeline-stage {given}: {settings.num_layers} layers on {ranks} pipeline ranks make "
             f"stages of {max(layers.per_stage)}; give that or less"
         )
     if settings.zero_bubble.zero_bubble_balance_stages and settings.zero_bubble.schedule == "stock":
@@ -266,6 +296,8 @@ def _check_installed(settings: Settings) -> None:
             "pip install 'transformer-engine[pytorch]>=2.3' on a machine with CUDA, or leave it out to use megatron-core's layers"
         )
         wanted["transformer_engine"] = ("--transformer-impl transformer_engine", remedy)
+    if MAMBA in (settings.model.hybrid_layer_pattern or ""):
+        wanted["mamba_ssm"] = ("M in --hybrid-layer-pattern", "pip install mamba-ssm causal-conv1d einops")
     if settings.logging.tensorboard_dir is not None:
         wanted["tensorboard"] = ("--tensorboard-dir", "pip install tensorboard")
     if settings.checkpoint.save is not None:

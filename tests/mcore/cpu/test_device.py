@@ -13,6 +13,8 @@ from megatron.zerobubble.errors import CompatibilityError
 from megatron.zerobubble.mcore.cpu import device as host_module
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 
+pytestmark = pytest.mark.smoke
+
 with quiet_third_parties():
     from megatron.core import tensor_parallel
     from megatron.core.pipeline_parallel import schedules

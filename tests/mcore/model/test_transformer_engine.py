@@ -6,6 +6,9 @@ Transformer Engine itself needs CUDA and has not been run here: these tests show
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -33,7 +36,7 @@ class _DoubledTrainer(Trainer):
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         self.config.delay_wgrad_compute &= self.delays
         spec = get_gpt_layer_local_spec()
-        attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+        attention, mlp = (_submodules(getattr(spec.submodules, name)) for name in ("self_attention", "mlp"))
         attention.linear_qkv = attention.linear_proj = TransformerEngineContractDoubleParallel
         mlp.linear_fc1 = mlp.linear_fc2 = TransformerEngineContractDoubleParallel
         return GPTModel(
@@ -46,6 +49,11 @@ class _DoubledTrainer(Trainer):
             share_embeddings_and_output_weights=self.case.tied,
             vp_stage=vp_stage,
         )
+
+
+def _submodules(spec: Any) -> Any:
+    """Of a part of a layer: a ModuleSpec, or from megatron-core 0.18 on for the MLP a functools.partial."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 class _FusingTrainer(_DoubledTrainer):

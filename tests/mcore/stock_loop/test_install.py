@@ -13,6 +13,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MixedPrecisionOptimizer,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.transformer import TransformerConfig
@@ -20,10 +27,12 @@ from megatron.core.transformer.module import Float16Module
 
 import megatron.zerobubble
 from megatron.zerobubble.errors import CompatibilityError, ConfigError
+from megatron.zerobubble.mcore.compat import hybrid_model
 from megatron.zerobubble.mcore.stock_loop import patches as installing
 from tests.support.gpt import _destroy_groups
+from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
 from tests.support.ranks import RankPool
-from tests.support.stock import EXAMPLE, example, train, train_mtp
+from tests.support.stock import EXAMPLE, example, train, train_hybrid, train_mtp
 from tests.training.launch import launch
 
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
@@ -47,15 +56,16 @@ def _losses(histories: list[Any]) -> list[Any]:
             {},
         ),
         (CHUNKS, "", {"schedule": "zb-interleaved"}),
+        (f"{TWO} --virtual-pipeline-model-parallel-size 4 --num-layers 8", "", {"schedule": "zb-interleaved"}),
         (f"{CHUNKS} --tie-embeddings-and-output-weights", "--zero-bubble-v-schedule", {}),
-        (f"{CHUNKS} --bf16 --calculate-per-token-loss", "", {"schedule": "v-half"}),
+        pytest.param(f"{CHUNKS} --bf16 --calculate-per-token-loss", "", {"schedule": "v-half"}, marks=pytest.mark.smoke),
     ],
-    ids=["zb-h1-overlapped", "zb-h2-bf16", "zb-replanned", "interleaved", "zbv-tied", "v-half-bf16-per-token"],
+    ids=["zb-h1-overlapped", "zb-h2-bf16", "zb-replanned", "interleaved", "interleaved-4", "zbv-tied", "v-half-bf16-per-token"],
 )
 @pytest.mark.sampled(0.34)
 def test_the_same_losses_as_without(four_ranks: RankPool, stock: str, more: str, options: dict[str, Any]) -> None:
     """Bit for bit: the weights start alike, and each one's gradient is summed over the microbatches in the same order."""
-    stock += " --num-layers 4 --hidden-size 32 --train-iters 4"
+    stock = f"--num-layers 4 --hidden-size 32 --train-iters 4 {stock}"
     expected, actual = (four_ranks.run(train, stock), four_ranks.run(_train, f"{stock} {more}", options))
     assert _losses(actual) == _losses(expected)
     if "--zero-bubble-v-schedule" in more or options.get("schedule") == "v-half":
@@ -83,13 +93,55 @@ def test_the_same_losses_with_mtp_layers(four_ranks: RankPool, stock: str, optio
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
+@pytest.mark.parametrize(
+    ("stock", "pattern", "options"),
+    [
+        (f"{TWO} --overlap-grad-reduce", "*-*E-|*", {"schedule": "zb-h1"}),
+        (f"{CHUNKS} --tie-embeddings-and-output-weights", "*-*|E|*-|-", {"schedule": "zbv"}),
+        (f"{CHUNKS} --bf16", "*|-*-|*|-*", {"schedule": "v-min"}),
+    ],
+    ids=["zb-h1-uneven", "zbv-tied-uneven", "v-min-bf16-uneven"],
+)
+def test_the_same_losses_of_a_hybrid_model(four_ranks: RankPool, stock: str, pattern: str, options: dict[str, Any]) -> None:
+    """As megatron-core's own schedules: 1F1B, interleaved where the schedule is a V."""
+    flags = f"{stock} --hidden-size 32 --train-iters 4"
+    expected, actual = (_losses(four_ranks.run(train_hybrid, flags, each, pattern)) for each in ({}, options))
+    assert len(actual) == len(expected) > 0
+    assert actual == expected
+
+
+@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
+def test_a_hybrid_pattern_that_does_not_fit_is_named_in_the_error(four_ranks: RankPool) -> None:
+    for messages in four_ranks.run(_hybrid_refusals):
+        assert "'*-*|-' has 2 segments, and 2 pipeline ranks with 2 stage(s) each need 4" in messages["segments"]
+        assert "has MTP layers" in messages["mtp"]
+        assert "by its hybrid_layer_pattern: give that" in messages["deprecated"]
+
+
+def _hybrid_refusals(rank: int) -> dict[str, str]:
+    messages = {}
+    for name, pattern in {"segments": "*-*|-", "mtp": "*|-|*|-/*-"}.items():
+        with pytest.raises(ConfigError) as caught:
+            train_hybrid(rank, f"{CHUNKS} --hidden-size 32 --train-iters 1", {"schedule": "zbv"}, pattern)
+        messages[name] = str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        train_hybrid(
+            rank, f"{CHUNKS} --hidden-size 32 --train-iters 1", {"schedule": "zbv"}, "*|-|*|-", "hybrid_override_pattern"
+        )
+    messages["deprecated"] = str(caught.value)
+    return messages
+
+
 def _train(rank: int, flags: str, options: dict[str, Any]) -> Any:
     return train(rank, flags, **options)
 
 
 def _touched() -> dict[str, Any]:
     """Everything that is replaced."""
-    owners = (schedules, parallel_state, pipeline_utils, DistributedDataParallel, TransformerConfig, GPTModel, Float16Module)
+    owners = [schedules, parallel_state, pipeline_utils, DistributedDataParallel, TransformerConfig, GPTModel, Float16Module]
+    owners += [FP32Optimizer, MixedPrecisionOptimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, ChainedOptimizer]
+    owners += [hybrid_model()] * HAS_HYBRID_MODEL
     return {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items() if callable(value)}
 
 
@@ -100,17 +152,22 @@ def clean() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("clean")
-def test_installing_twice_is_once_and_uninstalling_leaves_nothing() -> None:
+@pytest.mark.parametrize("optimistic", [False, True], ids=["synchronous", "post-validation"])
+def test_installing_twice_is_once_and_uninstalling_leaves_nothing(optimistic: bool) -> None:
     before = _touched()
-    megatron.zerobubble.install(schedule="zbv")
-    megatron.zerobubble.install(schedule="zbv")
+    megatron.zerobubble.install(schedule="zbv", optimizer_post_validation=optimistic)
+    megatron.zerobubble.install(schedule="zbv", optimizer_post_validation=optimistic)
     replaced = {name for name, value in _touched().items() if value is not before[name]}
     with pytest.raises(ConfigError, match=r"schedule zbv is already installed.*uninstall first"):
         megatron.zerobubble.install(schedule="zb-h1")
     megatron.zerobubble.uninstall()
     megatron.zerobubble.uninstall()
     assert _touched() == before
-    assert len(replaced) == 11, "what the docstring of mcore/stock_loop/patches.py lists"
+    of_optimizers = {name for name in replaced if "Optimizer" in name.partition(".")[0]}
+    assert {name.partition(".")[2] for name in of_optimizers} == ({"step", "zero_grad"} if optimistic else set())
+    assert len(replaced - of_optimizers) == 11 + HAS_HYBRID_MODEL + optimistic, (
+        "what the docstring of mcore/stock_loop/patches.py lists"
+    )
 
 
 @pytest.mark.usefixtures("clean")
@@ -158,11 +215,8 @@ def test_flags_that_choose_no_schedule_install_nothing() -> None:
         (lambda: megatron.zerobubble.install(example().parse([]), schedule="zbv"), "give one of them"),
         (lambda: megatron.zerobubble.install(schedule="zbw"), "zbw.*zbv"),
         (lambda: megatron.zerobubble.install(schedule="auto"), "auto builds the model once to profile it"),
-        (lambda: megatron.zerobubble.install(schedule="zbv", optimizer_post_validation=True), "it zeroes gradients"),
-        (
-            lambda: megatron.zerobubble.install(example().parse(["--enable-zero-bubble", "--zero-bubble-memory-limit", "8GiB"])),
-            "8GiB: in a stock training loop give a number",
-        ),
+        (lambda: megatron.zerobubble.install(optimizer_post_validation=True), "needs a schedule of this package"),
+        (lambda: megatron.zerobubble.install(schedule="zb-h1", memory_limit="8GiB"), "zb-h1 has a fixed order"),
         (
             lambda: megatron.zerobubble.install(argparse.Namespace(enable_zero_bubble=True, zero_bubble_trace="x")),
             "--zero-bubble-trace is not supported in a stock training loop",
@@ -257,6 +311,7 @@ def test_a_loop_that_breaks_the_contract_gets_a_helpful_error(four_ranks: RankPo
             "2 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size None"
             in messages["one chunk"]
         )
+        assert "a V has two chunks per rank, zb-interleaved any number from two" in messages["one chunk"]
         assert (
             "1 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size 2"
             in messages["two chunks"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import pickle
@@ -14,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training.checkpoint import load
 from megatron.zerobubble.training.checkpoint.inspect import _MetadataUnpickler, inspect_checkpoint
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -31,7 +33,7 @@ class Attack:
 
 def write(directory: Path, state: dict[str, Any]) -> Path:
     """A checkpoint in the format that megatron-core's dist_checkpointing builds on."""
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(directory))
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
     (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     torch.save({"header": {"iteration": 3}}, directory / "common.pt")
     return directory
@@ -51,6 +53,34 @@ def test_a_missing_file_is_named(checkpoint: Path, name: str) -> None:
     (checkpoint / name).unlink()
     with pytest.raises(CheckpointError, match=f"not a complete checkpoint: {name} is missing"):
         inspect_checkpoint(checkpoint)
+
+
+def test_the_common_state_may_be_an_object_of_the_checkpoint(tmp_path: Path) -> None:
+    """As megatron-core saves it from 0.19 on; then there is no common.pt."""
+    state = {"weight": torch.ones(2), "common_state/shard_0_1": [{"header": {"iteration": 3}}]}
+    directory = write(tmp_path / "iter_0000003", state)
+    (directory / "common.pt").unlink()
+    inspect_checkpoint(directory)
+
+
+def test_a_megatron_core_that_cannot_read_the_newer_common_state_is_named(tmp_path: Path) -> None:
+    common = {"header": {"iteration": 3}}
+    directory = write(tmp_path / "iter_0000003", {"weight": torch.ones(2), "common_state/shard_0_1": [common]})
+    (directory / "common.pt").unlink()
+    if importlib.util.find_spec("megatron.core.dist_checkpointing.strategies.base") is None:  # went with 0.19
+        assert load._load_common(directory) == common
+        return
+    with pytest.raises(CheckpointError, match=r"was saved by megatron-core 0\.19 or newer, .* load it with megatron-core 0\.19"):
+        load._load_common(directory)
+
+
+def test_code_in_the_common_state_of_a_newer_checkpoint_is_refused_and_not_run(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    directory = write(tmp_path / "iter_0000003", {"weight": torch.ones(2), "common_state/shard_0_1": [Attack(mark)]})
+    (directory / "common.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"\(common_state/shard_0_1\) is damaged or holds more than data"):
+        inspect_checkpoint(directory)
+    assert not mark.exists()
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:

@@ -137,10 +137,14 @@ class Attack:
         return os.mkdir, (str(self.mark),)
 
 
-def load_tampered(rank: int, folder: str) -> str:
-    with training_state_of(rank, [*V4, "--load", folder]) as (training_state, _), pytest.raises(CheckpointError) as caught:
-        load_checkpoint(training_state)
-    return str(caught.value)
+def load_tampered(rank: int, folder: str) -> str | None:
+    """The reason why the checkpoint was rejected on this rank, or None."""
+    with training_state_of(rank, [*V4, "--load", folder]) as (training_state, _):
+        try:
+            load_checkpoint(training_state)
+        except CheckpointError as error:
+            return str(error)
+    return None
 
 
 @pytest.mark.parametrize("kind", ["noise", "code"])
@@ -161,7 +165,9 @@ def test_code_stored_as_a_tensor_is_not_run(
     data[place.offset : place.offset + len(written)] = written
     (directory / place.relative_path).write_bytes(data)
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
-    for said in four_ranks.run(load_tampered, str(tmp_path)):
+    reasons = [said for said in four_ranks.run(load_tampered, str(tmp_path)) if said is not None]
+    assert len(reasons) in (1, 4), "every rank; from megatron-core 0.19 on, whose ranks read apart, the one that reads it"
+    for said in reasons:
         assert str(directory) in said
         assert ("Weights only load failed" if kind == "code" else f"{place.relative_path} is damaged") in said, said
     assert not (tmp_path / "ran").exists()

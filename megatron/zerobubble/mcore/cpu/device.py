@@ -51,6 +51,7 @@ _NOT_FOR_THE_USER: tuple[tuple[str, type[Warning]], ...] = (
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
     (r"`load_state_dict` is deprecated", FutureWarning),
     (r"Please use DTensor instead", FutureWarning),
+    (r"\w+ is experimental and still under active development", UserWarning),
 )
 """Warnings of megatron-core and torch on every rank that a user cannot act on: missing optional packages (torch's own are
 used instead), an environment variable that only CUDA reads, and deprecated torch functions that megatron-core calls."""
@@ -222,7 +223,7 @@ class _OnHost(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs) if kwargs else {}
-        if func is torch.Tensor.cuda:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):  # a build of torch for CUDA looks for a driver
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(args[0]).replace("torch.", "torch.cuda.", 1)

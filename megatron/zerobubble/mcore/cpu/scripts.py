@@ -10,6 +10,8 @@ how many, of which generation, and how much of its memory is in use. While `with
 `get_device_properties`                               nothing newer is chosen because of it
 `torch.cuda.memory_stats` and its relatives           0 bytes
 `torch.cuda.Stream`, `Event`, `current_stream` ...    streams that do nothing
+`torch.accelerator.is_available`                      False: optimizers ask it whether a CUDA graph is being captured
+functions under `torch.compile`                       run without it, which would ask CUDA for the device
 `torch.distributed.init_process_group`                without the device to bind to
 `torch.compile`                                       functions run as they are: a compiler would ask for the GPU, too
 `multiprocessing.spawn`                               a child, which runs the script's imports again, does without `triton`
@@ -54,7 +56,8 @@ def without_gpus(ranks_on_host: int = 1) -> Iterator[None]:
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for owner, name, original in reversed(undo):
             setattr(owner, name, original)
@@ -77,6 +80,7 @@ def _replacements(ranks_on_host: int) -> list[tuple[Any, str, Any]]:
     return [
         *((torch.cuda, name, functools.partial(_answer, answer)) for name, answer in answers.items()),
         (torch.cuda, "memory_stats", _no_memory),
+        (torch.accelerator, "is_available", functools.partial(_answer, False)),
         *((torch.cuda, name, getattr(inert, name)) for name in ("Stream", "Event", "current_stream", "default_stream", "stream")),
         (torch.distributed, "init_process_group", _unbound(torch.distributed.init_process_group)),
         (torch._dynamo.config, "disable", True),

@@ -12,6 +12,9 @@ Such modules are recognized by the contract, not by their class, so Transformer 
 Embeddings, routers, gates of shared experts, norms and biases stay in B: they are cheap. Every other weight must be split or be
 declared to stay in B. An unknown weight would be computed in B unnoticed, and the times of the plan's W would be wrong.
 
+Of a Mamba mixer, in_proj and out_proj are split; the short convolution and what the scan takes (A, D, the bias of dt) stay in B:
+the kernel of the scan computes their gradients along with its input's.
+
 Experts of the local spec are split like any other linear; an expert without tokens in a microbatch has a wgrad GEMM of zero rows.
 
 One weight gets gradients from both: the embedding of MTP layers (multi-token prediction) that is tied to the output layer. B adds
@@ -20,6 +23,7 @@ the embedding's share, W the output layer's, and DDP is notified in W, when both
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,6 +44,9 @@ from megatron.zerobubble.wgrad.store import WeightGradStore
 _SPLIT = (ColumnParallelLinear, RowParallelLinear)
 _STAYS_IN_B = (VocabParallelEmbedding, nn.Embedding, LanguageModelEmbedding, Router, SharedExpertMLP)
 """Modules whose own weights stay in B. Of a SharedExpertMLP that is the gate, one row; its linears are split as others."""
+
+_MAMBA = "megatron.core.ssm.mamba_mixer"
+"""Module of `MambaMixer`. Not imported here: importing it takes time, and few models have one."""
 
 _FORWARD_HOOK = "_zero_bubble_forward_hook"
 """Attribute of a module that defers its weight gradients itself: the handle of our forward hook."""
@@ -253,9 +260,17 @@ def _shared_weights(chunk: nn.Module) -> Iterator[str]:
             yield f"{' and '.join(names)} are one weight used twice in a chunk: its gradient would be wrong. Untie them"
 
 
+def _of_mamba(chunk: nn.Module) -> set[int]:
+    """ids of the Mamba mixers of `chunk` and of their convolutions, which are modules of their own before 0.19."""
+    imported = sys.modules.get(_MAMBA)  # if nothing has imported it, `chunk` has none
+    mixers = [] if imported is None else [each for each in chunk.modules() if isinstance(each, imported.MambaMixer)]
+    return {id(each) for mixer in mixers for each in (mixer, getattr(mixer, "conv1d", mixer))}
+
+
 def _unknown_weights(chunk: nn.Module) -> Iterator[str]:
+    of_mamba = _of_mamba(chunk)
     for name, module in chunk.named_modules():
-        if isinstance(module, _STAYS_IN_B) or getattr(module, KEEP_IN_B, False):
+        if isinstance(module, _STAYS_IN_B) or getattr(module, KEEP_IN_B, False) or id(module) in of_mamba:
             continue
         own = [key for key, weight in _own_parameters(module) if weight.dim() > 1]
         if not own or (isinstance(module, _SPLIT) and _is_stock(module)):

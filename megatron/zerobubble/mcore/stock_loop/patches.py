@@ -8,11 +8,15 @@ These names are replaced, because megatron-core has no extension point there, an
 `DistributedDataParallel.__init__`                     splits B and W before DDP registers hooks on the parameters
 `TransformerConfig.__post_init__`                      layer layout of V; deferred wgrad of Transformer Engine
 under V: `GPTModel.__init__`                           which chunk has the embedding and which the output layer
+under V: `HybridModel.__init__`, from 0.18 on          the same, and which layers
 under V: `Float16Module.forward`                       which chunk's output is in fp32
 under V: `parallel_state.default_embedding_ranks`      embedding and output layer are both on rank 0,
 under V: `parallel_state.initialize_model_parallel`    also if the loop passes functions of its own
 under V: `parallel_state.is_pipeline_first_stage`,     the ends of the running chunk (`stage_questions`)
 `is_pipeline_last_stage`, `utils.get_pg_rank`
+with post-validation: `step` and `zero_grad` of        optimistic steps; zeroing waits until a step is validated
+optimizers, `DistributedDataParallel.zero_grad_buffer`
+with a limit in bytes: `MegatronOptimizer.__init__`    whose state takes memory
 ====================================================  =============================================================
 
 megatron-core looks up each of them at every call, in a module or a class. So a loop may import `get_forward_backward_func`,
@@ -33,12 +37,20 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+    MixedPrecisionOptimizer,
+)
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.compat import check_stock_loop
+from megatron.zerobubble.mcore.compat import check_stock_loop, hybrid_model
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop, StockLoopOptions
@@ -150,21 +162,64 @@ def _installed() -> StockLoop | None:
 
 def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
     """(owner, attribute, replacement), in the order of installation."""
-    always = [
+    always: list[tuple[Any, str, Any]] = [
         *((schedules, name, _PatchedSchedule(loop, getattr(schedules, name))) for name in _SCHEDULES),
         (DistributedDataParallel, "__init__", _wrapping(loop, DistributedDataParallel.__init__)),
         (TransformerConfig, "__post_init__", _configuring(loop, TransformerConfig.__post_init__)),
     ]
+    if loop.options.post_validation is not None:
+        always += _validating(loop)
+    if loop.options.memory_limit is not None:
+        always.append((MegatronOptimizer, "__init__", _counting(loop, MegatronOptimizer.__init__)))
     if not loop.options.is_v:
         return always
+    models = [each for each in (GPTModel, hybrid_model()) if each is not None]
     return [
         *always,
-        (GPTModel, "__init__", _building(loop, GPTModel.__init__)),
+        *((each, "__init__", _building(loop, each.__init__)) for each in models),
         (Float16Module, "forward", StageFloat16Module.forward),
         (parallel_state, "default_embedding_ranks", _embedding_ranks),
         (parallel_state, "initialize_model_parallel", _grouping(parallel_state.initialize_model_parallel)),
         *loop.questions.replacements(),
     ]
+
+
+def _validating(loop: StockLoop) -> list[tuple[Any, str, Any]]:
+    """With post-validation: the step of an optimizer, and what zeroes gradients."""
+    stepping = (FP32Optimizer, MixedPrecisionOptimizer, ChainedOptimizer)
+    zeroing = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, ChainedOptimizer)
+    return [
+        *((owner, "step", _stepping(loop, owner.step)) for owner in stepping),
+        *((owner, "zero_grad", _zeroing(loop, owner.zero_grad)) for owner in zeroing),
+        (DistributedDataParallel, "zero_grad_buffer", _zeroing(loop, DistributedDataParallel.zero_grad_buffer)),
+    ]
+
+
+def _stepping(loop: StockLoop, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(original)
+    def step(self: Any) -> Any:
+        return loop.step(self, original)
+
+    return step
+
+
+def _zeroing(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def zero(self: Any, *args: Any, **kwargs: Any) -> None:
+        loop.zero(self, functools.partial(original, self, *args, **kwargs))
+
+    return zero
+
+
+def _counting(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of every optimizer that has parameters, whose state counts in a limit in bytes."""
+
+    @functools.wraps(original)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        loop.optimizers.add(self)
+
+    return construct
 
 
 def _wrapping(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:
@@ -191,7 +246,10 @@ def _configuring(loop: StockLoop, original: Callable[[Any], None]) -> Callable[[
 
 
 def _building(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:
-    """GPTModel's constructor, with `pre_process` and `post_process` as the V placement has them, whatever the loop passes."""
+    """A model's constructor, with `pre_process` and `post_process` as the V placement has them, whatever the loop passes.
+
+    Of a `HybridModel`, also the layers.
+    """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -200,6 +258,8 @@ def _building(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
         if bound.arguments["config"].pipeline_model_parallel_size > 1:
             first, last = loop.ends(bound.arguments.get("vp_stage"))
             bound.arguments.update(pre_process=first, post_process=last)
+            if "hybrid_stack_spec" in signature.parameters:
+                bound.arguments.update(loop.hybrid_layers(bound.arguments))
         original(*bound.args, **bound.kwargs)
 
     return construct

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,22 +30,43 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.build import check_config, make_store
+from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.ddp.wrap import order_wgrads_by_bucket
+from megatron.zerobubble.mcore.memory import state_bytes, usable_bytes
 from megatron.zerobubble.mcore.model.embeddings import Finalize, make_finalize, release_unused_head, tie_chunks
+from megatron.zerobubble.mcore.model.hybrid import check_hybrid, place_stack
 from megatron.zerobubble.mcore.model.layout import StageLayout
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
 from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
+from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticSteps, PostValidationOptions, StepOutcome
 from megatron.zerobubble.mcore.stock_loop.results import ResultRelay
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.search import Objective, SearchOptions
+from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
-__all__ = ["StockLoop", "StockLoopOptions"]
+__all__ = ["ByteLimit", "StockLoop", "StockLoopOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteLimit:
+    """A memory limit per rank in bytes. It takes effect when passes, and the optimizer's state, have been measured."""
+
+    total_bytes: int | None
+    """Weights, gradients, optimizer state and activations; None: what the device has."""
+    ranks_on_host: int
+    """Ranks that share the machine, and on the CPU its memory."""
+
+    def headroom_bytes(self, device: torch.device, taken: int) -> int:
+        """Bytes left for activations where `taken` are in use."""
+        total = self.total_bytes or usable_bytes(device, ranks_on_host=self.ranks_on_host)
+        return total - taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +83,10 @@ class StockLoopOptions:
     """About how long one rank then searches for a better order."""
     has_single_queue: bool = False
     """Whether all kernels of a GPU share one hardware queue; see `PipelineSchedule`."""
+    post_validation: PostValidationOptions | None = None
+    """How optimizer steps are taken optimistically; None: by megatron-core's own `step`."""
+    memory_limit: ByteLimit | None = None
+    """Most memory per rank, with weights, gradients and optimizer state; None: no limit in bytes."""
 
     @property
     def is_v(self) -> bool:
@@ -88,7 +114,8 @@ class StockLoopOptions:
             raise ConfigError(
                 f"schedule {self.schedule} has {wanted} model chunk(s) per rank, the loop was started with "
                 f"virtual_pipeline_model_parallel_size {num_chunks}: give {wanted if wanted > 1 else None} there and in "
-                "initialize_model_parallel, and build the chunks as for megatron-core's interleaved schedule"
+                "initialize_model_parallel, and build the chunks as for megatron-core's interleaved schedule (a V has two chunks "
+                "per rank, zb-interleaved any number from two)"
             )
         return self.spec_of(num_ranks, wanted)
 
@@ -113,6 +140,8 @@ class _Running:
     replanner: Replanner | None
     relay: ResultRelay | None
     """Under V: sends the results of the last stage to the last pipeline rank."""
+    steps: OptimisticSteps | None
+    """With post-validation: the model's optimizer steps."""
     iterations: int = 0
 
 
@@ -127,6 +156,8 @@ class StockLoop:
         self.options = options
         self.undo: list[tuple[Any, str, Any]] = []
         """(owner, name, original value) of everything that `install` replaced, in that order."""
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """With a memory limit in bytes: megatron-core's optimizers that were made since, without chains of them."""
         self.questions = StageQuestions(self.ends)
         """Which chunk runs, under V."""
         self._configs: dict[int, weakref.ref[Any]] = {}
@@ -143,12 +174,12 @@ class StockLoop:
         num_ranks = config.pipeline_model_parallel_size
         if num_ranks > 1:
             config.delay_wgrad_compute = False  # set by `configured`, if this config is made from another one
-        if not self.options.is_v or num_ranks < 2:
-            return
+        if not self.options.is_v or num_ranks < 2 or getattr(config, "is_hybrid_model", False):
+            return  # the pattern of a HybridModel has the layers of each stage
         layout = config.pipeline_model_parallel_layout
         if layout is None or isinstance(layout, str):
             spec = self.options.spec(num_ranks=num_ranks, num_chunks=config.virtual_pipeline_model_parallel_size)
-            layers = StageLayers.spread(config.num_layers, spec.placement) if layout is None else StageLayers.parse(layout)
+            layers = _spread(config.num_layers, spec.placement) if layout is None else StageLayers.parse(layout)
             config.pipeline_model_parallel_layout = StageLayout(layers, spec.placement, num_mtp_layers=config.mtp_num_layers or 0)
         elif not isinstance(layout, StageLayout):
             raise ConfigError(
@@ -176,6 +207,25 @@ class StockLoop:
         stage = placement.rank_to_stages[parallel_state.get_pipeline_model_parallel_rank()][vp_stage]
         return stage == 0, stage == placement.num_stages - 1
 
+    def hybrid_layers(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of `HybridModel` that build the layers of its stage under V.
+
+        Args:
+            arguments: those that the loop passes.
+
+        Raises:
+            ConfigError: there is no pattern, or it does not have one segment per stage, or it has MTP layers.
+        """
+        pattern = arguments.get("hybrid_layer_pattern")
+        if pattern is None:
+            raise ConfigError(
+                f"schedule {self.options.schedule} places the layers of a HybridModel by its hybrid_layer_pattern: give that, "
+                "not one of the deprecated arguments"
+            )
+        pattern = HybridPattern.parse(pattern).over(self.placement).text
+        stack = place_stack(arguments["hybrid_stack_spec"], pattern, self.placement, vp_stage=arguments.get("vp_stage"))
+        return {"hybrid_layer_pattern": pattern, "hybrid_stack_spec": stack}
+
     @property
     def placement(self) -> Placement:
         """Stage -> rank of a schedule in a V. The pipeline's process groups must exist."""
@@ -195,6 +245,7 @@ class StockLoop:
             num_chunks=config.virtual_pipeline_model_parallel_size,
         )
         check_config(config, spec)
+        check_hybrid(module)
         release_unused_head(module)
         accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
         key = config.params_dtype, accumulator
@@ -248,6 +299,8 @@ class StockLoop:
         chunks = model if isinstance(model, list) else [model]
         running = next((each for each in self._running if each.chunks == chunks), None) or self._start(chunks, num_microbatches)
         self._place_finalize(get_model_config(chunks[0]), running.schedule.spec.placement)
+        if forward_only and running.steps is not None:
+            running.steps.flush()
         replanner = None if forward_only else running.replanner
         if replanner is not None:
             running.iterations += 1
@@ -283,8 +336,11 @@ class StockLoop:
                 f"schedule {self.options.schedule} takes a model of {first.spec.num_chunks} chunk(s) of one dtype, got "
                 f"{len(chunks)}: give the list of all of this rank's chunks"
             )
+        spec = first.spec
+        if self.options.memory_limit is not None:  # until memory is measured: one microbatch per rank, the least possible
+            spec = dataclasses.replace(spec, memory_limit=1.0 / min(spec.num_ranks, num_microbatches))
         schedule = PipelineSchedule(
-            first.spec,
+            spec,
             chunks,
             store=first.store,
             config=get_model_config(chunks[0]),
@@ -293,17 +349,48 @@ class StockLoop:
         relay = None
         if self.options.is_v:
             relay = ResultRelay(parallel_state.get_pipeline_model_parallel_group(), schedule.device)
-        running = _Running(list(chunks), schedule, self._make_replanner(schedule, num_microbatches), relay)
+        steps = None
+        if self.options.post_validation is not None:
+            steps = OptimisticSteps(self.options.post_validation, schedule, chunks)
+        running = _Running(list(chunks), schedule, self._make_replanner(schedule, chunks, num_microbatches), relay, steps)
         self._running.append(running)
         return running
 
-    def _make_replanner(self, schedule: PipelineSchedule, num_microbatches: int) -> Replanner | None:
+    def _make_replanner(self, schedule: PipelineSchedule, chunks: Sequence[nn.Module], num_microbatches: int) -> Replanner | None:
         options = self.options
         if options.timed is None:
             return None
-        # A stock optimizer waits for all ranks: the iteration takes from the first op of any rank to the last op of any.
-        search = SearchOptions(objective=Objective.MAKESPAN, budget=budget_of(options.planning_seconds))
-        return Replanner(schedule, options.timed, search, num_microbatches=num_microbatches)
+        # A synchronous optimizer waits for all ranks: the iteration takes from the first op of any rank to the last op of any.
+        objective = Objective.MAKESPAN if options.post_validation is None else Objective.SPAN
+        search = SearchOptions(objective=objective, budget=budget_of(options.planning_seconds))
+        limit = options.memory_limit
+        if limit is None:
+            return Replanner(schedule, options.timed, search, num_microbatches=num_microbatches)
+
+        def own_state_bytes() -> int:
+            return self._state_bytes(chunks)
+
+        def headroom_bytes(profile: RankProfile) -> int:
+            return limit.headroom_bytes(schedule.device, own_state_bytes() + profile.workspace_bytes)
+
+        return Replanner(
+            schedule,
+            options.timed,
+            search,
+            num_microbatches=num_microbatches,
+            headroom_bytes=headroom_bytes,
+            state_bytes=own_state_bytes,
+        )
+
+    def _state_bytes(self, chunks: Sequence[nn.Module]) -> int:
+        """Bytes of weights, gradients and optimizer state. Raises ConfigError if the optimizer is not megatron-core's."""
+        optimizers = list(self.optimizers)
+        if not optimizers:
+            raise ConfigError(
+                f"schedule {self.options.schedule} has a memory limit in bytes, and no optimizer of megatron-core was made since "
+                "megatron.zerobubble.install: make it by get_megatron_optimizer, or give the limit as a number (1 is 1F1B's)"
+            )
+        return state_bytes(chunks, SimpleNamespace(chained_optimizers=optimizers))
 
     def _place_finalize(self, config: Any, placement: Placement) -> None:
         """Wrap the loop's `finalize_model_grads_func`, whenever it sets one, by what the placement needs besides."""
@@ -314,11 +401,32 @@ class StockLoop:
         self._finalizers.append((config, given, ours))
         config.finalize_model_grads_func = ours
 
+    # -- 5. the optimizer steps, with post-validation ---------------------------------------------------------------------
+
+    def step(self, optimizer: Any, original: Callable[[Any], StepOutcome]) -> StepOutcome:
+        """One call of an optimizer's `step`. All ranks must call it. Raises ConfigError if it cannot be validated afterwards."""
+        steps = [running.steps for running in self._running if running.steps is not None]
+        if not steps:
+            return original(optimizer)
+        if len(steps) > 1:
+            raise ConfigError(f"post-validation trains one model, and schedule {self.options.schedule} runs {len(steps)}")
+        return steps[0].step(optimizer)
+
+    def zero(self, owner: Any, zero: Callable[[], None]) -> None:
+        """Zero the gradients of `owner`, a chunk or an optimizer, at once or when its last step has been validated."""
+        for running in self._running:
+            if running.steps is not None and running.steps.is_unvalidated and running.steps.owns(owner):
+                running.steps.defer(owner, zero)
+                return
+        zero()
+
     # -- the end ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Undo the split and `finalize_model_grads_func`, and destroy process groups. Every rank of the world must call it."""
         for running in self._running:
+            if running.steps is not None:
+                running.steps.close()
             running.schedule.close()
             if running.relay is not None:
                 running.relay.close()
@@ -334,3 +442,11 @@ class StockLoop:
         self._running.clear()
         self._adopted.clear()
         self._finalizers.clear()
+
+
+def _spread(num_layers: int, placement: Placement) -> StageLayers:
+    try:
+        return StageLayers.spread(num_layers, placement)
+    except ConfigError as error:
+        hint = "; a HybridModel, whose pattern has the layers of each stage, needs a TransformerConfig with is_hybrid_model=True"
+        raise ConfigError(f"{error}{hint if has_hybrid_model() else ''}") from None

@@ -21,8 +21,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron.zerobubble.errors import CheckpointError
 
-__all__ = ["inspect_checkpoint"]
+__all__ = ["COMMON_FILE", "inspect_checkpoint"]
 
+COMMON_FILE = "common.pt"
+"""Where megatron-core before 0.19 saves the common state, what is not a sharded tensor. Later ones read it, too."""
+_COMMON_OBJECT = "common_state/shard_0_1"
+"""Name of the object in which megatron-core saves the common state from 0.19 on."""
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _ZIP = b"PK\x03\x04"
 _METADATA_NAMES = {
@@ -46,11 +50,14 @@ _METADATA_NAMES = {
 
 def inspect_checkpoint(directory: Path) -> None:
     """Raise CheckpointError unless `directory` is a complete checkpoint that contains only data."""
-    for name in ("metadata.json", "common.pt", ".metadata"):
+    for name in ("metadata.json", ".metadata"):
         if not (directory / name).is_file():
             raise CheckpointError(f"{directory} is not a complete checkpoint: {name} is missing")
     _check_backend(directory / "metadata.json")
     metadata = _read_metadata(directory / ".metadata")
+    common = directory / COMMON_FILE
+    if not common.is_file() and _COMMON_OBJECT not in metadata.state_dict_metadata:
+        raise CheckpointError(f"{directory} is not a complete checkpoint: {COMMON_FILE} is missing, and {_COMMON_OBJECT} too")
     for index, place in metadata.storage_data.items():
         file = directory / place.relative_path
         if not file.resolve().is_relative_to(directory.resolve()):
@@ -61,7 +68,8 @@ def inspect_checkpoint(directory: Path) -> None:
             _check_object(file, place.offset, place.length, index.fqn)
         else:
             _check_tensor(file, place.offset, index.fqn)
-    _check_loads(directory / "common.pt", (directory / "common.pt").read_bytes())
+    if common.is_file():
+        _check_loads(common, common.read_bytes())
 
 
 def _check_backend(path: Path) -> None:

@@ -4,13 +4,17 @@ Tensors are stored under global names (layers are numbered through the whole mod
 pipeline size, schedule or data-parallel size. Random number generators belong to a rank's position in the layout and are restored
 only if the layout is the same; the run then continues bit for bit.
 
+Checkpoints of Megatron-LM's own loop are read, too, and it reads ours (see `megatron_lm`).
+
 A distributed checkpoint contains pickles, so rank 0 inspects it before anything is loaded (see `inspect`).
 """
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +28,10 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.mcore.compat import imported_version
+from megatron.zerobubble.training.checkpoint import megatron_lm
 from megatron.zerobubble.training.checkpoint.directory import existing_directory, tracked_iteration
-from megatron.zerobubble.training.checkpoint.inspect import inspect_checkpoint
+from megatron.zerobubble.training.checkpoint.inspect import COMMON_FILE, inspect_checkpoint
 from megatron.zerobubble.training.checkpoint.optimizer_kinds import OptimizerKind, ask_for, stored_kind, translate
 from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load, prepare_to_save
 from megatron.zerobubble.training.step import TrainingState
@@ -37,6 +43,11 @@ _log = logging.getLogger(__name__)
 _FORMAT = "megatron-zerobubble/1"
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """How the distributed optimizer stores its state: per parameter, so that any layout can load it."""
+_SCHEDULER = "opt_param_scheduler"
+_MODEL_FLAGS = (
+    *("num_layers", "hybrid_layer_pattern", "hidden_size", "num_attention_heads"),
+    *("swiglu", "normalization", "position_embedding_type"),
+)
 _OWN_OPTIMIZER = "optimizer of this rank"
 """Key of the optimizer's sharded tensors, apart from the common state, whose parts may be those of another rank."""
 
@@ -66,9 +77,12 @@ def state_to_save(training_state: TrainingState, *, iteration: int, consumed_sam
     if flags.save_optim:
         prepare_to_save(training_state.optimizer)
         state["optimizer"] = training_state.optimizer.sharded_state_dict(dict(state), metadata=dict(_SHARDING))
-        state["scheduler"] = training_state.scheduler.state_dict()
+        state[_SCHEDULER] = training_state.scheduler.state_dict()
     if flags.save_rng:
         state["rng"] = _rng_state()
+    state |= megatron_lm.entries_for(
+        training_state, iteration=iteration, consumed_samples=consumed_samples, optimizer_format=_SHARDING
+    )
     state["header"] = _header(training_state) | {
         "iteration": iteration,
         "consumed_samples": consumed_samples,
@@ -118,23 +132,34 @@ def _reason(error: BaseException) -> str:
 
 def _load_from(training_state: TrainingState, directory: Path) -> RestoredProgress:
     flags, optimizer = training_state.settings.checkpoint, training_state.optimizer
-    common = dist_checkpointing.load_common_state_dict(str(directory))
-    header = common.get("header", {})
-    _check_header(header, training_state, directory)
+    common = _load_common(directory)
+    is_foreign = megatron_lm.is_from(common)
+    header = megatron_lm.header_of(common, names=_MODEL_FLAGS) if is_foreign else common.get("header", {})
+    if not is_foreign and header.get("format") != _FORMAT:
+        raise CheckpointError(f"{directory} has format {header.get('format')!r}; this version reads {_FORMAT!r}")
+    from_gpt = _layers_of_gpt(header, training_state, directory)
+    _check_model(header, training_state, directory, skipped=() if from_gpt is None else ("num_layers", "hybrid_layer_pattern"))
     loads_optimizer = flags.load_optim and not flags.finetune
     if loads_optimizer:
         _check_optimizer(common, training_state, directory)
-    same_layout = header["layout"] == _layout(training_state)
+    layout = _layout(training_state)
+    same_layout = all(layout[name] == size for name, size in header["layout"].items())
     loads_rng = flags.load_rng and not flags.finetune and same_layout and header["has_rng"]
     with training_state.on_host():
         wanted = _model_state(training_state)
         if loads_optimizer:
             prepare_to_load(optimizer)
             own = optimizer.sharded_state_dict(dict(wanted), is_loading=True, metadata=dict(_SHARDING))
+            if from_gpt is not None:
+                from_gpt(own)
             wanted[_OWN_OPTIMIZER] = ask_for(own, common=common["optimizer"], optimizer=optimizer)
+        if from_gpt is not None:
+            for name, _ in _named_stages(training_state):
+                from_gpt(wanted[name])
         if loads_rng:
-            wanted["rng"] = _rng_state()
-        state = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
+            wanted["rng"] = megatron_lm.rng_object() if is_foreign else _rng_state()
+        with _quiet_torch():
+            state = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
         for name, stage in _named_stages(training_state):
             stage.load_state_dict(state[name])
         if loads_optimizer:
@@ -142,11 +167,35 @@ def _load_from(training_state: TrainingState, directory: Path) -> RestoredProgre
         else:
             optimizer.reload_model_params()
     if loads_rng:
-        _set_rng_state(state["rng"])
+        (megatron_lm.set_rng_state if is_foreign else _set_rng_state)(state["rng"])
     elif flags.load_rng and not flags.finetune:
         why = "the checkpoint has no random number generators" if same_layout else "the layout differs from the checkpoint's"
         _log.info("%s: dropout continues with newly seeded generators", why)
     return RestoredProgress(header["iteration"], header["consumed_samples"])
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Ignore torch's warnings about how megatron-core 0.19 calls it: positional arguments, and each rank reading by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The argument order of load has been changed", category=UserWarning)
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable", category=UserWarning)
+        yield
+
+
+def _load_common(directory: Path) -> dict[str, Any]:
+    """The common state of a checkpoint that passed its inspection."""
+    try:
+        with _quiet_torch():
+            common: dict[str, Any] = dist_checkpointing.load_common_state_dict(directory)
+    except (CheckpointingException, AttributeError) as error:  # the latter while it composes the message of the former
+        if (directory / COMMON_FILE).is_file():
+            raise
+        raise CheckpointError(
+            f"{directory} was saved by megatron-core 0.19 or newer, whose checkpoints have no {COMMON_FILE}; this one, "
+            f"{imported_version()}, cannot read it: load it with megatron-core 0.19 or newer, which reads older checkpoints, too"
+        ) from error
+    return common
 
 
 # -- contents of a checkpoint -------------------------------------------------------------------------------------------
@@ -175,35 +224,74 @@ def _layout(training_state: TrainingState) -> dict[str, Any]:
 
 
 def _header(training_state: TrainingState) -> dict[str, Any]:
-    model = training_state.settings.model
-    names = ("num_layers", "hidden_size", "num_attention_heads", "swiglu", "normalization", "position_embedding_type")
+    settings = training_state.settings
+    hybrid = settings.hybrid_pattern(training_state.schedule.spec.placement)
+    own = {"num_layers": settings.num_layers, "hybrid_layer_pattern": None if hybrid is None else hybrid.layers}
     return {
         "format": _FORMAT,
         "layout": _layout(training_state),
-        "model": {name: getattr(model, name) for name in names},
+        "model": own | {name: getattr(settings.model, name) for name in _MODEL_FLAGS if name not in own},
     }
 
 
-def _check_header(header: dict[str, Any], training_state: TrainingState, directory: Path) -> None:
-    if header.get("format") != _FORMAT:
-        raise CheckpointError(f"{directory} has format {header.get('format')!r}; this version reads {_FORMAT!r}")
-    for name, value in _header(training_state)["model"].items():
-        if header["model"].get(name) != value:
+def _check_model(
+    header: dict[str, Any], training_state: TrainingState, directory: Path, *, skipped: tuple[str, ...] = ()
+) -> None:
+    own = _header(training_state)["model"]
+    for name, saved in header["model"].items():
+        if name not in skipped and saved != (value := own.get(name)):
             flag = "--" + name.replace("_", "-")
-            raise CheckpointError(f"{directory} was saved with {flag} {header['model'].get(name)}, this run has {value}")
+            raise CheckpointError(f"{directory} was saved with {flag} {saved}, this run has {value}")
+
+
+def _layers_of_gpt(
+    header: dict[str, Any], training_state: TrainingState, directory: Path
+) -> Callable[[dict[str, Any]], None] | None:
+    """How the sharded state of a `HybridModel` asks for the tensors of a `GPTModel`, if the checkpoint is of one.
+
+    Layer i of the GPT is the i-th attention layer and the i-th MLP, or MLP with experts, of the pattern. megatron-core 0.19 has
+    the translation; Mamba layers keep their initial weights.
+
+    Returns:
+        A function that changes a sharded state in place; None if the checkpoint is of the same kind of model.
+
+    Raises:
+        CheckpointError: the pattern is not that of a GPT with the checkpoint's number of layers.
+    """
+    pattern = _header(training_state)["model"]["hybrid_layer_pattern"]
+    if pattern is None or header["model"].get("hybrid_layer_pattern") is not None:
+        return None
+    what = f"{directory} is of a GPTModel, this run trains a HybridModel of {pattern}"
+    try:
+        from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
+    except ImportError:
+        raise CheckpointError(f"{what}: megatron-core can translate it from 0.19 on, this is {imported_version()}") from None
+    try:
+        maps = interop.gpt_compatible_layer_maps(pattern)
+    except ValueError as error:
+        raise CheckpointError(f"{what}: {error}") from error
+    if maps.num_gpt_layers != header["model"]["num_layers"]:
+        raise CheckpointError(f"{what}, whose {maps.num_gpt_layers} pairs are not its {header['model']['num_layers']} layers")
+    return lambda state: interop.retarget_sharded_state_dict_to_gpt_checkpoint(state, maps)
 
 
 def _check_optimizer(common: dict[str, Any], training_state: TrainingState, directory: Path) -> None:
     """Raise unless the checkpoint has an optimizer state with the schedule of the flags, or a flag chooses between the two."""
-    if "scheduler" not in common:
+    if _SCHEDULER not in common:
         raise CheckpointError(f"{directory} has no optimizer state; give --no-load-optim, or --finetune to start at iteration 0")
+    stored = megatron_lm.optimizer_format(common)
+    if stored is not None and stored != _SHARDING["distrib_optim_sharding_type"]:
+        raise CheckpointError(
+            f"{directory} has the distributed optimizer's state in buckets of another loop ({stored}); save it there with "
+            "--dist-ckpt-optim-fully-reshardable, or give --no-load-optim here"
+        )
     optim = training_state.settings.optim
     if optim.override_opt_param_scheduler or optim.use_checkpoint_opt_param_scheduler:
         return
     for name, value in training_state.scheduler.state_dict().items():
-        if name != "num_steps" and common["scheduler"].get(name) != value:
+        if name != "num_steps" and common[_SCHEDULER].get(name) != value:
             raise CheckpointError(
-                f"{directory} was trained with {name} {common['scheduler'].get(name)}, the flags request {value}; give "
+                f"{directory} was trained with {name} {common[_SCHEDULER].get(name)}, the flags request {value}; give "
                 "--override-opt_param-scheduler to use the flags, or --use-checkpoint-opt_param-scheduler"
             )
 
@@ -221,7 +309,7 @@ def _load_optimizer(training_state: TrainingState, state: dict[str, Any], *, ask
     if training_state.settings.optim.override_opt_param_scheduler:
         for group, (max_lr, min_lr) in zip(optimizer.param_groups, groups, strict=True):
             group["max_lr"], group["min_lr"] = max_lr, min_lr
-    training_state.scheduler.load_state_dict(state["scheduler"])
+    training_state.scheduler.load_state_dict(state[_SCHEDULER])
 
 
 def _rng_state() -> dict[str, ShardedTensor]:

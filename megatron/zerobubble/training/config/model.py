@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern, check_kinds
 from megatron.zerobubble.training.config.require import one_of, positive, within
 
 __all__ = ["ModelConfig", "PrecisionConfig"]
@@ -19,14 +20,19 @@ __all__ = ["ModelConfig", "PrecisionConfig"]
 class ModelConfig:
     """Model."""
 
-    num_layers: int
-    """Number of transformer layers."""
     hidden_size: int
     """Hidden size: the width of the residual stream."""
     num_attention_heads: int
     """Number of attention heads."""
     seq_length: int
     """Sequence length: tokens per sample."""
+    num_layers: int | None = None
+    """Number of transformer layers. Required, unless --hybrid-layer-pattern is given, which implies it."""
+    hybrid_layer_pattern: str | None = field(default=None, metadata={"metavar": "PATTERN"})
+    """Train a HybridModel instead of a GPTModel: a quoted text with one letter per layer, in the order data flows. * is
+    attention, - an MLP, E an MLP with experts, M a Mamba layer (needs the package mamba_ssm); | separates stages, which may
+    differ. Without | the layers are divided evenly. Needs megatron-core 0.18 or later. Default: a GPTModel of --num-layers
+    layers."""
     ffn_hidden_size: int | None = None
     """Intermediate width of the MLP. Default: 4 * --hidden-size, or with --swiglu 8/3 of it, rounded down to a multiple of 64."""
     kv_channels: int | None = None
@@ -130,8 +136,30 @@ class ModelConfig:
             )
         if self.swiglu and self.squared_relu:
             raise ConfigError("--swiglu and --squared-relu are both given; the MLP has one activation")
+        self._check_layers()
         self._check_mtp()
         self._check_recompute()
+
+    def _check_layers(self) -> None:
+        if self.hybrid_layer_pattern is None:
+            if self.num_layers is None:
+                raise ConfigError("--num-layers is required (or --hybrid-layer-pattern, which implies it)")
+            return
+        flag = f"--hybrid-layer-pattern {self.hybrid_layer_pattern!r}"
+        check_kinds(self.hybrid_layer_pattern, flag)
+        try:
+            layers = HybridPattern.parse(self.hybrid_layer_pattern).layers
+        except ConfigError as error:
+            raise ConfigError(f"--hybrid-layer-pattern: {error}") from None
+        if self.num_layers not in (None, len(layers)):
+            raise ConfigError(f"{flag} has {len(layers)} layers, --num-layers is {self.num_layers}; leave --num-layers out")
+        if self.mtp_num_layers is not None:
+            raise ConfigError(f"{flag} does not support --mtp-num-layers; leave one of them out")
+        if self.qk_layernorm and self.transformer_impl == "transformer_engine":
+            raise ConfigError(
+                f"{flag} with --transformer-impl transformer_engine ignores --qk-layernorm, which megatron-core's layers of a "
+                "HybridModel do not have; leave one of them out"
+            )
 
     def _check_mtp(self) -> None:
         if self.mtp_num_layers is not None and self.position_embedding_type == "learned_absolute":

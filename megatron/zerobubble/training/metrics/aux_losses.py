@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
+from megatron.zerobubble.mcore.compat import mtp_entries, mtp_loss_sums, router_loss_sums
 from megatron.zerobubble.training.config.settings import Settings
 
 __all__ = ["AuxLosses"]
@@ -63,9 +62,9 @@ class AuxLosses:
         if not self._routers and not self._num_mtp_layers:
             return {}
         device = torch.cuda.current_device()
-        routers, mtp_losses = get_moe_layer_wise_logging_tracker(), MTPLossLoggingHelper.tracker.get("values")
+        routers, mtp_losses = router_loss_sums(), mtp_loss_sums()
         zero = torch.zeros((), device=device)
-        sums: list[Tensor] = [routers[name]["values"].sum() if name in routers else zero for name in self._routers]
+        sums: list[Tensor] = [routers[name].sum() if name in routers else zero for name in self._routers]
         sums += [zero if mtp_losses is None else mtp_losses[layer] for layer in range(self._num_mtp_layers)]
         total = torch.stack(sums).to(torch.float64)
         dist.all_reduce(total)
@@ -76,6 +75,8 @@ class AuxLosses:
         return dict(zip(names, means, strict=True))
 
     def _clear(self) -> None:
-        clear_aux_losses_tracker()
-        if "values" in MTPLossLoggingHelper.tracker:
-            MTPLossLoggingHelper.tracker["values"].zero_()
+        for values in router_loss_sums().values():
+            values.zero_()
+        for logged in mtp_entries().values():
+            if isinstance(logged, Tensor):
+                logged.zero_()

@@ -121,7 +121,7 @@ def _probed(settings: Settings) -> Settings:
         except ConfigError:
             continue
         return probed
-    raise ConfigError(f"--num-layers {settings.model.num_layers} do not divide over {settings.pipeline_size} pipeline ranks")
+    raise ConfigError(f"--num-layers {settings.num_layers} do not divide over {settings.pipeline_size} pipeline ranks")
 
 
 def _profile(training_state: TrainingState, tokenizer: Any, *, on_gpu: bool) -> RankProfile:

@@ -1,0 +1,211 @@
+"""Optimizer post-validation in a loop that is written for megatron-core's synchronous optimizer.
+
+Such a loop steps, advances the learning rate and zeroes the gradients before the step is validated, inside the next call of the
+schedule. A step that turns out to be wrong is redone as if the loop had done none of that:
+
+====================================  =============================================================================
+the loop                              until the step is validated
+====================================  =============================================================================
+zeroes gradients                      zeroing waits; it runs right before the first backward
+changes learning rate, weight decay   a redone step uses the values of its own iteration; the loop's are kept for the next
+asks whether the step succeeded       it did: without loss scaling, which is rejected, no step is ever skipped
+asks for the gradient norm            the last pipeline rank has it and returns it; others return None, as ranks without
+                                      parameters do, and a loop's own maximum over ranks is right
+saves a checkpoint, evaluates         the step is validated first
+====================================  =============================================================================
+
+A loop that all-reduces the norm or the outcome over the pipeline in every iteration makes all ranks wait for each other there:
+its numbers are right, but nothing is saved.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+from torch import nn
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
+from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
+from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
+
+__all__ = ["OptimisticSteps", "PostValidationOptions", "StepOutcome"]
+
+StepOutcome = tuple[bool, float | None, int | None]
+"""What megatron-core's `step()` returns: whether it stepped, the gradient norm, the number of zeros; None: not known here."""
+
+_KINDS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, ChainedOptimizer)
+_READS_WEIGHTS = ("state_dict", "sharded_state_dict", "state_dict_for_save_checkpoint", "save_parameter_state")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostValidationOptions:
+    """How steps are taken and rolled back; see `megatron.zerobubble.post_validation`."""
+
+    patience: int = 10
+    """Synchronous steps that needed no correction, after a corrected one, before steps are optimistic again."""
+    rollback: str = "exact"
+    """`exact`, from a snapshot, or `inverse`."""
+    snapshot_on_host: bool = False
+    """Keep the snapshot in host memory."""
+
+
+class OptimisticSteps:
+    """The optimizer steps of one model in a stock loop.
+
+    Args:
+        options: how steps are taken.
+        schedule: runs the model; its `before_gradients` hook is set.
+        chunks: this rank's model chunks, wrapped by DDP.
+    """
+
+    def __init__(self, options: PostValidationOptions, schedule: PipelineSchedule, chunks: Sequence[nn.Module]) -> None:
+        self._options = options
+        self._chunks = list(chunks)
+        self._optimizer: Any = None
+        self._steps: PostValidation | None = None
+        self._used: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """(parameter group, its values when the step was taken)."""
+        self._zeroing: dict[int, Callable[[], None]] = {}
+        self._undo: list[Callable[[], None]] = []
+        schedule.hooks.before_gradients = self._before_gradients
+        for module in _nested(chunks):
+            self._validate_before(module)
+
+    @property
+    def is_unvalidated(self) -> bool:
+        """Whether the last step may still be rolled back."""
+        return self._steps is not None and self._steps.is_unvalidated
+
+    def owns(self, zeroed: Any) -> bool:
+        """Whether these are the model's gradients: one of its chunks, its optimizer or a part of that."""
+        return zeroed is self._optimizer or any(zeroed is each for each in (*self._chunks, *_parts(self._optimizer)))
+
+    def defer(self, zeroed: Any, zero: Callable[[], None]) -> None:
+        """Call `zero`, which zeroes the gradients that `zeroed` holds, when they are not needed for a redone step any more."""
+        self._zeroing[id(zeroed)] = zero
+
+    def step(self, optimizer: Any) -> StepOutcome:
+        """Step, optimistically or not. All ranks of the world must call it at the same point.
+
+        Raises:
+            ConfigError: the optimizer is not the model's, or its step cannot be split.
+        """
+        if self._steps is None:
+            self._steps = self._take(optimizer)
+        elif optimizer is not self._optimizer:
+            raise ConfigError("post-validation steps one optimizer per model, and a second one was stepped; chain them")
+        self.flush()
+        self._steps.step()
+        if not self._steps.is_unvalidated:
+            verdict = self._steps.validate()
+            assert verdict is not None
+            return verdict.is_stepped, verdict.norm, int(verdict.zeros)
+        self._used = [(group, _values(group)) for group in optimizer.param_groups]
+        known = self._steps.known
+        return (True, None, None) if known is None else (True, known.norm, int(known.zeros))
+
+    def flush(self) -> None:
+        """Validate the last step, if it was not: afterwards the weights are final. All ranks of the pipeline must call it."""
+        self._validate()
+        self._zero()
+
+    def close(self) -> None:
+        """Validate the last step and destroy process groups. Every rank of the world must call it."""
+        self.flush()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        if self._steps is not None:
+            self._steps.close()
+
+    def _take(self, optimizer: Any) -> PostValidation:
+        for part in (optimizer, *_parts(optimizer)):
+            if type(part) not in _KINDS:
+                raise ConfigError(
+                    f"post-validation cannot split the step of a {type(part).__name__}; leave it out, or use megatron-core's "
+                    "Adam or SGD, plain or distributed"
+                )
+            if getattr(part, "grad_scaler", None):
+                raise ConfigError(
+                    "post-validation with loss scaling (fp16) is not supported in a stock training loop: whether a step is "
+                    "skipped is known only after the loop has advanced its learning rate. Use bf16, or pretrain_gpt.py"
+                )
+        options = self._options
+        steps = post_validation(
+            optimizer,
+            optimistic=True,
+            patience=options.patience,
+            rollback=options.rollback,
+            snapshot_on_host=options.snapshot_on_host,
+        )
+        self._optimizer = optimizer
+        self._validate_before(optimizer)
+        return steps
+
+    def _before_gradients(self) -> bool:
+        verdict = self._validate()
+        self._zero()
+        return verdict is not None and verdict.is_redone
+
+    def _validate(self) -> Verdict | None:
+        if not self.is_unvalidated:
+            return None
+        assert self._steps is not None
+        changed = [(group, {name: group[name] for name in values if name in group}) for group, values in self._used]
+        for group, values in self._used:
+            group.update(values)
+        verdict = self._steps.validate()
+        for group, values in changed:
+            group.update(values)
+        self._used = []
+        return verdict
+
+    def _zero(self) -> None:
+        waiting, self._zeroing = self._zeroing, {}
+        for zero in waiting.values():
+            zero()
+
+    def _validate_before(self, owner: Any) -> None:
+        """Validate before a checkpoint reads the weights of `owner`, a module or an optimizer."""
+        for name in _READS_WEIGHTS:
+            function = getattr(owner, name, None)
+            if function is not None:
+                setattr(owner, name, self._flushing(function))
+                self._undo.append(functools.partial(delattr, owner, name))
+
+    def _flushing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def validated(*args: Any, **kwargs: Any) -> Any:
+            self.flush()
+            return function(*args, **kwargs)
+
+        return validated
+
+
+def _nested(chunks: Sequence[Any]) -> Iterator[Any]:
+    """Every chunk, and what it wraps."""
+    for chunk in chunks:
+        module = chunk
+        while module is not None:
+            yield module
+            module = getattr(module, "module", None)
+
+
+def _parts(optimizer: Any) -> Sequence[Any]:
+    return getattr(optimizer, "chained_optimizers", ())
+
+
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a parameter group. Its count of steps is the optimizer's own."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name not in ("params", "step")
+    }

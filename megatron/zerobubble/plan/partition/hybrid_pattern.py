@@ -1,0 +1,125 @@
+"""The layer kinds of a model that mixes them, in the text of megatron-core's ``--hybrid-layer-pattern``.
+
+One letter is one layer, in the order data flows, and a bar separates two stages::
+
+    *-*|-*E|*-|*-*-     four stages of 3, 3, 2 and 4 layers
+
+    *   attention
+    -   MLP
+    E   MLP with experts
+    M   Mamba
+
+Attention and MLP are layers of their own here: ``*-`` is what a GPT calls one transformer layer.
+
+Invariant: as for `StageLayers`, only the first and the last stage can be without layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
+
+__all__ = ["EXPERTS", "MAMBA", "HybridPattern", "check_kinds"]
+
+EXPERTS, MAMBA = "E", "M"
+
+_KINDS = {"*": "attention", "-": "MLP", EXPERTS: "experts", MAMBA: "Mamba"}
+_STAGE_BOUNDARY, _MTP_SEPARATOR = "|", "/"
+
+
+def check_kinds(text: str, name: str) -> None:
+    """Check that all layers of a pattern are of a kind that our own training loop builds.
+
+    Args:
+        text: the pattern.
+        name: of the pattern, in the message.
+
+    Raises:
+        ConfigError: another letter; the message lists those that are possible.
+    """
+    for letter in text:
+        if letter not in (*_KINDS, _STAGE_BOUNDARY, _MTP_SEPARATOR):
+            kinds = ", ".join(f"{each} ({meaning})" for each, meaning in _KINDS.items())
+            raise ConfigError(f"{name}: {letter!r} is not a kind of layer; write {kinds}, and {_STAGE_BOUNDARY} between stages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridPattern:
+    """The kind of every layer, and where stages begin."""
+
+    segments: tuple[str, ...]
+    """One letter per layer, in one string per stage; a single string if the text has no bar."""
+
+    @staticmethod
+    def parse(text: str) -> HybridPattern:
+        """Parse a pattern. Which letters there are is for the model to check.
+
+        Raises:
+            ConfigError: the pattern has no layer, a stage without layers inside the pipeline, or MTP layers.
+        """
+        if _MTP_SEPARATOR in text:
+            raise ConfigError(
+                f"hybrid layer pattern {text!r} has MTP layers (after {_MTP_SEPARATOR}), which are not supported here: leave "
+                "them out, or train a GPTModel"
+            )
+        pattern = HybridPattern(segments=tuple(text.split(_STAGE_BOUNDARY)))
+        if not pattern.num_layers:
+            raise ConfigError(f"hybrid layer pattern {text!r} has no layer")
+        try:
+            StageLayers(per_stage=tuple(map(len, pattern.segments)))
+        except ConfigError as error:
+            raise ConfigError(f"hybrid layer pattern {text!r}: {error}") from None
+        return pattern
+
+    @property
+    def text(self) -> str:
+        """The pattern as `parse` and megatron-core read it."""
+        return _STAGE_BOUNDARY.join(self.segments)
+
+    @property
+    def layers(self) -> str:
+        """One letter per layer of the whole model."""
+        return "".join(self.segments)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers in the model."""
+        return len(self.layers)
+
+    @property
+    def names_stages(self) -> bool:
+        """Whether the text says where stages begin."""
+        return len(self.segments) > 1
+
+    def over(self, placement: Placement) -> HybridPattern:
+        """This pattern with one segment per stage of `placement`; without bars, `StageLayers.spread` divides the layers.
+
+        Raises:
+            ConfigError: the pattern has another number of segments, or the layers do not divide.
+        """
+        if self.names_stages and len(self.segments) != placement.num_stages:
+            raise ConfigError(
+                f"hybrid layer pattern {self.text!r} has {len(self.segments)} segments, and {placement.num_ranks} pipeline ranks "
+                f"with {placement.num_chunks} stage(s) each need {placement.num_stages}"
+            )
+        if self.names_stages:
+            return self
+        try:
+            counts = StageLayers.spread(self.num_layers, placement).per_stage
+        except ConfigError as error:
+            raise ConfigError(f"hybrid layer pattern {self.text!r}: {error}; or write | between its stages") from None
+        ends = itertools.accumulate(counts)
+        return HybridPattern(segments=tuple(self.layers[end - count : end] for count, end in zip(counts, ends, strict=True)))
+
+    def first_layer(self, stage: int) -> int:
+        """Number of layers in all stages before `stage`."""
+        return sum(map(len, self.segments[:stage]))
+
+    @property
+    def stage_layers(self) -> StageLayers:
+        """The number of layers of every stage."""
+        return StageLayers(per_stage=tuple(map(len, self.segments)))

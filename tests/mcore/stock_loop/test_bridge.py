@@ -1,0 +1,51 @@
+"""A loop that passes process groups and a communicator in every call, as Megatron-Bridge does: same losses, same gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import bridge
+from tests.support.ranks import RankPool
+
+TWO = "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --train-iters 3"
+CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
+
+
+def _merged(results: list[dict[str, Any]]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """The losses of the replicas on their last pipeline rank, and all gradients: each replica has the same ones."""
+    losses = [result["losses"] for result in results[len(results) // 2 :]]
+    gradients: dict[str, torch.Tensor] = {}
+    for result in results:
+        for name, gradient in result["gradients"].items():
+            assert torch.equal(gradients.setdefault(name, gradient), gradient), name
+    return losses, gradients
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule"),
+    [
+        (f"{TWO} --overlap-grad-reduce", "zb-h1"),
+        (f"{TWO} --tie-embeddings-and-output-weights --clip-grad 0.5", "zb-h2"),
+        (f"{CHUNKS} --calculate-per-token-loss --clip-grad 0.5", "zbv"),
+    ],
+    ids=["zb-h1-overlapped", "zb-h2-tied", "zbv-per-token"],
+)
+def test_the_same_losses_and_gradients_as_the_stock_schedule(four_ranks: RankPool, flags: str, schedule: str) -> None:
+    expected, actual = (_merged(four_ranks.run(bridge.train, flags, name)) for name in (None, schedule))
+    assert actual[0] == expected[0] != []
+    assert set(actual[1]) == set(expected[1])
+    assert [name for name, gradient in actual[1].items() if not torch.equal(gradient, expected[1][name])] == []
+
+
+def test_other_groups_or_another_communicator_are_named_in_the_error(four_ranks: RankPool) -> None:
+    for rank, messages in enumerate(four_ranks.run(bridge.misuse, TWO, "zb-h1")):
+        dp, object_, pp, other, shapes = messages
+        data, pipeline = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        assert f"pg_collection.dp has the ranks {pipeline}, in parallel_state they are {data}" in dp
+        assert "pg_collection is a object" in object_
+        assert f"p2p_communicator.pp_group has the ranks {data}, in parallel_state they are {pipeline}" in pp
+        assert "OtherCommunicator: schedule 'zb-h1' has links of its own" in other
+        assert "adjust_tensor_shapes_fn is not supported" in shapes

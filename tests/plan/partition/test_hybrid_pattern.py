@@ -1,0 +1,79 @@
+"""How hybrid layer patterns are read and divided over stages."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern, check_kinds
+
+
+@pytest.mark.parametrize(
+    ("text", "segments", "layers"),
+    [
+        ("*-*-", ("*-*-",), "*-*-"),
+        ("*-*|-", ("*-*", "-"), "*-*-"),
+        ("|*-E|M|", ("", "*-E", "M", ""), "*-EM"),
+    ],
+)
+def test_round_trip(text: str, segments: tuple[str, ...], layers: str) -> None:
+    pattern = HybridPattern.parse(text)
+    assert (pattern.segments, pattern.layers, pattern.num_layers) == (segments, layers, len(layers))
+    assert pattern.text == text
+    assert pattern.names_stages == ("|" in text)
+
+
+@pytest.mark.parametrize(
+    ("text", "placement", "divided"),
+    [
+        ("*-*-*-*-", Placement.linear(2), "*-*-|*-*-"),
+        ("*-*-*-*-", Placement.v(2), "*-|*-|*-|*-"),
+        ("*-*-*E", Placement.v(2), "*-|*-|*|E"),
+        ("*-*-", Placement.loop(2, 2), "*|-|*|-"),
+        ("*-*E|-*", Placement.linear(2), "*-*E|-*"),
+        ("|*-E|-|*", Placement.v(2), "|*-E|-|*"),
+        ("*-*", Placement.linear(1), "*-*"),
+    ],
+)
+def test_stages(text: str, placement: Placement, divided: str) -> None:
+    """Without a bar as `StageLayers.spread` divides the layers; with bars as they say."""
+    pattern = HybridPattern.parse(text).over(placement)
+    assert pattern.text == divided
+    assert pattern.stage_layers.per_stage == tuple(map(len, divided.split("|")))
+    starts = [pattern.first_layer(stage) for stage in range(placement.num_stages)]
+    assert [pattern.layers[start : start + len(own)] for start, own in zip(starts, pattern.segments, strict=True)] == [
+        *pattern.segments
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no layer"),
+        ("|", "has no layer"),
+        ("*||-", "stage 1 of 3 would hold 0 layers"),
+        ("*-*-/*-/*-", "has MTP layers"),
+    ],
+)
+def test_bad_patterns(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HybridPattern.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "placement", "message"),
+    [
+        ("*-|*-", Placement.v(2), r"'\*-\|\*-' has 2 segments, and 2 pipeline ranks with 2 stage\(s\) each need 4"),
+        ("*-*-*", Placement.linear(2), "5 layers do not divide over 2 stages .*; or write | between its stages"),
+    ],
+)
+def test_patterns_that_do_not_fit(text: str, placement: Placement, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HybridPattern.parse(text).over(placement)
+
+
+def test_kinds_of_layers() -> None:
+    check_kinds("|*-EM|", "pattern")
+    with pytest.raises(ConfigError, match=r"pattern: 'G' is not a kind of layer; write \* \(attention\), - \(MLP\), E"):
+        check_kinds("*-G", "pattern")

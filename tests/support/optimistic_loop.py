@@ -1,0 +1,137 @@
+"""A loop for megatron-core's synchronous optimizer, written as Megatron-LM's: learning rate, decay, evaluation, checkpoint."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+
+import megatron.zerobubble
+from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.optimizer.post_validation import PostValidation
+from tests.support.gpt import _destroy_groups
+from tests.support.stock import example
+
+
+def train(rank: int, flags: str, evaluate_at: int = -1, save_at: int = -1) -> dict[str, Any]:
+    """Train with what the flags install.
+
+    Args:
+        rank: of the pool.
+        flags: of the example, zero-bubble flags among them.
+        evaluate_at: iteration after whose step the loop evaluates.
+        save_at: iteration after whose step the loop reads the weights by `state_dict`.
+
+    Returns:
+        Losses and norms of this rank (norms: the maximum over the pipeline, as Megatron-LM reduces them), the weights at the end
+        by name, those that were read at `save_at`, and for each step that was validated afterwards whether it was redone.
+    """
+    loop = example()
+    args = loop.parse(flags.split())
+    _destroy_groups()
+    redone: list[bool] = []
+    original = PostValidation.validate
+
+    def counting(self: PostValidation) -> Any:
+        was_unvalidated = self.is_unvalidated
+        verdict = original(self)
+        if was_unvalidated and verdict is not None:
+            redone.append(verdict.is_redone)
+        return verdict
+
+    with HostDevice().on_host():
+        megatron.zerobubble.install(args)
+        PostValidation.validate = counting  # type: ignore[method-assign]
+        try:
+            loop.initialize(args)
+            result = _train(loop, args, evaluate_at, save_at)
+            megatron.zerobubble.uninstall()  # validates the last step
+            result["weights"] = _weights(result.pop("chunks"))
+        finally:
+            PostValidation.validate = original  # type: ignore[method-assign]
+            megatron.zerobubble.uninstall()
+            _destroy_groups()
+    return result | {"redone": redone}
+
+
+def _train(loop: Any, args: Any, evaluate_at: int, save_at: int) -> dict[str, Any]:
+    chunks = loop.build_model(args, loop.transformer_config(args))
+    config = get_model_config(chunks[0])
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=args.lr,
+        min_lr=0.0,
+        weight_decay=0.01,
+        clip_grad=args.clip_grad,
+        bf16=args.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, chunks)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=0.0,
+        lr_warmup_steps=2,
+        lr_decay_steps=args.train_iters + 2,
+        lr_decay_style="linear",
+        start_wd=0.01,
+        end_wd=0.1,
+        wd_incr_steps=args.train_iters,
+        wd_incr_style="linear",
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    iterators = [loop.batches(args) for _ in chunks]
+    call = partial(
+        get_forward_backward_func(),
+        forward_step_func=partial(loop.forward_step, args),
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=chunks,
+        num_microbatches=args.num_microbatches,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+    )
+    losses, norms, saved = [], [], {}
+    for iteration in range(1, 1 + args.train_iters):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses.append([float(report["lm loss"]) for report in call(forward_only=False)])
+        is_stepped, norm, _ = optimizer.step()
+        norms.append(_largest(norm))
+        if is_stepped:
+            scheduler.step(increment=1)
+        if iteration == evaluate_at:
+            with torch.no_grad():
+                losses.append([float(report["lm loss"]) for report in call(forward_only=True)])
+        if iteration == save_at:
+            for number, chunk in enumerate(chunks):
+                chunk_state = chunk.state_dict()
+                saved |= {
+                    f"{number}.{name}": value.clone() for name, value in chunk_state.items() if isinstance(value, torch.Tensor)
+                }
+    return {"losses": losses, "norms": norms, "saved": saved, "chunks": chunks}
+
+
+def _largest(norm: float | None) -> float:
+    value = torch.tensor([-1.0 if norm is None else float(norm)], dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=parallel_state.get_model_parallel_group())
+    return float(value)
+
+
+def _weights(chunks: list[Any]) -> dict[str, torch.Tensor]:
+    return {
+        f"{number}.{name}": parameter.detach().clone()
+        for number, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
