@@ -7,8 +7,8 @@ from itertools import zip_longest
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from megatron.zerobubble.mcore.compat import mtp_entries, mtp_loss_sums
 from megatron.zerobubble.mcore.model.layout import pipeline_layout
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.training.layer_specs import mtp_layers, stage_layers
@@ -35,7 +35,7 @@ class MtpTrainer(Trainer):
 
     def close(self) -> None:
         """Also clear megatron-core's own sums of MTP losses, which refer to a process group."""
-        MTPLossLoggingHelper.tracker.clear()
+        mtp_entries().clear()
         super().close()
 
     def forward_backward(self, step: int, *, forward_only: bool = False) -> list[float]:
@@ -46,7 +46,7 @@ class MtpTrainer(Trainer):
     @staticmethod
     def _sums() -> list[float]:
         """Of each MTP layer's losses so far, which run on over steps as they do between two progress lines of a job."""
-        sums = MTPLossLoggingHelper.tracker.get("values")
+        sums = mtp_loss_sums()
         return [] if sums is None else list(map(float, sums))
 
     def _config(self) -> Any:

@@ -11,9 +11,9 @@ from unittest import mock
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 import megatron.zerobubble
+from megatron.zerobubble.mcore.compat import mtp_entries
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, HybridPattern
 from megatron.zerobubble.training.hybrid import hybrid_stack
@@ -49,7 +49,7 @@ def train_mtp(rank: int, flags: str, options: dict[str, Any]) -> History:
         try:
             return train(rank, flags, **options)
         finally:
-            MTPLossLoggingHelper.tracker.clear()
+            mtp_entries().clear()
 
 
 def train_hybrid(rank: int, flags: str, options: dict[str, Any], pattern: str, argument: str = "hybrid_layer_pattern") -> History:

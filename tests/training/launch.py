@@ -27,21 +27,27 @@ TINY_MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads
 TINY_BATCH = ["--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e-2", "--log-interval", "1"]
 
 
-def command(arguments: Sequence[object], *, num_ranks: int, script: Path = PRETRAIN) -> list[str]:
-    """The command line that starts a job."""
-    return [sys.executable, "-m", "torch.distributed.run", *_torchrun_arguments(arguments, num_ranks, script)]
+def command(arguments: Sequence[object], *, num_ranks: int, script: Path = PRETRAIN, module: str | None = None) -> list[str]:
+    """The command line that starts a job of `script`, or of `module`."""
+    started = [str(script)] if module is None else ["-m", module]
+    return [sys.executable, "-m", "torch.distributed.run", *_torchrun_arguments(arguments, num_ranks, *started)]
 
 
-def _torchrun_arguments(arguments: Sequence[object], num_ranks: int, script: Path) -> list[str]:
-    return ["--standalone", f"--nproc-per-node={num_ranks}", str(script), *map(str, arguments)]
+def _torchrun_arguments(arguments: Sequence[object], num_ranks: int, *started: str) -> list[str]:
+    return ["--standalone", f"--nproc-per-node={num_ranks}", *started, *map(str, arguments)]
 
 
 def launch(
-    arguments: Sequence[object], *, num_ranks: int, script: Path = PRETRAIN, timeout_s: float = TIMEOUT_S
+    arguments: Sequence[object],
+    *,
+    num_ranks: int,
+    script: Path = PRETRAIN,
+    module: str | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script` on `num_ranks` ranks and return its output and exit code."""
+    """Run `script`, or `module`, on `num_ranks` ranks and return its output and exit code."""
     return subprocess.run(
-        command(arguments, num_ranks=num_ranks, script=script),
+        command(arguments, num_ranks=num_ranks, script=script, module=module),
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -57,7 +63,7 @@ def launch_warm(arguments: Sequence[object], *, num_ranks: int, script: Path = P
 
     if torch.cuda.is_available():
         return launch(arguments, num_ranks=num_ranks, script=script)
-    argv = _torchrun_arguments(arguments, num_ranks, script)
+    argv = _torchrun_arguments(arguments, num_ranks, str(script))
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
         request = {"argv": argv, "env": environment(), "stdout": str(stdout), "stderr": str(stderr)}

@@ -17,12 +17,12 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import (
     get_current_running_global_batch_size,
     get_num_microbatches,
-    init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
     update_num_microbatches,
 )
 
 from megatron.zerobubble.errors import UserError
+from megatron.zerobubble.mcore.compat import start_batch_size_ramp_up
 from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.training.arguments import exit_with_error
@@ -116,12 +116,12 @@ def pretrain(
             )
         spec = settings.schedule_spec
         set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
-        init_num_microbatches_calculator(
-            launch.rank,
-            list(settings.batch.rampup_batch_size) or None,
-            settings.global_batch_size,
-            settings.batch.micro_batch_size,
-            settings.data_parallel_size,
+        start_batch_size_ramp_up(
+            rank=launch.rank,
+            ramp_up=settings.batch.rampup_batch_size,
+            global_batch_size=settings.global_batch_size,
+            micro_batch_size=settings.batch.micro_batch_size,
+            data_parallel_size=settings.data_parallel_size,
         )
         training_state = build_training_state(
             settings,

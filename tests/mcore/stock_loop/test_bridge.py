@@ -15,8 +15,8 @@ CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
 
 
 def _merged(results: list[dict[str, Any]]) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """The losses of the replicas, in their order, and all gradients: each replica has the same ones."""
-    losses = [result["losses"] for result in results if any(result["losses"])]
+    """The losses of the replicas on their last pipeline rank, and all gradients: each replica has the same ones."""
+    losses = [result["losses"] for result in results[len(results) // 2 :]]
     gradients: dict[str, torch.Tensor] = {}
     for result in results:
         for name, gradient in result["gradients"].items():

@@ -13,6 +13,7 @@ how many, of which generation, and how much of its memory is in use. While `with
 `torch.accelerator.is_available`                      False: optimizers ask it whether a CUDA graph is being captured
 functions under `torch.compile`                       run without it, which would ask CUDA for the device
 `torch.distributed.init_process_group`                without the device to bind to
+`torch.compile`                                       functions run as they are: a compiler would ask for the GPU, too
 `megatron.legacy.fused_kernels.load`                  nothing is compiled; up to 0.16 scripts ask for it
 ===================================================  ================================================================
 
@@ -30,6 +31,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._dynamo
 
 from megatron.zerobubble.mcore.cpu.streams import cuda_without_streams
 
@@ -78,6 +80,7 @@ def _replacements(ranks_on_host: int) -> list[tuple[Any, str, Any]]:
         (torch.accelerator, "is_available", functools.partial(_answer, False)),
         *((torch.cuda, name, getattr(inert, name)) for name in ("Stream", "Event", "current_stream", "default_stream", "stream")),
         (torch.distributed, "init_process_group", _unbound(torch.distributed.init_process_group)),
+        (torch._dynamo.config, "disable", True),
         *((module, "load", functools.partial(_answer, None)) for module in _legacy_kernels()),
     ]
 

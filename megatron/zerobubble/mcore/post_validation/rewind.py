@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as mcore_random
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor, nn
 
-from megatron.zerobubble.mcore.compat import router_loss_sums
+from megatron.zerobubble.mcore.compat import mtp_entries, router_loss_sums
 
 __all__ = ["Replayed", "Rewind"]
 
@@ -85,5 +84,4 @@ class Rewind:
 def _logged() -> list[Tensor]:
     """megatron-core's logged sums over microbatches: auxiliary losses of routers, and MTP losses."""
     routers = list(router_loss_sums().values())
-    heads = MTPLossLoggingHelper.tracker.get("values")
-    return routers if heads is None else [*routers, heads]
+    return [*routers, *(logged for logged in mtp_entries().values() if isinstance(logged, Tensor))]

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
-from megatron.zerobubble.mcore.compat import router_loss_sums
+from megatron.zerobubble.mcore.compat import mtp_entries, mtp_loss_sums, router_loss_sums
 from megatron.zerobubble.training.config.settings import Settings
 
 __all__ = ["AuxLosses"]
@@ -63,7 +62,7 @@ class AuxLosses:
         if not self._routers and not self._num_mtp_layers:
             return {}
         device = torch.cuda.current_device()
-        routers, mtp_losses = router_loss_sums(), MTPLossLoggingHelper.tracker.get("values")
+        routers, mtp_losses = router_loss_sums(), mtp_loss_sums()
         zero = torch.zeros((), device=device)
         sums: list[Tensor] = [routers[name].sum() if name in routers else zero for name in self._routers]
         sums += [zero if mtp_losses is None else mtp_losses[layer] for layer in range(self._num_mtp_layers)]
@@ -78,5 +77,6 @@ class AuxLosses:
     def _clear(self) -> None:
         for values in router_loss_sums().values():
             values.zero_()
-        if "values" in MTPLossLoggingHelper.tracker:
-            MTPLossLoggingHelper.tracker["values"].zero_()
+        for logged in mtp_entries().values():
+            if isinstance(logged, Tensor):
+                logged.zero_()

@@ -1,0 +1,122 @@
+"""`zerobubble run`: flags wherever they stand, a script as `python SCRIPT` runs it, and errors in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.zerobubble.cli import run
+from megatron.zerobubble.cli.main import main
+from tests.training.launch import ROOT, environment, launch
+
+SCRIPT = """
+import json, os, sys
+from beside import HERE
+from megatron.core.pipeline_parallel import get_forward_backward_func
+print(json.dumps({
+    "name": __name__, "argv": sys.argv, "path": sys.path[0], "beside": HERE,
+    "schedule": type(get_forward_backward_func(2, None)).__name__,
+}))
+"""
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`main` sets them for the script."""
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").write_text("HERE = __file__")
+    path = tmp_path / "pretrain.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "give a training script and its flags (see --help)"),
+        ("--enable-zero-bubble", "give a training script and its flags (see --help)"),
+        ("--enable-zero-bubble nowhere.py --lr 1", "the script nowhere.py is not a file"),
+        (
+            "SCRIPT --lr 1",
+            "no schedule is chosen: give --enable-zero-bubble, --zero-bubble-v-schedule or --zero-bubble-schedule NAME",
+        ),
+        ("--zero-bubble-foo SCRIPT", "unrecognized arguments: --zero-bubble-foo (see --help)"),
+        ("--enable-zero-bubble SCRIPT --zero-bubble-foo=1", "--zero-bubble-foo is not a zero-bubble flag for a script of others"),
+        ("SCRIPT --zero-bubble-schedule nope", "--zero-bubble-schedule 'nope' is unknown; choose from stock, auto"),
+        ("--cpu SCRIPT --zero-bubble-schedule auto", "schedule auto builds the model once to profile it"),
+        ("--nproc-per-node two SCRIPT", "--nproc-per-node is 'two'; give the number of ranks on this machine"),
+        ("--nproc-per-node 2 SCRIPT", "no schedule is chosen"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(
+    words: str, message: str, script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_device", lambda launch, on_cpu: contextlib.nullcontext())
+    with pytest.raises(SystemExit) as caught:
+        main(["run", *(str(script) if word == "SCRIPT" else word for word in words.split())])
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"zerobubble run: error: {message}")
+    assert printed.err.count("\n") == 1
+
+
+def test_flags_count_wherever_they_stand_and_the_script_sees_only_its_own(script: Path) -> None:
+    own = ["--lr", "-1", "--zero", "x", "--", "--tail", "last one"]
+    before = run._parse(["--cpu", "--zero-bubble-max-pending-backward", "2p", str(script), *own])
+    among = run._parse(["--cpu", str(script), *own[:4], "--zero-bubble-max-pending-backward=2p", *own[4:]])
+    both = run._parse(["--zero-bubble-v-schedule", str(script), "--zero-bubble-v-schedule-mem-setup", "half", *own])
+    assert before == among
+    assert before.arguments == both.arguments == own
+    assert run.schedule_of(before) == "zb-h2"
+    assert run.schedule_of(both) == "v-half"
+
+
+def test_the_script_runs_as_by_python(script: Path) -> None:
+    command = [sys.executable, "-m", "megatron.zerobubble.run", "--cpu", "--enable-zero-bubble", str(script), "--lr", "1"]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "name": "__main__",
+        "argv": [str(script), "--lr", "1"],
+        "path": str(script.parent),
+        "beside": str(script.parent / "beside.py"),
+        "schedule": "_PatchedSchedule",
+    }
+
+
+def test_without_a_gpu_the_error_names_the_flag(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(SystemExit):
+        main(["run", "--enable-zero-bubble", str(script)])
+    assert "sees no GPU" in (text := capsys.readouterr().err)
+    assert "add --cpu before it" in text
+
+
+def test_a_rank_that_fails_ends_with_its_reason(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    raise RuntimeError('the reason')\n"
+        "dist.barrier()\n"
+    )
+    done = launch(["--cpu", "--enable-zero-bubble", script], num_ranks=2, module="megatron.zerobubble.run")
+    assert done.returncode == 1
+    failed, _, rest = done.stderr.partition("RuntimeError: the reason\n")
+    assert "rank 1 failed:" in failed
+    assert "Traceback" not in rest.partition("torch/distributed/elastic")[0], "rank 0 has not failed by itself"

@@ -1,0 +1,140 @@
+"""Megatron-LM's own `pretrain()` on gloo ranks: what it prints with a zero-bubble schedule is what it prints without."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.megatron_lm import MISSING, logged, pretrain
+from tests.support.ranks import RankPool
+
+if importlib.util.find_spec("megatron.training") is None:
+    pytest.skip(MISSING, allow_module_level=True)
+
+TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.stop()
+
+
+def _run(ranks: RankPool, flags: str, zero_bubble: str = "") -> dict[str, tuple[str, ...]]:
+    """What the last rank logged. The others log nothing: there is one line per iteration."""
+    *others, last = (logged(text) for text in ranks.run(pretrain, flags, zero_bubble))
+    assert not any(others)
+    assert last
+    return last
+
+
+def _agree(actual: dict[str, tuple[str, ...]], expected: dict[str, tuple[str, ...]], *, is_tied: bool = False) -> bool:
+    """In every printed digit; tied, the last may differ, as gradients of embedding and output layer are summed in another order.
+
+    Losses have seven digits, and norms three after the point.
+    """
+    if not is_tied or actual.keys() != expected.keys():
+        return actual == expected
+    pairs = [(actual[name], expected[name]) for name in expected]
+    losses = all(float(one[0]) == pytest.approx(float(other[0]), rel=2e-6) for one, other in pairs)
+    return losses and all(float(one[-1]) == pytest.approx(float(other[-1]), abs=1.1e-3) for one, other in pairs)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "more", "zero_bubble"),
+    [
+        (TWO, SHARDED, "--enable-zero-bubble"),
+        (FOUR, "", "--zero-bubble-max-pending-backward 2p"),
+        (TWO, SHARDED, "--zero-bubble-v-schedule"),
+        (TWO, f"{UNTIED} --rerun-mode validate_results", "--zero-bubble-v-schedule"),
+        (f"{TWO} --tensor-model-parallel-size 2", "--rerun-mode disabled", "--zero-bubble-v-schedule"),
+        (TWO, f"{UNTIED} --bf16 --calculate-per-token-loss", "--zero-bubble-schedule v-half"),
+    ],
+    ids=["zb-h1-sharded", "zb-h2", "zbv-tied-sharded", "zbv-untied-validated", "zbv-tied-tp-2", "v-half-bf16"],
+)
+@pytest.mark.sampled(0.34)
+def test_the_same_log_as_without(four_ranks: RankPool, parallel: str, more: str, zero_bubble: str) -> None:
+    """Losses and gradient norms of training, and losses of evaluation on two data sets."""
+    is_v = zero_bubble.endswith(("v-schedule", "v-half"))
+    flags = f"{parallel} {more} --train-iters 3 --eval-interval 2"
+    expected = _run(four_ranks, flags)
+    assert len(expected) == 3 + 1 + 2
+    actual = _run(four_ranks, f"{flags} {CHUNKS}" if is_v else flags, zero_bubble)
+    assert _agree(actual, expected, is_tied=is_v and UNTIED not in more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "zero_bubble"),
+    [
+        ("", "--enable-zero-bubble"),
+        ("", "--zero-bubble-max-pending-backward 2p"),
+        (CHUNKS, "--zero-bubble-v-schedule"),
+        (f"{CHUNKS} {UNTIED}", "--zero-bubble-schedule v-half"),
+    ],
+    ids=["zb-h1", "zb-h2", "zbv-tied", "v-half-untied"],
+)
+def test_a_checkpoint_goes_both_ways(two_ranks: RankPool, tmp_path: Path, flags: str, zero_bubble: str) -> None:
+    """Stock saves and the schedule goes on, then the schedule saves and stock goes on.
+
+    Without the distributed optimizer, whose state Megatron-LM does not load into an optimizer of torch's that has not stepped.
+    """
+    plain = (f"{TWO} {flags.replace(CHUNKS, '')}", "")
+    expected = _chain(two_ranks, tmp_path / "stock", [plain, plain, plain])
+    actual = _chain(two_ranks, tmp_path / "both", [plain, (f"{TWO} {flags}", zero_bubble), plain])
+    assert len(expected) == 6
+    assert _agree(actual, expected, is_tied=CHUNKS in flags and UNTIED not in flags)
+
+
+def _chain(ranks: RankPool, folder: Path, jobs: list[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+    """What jobs of two iterations each logged, which go on from each other's checkpoints."""
+    logs: dict[str, tuple[str, ...]] = {}
+    for number, (flags, zero_bubble) in enumerate(jobs):
+        ends = f"--train-iters 6 --exit-interval {2 * number + 2} --eval-interval 10 --save-interval 100 --save {folder}"
+        logs |= _run(ranks, f"{flags} {ends} {f'--load {folder}' if number else ''}", zero_bubble)
+    return {name: values for name, values in logs.items() if name.isdecimal()}
+
+
+def test_the_loss_is_in_tensorboard(four_ranks: RankPool, tmp_path: Path) -> None:
+    accumulators: Any = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    written = []
+    for name, zero_bubble in (("stock", ""), (CHUNKS, "--zero-bubble-v-schedule")):
+        folder = tmp_path / name.replace(" ", "")
+        flags = f"{TWO} {UNTIED} --train-iters 3 --eval-interval 2 --tensorboard-dir {folder} --tensorboard-log-interval 1"
+        _run(four_ranks, f"{flags} {name}" if zero_bubble else flags, zero_bubble)
+        events = accumulators.EventAccumulator(str(folder))
+        events.Reload()
+        written.append([[event.value for event in events.Scalars(tag)] for tag in ("lm loss", "lm loss validation")])
+    assert written[0] == written[1]
+    assert [len(values) for values in written[0]] == [3, 3]
+
+
+def test_nothing_of_a_job_is_kept(four_ranks: RankPool) -> None:
+    """The loop makes a TransformerConfig for each microbatch of each chunk. Those of the model are left."""
+    assert max(four_ranks.run(_kept_configs)) <= 2
+
+
+def _kept_configs(rank: int) -> int:
+    from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop
+
+    counts = []
+    close = StockLoop.close
+
+    def counting(self: StockLoop) -> None:
+        counts.append(len(self._configs))
+        close(self)
+
+    StockLoop.close = counting  # type: ignore[method-assign]
+    try:
+        pretrain(rank, f"{TWO} {CHUNKS} --train-iters 2 --eval-interval 10", "--zero-bubble-v-schedule")
+    finally:
+        StockLoop.close = close  # type: ignore[method-assign]
+    return counts[0]

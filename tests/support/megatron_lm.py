@@ -1,0 +1,103 @@
+"""Megatron-LM's own training loop, run by the ranks of a `RankPool`. Some releases of megatron-core come with it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import multiprocessing
+import re
+import sys
+import typing
+import warnings
+from unittest import mock
+
+import megatron.zerobubble
+from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
+from megatron.zerobubble.mcore.cpu.scripts import without_gpus
+from tests.support.gpt import _destroy_groups
+
+SMALL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --vocab-size 90 "
+    "--make-vocab-size-divisible-by 4 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-iters 100 --log-interval 1 "
+    "--hidden-dropout 0 --attention-dropout 0 --mock-data --num-workers 0 --eval-iters 1 --tokenizer-type NullTokenizer"
+)
+"""A model and batches, for any script of Megatron-LM."""
+WITHOUT_KERNELS = (
+    "--distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-persist-layer-norm --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion"
+)
+"""What a machine without CUDA needs besides."""
+
+_LOGGED = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ")
+MISSING = (
+    "megatron-core has Megatron-LM's training loop, megatron.training, from 0.17 on: put one of these, or a checkout of "
+    "Megatron-LM, first on PYTHONPATH"
+)
+"""Why a test is skipped."""
+_VALIDATED = re.compile(r"validation loss at (.*?) \| lm loss value: (\S+) ")
+
+
+def logged(text: str) -> dict[str, tuple[str, ...]]:
+    """What the loop printed, digit by digit: iteration -> (loss, gradient norm), and evaluation -> (loss,)."""
+    return {
+        **{number: (loss, norm) for number, loss, norm in _LOGGED.findall(text)},
+        **{where: (loss,) for where, loss in _VALIDATED.findall(text)},
+    }
+
+
+def pretrain(rank: int, flags: str, zero_bubble: str = "") -> str:
+    """Train on one rank by `flags`, with the schedule of the flags `zero_bubble`; what it printed.
+
+    Everything global that the loop leaves behind is removed, so that the next call starts afresh.
+    """
+    if not hasattr(typing, "override"):  # all of Python 3.12 that these releases need, where their wheels run on 3.11
+        typing.override = lambda method: method  # type: ignore[attr-defined]
+    from tests.support import pretrain_script  # imports megatron.training
+
+    parser = argparse.ArgumentParser()
+    megatron.zerobubble.add_zero_bubble_args(parser)
+    printed = io.StringIO()
+    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    argv = ["pretrain_script.py", *f"{SMALL} {WITHOUT_KERNELS} {flags}".split()]
+    if "--data-path" in argv:
+        argv.remove("--mock-data")
+    _destroy_groups()
+    with (
+        warnings.catch_warnings(),
+        quiet_third_parties(),
+        without_gpus(),
+        HostDevice().on_host(),
+        mock.patch.object(sys, "argv", argv),
+        mock.patch("megatron.core.datasets.utils.compile_helpers"),  # wheels come without the sources; this data needs none
+        mock.patch.dict("os.environ", environment),
+        mock.patch.dict(multiprocessing.current_process()._config, daemon=False),  # type: ignore[attr-defined]  # it saves in another
+        contextlib.redirect_stdout(printed),
+    ):
+        warnings.filterwarnings("ignore", module=r"megatron\.training")
+        megatron.zerobubble.install(parser.parse_args(zero_bubble.split()))
+        try:
+            pretrain_script.main()
+        except SystemExit as exit:  # --exit-interval
+            if exit.code:
+                raise
+        finally:
+            megatron.zerobubble.uninstall()
+            _forget()
+    return printed.getvalue()
+
+
+def _forget() -> None:
+    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    from megatron.training import global_vars
+
+    for undo in (
+        global_vars.destroy_global_vars,
+        num_microbatches_calculator.destroy_num_microbatches_calculator,
+        rerun_state_machine.destroy_rerun_state_machine,
+    ):
+        undo()
+    parallel_state.destroy_global_memory_buffer()
+    gc.collect()
+    _destroy_groups()
