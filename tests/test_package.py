@@ -34,6 +34,14 @@ CORE_SOURCES = {f"{PACKAGE}/plan/search/core.cpp", f"{PACKAGE}/plan/search/moves
 CORE_BYTES = 600_000
 """More than the stripped core; with debug information it has ten times as many."""
 PLAN = ["plan", "--schedule", "zbv", "--num-ranks", "4", "--num-microbatches", "8"]
+ON_CPU = """
+import runpy, sys
+from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
+del sys.argv[0]
+with quiet_third_parties(), HostDevice() as host, host.on_host():
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs the script that follows, with an `install` of its own, without a GPU."""
 NEWEST_PYTHON = "3.12"
 """Newer releases of megatron-core are for this Python or later."""
 TIMEOUT_S = 240
@@ -267,7 +275,7 @@ def test_install_plan_train_and_uninstall_outside_the_checkout(installed: Instal
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     shutil.copy(EXAMPLE, elsewhere / "loop.py")
-    shutil.copy(ROOT / "tools" / "on_cpu.py", elsewhere)
+    (elsewhere / "on_cpu.py").write_text(ON_CPU)
     core_files = installed.files("megatron/core")
     module = installed.python("import megatron.zerobubble.plan.search._core as core; print(core.__file__)").strip()
     assert Path(module).is_relative_to(installed.site)
