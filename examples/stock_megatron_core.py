@@ -10,8 +10,9 @@
 The first runs megatron-core's own 1F1B, the second ZB-H1, the third ZBV; the losses are the same. Two lines use
 megatron.zerobubble: one adds its flags, one installs the schedule that they choose. The rest is a usual megatron-core loop.
 
-Needs GPUs, as megatron-core does. Without: `torchrun --nproc-per-node 2 -m megatron.zerobubble.run --cpu --enable-zero-bubble
-examples/stock_megatron_core.py --pipeline-model-parallel-size 2`. The data is random, the same for all schedules.
+Needs GPUs, as megatron-core does. Without GPUs: `zerobubble run --nproc-per-node 2 --cpu --enable-zero-bubble
+examples/stock_megatron_core.py --distributed-backend gloo --pipeline-model-parallel-size 2`. The data is random, the same for all
+schedules.
 """
 
 from __future__ import annotations

@@ -34,6 +34,14 @@ CORE_SOURCES = {f"{PACKAGE}/plan/search/core.cpp", f"{PACKAGE}/plan/search/moves
 CORE_BYTES = 600_000
 """More than the stripped core; with debug information it has ten times as many."""
 PLAN = ["plan", "--schedule", "zbv", "--num-ranks", "4", "--num-microbatches", "8"]
+ON_CPU = """
+import runpy, sys
+from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
+del sys.argv[0]
+with quiet_third_parties(), HostDevice() as host, host.on_host():
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs the script that follows, with an `install` of its own, without a GPU."""
 NEWEST_PYTHON = "3.12"
 """Newer releases of megatron-core are for this Python or later."""
 TIMEOUT_S = 240
@@ -267,6 +275,7 @@ def test_install_plan_train_and_uninstall_outside_the_checkout(installed: Instal
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     shutil.copy(EXAMPLE, elsewhere / "loop.py")
+    (elsewhere / "on_cpu.py").write_text(ON_CPU)
     core_files = installed.files("megatron/core")
     module = installed.python("import megatron.zerobubble.plan.search._core as core; print(core.__file__)").strip()
     assert Path(module).is_relative_to(installed.site)
@@ -274,12 +283,16 @@ def test_install_plan_train_and_uninstall_outside_the_checkout(installed: Instal
 
     assert "zbv: 4 pipeline ranks (PP)" in installed.run("zerobubble", *PLAN, cwd=elsewhere)
 
-    run = ["zerobubble", "run", "--nproc-per-node", "2", "--cpu"]
-    loop = ["loop.py", "--pipeline-model-parallel-size", "2", "--distributed-backend", "gloo"]
-    losses = []
-    for flags in ("--zero-bubble-schedule stock", "--enable-zero-bubble", "--zero-bubble-max-pending-backward 2p"):
-        losses.append(_losses(installed.run(*run, *flags.split(), *loop, cwd=elsewhere)))
-    assert losses[0] == losses[1] == losses[2] != []
+    job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "on_cpu.py", "loop.py"]
+    job += ["--pipeline-model-parallel-size", "2"]
+    losses = {}
+    for flags in ("", "--enable-zero-bubble"):
+        printed = installed.run("python", *job, *flags.split(), cwd=elsewhere)
+        losses[flags] = _losses(printed)
+    run = ["zerobubble", "run", "--nproc-per-node", "2", "--cpu", "--zero-bubble-max-pending-backward", "2p", *job[-3:]]
+    run += ["--distributed-backend", "gloo"]
+    losses["run"] = _losses(installed.run(*run, cwd=elsewhere))
+    assert losses[""] == losses["--enable-zero-bubble"] == losses["run"] != []
 
     flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--train-iters", "2", "--eval-iters", "0"]
     flags += ["--pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule"]

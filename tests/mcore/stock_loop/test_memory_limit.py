@@ -19,9 +19,9 @@ from tests.support.gpt import _destroy_groups
 from tests.support.ranks import RankPool
 from tests.support.stock import example, train
 
-FOUR = "--pipeline-model-parallel-size 4 --num-layers 8 --hidden-size 32 --train-iters 6 --num-microbatches 8"
+FOUR = "--pipeline-model-parallel-size 4 --num-layers 8 --hidden-size 32 --train-iters 5 --num-microbatches 8"
 CHUNKS = f"{FOUR} --virtual-pipeline-model-parallel-size 2"
-SEARCH = "--zero-bubble-planning-seconds 0.2"
+SEARCH = "--zero-bubble-planning-seconds 0.1"
 
 
 def _train(rank: int, flags: str) -> dict[str, Any]:
