@@ -12,7 +12,7 @@ how many, of which generation, and how much of its memory is in use. While `with
 `torch.cuda.Stream`, `Event`, `current_stream` ...    streams that do nothing
 `torch.accelerator.is_available`                      False: optimizers ask it whether a CUDA graph is being captured
 functions under `torch.compile`                       run without it, which would ask CUDA for the device
-`torch.distributed.init_process_group`                without the device to bind to
+`torch.distributed.init_process_group`                gloo, whatever backend is asked for, and no device to bind to
 `torch.compile`                                       functions run as they are: a compiler would ask for the GPU, too
 `multiprocessing.spawn`                               a child, which runs the script's imports again, does without `triton`
                                                       as its parent does (`triton_import`)
@@ -82,7 +82,7 @@ def _replacements(ranks_on_host: int) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "memory_stats", _no_memory),
         (torch.accelerator, "is_available", functools.partial(_answer, False)),
         *((torch.cuda, name, getattr(inert, name)) for name in ("Stream", "Event", "current_stream", "default_stream", "stream")),
-        (torch.distributed, "init_process_group", _unbound(torch.distributed.init_process_group)),
+        (torch.distributed, "init_process_group", _with_gloo(torch.distributed.init_process_group)),
         (torch._dynamo.config, "disable", True),
         (multiprocessing.spawn, "get_command_line", _without_triton(multiprocessing.spawn.get_command_line)),
         *((module, "load", functools.partial(_answer, None)) for module in _legacy_kernels()),
@@ -114,9 +114,9 @@ def _no_memory(device: object = None) -> dict[str, int]:
     return collections.defaultdict(int)
 
 
-def _unbound(original: Any) -> Any:
+def _with_gloo(original: Any) -> Any:
     @functools.wraps(original)
-    def init_process_group(*args: Any, device_id: object = None, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
+    def init_process_group(backend: object = None, *args: Any, device_id: object = None, **kwargs: Any) -> Any:
+        return original("gloo", *args, **kwargs)
 
     return init_process_group
