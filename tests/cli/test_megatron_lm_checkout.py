@@ -39,6 +39,8 @@ def _run(script: str, zero_bubble: str, flags: str, *, num_ranks: int = 2) -> di
     missing = re.search(r"^ModuleNotFoundError: No module named '(?!megatron)(\S+)'", done.stderr, re.MULTILINE)
     if done.returncode and missing:
         pytest.skip(f"the checkout needs {missing[1]}, which is not installed")
+    if done.returncode and "cannot import name 'override' from 'typing'" in done.stderr:
+        pytest.skip("the checkout needs Python 3.12")
     assert done.returncode == 0, done.stderr[-4000:]
     return logged(done.stdout)
 
