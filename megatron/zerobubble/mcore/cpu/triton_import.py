@@ -22,6 +22,8 @@ _MODULES = (
     "megatron.core.transformer.moe.paged_stash",  # 0.18
     "megatron.core.transformer.moe.ops.paged_stash",  # from 0.19 on
     "megatron.core.transformer.custom_layers.batch_invariant_kernels",  # up to 0.18; later ones do without triton themselves
+    "megatron.core.ssm.ops.common.",  # all modules of these packages, which come after 0.19
+    "megatron.core.ssm.ops.mamba2.",
 )
 
 
@@ -38,7 +40,7 @@ class _Finder:
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """As `importlib.abc.MetaPathFinder.find_spec`."""
-        if name not in _MODULES:
+        if not any(name.startswith(module) if module.endswith(".") else name == module for module in _MODULES):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.origin is not None:
@@ -53,11 +55,12 @@ class _Loader(importlib.machinery.SourceFileLoader):
         """As `importlib.abc.Loader.exec_module`."""
         try:
             super().exec_module(module)
+            return
         except ModuleNotFoundError as error:
             if error.name != "triton":
                 raise
-            module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
-            super().exec_module(module)
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
+        super().exec_module(module)
 
 
 def _import(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -69,10 +72,16 @@ def _import(name: str, *args: Any, **kwargs: Any) -> Any:
 class _StandIn(types.ModuleType):
     """triton, as far as a module needs it that defines kernels: `triton.jit`, and any name of `triton.language`."""
 
+    __version__ = "3.0.0"
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return _StandIn(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: Any, **options: object) -> Any:
+        """A decorator of kernels, such as `triton.autotune` with its options, or what it is given."""
+        return args[0] if len(args) == 1 and isinstance(args[0], _Kernel) else self
 
     @staticmethod
     def jit(function: Any = None, **options: object) -> Any:
