@@ -82,6 +82,13 @@ def test_a_release_that_does_not_exist_is_one_line(unpacked: Path, monkeypatch: 
         releases.folder_of("9.9")
 
 
+def test_the_smoke_test_covers_the_model_the_optimizer_a_loop_and_a_job() -> None:
+    files = releases._smoke_files()
+    assert {Path(file).parts[1] for file in files} >= {"mcore", "optimizer", "training"}
+    assert "tests/mcore/test_compat.py" in files
+    assert "tests/mcore/stock_loop/test_install.py" in files
+
+
 def test_the_tests_of_another_release_import_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`run_tests` puts the folder first on the path of pytest, and its status is pytest's."""
     (tmp_path / "megatron" / "core").mkdir(parents=True)
