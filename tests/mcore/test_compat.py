@@ -75,7 +75,7 @@ def test_gradients_of_the_norm_are_found_by_either_name() -> None:
 
 
 def sizes(consumed: Iterable[int], **flags: Any) -> list[int]:
-    """Samples per iteration after so many consumed samples."""
+    """The global batch size for each number of consumed samples."""
     calculator.unset_num_microbatches_calculator()
     compat.start_batch_size_ramp_up(rank=1, micro_batch_size=1, data_parallel_size=2, **flags)
     seen = []
