@@ -24,6 +24,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
 from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
+from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
 from megatron.zerobubble.mcore.model.layout import embedding_ranks, pipeline_layout
@@ -395,7 +396,7 @@ def _destroy_groups() -> None:
     """Destroy every process group but the world, and what still refers to one: gloo keeps threads and sockets for each, and
     megatron-core only drops its own references."""
     gc.collect()
-    parallel_state.destroy_model_parallel()
+    destroy_model_parallel()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

@@ -58,6 +58,18 @@ def gradients_for_norm(optimizer: Any) -> list[Any]:
     return list(named())
 
 
+def destroy_model_parallel() -> None:
+    """Destroy megatron-core's process groups, and the list of ranks with an embedding, which megatron-core's own function keeps.
+
+    Only ranks of a new list replace the old one, so without this a rank that had an embedding under the schedule of before
+    still says so under a V, where it has none.
+    """
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state._EMBEDDING_GLOBAL_RANKS = None
+
+
 def has_hybrid_model() -> bool:
     """Whether megatron-core has `HybridModel`, which 0.18 added. Looks for its file and imports nothing."""
     core = importlib.util.find_spec("megatron.core")

@@ -22,7 +22,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from megatron.zerobubble.errors import UserError
-from megatron.zerobubble.mcore.compat import start_batch_size_ramp_up
+from megatron.zerobubble.mcore.compat import destroy_model_parallel, start_batch_size_ramp_up
 from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.training.arguments import exit_with_error
@@ -348,6 +348,6 @@ class _Run:
 def _tear_down(job: Job) -> None:
     """Undo what `pretrain` set up, so that the process could train again."""
     unset_num_microbatches_calculator()
-    parallel_state.destroy_model_parallel()
+    destroy_model_parallel()
     torch.distributed.destroy_process_group()
     job.host.uninstall()

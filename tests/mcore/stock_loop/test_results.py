@@ -12,8 +12,11 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 
 import megatron.zerobubble
+from megatron.zerobubble.mcore.compat import destroy_model_parallel
+from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.mcore.stock_loop.results import ResultRelay
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
+from megatron.zerobubble.plan.ir import Placement
 from tests.support.gpt import _destroy_groups
 from tests.support.ranks import RankPool
 
@@ -120,3 +123,21 @@ def test_a_chunk_that_fails_runs_no_longer() -> None:
     with pytest.raises(ValueError, match="no data"):
         questions.answering(failing, [chunk])(None, chunk)
     assert questions._running is None
+
+
+def _embedding_ranks(rank: int) -> list[bool]:
+    """Whether this rank has an embedding: under a linear placement, without groups, and under a V afterwards."""
+    _destroy_groups()
+    answers = []
+    for placement in (Placement.linear(4), Placement.v(4)):
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4, **embedding_ranks(placement))
+        answers.append(parallel_state.is_rank_in_embedding_group())
+        destroy_model_parallel()
+        answers.append(parallel_state.is_rank_in_embedding_group())
+    _destroy_groups()
+    return answers
+
+
+def test_destroying_the_groups_forgets_the_ranks_with_an_embedding(four_ranks: RankPool) -> None:
+    none = [False] * 4
+    assert four_ranks.run(_embedding_ranks) == [[True, False, True, False], none, none, [True, False, False, False]]

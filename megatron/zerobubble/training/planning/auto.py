@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.mcore.replanner import Measured, budget_of, measured_costs
 from megatron.zerobubble.plan.costs import CostModel
@@ -151,7 +152,7 @@ def _tear_down(training_state: TrainingState) -> None:
     training_state.schedule.close()
     if training_state.post_validation is not None:
         training_state.post_validation.close()
-    parallel_state.destroy_model_parallel()
+    destroy_model_parallel()
 
 
 def _choice(costs: CostModel, probed: Settings, settings: Settings) -> tuple[str, int] | ConfigError:
