@@ -9,7 +9,7 @@ TEST_WORKERS ?= 2
 # Another release of megatron-core than the installed one, for make test: MCORE=0.19.2. Then only the tests that use it run
 MCORE ?=
 # The share of those test files that make test-releases runs, drawn at random, on the newest or oldest release
-SAMPLE ?= 0.3
+SAMPLE ?= 0.15
 USE_MCORE := tests/mcore tests/optimizer tests/training
 # For make playground: PLAYGROUND="--port 9000 --open"
 PLAYGROUND ?=

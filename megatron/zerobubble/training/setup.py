@@ -121,7 +121,6 @@ def build_training_state(
         store=built.store,
         config=config,
         timeout=timeout,
-        has_single_queue=job.launch.has_single_queue,
     )
     if settings.watchdog_s is not None:
         schedule.hooks.watch = Watch(job.host.device)

@@ -81,8 +81,6 @@ class StockLoopOptions:
     """Training iterations, counted from the first one after `install`, that are profiled for re-planning; None: none."""
     planning_seconds: float = 10.0
     """About how long one rank then searches for a better order."""
-    has_single_queue: bool = False
-    """Whether all kernels of a GPU share one hardware queue; see `PipelineSchedule`."""
     post_validation: PostValidationOptions | None = None
     """How optimizer steps are taken optimistically; None: by megatron-core's own `step`."""
     memory_limit: ByteLimit | None = None
@@ -344,7 +342,6 @@ class StockLoop:
             chunks,
             store=first.store,
             config=get_model_config(chunks[0]),
-            has_single_queue=self.options.has_single_queue,
         )
         relay = None
         if self.options.is_v:
