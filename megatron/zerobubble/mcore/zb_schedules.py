@@ -24,6 +24,7 @@ from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
 from megatron.zerobubble.mcore.given_groups import check_given_groups
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
 from megatron.zerobubble.mcore.post_validation.rewind import Replayed
+from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.stage_work import Iteration
 from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
 from megatron.zerobubble.plan.costs import CostModel
@@ -103,6 +104,7 @@ class PipelineSchedule:
         self._plans: dict[int, Plan] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
+        self._timeout = timeout
         self._message: tuple[tuple[int, ...], torch.dtype] | None = None
         """Shape and dtype of what travels between stages, from the first iteration on."""
         self._links: ProcessGroupLinks | None = None
@@ -188,6 +190,9 @@ class PipelineSchedule:
         """Destroy the process groups of the links. Every rank of the world must call it."""
         if self._links is not None:
             self._links.close()
+        if self.hooks.token_count is not None:
+            self.hooks.token_count.close()
+            self.hooks.token_count = None
 
     def _clock_offset_ms(self) -> float:
         assert self._links is not None
@@ -243,6 +248,7 @@ class PipelineSchedule:
             context_parallel_size=parallel_state.get_context_parallel_world_size(),
         )
         self._message = iteration.tensor_shape, self._config.pipeline_dtype
+        self._count_tokens(forward_only=forward_only)
         with nullcontext() if hooks.watch is None else hooks.watch.passes(forward_only=forward_only):
             with self._without_timers():
                 work = self._runner.run(self.program(num_microbatches, forward_only=forward_only), iteration, hooks)
@@ -251,6 +257,24 @@ class PipelineSchedule:
         if timers is not None:
             timers("forward-backward").stop()
         return work.losses
+
+    def _count_tokens(self, *, forward_only: bool) -> None:
+        """With post-validation and per-token loss, from the first training iteration on, send the number of tokens early."""
+        config, hooks = self._config, self.hooks
+        if forward_only or hooks.token_count is not None or hooks.before_gradients is None:
+            return
+        if not config.calculate_per_token_loss or self.spec.num_ranks == 1:
+            return
+        if not getattr(config.finalize_model_grads_func, "takes_total", False):
+            return  # a training loop's own function: it takes the number from megatron-core's broadcast
+        hooks.token_count = TokenCount(
+            pipeline=dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
+            replicas=dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+            rank=self._rank,
+            source=self.spec.placement.stage_to_rank[-1],
+            device=self.device,
+            timeout=self._timeout,
+        )
 
     @contextmanager
     def _without_timers(self) -> Iterator[None]:
@@ -267,8 +291,10 @@ class PipelineSchedule:
         """megatron-core's last reductions. `num_tokens` is an int32 scalar, this rank's share of the per-token loss."""
         if self.hooks.watch is not None:
             self.hooks.watch.report("makes its gradients final with other ranks")
-        counted = num_tokens if self._config.calculate_per_token_loss else None
+        counted: torch.Tensor | int | None = num_tokens if self._config.calculate_per_token_loss else None
         with self.recorder.span(Activity.GRADIENTS):
+            if self.hooks.token_count is not None:
+                counted = self.hooks.token_count.total()
             self._config.finalize_model_grads_func(
                 self._chunks, counted, pg_collection=pg_collection, force_all_reduce=force_all_reduce
             )

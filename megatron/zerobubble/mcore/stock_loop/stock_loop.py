@@ -33,7 +33,7 @@ from megatron.zerobubble.mcore.build import check_config, make_store
 from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.ddp.wrap import order_wgrads_by_bucket
 from megatron.zerobubble.mcore.memory import state_bytes, usable_bytes
-from megatron.zerobubble.mcore.model.embeddings import Finalize, make_finalize, release_unused_head, tie_chunks
+from megatron.zerobubble.mcore.model.embeddings import Finalize, FinalizeGradients, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.hybrid import check_hybrid, place_stack
 from megatron.zerobubble.mcore.model.layout import StageLayout
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
@@ -394,7 +394,7 @@ class StockLoop:
         given = config.finalize_model_grads_func
         if given is None or any(config is known and given is ours for known, _, ours in self._finalizers):
             return
-        ours = make_finalize(placement, given)
+        ours = FinalizeGradients(placement, given)
         self._finalizers.append((config, given, ours))
         config.finalize_model_grads_func = ours
 
