@@ -26,6 +26,7 @@ from megatron.zerobubble.mcore.iteration_runner import IterationHooks, Iteration
 from megatron.zerobubble.mcore.post_validation.rewind import Replayed
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.stage_work import Iteration
+from megatron.zerobubble.mcore.warm_up import warm_up_groups
 from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.deadlock import stuck_ranks
@@ -73,6 +74,7 @@ class PipelineSchedule:
         store: the store the chunks' linears were split into; None for stock.
         config: the chunks' TransformerConfig.
         timeout: how long a transfer between two ranks may take; None for the backend's default.
+        p2p_max_ctas: most CTAs of a transfer between stages on NCCL; None leaves it to NCCL.
 
     Raises:
         ConfigError: a schedule of ours without a store.
@@ -86,6 +88,7 @@ class PipelineSchedule:
         store: WeightGradStore | None,
         config: Any,
         timeout: timedelta | None = None,
+        p2p_max_ctas: int | None = None,
     ) -> None:
         self.spec = spec
         self.hooks = IterationHooks()
@@ -110,15 +113,18 @@ class PipelineSchedule:
         self._links: ProcessGroupLinks | None = None
         self._runner: IterationRunner | None = None
         if not spec.is_stock:
-            self._runner = self._make_runner(store, timeout)
+            warm_up_groups(config, self._chunks, self.device)
+            self._runner = self._make_runner(store, timeout, p2p_max_ctas)
 
-    def _make_runner(self, store: WeightGradStore | None, timeout: timedelta | None) -> IterationRunner:
+    def _make_runner(self, store: WeightGradStore | None, timeout: timedelta | None, max_ctas: int | None) -> IterationRunner:
         spec = self.spec
         if store is None:
             raise ConfigError(f"schedule {spec.name!r} needs the weight-gradient store its chunks were split into")
         record_buckets(self._chunks, spec.placement.rank_to_stages[self._rank], self.recorder)
         pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-        self._links = ProcessGroupLinks(spec.placement, pipeline=pipeline, rank=self._rank, device=self.device, timeout=timeout)
+        self._links = ProcessGroupLinks(
+            spec.placement, pipeline=pipeline, rank=self._rank, device=self.device, timeout=timeout, max_ctas=max_ctas
+        )
         return IterationRunner(
             spec,
             self._chunks,

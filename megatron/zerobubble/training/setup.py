@@ -121,6 +121,7 @@ def build_training_state(
         store=built.store,
         config=config,
         timeout=timeout,
+        p2p_max_ctas=zero_bubble.zero_bubble_p2p_max_ctas,
     )
     if settings.watchdog_s is not None:
         schedule.hooks.watch = Watch(job.host.device)

@@ -81,6 +81,8 @@ class StockLoopOptions:
     """Training iterations, counted from the first one after `install`, that are profiled for re-planning; None: none."""
     planning_seconds: float = 10.0
     """About how long one rank then searches for a better order."""
+    p2p_max_ctas: int | None = None
+    """Most CTAs of a transfer between stages on NCCL; None leaves it to NCCL."""
     post_validation: PostValidationOptions | None = None
     """How optimizer steps are taken optimistically; None: by megatron-core's own `step`."""
     memory_limit: ByteLimit | None = None
@@ -342,6 +344,7 @@ class StockLoop:
             chunks,
             store=first.store,
             config=get_model_config(chunks[0]),
+            p2p_max_ctas=self.options.p2p_max_ctas,
         )
         relay = None
         if self.options.is_v:
