@@ -108,6 +108,10 @@ class Stream:
         event.record(self)
         return event
 
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured on it: never."""
+        return False
+
     def query(self) -> bool:
         """Whether everything on it has ended."""
         self._owner.called("Stream.query")

@@ -1,0 +1,224 @@
+"""`fake_cuda()`: everything of this package in place for the length of a `with` block.
+
+    with fake_cuda(num_devices=2) as fake:
+        torch.cuda.set_device(rank)
+        ...                              # any loop for CUDA
+        fake.log.syncs                   # where the host waited for the device
+
+Besides `torch.cuda` it replaces a few names elsewhere in torch that would look for a driver: `torch.accelerator`, functions that
+take a device number (a build without CUDA does not know what a number means), `torch.device` of a number, and NCCL: process
+groups of "nccl" are gloo's, and say that they are NCCL's. What a transfer without buffers on streams of its own does is beyond
+this fake: here `Work.wait` blocks the host, and tensors are copied when they are sent. Compiled functions run as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._dynamo  # else the first op imports it, which reads all of torch.cuda
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.utils._device import _device_constructors
+
+from tests.support.fake_cuda import clocks
+from tests.support.fake_cuda.clocks import Machine
+from tests.support.fake_cuda.module import REAL, FakeTorchCuda, fake_names
+from tests.support.fake_cuda.syncs import SyncLog
+from tests.support.fake_cuda.tensors import DeviceMemory, DeviceMode, attributes
+
+__all__ = ["FakeCuda", "fake_cuda"]
+
+_LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
+_NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
+
+
+@dataclass(frozen=True)
+class FakeCuda:
+    """What a test asks the installed fake.
+
+    Attributes:
+        machine: devices, streams and clocks.
+        memory: which tensors are on a device.
+        log: the host synchronizations.
+        launched: listeners, called with (stream, op, (args, kwargs), result) for every kernel.
+    """
+
+    machine: Machine
+    memory: DeviceMemory
+    log: SyncLog
+    launched: list[Callable[..., None]]
+
+
+@contextmanager
+def fake_cuda(*, num_devices: int = 1, serves_nccl: bool = True, one_generator: bool = False) -> Iterator[FakeCuda]:
+    """A context in which CUDA seems to be there. The calling thread, too, has to choose its device.
+
+    Args:
+        num_devices: what `torch.cuda.device_count` returns.
+        serves_nccl: process groups of "nccl" are made of gloo's.
+        one_generator: random numbers of host and devices come from one generator, as on the CPU, to compare runs bit for bit.
+    """
+    machine = Machine(num_devices=num_devices)
+    memory, log = DeviceMemory(machine), SyncLog()
+    machine.host_syncs.append(log)
+    generators = (torch.default_generator,) * num_devices
+    if not one_generator:
+        generators = tuple(torch.Generator().manual_seed(0) for _ in range(num_devices))
+    fake = FakeCuda(machine, memory, log, [])
+
+    def mode() -> DeviceMode:
+        return DeviceMode(memory, None if one_generator else generators, fake.launched)
+
+    module = FakeTorchCuda(fake_names(memory, generators))
+    replaced: list[tuple[Any, str, Any]] = [
+        (REAL, "_initialized", True),  # for functions of the real module that others have imported by name
+        (torch, "cuda", module),
+        *((torch.Tensor, name, value) for name, value in attributes(memory).items()),
+        *_accelerator(module),
+        *_factories(),
+        (torch, "device", _device_type(torch.device)),
+        (torch._C._nn, "_parse_to", _with_device_numbers(torch._C._nn._parse_to)),
+        (threading.Thread, "start", _start_in_mode(threading.Thread.start, machine, mode)),
+        *(_nccl_by_gloo() if serves_nccl else []),
+    ]
+    before = clocks.install(machine)
+    with ExitStack() as undo:
+        undo.callback(clocks.install, before)
+        for owner, name, value in replaced:
+            _replace(undo, owner, name, value)
+        undo.callback(sys.modules.__setitem__, "torch.cuda", REAL)
+        sys.modules["torch.cuda"] = module
+        undo.enter_context(patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"))  # for what is decorated from here on
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        undo.enter_context(mode())
+        yield fake
+
+
+def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    own = vars(owner)
+    if name in own:
+        undo.callback(setattr, owner, name, own[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
+
+
+def _accelerator(module: Any) -> list[tuple[Any, str, Any]]:
+    names = {
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "current_device_index": module.current_device,
+        "current_stream": module.current_stream,
+        "device_count": module.device_count,
+        "is_available": module.is_available,
+        "set_device_index": module.set_device,
+        "synchronize": module.synchronize,
+    }
+    return [(torch.accelerator, name, value) for name, value in names.items()]
+
+
+# -- device numbers -------------------------------------------------------------------------------------------------------
+
+
+def _numbered(device: Any) -> Any:
+    return torch.device("cuda", device) if isinstance(device, int) else device
+
+
+def _with_device_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _numbered(kwargs["device"])
+        elif function.__name__ == "_parse_to":
+            args = (_numbered(args[0]), *args[1:]) if args else args
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _copied(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.tensor` and `as_tensor`: C++ would copy to the device past all modes."""
+
+    @functools.wraps(function)
+    def call(*args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Any:
+        made = function(*args, **kwargs)
+        made = made if device is None else made.to(_numbered(device))
+        return made.requires_grad_() if requires_grad else made
+
+    return call
+
+
+def _factories() -> list[tuple[Any, str, Any]]:
+    made = [function.__name__ for function in _device_constructors() if getattr(torch, function.__name__, None) is function]
+    copied = ("tensor", "as_tensor")
+    return [
+        *((torch, name, _with_device_numbers(getattr(torch, name))) for name in (*made, *_LIKE) if name not in copied),
+        *((torch, name, _copied(getattr(torch, name))) for name in copied),
+        *((torch.Tensor, name, _with_device_numbers(getattr(torch.Tensor, name))) for name in _NEW),
+    ]
+
+
+def _device_type(real: Any) -> Any:
+    class Devices(type):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, real)
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return real("cuda", args[0]) if len(args) == 1 and isinstance(args[0], int) and not kwargs else real(*args, **kwargs)
+
+    return Devices("device", (), {"__module__": "torch", "__doc__": real.__doc__})
+
+
+# -- threads and process groups -------------------------------------------------------------------------------------------
+
+
+def _start_in_mode(start: Callable[[threading.Thread], None], machine: Machine, mode: Callable[[], DeviceMode]) -> Any:
+    """`Thread.start`: the new thread knows what this one knows, and its ops run in the mode."""
+
+    @functools.wraps(start)
+    def start_in_mode(self: threading.Thread) -> None:
+        known, run = machine.handed_over(), self.run
+
+        def run_in_mode() -> None:
+            machine.take_over(known)
+            with mode():
+                run()
+
+        self.run = run_in_mode  # type: ignore[method-assign]
+        start(self)
+
+    return start_in_mode
+
+
+def _nccl_by_gloo() -> list[tuple[Any, str, Any]]:
+    served: set[Any] = set()
+    real_init, real_new, real_get = c10d.init_process_group, c10d.new_group, c10d.get_backend
+
+    @functools.wraps(real_init)
+    def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+        real_init("gloo" if backend == "nccl" else backend, *args, **kwargs)
+        if backend == "nccl":
+            served.add(c10d.GroupMember.WORLD)
+
+    @functools.wraps(real_new)
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_nccl = backend == "nccl" or (backend is None and c10d.GroupMember.WORLD in served)
+        group = real_new(ranks, timeout, "gloo" if backend == "nccl" else backend, *args, **kwargs)
+        if is_nccl:
+            served.add(group)
+        return group
+
+    @functools.wraps(real_get)
+    def get_backend(group: Any = None) -> Any:
+        return "nccl" if (group or c10d.GroupMember.WORLD) in served else real_get(group)
+
+    functions = (init_process_group, new_group, get_backend)
+    return [(owner, function.__name__, function) for owner in (c10d, dist) for function in functions]
