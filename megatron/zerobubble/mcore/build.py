@@ -19,6 +19,7 @@ from megatron.zerobubble.mcore.ddp.wrap import wrap_chunks
 from megatron.zerobubble.mcore.model.embeddings import make_finalize, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.hybrid import check_hybrid
+from megatron.zerobubble.mcore.model.transformer_engine import fusion_without_apex
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.wgrad.gemm import choose_kernel
@@ -72,7 +73,8 @@ def build_chunks(
         define_missing_te_gemm()
     if not spec.is_stock:
         config.delay_wgrad_compute = True  # for Transformer Engine; not before: the config demands MoE overlap with it
-    models = [_build(model_provider, spec, chunk) for chunk in range(spec.num_chunks)]
+    with fusion_without_apex(config) as models:
+        models += [_build(model_provider, spec, chunk) for chunk in range(spec.num_chunks)]
     device = torch.cuda.current_device()
     models = [model.to(device) for model in models]
     if config.fp16 or config.bf16:

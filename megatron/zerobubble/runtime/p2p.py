@@ -93,7 +93,7 @@ class ProcessGroupLinks:
         self._device = device
         self._groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         self._staging = staging or staging_for(device)
-        self._issuer = Issuer() if device.type == "cpu" and self._staging is None else None
+        self._issuer = Issuer(device) if device.type == "cpu" and self._staging is None else None
         colors = color_links(links_of(placement))
         for links in colors:
             # One group over the whole world serves this color of every pipeline: NCCL opens a communicator per pair that

@@ -46,6 +46,16 @@ class _OwnForward(ColumnParallelLinear):
         return _OwnGradient.apply(input, weight)
 
 
+class _WithoutHooks(nn.Linear):
+    """Defers its weight gradient as Transformer Engine's modules did before 2.7: nobody can ask to be called after it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+
+    def backward_dw(self) -> None:
+        """Compute the gradient of the oldest entry of its queue."""
+
+
 def _store() -> WeightGradStore:
     return WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate))
 
@@ -77,6 +87,10 @@ def _refusals(rank: int) -> dict[str, str]:
     remove_split(model)
     del layers[0].fused
 
+    layers[0].old = _WithoutHooks()
+    refusal("without hooks")
+    del layers[0].old
+
     layers[0].mlp.linear_fc1.__class__ = _OwnForward
     refusal("subclass")
     layers[0].mlp.linear_fc1.__class__ = ColumnParallelLinear
@@ -97,6 +111,9 @@ def test_weights_that_cannot_be_split_are_named_in_the_error(four_ranks: RankPoo
         )
         assert "decoder.layers.0.fused.weight" in messages["fused"]
         assert "_FusedLinear" in messages["fused"]
+        assert "decoder.layers.0.old.weight" in messages["without hooks"]
+        assert "has backward_dw, but not register_wgrad_accumulation_and_reduce_hooks" in messages["without hooks"]
+        assert "'transformer-engine[pytorch]>=2.8.0'" in messages["without hooks"]
         assert "decoder.layers.0.mlp.linear_fc1.weight" in messages["subclass"]
         assert "_OwnForward" in messages["subclass"]
         assert "output_layer" in messages["tied"]
