@@ -134,6 +134,8 @@ class Machine:
         self.defaults: dict[int, Stream] = {}
         self.host_syncs: list[Callable[[str], None]] = []
         """Called with the name of the call whenever the host waits for the device."""
+        self.errors: list[str] = []
+        """Calls from threads without a device: what such a call raises may end its thread unseen."""
         self._timelines = itertools.count(1)
         self._local = threading.local()
 
@@ -156,7 +158,8 @@ class Machine:
         """
         thread = self.thread()
         if thread.device is None:
-            raise FakeCudaError(f"thread {thread.name!r} calls {name} and has not called torch.cuda.set_device")
+            self.errors.append(f"thread {thread.name!r} calls {name} and has not called torch.cuda.set_device")
+            raise FakeCudaError(self.errors[-1])
         return thread
 
     def handed_over(self) -> Clock:

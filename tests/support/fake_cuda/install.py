@@ -28,9 +28,10 @@ import torch._dynamo  # else the first op imports it, which reads all of torch.c
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_leaves
 
 from tests.support.fake_cuda import clocks
-from tests.support.fake_cuda.clocks import Machine
+from tests.support.fake_cuda.clocks import FakeCudaError, Machine
 from tests.support.fake_cuda.module import REAL, FakeTorchCuda, fake_names
 from tests.support.fake_cuda.syncs import SyncLog
 from tests.support.fake_cuda.tensors import DeviceMemory, DeviceMode, attributes
@@ -62,6 +63,8 @@ class FakeCuda:
 def fake_cuda(*, num_devices: int = 1, serves_nccl: bool = True, one_generator: bool = False) -> Iterator[FakeCuda]:
     """A context in which CUDA seems to be there. The calling thread, too, has to choose its device.
 
+    An error in another thread, which the context's body may not see, is raised at its end.
+
     Args:
         num_devices: what `torch.cuda.device_count` returns.
         serves_nccl: process groups of "nccl" are made of gloo's.
@@ -84,7 +87,7 @@ def fake_cuda(*, num_devices: int = 1, serves_nccl: bool = True, one_generator: 
         (torch, "cuda", module),
         *((torch.Tensor, name, value) for name, value in attributes(memory).items()),
         *_accelerator(module),
-        *_factories(),
+        *_factories(memory),
         (torch, "device", _device_type(torch.device)),
         (torch._C._nn, "_parse_to", _with_device_numbers(torch._C._nn._parse_to)),
         (threading.Thread, "start", _start_in_mode(threading.Thread.start, machine, mode)),
@@ -101,6 +104,8 @@ def fake_cuda(*, num_devices: int = 1, serves_nccl: bool = True, one_generator: 
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         undo.enter_context(mode())
         yield fake
+        if machine.errors:
+            raise FakeCudaError(machine.errors[0])
 
 
 def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -144,24 +149,32 @@ def _with_device_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _copied(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.tensor` and `as_tensor`: C++ would copy to the device past all modes."""
+def _copied(function: Callable[..., Any], memory: DeviceMemory) -> Callable[..., Any]:
+    """`torch.tensor` and `as_tensor`: C++ copies to the device past all modes, and reads numbers of a list from it one by one."""
 
     @functools.wraps(function)
     def call(*args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Any:
-        made = function(*args, **kwargs)
+        data = kwargs.get("data", args[0] if args else None)
+        if isinstance(data, torch.Tensor) and memory.index_of(data) is not None:
+            made = data.detach().clone() if function.__name__ == "tensor" else data
+            made = made.to(kwargs.get("dtype", made.dtype))
+        else:
+            for each in tree_leaves(data):
+                if isinstance(each, torch.Tensor) and memory.index_of(each) is not None:
+                    memory.host_waits(f"torch.{function.__name__} of numbers on the device")
+            made = function(*args, **kwargs)
         made = made if device is None else made.to(_numbered(device))
         return made.requires_grad_() if requires_grad else made
 
     return call
 
 
-def _factories() -> list[tuple[Any, str, Any]]:
+def _factories(memory: DeviceMemory) -> list[tuple[Any, str, Any]]:
     made = [function.__name__ for function in _device_constructors() if getattr(torch, function.__name__, None) is function]
     copied = ("tensor", "as_tensor")
     return [
         *((torch, name, _with_device_numbers(getattr(torch, name))) for name in (*made, *_LIKE) if name not in copied),
-        *((torch, name, _copied(getattr(torch, name))) for name in copied),
+        *((torch, name, _copied(getattr(torch, name), memory)) for name in copied),
         *((torch.Tensor, name, _with_device_numbers(getattr(torch.Tensor, name))) for name in _NEW),
     ]
 

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/support/fake_cuda/pretrain.py FOLDER --pipeline-model-parallel-size 2 ...
 
-`ZB_FAKE_CUDA_FAULT` names a fault to put in: see `FAULTS`.
+The kernel of the weight gradients is the CPU's (`PLAIN`), and one generator serves host and device, so that a run gives the bits
+of a run on the CPU. `ZB_FAKE_CUDA_FAULT` names a fault to put in: see `FAULTS`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def main(folder: str, argv: list[str], fault: str | None) -> None:
 
     with fake_cuda(num_devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), one_generator=True) as fake:
         _count_iterations(fake.log)
+        _compute_as_on_cpu()
         if fault is not None:
             FAULTS[fault]()
         try:
@@ -51,6 +53,59 @@ def _count_iterations(log: Any) -> None:
         return iterate(self, data_iterator)
 
     Trainer.iterate = counted  # type: ignore[method-assign]
+
+
+def _compute_as_on_cpu() -> None:
+    from megatron.zerobubble.wgrad import gemm
+
+    gemm._torch_kernels = lambda *dtypes: [gemm.WgradKernel(gemm.KernelKind.PLAIN, gemm.plain_accumulate)]  # type: ignore[assignment]
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------------
+
+
+def _in_every_forward(act: Callable[[Any], None]) -> None:
+    from megatron.zerobubble.mcore.stage_work import ChunkWork
+
+    forward = ChunkWork.forward
+
+    def faulty(self: ChunkWork, *args: Any) -> Any:
+        act(self)
+        return forward(self, *args)
+
+    ChunkWork.forward = faulty  # type: ignore[method-assign]
+
+
+def _synchronize(work: Any) -> None:
+    import torch
+
+    torch.cuda.synchronize()
+
+
+def _read_tokens(work: Any) -> None:
+    work.num_tokens.item()
+
+
+def _ask_for_a_graph(work: Any) -> None:
+    import torch
+
+    torch.cuda.graph_pool_handle()
+
+
+def _threads_without_device() -> None:
+    import torch
+
+    torch.cuda.set_device, real = lambda device: None, torch.cuda.set_device  # for all threads but this one
+    real(int(os.environ["LOCAL_RANK"]))
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "synchronize": lambda: _in_every_forward(_synchronize),
+    "item": lambda: _in_every_forward(_read_tokens),
+    "unknown name": lambda: _in_every_forward(_ask_for_a_graph),
+    "threads without device": _threads_without_device,
+}
+"""Name -> puts the fault in."""
 
 
 if __name__ == "__main__":

@@ -16,13 +16,14 @@ _SKIPPED = ("fake_cuda", "torch/_dynamo", "torch/_compile", "torch/utils/_python
 _PACKAGE = str(Path(__file__).parents[3] / "megatron" / "zerobubble")
 
 PARTS: Mapping[str, str] = {
-    "before_gradients": "validation",
-    "_step": "step",
-    "run_passes": "passes",
+    "_run_step": "passes",
+    "_before_gradients": "validation",
+    "run_passes": "around the passes",
+    "iterate": "step",
     "_train": "between",
 }
-"""Function on the stack -> the part of an iteration; the innermost counts. Validation of an optimistic step happens inside of the
-passes, and is a part of its own."""
+"""Function on the stack -> the part of an iteration; the innermost counts. What a recorded iteration waits for before its first op
+is around the passes; a progress line is between two iterations."""
 
 
 @dataclass(frozen=True, kw_only=True)
