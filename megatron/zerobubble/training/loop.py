@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.mcore.compat import destroy_model_parallel, start_batch_size_ramp_up
 from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.training.arguments import exit_with_error
 from megatron.zerobubble.training.checkpoint.directory import iteration_directory
 from megatron.zerobubble.training.checkpoint.load import load_checkpoint
@@ -76,7 +79,7 @@ class _Iteration(NamedTuple):
     iteration: int
     consumed_samples: int
     samples: int
-    seconds: float
+    elapsed_ms: Callable[[], float]
 
 
 def pretrain(
@@ -149,6 +152,7 @@ class _Run:
         self.replanner = make_replanner(training_state, self.plan_writer, ranks_on_host=job.launch.ranks_on_host)
         self.iterations_here = 0
         self.unvalidated: deque[_Iteration] = deque()
+        self.marks = Marks(training_state.device)
         self.settings = training_state.settings
         self.job = job
         self.reads_by_chunk = [chunk_reads(chunk, training_state.settings) for chunk in training_state.chunks]
@@ -217,15 +221,15 @@ class _Run:
         self.iterations_here += 1
         if self.replanner is not None:
             self.replanner.before(self.iterations_here, get_num_microbatches())
-        timer = self.training_state.timers("iteration", log_level=0)
-        timer.start(barrier=False)
+        begin = self.marks.now()
         results = self.trainer.iterate(data_iterator)
-        timer.stop()
+        end = self.marks.now()
         samples = get_current_running_global_batch_size()
         self.progress.iteration += 1
         self.progress.consumed_samples += samples
         progress = self.progress
-        self.unvalidated.append(_Iteration(progress.iteration, progress.consumed_samples, samples, timer.elapsed(reset=True)))
+        elapsed_ms = partial(self.marks.elapsed_ms, begin, end)
+        self.unvalidated.append(_Iteration(progress.iteration, progress.consumed_samples, samples, elapsed_ms))
         self._add_metrics(results)
 
     def _ramp_up(self) -> None:
@@ -257,7 +261,7 @@ class _Run:
                     iteration=done.iteration,
                     consumed_samples=done.consumed_samples,
                     samples=done.samples,
-                    seconds=done.seconds,
+                    elapsed_ms=done.elapsed_ms,
                     result=result,
                 )
             )
