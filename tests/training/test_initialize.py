@@ -11,7 +11,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.cpu import malloc as host_heap
 from megatron.zerobubble.training import initialize
 from megatron.zerobubble.training.arguments import settings_from_argv
-from megatron.zerobubble.training.initialize import Launch, choose_device, computes, read_launch
+from megatron.zerobubble.training.initialize import Launch, choose_device, computes, join_job, read_launch
 
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 "
@@ -108,3 +108,26 @@ def test_with_gloo_ranks_share_a_gpu(one_gpu: list[int]) -> None:
 def test_what_gloo_does_not_support_on_gpus_is_an_error(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_device(settings_from_argv(f"{FLAGS} {flags} --distributed-backend gloo".split(), world_size=2), LAUNCH)
+
+
+@pytest.mark.parametrize(
+    ("flags", "backend", "bound"),
+    [("", "nccl", False), ("--eager-nccl-communicators", "nccl", True), ("", "gloo", False)],
+)
+def test_communicators_open_at_first_use_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch, flags: str, backend: str, bound: bool
+) -> None:
+    """With `device_id` torch opens each at once, and makes every later group by a split over the whole world."""
+    given: dict[str, object] = {}
+    monkeypatch.setattr("torch.distributed.distributed_c10d.init_process_group", lambda *_, **kwargs: given.update(kwargs))
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    device = torch.device("cuda", 1)
+    parsed = settings_from_argv((FLAGS + f"--distributed-backend {backend} {flags}").split(), world_size=1)
+    launch = Launch(rank=0, local_rank=0, ranks_on_host=1, world_size=1, has_threads_set=True)
+    join_job(parsed, launch, mock.Mock(device=device))
+    assert given["device_id"] == (device if bound else None)
+
+
+def test_eager_communicators_are_nccls() -> None:
+    with pytest.raises(ConfigError, match="--eager-nccl-communicators needs NCCL, and --distributed-backend is gloo"):
+        settings_from_argv((FLAGS + "--distributed-backend gloo --eager-nccl-communicators").split(), world_size=1)

@@ -25,6 +25,7 @@ from megatron.zerobubble.mcore.given_groups import check_given_groups
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
 from megatron.zerobubble.mcore.post_validation.rewind import Replayed
 from megatron.zerobubble.mcore.stage_work import Iteration
+from megatron.zerobubble.mcore.warm_up import warm_up_groups
 from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
 from megatron.zerobubble.plan.deadlock import finishes
 from megatron.zerobubble.plan.ir import Plan
@@ -69,6 +70,7 @@ class PipelineSchedule:
         timeout: how long a transfer between two ranks may take; None for the backend's default.
         has_single_queue: whether all kernels of a GPU share one hardware queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1. Plans
             that can deadlock there are then refused (ADR 3).
+        p2p_max_ctas: most CTAs of a transfer between stages on NCCL; None leaves it to NCCL.
 
     Raises:
         ConfigError: a schedule of ours without a store.
@@ -83,6 +85,7 @@ class PipelineSchedule:
         config: Any,
         timeout: timedelta | None = None,
         has_single_queue: bool = False,
+        p2p_max_ctas: int | None = None,
     ) -> None:
         self.spec = spec
         self.hooks = IterationHooks()
@@ -105,15 +108,18 @@ class PipelineSchedule:
         self._links: ProcessGroupLinks | None = None
         self._runner: IterationRunner | None = None
         if not spec.is_stock:
-            self._runner = self._make_runner(store, timeout)
+            warm_up_groups(config, self._chunks, self.device)
+            self._runner = self._make_runner(store, timeout, p2p_max_ctas)
 
-    def _make_runner(self, store: WeightGradStore | None, timeout: timedelta | None) -> IterationRunner:
+    def _make_runner(self, store: WeightGradStore | None, timeout: timedelta | None, max_ctas: int | None) -> IterationRunner:
         spec = self.spec
         if store is None:
             raise ConfigError(f"schedule {spec.name!r} needs the weight-gradient store its chunks were split into")
         record_buckets(self._chunks, spec.placement.rank_to_stages[self._rank], self.recorder)
         pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-        self._links = ProcessGroupLinks(spec.placement, pipeline=pipeline, rank=self._rank, device=self.device, timeout=timeout)
+        self._links = ProcessGroupLinks(
+            spec.placement, pipeline=pipeline, rank=self._rank, device=self.device, timeout=timeout, max_ctas=max_ctas
+        )
         return IterationRunner(
             spec,
             self._chunks,

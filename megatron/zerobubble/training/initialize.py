@@ -208,7 +208,8 @@ def join_job(settings: Settings, launch: Launch, host: HostDevice) -> Job:
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,
-        device_id=host.device if backend == "nccl" else None,
+        # With a device every later group would be made by a split over the whole world, the four of the links among them.
+        device_id=host.device if backend == "nccl" and settings.parallel.eager_nccl_communicators else None,
     )
     shared: Any = c10d.PrefixStore("job", store)  # `clone` is missing in torch's stubs
     return Job(launch=launch, host=host, store=shared)

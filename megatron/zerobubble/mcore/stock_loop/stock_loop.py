@@ -83,6 +83,8 @@ class StockLoopOptions:
     """About how long one rank then searches for a better order."""
     has_single_queue: bool = False
     """Whether all kernels of a GPU share one hardware queue; see `PipelineSchedule`."""
+    p2p_max_ctas: int | None = None
+    """Most CTAs of a transfer between stages on NCCL; None leaves it to NCCL."""
     post_validation: PostValidationOptions | None = None
     """How optimizer steps are taken optimistically; None: by megatron-core's own `step`."""
     memory_limit: ByteLimit | None = None
@@ -345,6 +347,7 @@ class StockLoop:
             store=first.store,
             config=get_model_config(chunks[0]),
             has_single_queue=self.options.has_single_queue,
+            p2p_max_ctas=self.options.p2p_max_ctas,
         )
         relay = None
         if self.options.is_v:
