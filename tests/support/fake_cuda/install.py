@@ -6,9 +6,8 @@
         fake.log.syncs                   # where the host waited for the device
 
 Besides `torch.cuda` it replaces a few names elsewhere in torch that would look for a driver: `torch.accelerator`, functions that
-take a device number (a build without CUDA does not know what a number means), `torch.device` of a number, and NCCL: process
-groups of "nccl" are gloo's, and say that they are NCCL's. What a transfer without buffers on streams of its own does is beyond
-this fake: here `Work.wait` blocks the host, and tensors are copied when they are sent. Compiled functions run as they are.
+take a device number (a build without CUDA does not know what a number means), `torch.device` of a number, and NCCL
+(`nccl_by_gloo`). Compiled functions run as they are.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from unittest.mock import patch
 
 import torch
 import torch._dynamo  # else the first op imports it, which reads all of torch.cuda
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves
 
 from tests.support.fake_cuda import clocks
 from tests.support.fake_cuda.clocks import FakeCudaError, Machine
 from tests.support.fake_cuda.module import REAL, FakeTorchCuda, fake_names
+from tests.support.fake_cuda.nccl_by_gloo import nccl_by_gloo
 from tests.support.fake_cuda.syncs import SyncLog
 from tests.support.fake_cuda.tensors import DeviceMemory, DeviceMode, attributes
 
@@ -88,10 +86,10 @@ def fake_cuda(*, num_devices: int = 1, serves_nccl: bool = True, one_generator: 
         *((torch.Tensor, name, value) for name, value in attributes(memory).items()),
         *_accelerator(module),
         *_factories(memory),
-        (torch, "device", _device_type(torch.device)),
+        *_types(),
         (torch._C._nn, "_parse_to", _with_device_numbers(torch._C._nn._parse_to)),
         (threading.Thread, "start", _start_in_mode(threading.Thread.start, machine, mode)),
-        *(_nccl_by_gloo() if serves_nccl else []),
+        *(nccl_by_gloo() if serves_nccl else []),
     ]
     before = clocks.install(machine)
     with ExitStack() as undo:
@@ -179,18 +177,36 @@ def _factories(memory: DeviceMemory) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _device_type(real: Any) -> Any:
-    class Devices(type):
+def _type_of(real: Any, make: Callable[..., Any]) -> Any:
+    """A class whose instances are those of `real`, made by `make`: a type of C++ has no attribute to replace."""
+
+    class Made(type):
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, real)
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            return real("cuda", args[0]) if len(args) == 1 and isinstance(args[0], int) and not kwargs else real(*args, **kwargs)
+            return make(*args, **kwargs)
 
-    return Devices("device", (), {"__module__": "torch", "__doc__": real.__doc__})
+    return Made(real.__name__, (), {"__module__": "torch", "__doc__": real.__doc__})
 
 
-# -- threads and process groups -------------------------------------------------------------------------------------------
+def _types() -> list[tuple[Any, str, Any]]:
+    real_device, real_generator = torch.device, torch.Generator
+
+    def device(*args: Any, **kwargs: Any) -> Any:
+        return (
+            real_device("cuda", args[0])
+            if len(args) == 1 and isinstance(args[0], int) and not kwargs
+            else real_device(*args, **kwargs)
+        )
+
+    def generator(device: Any = None) -> torch.Generator:  # the host's algorithm, on any device
+        return real_generator()
+
+    return [(torch, "device", _type_of(real_device, device)), (torch, "Generator", _type_of(real_generator, generator))]
+
+
+# -- threads -------------------------------------------------------------------------------------------
 
 
 def _start_in_mode(start: Callable[[threading.Thread], None], machine: Machine, mode: Callable[[], DeviceMode]) -> Any:
@@ -209,29 +225,3 @@ def _start_in_mode(start: Callable[[threading.Thread], None], machine: Machine, 
         start(self)
 
     return start_in_mode
-
-
-def _nccl_by_gloo() -> list[tuple[Any, str, Any]]:
-    served: set[Any] = set()
-    real_init, real_new, real_get = c10d.init_process_group, c10d.new_group, c10d.get_backend
-
-    @functools.wraps(real_init)
-    def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
-        real_init("gloo" if backend == "nccl" else backend, *args, **kwargs)
-        if backend == "nccl":
-            served.add(c10d.GroupMember.WORLD)
-
-    @functools.wraps(real_new)
-    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        is_nccl = backend == "nccl" or (backend is None and c10d.GroupMember.WORLD in served)
-        group = real_new(ranks, timeout, "gloo" if backend == "nccl" else backend, *args, **kwargs)
-        if is_nccl:
-            served.add(group)
-        return group
-
-    @functools.wraps(real_get)
-    def get_backend(group: Any = None) -> Any:
-        return "nccl" if (group or c10d.GroupMember.WORLD) in served else real_get(group)
-
-    functions = (init_process_group, new_group, get_backend)
-    return [(owner, function.__name__, function) for owner in (c10d, dist) for function in functions]

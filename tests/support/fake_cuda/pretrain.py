@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 

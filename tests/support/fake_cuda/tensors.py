@@ -99,10 +99,11 @@ class DeviceMemory:
 
 
 class _Target(threading.local):
-    """Where `Tensor.to` copies to on this thread: None outside of it."""
+    """Where `Tensor.to` copies to on this thread, and whether ops are those of a backend that takes the place of another."""
 
     index: int | None = None
     is_set = False
+    is_backend = False
 
 
 class DeviceMode(TorchDispatchMode):
@@ -130,11 +131,25 @@ class DeviceMode(TorchDispatchMode):
     def copying_to(cls, index: int | None) -> Iterator[None]:
         """Inside, `_to_copy` makes memory of this device; None: of the host."""
         cls.target.index, cls.target.is_set = index, True
-        yield
-        cls.target.is_set = False
+        try:
+            yield
+        finally:
+            cls.target.is_set = False
+
+    @classmethod
+    @contextmanager
+    def in_backend(cls) -> Iterator[None]:
+        """Inside, ops run unseen: gloo copies tensors where NCCL would not."""
+        cls.target.is_backend = True
+        try:
+            yield
+        finally:
+            cls.target.is_backend = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if self.target.is_backend:
+            return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         places = [self._memory.index_of(each) for each in given]
@@ -168,7 +183,9 @@ class DeviceMode(TorchDispatchMode):
         if name == "_to_copy" and self.target.is_set:
             return self.target.index
         device = kwargs.get("device")
-        if device is None or (name == "_to_copy" and device.type == "cpu"):  # C++ takes it from a tensor: for us that is no answer
+        if device is None or (
+            name == "_to_copy" and device.type == "cpu"
+        ):  # C++ takes it from a tensor: for us that is no answer
             return index
         if device.type == "cuda":
             kwargs["device"] = _CPU
