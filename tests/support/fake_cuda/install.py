@@ -194,11 +194,7 @@ def _types() -> list[tuple[Any, str, Any]]:
     real_device, real_generator = torch.device, torch.Generator
 
     def device(*args: Any, **kwargs: Any) -> Any:
-        return (
-            real_device("cuda", args[0])
-            if len(args) == 1 and isinstance(args[0], int) and not kwargs
-            else real_device(*args, **kwargs)
-        )
+        return real_device("cuda", *args) if [*map(type, args)] == [int] and not kwargs else real_device(*args, **kwargs)
 
     def generator(device: Any = None) -> torch.Generator:  # the host's algorithm, on any device
         return real_generator()

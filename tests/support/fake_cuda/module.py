@@ -74,7 +74,7 @@ def _devices(memory: DeviceMemory) -> dict[str, Any]:
         index = device_index(device, machine.thread().device)
         machine.thread().device = index
 
-    class device:
+    class device:  # noqa: N801 - torch's name
         def __init__(self, device: Any) -> None:
             self.idx = device_index(device, machine.called("torch.cuda.device").device)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["PARTS", "HostSync", "SyncLog"]
 
-_SKIPPED = ("fake_cuda", "torch/_dynamo", "torch/_compile", "torch/utils/_python_dispatch")
+_SKIPPED = ("support/fake_cuda/", "torch/_dynamo", "torch/_compile", "torch/utils/_python_dispatch")
 _PACKAGE = str(Path(__file__).parents[3] / "megatron" / "zerobubble")
 
 PARTS: Mapping[str, str] = {
@@ -22,8 +22,8 @@ PARTS: Mapping[str, str] = {
     "iterate": "step",
     "_train": "between",
 }
-"""Function on the stack -> the part of an iteration; the innermost counts. What a recorded iteration waits for before its first op
-is around the passes; a progress line is between two iterations."""
+"""Function on the stack -> the part of an iteration; the innermost counts. What a recorded iteration waits for before its first
+op is around the passes; a progress line is between two iterations."""
 
 
 @dataclass(frozen=True, kw_only=True)

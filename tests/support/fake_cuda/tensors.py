@@ -1,7 +1,7 @@
 """Tensors of a fake CUDA device: ordinary CPU tensors whose storage is registered as device memory.
 
-Least magic that works: kernels, views, `.data`, autograd and gloo see plain CPU tensors. A dispatch mode, entered on every thread,
-turns ``device="cuda"`` into the CPU, registers what is made there and what ops make from it, queues each kernel on the current
+Least magic that works: kernels, views, `.data`, autograd and gloo see plain CPU tensors. A dispatch mode on every thread turns
+``device="cuda"`` into the CPU, registers what is made there and what ops make from it, queues each kernel on the current
 stream, and refuses what CUDA refuses: kernels over tensors of both places. `attributes` replaces those attributes of
 `torch.Tensor` that answer where a tensor is or move it (`device`, `is_cuda`, `to`, `cpu`, `type` ...).
 

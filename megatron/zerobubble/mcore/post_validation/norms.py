@@ -1,8 +1,8 @@
 """The sum of squares of a stage's gradients, left on the device.
 
-megatron-core's `get_grad_norm_fp32` reads its result on the host: one wait for each optimizer of a chain. Without Transformer Engine
-and apex it reads the norm of every gradient, too. Here the host reads nothing; `MegatronRollbackOptimizer.prepare` reads all numbers
-of a stage at once.
+megatron-core's `get_grad_norm_fp32` reads its result on the host: one wait for each optimizer of a chain. Without Transformer
+Engine and apex it reads the norm of every gradient, too. Here the host reads nothing; `MegatronRollbackOptimizer.prepare` reads
+all numbers of a stage at once.
 """
 
 from __future__ import annotations
