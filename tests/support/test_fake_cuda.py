@@ -259,10 +259,14 @@ def _add_on(stream: Any, x: torch.Tensor) -> None:
 
 
 def test_a_thread_without_a_device_fails_the_whole_block() -> None:
-    with pytest.raises(FakeCudaError, match=r"thread 'reader' calls torch\.cuda\.current_stream"), fake_cuda():
+    with pytest.raises(FakeCudaError, match=r"thread 'reader' calls torch\.cuda\.current_stream"):
+        _read_on_a_thread()
+
+
+def _read_on_a_thread() -> None:
+    with fake_cuda():
         torch.cuda.set_device(0)
-        x = torch.ones(2, device="cuda")
-        thread = threading.Thread(target=_quiet_add, args=(x,), name="reader")
+        thread = threading.Thread(target=_quiet_add, args=(torch.ones(2, device="cuda"),), name="reader")
         thread.start()
         thread.join()
 

@@ -83,7 +83,7 @@ class MegatronRollbackOptimizer:
         self._groups = [self._stage_groups.within(part.get_grad_stats_parallel_group()) for part in self._parts]
         stepping = [part.optimizer for part in self._active]
         self._rollback: Rollback = (
-            InverseRollback(stepping, agree=self._stage_groups.agree)
+            InverseRollback(stepping, agree=self._stage_groups.are_safe)
             if rollback == "inverse"
             else ExactRollback(stepping, on_host=snapshot_on_host)
         )
@@ -240,12 +240,18 @@ class _StageGroups:
             self._groups[ranks] = group_of(ranks, timeout=self._timeout)
         return self._groups[ranks]
 
-    def agree(self, answer: bool) -> bool:
-        """Whether `answer` is True on every rank of every subgroup made so far. All of them must call it at the same point."""
-        flag = torch.tensor([float(answer)], device=torch.cuda.current_device())
+    def are_safe(self, is_unsafe: torch.Tensor | None) -> bool:
+        """Whether no rank of any subgroup made so far is unsafe. All of them must call it at the same point; the host waits once.
+
+        Args:
+            is_unsafe: one number on the device; None: this rank is safe.
+        """
+        flag = torch.zeros(1, device=torch.cuda.current_device())
+        if is_unsafe is not None:
+            flag += is_unsafe
         for group in self._groups.values():
-            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
-        return bool(flag.item())
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        return not flag.item()
 
     def close(self) -> None:
         """Destroy the subgroups."""
