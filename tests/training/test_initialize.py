@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from unittest import mock
 
 import pytest
@@ -131,3 +132,19 @@ def test_communicators_open_at_first_use_unless_asked_for(
 def test_eager_communicators_are_nccls() -> None:
     with pytest.raises(ConfigError, match="--eager-nccl-communicators needs NCCL, and --distributed-backend is gloo"):
         settings_from_argv((FLAGS + "--distributed-backend gloo --eager-nccl-communicators").split(), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "expected"),
+    [("2.7.1+cu126", None, "1"), ("2.7.1", "0", "0"), ("2.8.0", None, None), ("2.13.0", None, None)],
+)
+def test_an_early_torch_gives_nccls_memory_back_as_later_ones_do(
+    monkeypatch: pytest.MonkeyPatch, version: str, given: str | None, expected: str | None
+) -> None:
+    name = "TORCH_NCCL_AVOID_RECORD_STREAMS"
+    monkeypatch.setenv(name, given or "")  # so that it is restored
+    if given is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch, "__version__", version)
+    initialize._release_nccl_memory_early()
+    assert os.environ.get(name) == expected

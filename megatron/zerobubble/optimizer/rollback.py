@@ -44,11 +44,14 @@ class ExactRollback:
     Args:
         optimizers: torch optimizers, or any with their `param_groups` and `state`.
         on_host: keep the snapshot in host memory (pinned if the parameters are on a GPU) instead of on the parameters' device.
+            Pinned memory is allocated with the first snapshots and kept for the later ones: allocating it waits for the device.
     """
 
     def __init__(self, optimizers: Sequence[Any], *, on_host: bool = False) -> None:
         self._optimizers = list(optimizers)
         self._on_host = on_host
+        self._pinned: dict[tuple[Tensor, str], Tensor] = {}
+        """Host memory by parameter and name of its state; the parameter itself has the empty name."""
         self._snapshot: list[tuple[Any, list[tuple[Tensor, Tensor, dict[str, Any] | None]], list[Any]]] | None = None
 
     def snapshot(self) -> bool:
@@ -57,7 +60,8 @@ class ExactRollback:
         for optimizer in self._optimizers:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             tensors = [
-                (parameter, self._copy(parameter.detach()), self._state_of(optimizer, parameter)) for parameter in parameters
+                (parameter, self._copy(parameter.detach(), (parameter, "")), self._state_of(optimizer, parameter))
+                for parameter in parameters
             ]
             self._snapshot.append((optimizer, tensors, [group.get("step") for group in optimizer.param_groups]))
         return True
@@ -85,7 +89,8 @@ class ExactRollback:
         if parameter not in optimizer.state:
             return None
         return {
-            name: self._copy(value) if isinstance(value, Tensor) else value for name, value in optimizer.state[parameter].items()
+            name: self._copy(value, (parameter, name)) if isinstance(value, Tensor) else value
+            for name, value in optimizer.state[parameter].items()
         }
 
     @staticmethod
@@ -102,11 +107,18 @@ class ExactRollback:
             else:
                 state[name] = value
 
-    def _copy(self, tensor: Tensor) -> Tensor:
+    def _copy(self, tensor: Tensor, key: tuple[Tensor, str]) -> Tensor:
         if not self._on_host or tensor.device.type == "cpu":
             return tensor.clone()
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy = self._pinned.get(key)
+        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):  # loaded state may be of another dtype
+            copy = self._pinned[key] = _pinned_like(tensor)
         return copy.copy_(tensor, non_blocking=True)
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    """Uninitialized pinned host memory of the tensor's shape and dtype."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
 class InverseRollback:

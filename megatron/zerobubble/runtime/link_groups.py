@@ -29,7 +29,7 @@ def _options(timeout: timedelta | None, max_ctas: int | None) -> Any | None:
     """NCCL's options; None for other backends. They replace the defaults of `new_group`."""
     if dist.get_backend() != "nccl":
         return None
-    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # type: ignore[attr-defined]
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:
         options._timeout = timeout  # torch warns where it differs from the one it is given beside the options
     if max_ctas is not None:

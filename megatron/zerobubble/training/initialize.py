@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
+
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.config.settings import Settings
 
@@ -197,6 +199,7 @@ def join_job(settings: Settings, launch: Launch, host: HostDevice) -> Job:
 
     timeout = timedelta(minutes=settings.parallel.distributed_timeout_minutes)
     backend = _backend(settings)
+    _release_nccl_memory_early()
     store: Any
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -213,6 +216,17 @@ def join_job(settings: Settings, launch: Launch, host: HostDevice) -> Job:
     )
     shared: Any = c10d.PrefixStore("job", store)  # `clone` is missing in torch's stubs
     return Job(launch=launch, host=host, store=shared)
+
+
+def _release_nccl_memory_early() -> None:
+    """Make torch before 2.8 hold a collective's tensors until it is waited for, as later releases do.
+
+    By itself it marks them as used by NCCL's stream, and their memory cannot be used again before the device has got there.
+    """
+    import torch
+
+    if Version(torch.__version__) < Version("2.8"):
+        os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")
 
 
 def set_up_model_parallel(settings: Settings, **embedding_ranks: Any) -> None:

@@ -35,6 +35,7 @@ from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.data.tokenizers import build_tokenizer
+from megatron.zerobubble.training.garbage import GarbageCollection
 from megatron.zerobubble.training.initialize import (
     Job,
     Launch,
@@ -158,6 +159,7 @@ class _Run:
         self.reads_by_chunk = [chunk_reads(chunk, training_state.settings) for chunk in training_state.chunks]
         self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=any(self.reads_by_chunk))
         run = self.settings.run
+        self.garbage = GarbageCollection(run)
         self.early_exit = EarlyExit(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
         self.saver = None if self.settings.checkpoint.save is None else CheckpointSaver(training_state, job.store)
         self.progress = Progress()
@@ -173,7 +175,8 @@ class _Run:
         """Iterate, evaluate, save, log a summary."""
         _log.info("%s", self._description())
         if not self.settings.run.skip_train:
-            self._train()
+            with self.garbage:
+                self._train()
         if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration < 0 and not self.early_exit.is_urgent:
             self._evaluate()  # nothing was trained
         self._save()
@@ -194,6 +197,7 @@ class _Run:
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
         while progress.iteration < run.train_iters:
             self._iterate(data_iterator)
+            self.garbage.after_iteration(progress.iteration)
             self._replan()
             if self.saver is not None:
                 self.saver.poll(progress.iteration)
@@ -268,7 +272,8 @@ class _Run:
 
     def _evaluate(self) -> None:
         """Every evaluation reads the same samples, so that validation losses are comparable."""
-        loss = evaluate(self.training_state, self._iterators(self.datasets.valid, consumed=0))
+        with self.garbage.evaluation():
+            loss = evaluate(self.training_state, self._iterators(self.datasets.valid, consumed=0))
         self.progress.evaluated_iteration = self.progress.iteration
         self.metrics.log(validation_loss=loss, iteration=self.progress.iteration)
 
