@@ -145,8 +145,8 @@ class InverseRollback:
 
     Args:
         optimizers: torch's Adam and AdamW, or any with their state (apex's and Transformer Engine's FusedAdam), in float32.
-        agree: called once per `snapshot` with this rank's answer; returns whether it is True on all ranks with shards of the same
-            weights. By default this rank's answer alone counts.
+        agree: called once per `snapshot` with a number on the device that is True if this rank's step is unsafe, or None if it
+            is safe; returns whether it is safe on all ranks with shards of the same weights. By default this rank alone counts.
 
     Raises:
         ConfigError: another optimizer, or an option of Adam that cannot be inverted.
@@ -155,9 +155,9 @@ class InverseRollback:
     SPREAD = 1024.0
     """Largest ratio of a step's own contribution to v, over what was there before, that can be rolled back."""
 
-    def __init__(self, optimizers: Sequence[Any], *, agree: Callable[[bool], bool] = bool) -> None:
+    def __init__(self, optimizers: Sequence[Any], *, agree: Callable[[Tensor | None], bool] | None = None) -> None:
         self._optimizers = list(optimizers)
-        self._agree = agree
+        self._agree = agree or _is_safe
         self._new: set[Tensor] = set()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -165,7 +165,7 @@ class InverseRollback:
 
     @torch.no_grad()
     def snapshot(self) -> bool:
-        """Whether the next step can be rolled back."""
+        """Whether the next step can be rolled back. The host waits for the device once, to learn it."""
         self._new = set()
         unsafe = []
         for optimizer, group, parameter in self._parameters():
@@ -177,7 +177,7 @@ class InverseRollback:
             norm = torch.linalg.vector_norm(_gradient(group, parameter, _decoupled(optimizer, group)))
             added, known = (1 - beta2) * norm**2, beta2 * state["exp_avg_sq"].sum()
             unsafe.append((added > self.SPREAD * known) & (known > 0))
-        is_safe = self._agree(not unsafe or not bool(torch.stack(unsafe).any()))
+        is_safe = self._agree(torch.stack(unsafe).any() if unsafe else None)
         if not is_safe:
             _log.info("a step waits for all ranks: its gradients are too large for the state of Adam to be inverted")
         return is_safe
@@ -229,6 +229,10 @@ class InverseRollback:
         hidden = second <= added.mul_(4 * torch.finfo(second.dtype).eps)
         first.masked_fill_(hidden, 0.0)
         second.masked_fill_(hidden, 0.0)
+
+
+def _is_safe(is_unsafe: Tensor | None) -> bool:
+    return is_unsafe is None or not bool(is_unsafe)
 
 
 def _gradient(group: dict[str, Any], parameter: Tensor, decoupled: bool) -> Tensor:
