@@ -24,6 +24,7 @@ CASES = {
     "zb-h1, bf16, optimistic": ["--enable-zero-bubble", "--bf16", *POST_VALIDATION],
     "zbv, bf16": ["--zero-bubble-v-schedule", "--bf16", "--use-distributed-optimizer"],
     "zbv, optimistic": ["--zero-bubble-v-schedule", *POST_VALIDATION],
+    "zb-h1, per token, optimistic": ["--enable-zero-bubble", "--calculate-per-token-loss", *POST_VALIDATION],
     "zb-h1, inverse": ["--enable-zero-bubble", *POST_VALIDATION, "--post-validation-rollback", "inverse"],
     "zb-h1, fp16": ["--enable-zero-bubble", "--fp16", "--initial-loss-scale", "1024"],
     "zb-h1, gloo": ["--enable-zero-bubble", "--distributed-backend", "gloo"],

@@ -11,17 +11,18 @@ anybody: a rank that needs the number has run a B that depends on that F.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.zerobubble.optimizer.post_validation import group_of
+from megatron.zerobubble.runtime.threads import start_thread
 
 
 class TokenCount:
@@ -69,7 +70,7 @@ class TokenCount:
             is_ready = torch.cuda.Event()
             is_ready.record()
         self._sent = Future()
-        threading.Thread(target=self._send, args=(self._sent, on_host, is_ready), name="token-count", daemon=True).start()
+        start_thread(partial(self._send, self._sent, on_host, is_ready), name="token-count", device=self._device)
 
     def total(self) -> int:
         """The number of tokens of the global batch. Every rank of the pipeline must call it once per iteration, at its end."""
@@ -89,7 +90,6 @@ class TokenCount:
     def _send(self, sent: Future[int], on_host: Tensor, is_ready: torch.cuda.Event | None) -> None:
         try:
             if is_ready is not None:
-                torch.cuda.set_device(self._device)
                 is_ready.synchronize()
             values = on_host.reshape(1).to(torch.int64)
             dist.all_reduce(values, group=self._across)
