@@ -83,7 +83,9 @@ def test_the_host_waits_once_in_an_iteration_and_never_in_the_passes(run: Any, n
         reads = [wait for wait in waits if "post_validation/optimizer.py" in wait and "in prepare" in wait]
         asks = [wait for wait in waits if "post_validation/optimizer.py" in wait and "in are_safe" in wait]
         assert len(reads) == 2, "one for each of two ranks"
-        assert len(asks) == (1 if "inverse" in name else 0), "the last rank knows the global statistics, and takes no optimistic step"
+        assert len(asks) == (1 if "inverse" in name else 0), (
+            "the last rank knows the global statistics, and takes no optimistic step"
+        )
         assert len(waits) == len(reads) + len(asks), waits
         extra = found.waits("around the passes", iteration)
         assert len(extra) == (2 if iteration in (2, 3) else 0), extra
@@ -98,6 +100,21 @@ def test_no_other_thread_waits_for_the_device(run: Any) -> None:
     assert not [sync for sync in run("zbv, bf16").syncs if sync["part"].startswith("<")]
     calls = Counter(sync["call"] for sync in run("zb-h1, gloo").syncs if sync["part"].startswith("<"))
     assert set(calls) == {"Event.synchronize"}
+
+
+def test_everything_around_the_iterations_runs_too(tmp_path: Path) -> None:
+    """Checkpoints written in the background, snapshots in pinned memory, evaluation, traces, re-planning, recomputation."""
+    flags = ["--enable-zero-bubble", "--bf16", *POST_VALIDATION, "--post-validation-snapshot", "host", "--async-save"]
+    flags += ["--save", tmp_path / "saved", "--save-interval", "2", "--eval-iters", "1", "--eval-interval", "2"]
+    flags += ["--zero-bubble-replan-interval", "3", "--zero-bubble-memory-limit", "auto"]
+    flags += ["--zero-bubble-trace", tmp_path / "traces", "--zero-bubble-trace-iterations", "4"]
+    flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    found = FakeRun(tmp_path, flags)
+    assert len(found.metrics) == ITERATIONS
+    assert found.waits("passes") == []
+    assert len(found.waits("step")) == 2 * ITERATIONS
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == f"{ITERATIONS}\n"
+    assert [*(tmp_path / "traces").iterdir()]
 
 
 FAULTS = {
