@@ -101,6 +101,21 @@ def test_no_other_thread_waits_for_the_device(run: Any) -> None:
     assert set(calls) == {"Event.synchronize"}
 
 
+def test_everything_around_the_iterations_runs_too(tmp_path: Path) -> None:
+    """Checkpoints written in the background, snapshots in pinned memory, evaluation, traces, re-planning, recomputation."""
+    flags = ["--enable-zero-bubble", "--bf16", *POST_VALIDATION, "--post-validation-snapshot", "host", "--async-save"]
+    flags += ["--save", tmp_path / "saved", "--save-interval", "2", "--eval-iters", "1", "--eval-interval", "2"]
+    flags += ["--zero-bubble-replan-interval", "3", "--zero-bubble-memory-limit", "auto"]
+    flags += ["--zero-bubble-trace", tmp_path / "traces", "--zero-bubble-trace-iterations", "4"]
+    flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    found = FakeRun(tmp_path, flags)
+    assert len(found.metrics) == ITERATIONS
+    assert found.waits("passes") == []
+    assert len(found.waits("step")) == 2 * ITERATIONS
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == f"{ITERATIONS}\n"
+    assert [*(tmp_path / "traces").iterdir()]
+
+
 FAULTS = {
     "threads without device": "calls Event.query and has not called torch.cuda.set_device",
     "unknown name": "torch.cuda.graph_pool_handle is used, and the fake does not define it",
