@@ -125,8 +125,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_fails_the_job(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZB_FAKE_CUDA_FAULT", fault)
-    # Long enough for the watchdog, which looks once a second; the fault ends the job.
-    done = start(tmp_path, [*CASES["zb-h1"], "--train-iters", "2000"], is_fake=True)
+    # Long enough for the watchdog, which looks once a second; what it was refused fails the job at its end.
+    done = start(tmp_path, [*CASES["zb-h1"], "--train-iters", "40"], is_fake=True)
     assert done.returncode != 0
     assert FAULTS[fault] in done.stdout + done.stderr
 
