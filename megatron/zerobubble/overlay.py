@@ -32,7 +32,7 @@ _SUPPORTED = (
     *("enable_zero_bubble", "zero_bubble_max_pending_backward", "zero_bubble_v_schedule", "zero_bubble_schedule"),
     *("zero_bubble_v_schedule_mem_setup", "zero_bubble_memory_limit", "zero_bubble_load_plan"),
     *("zero_bubble_pipeline_timers_start_iter", "zero_bubble_pipeline_timers_end_iter", "zero_bubble_replan_interval"),
-    *("zero_bubble_planning_seconds", "enable_optimizer_post_validation"),
+    *("zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas", "enable_optimizer_post_validation"),
     *("post_validation_patience", "post_validation_rollback", "post_validation_snapshot"),
 )
 """Fields of `ZeroBubbleConfig` that a stock training loop supports."""
@@ -191,7 +191,7 @@ def _install(config: ZeroBubbleConfig) -> None:
             spec_of=_SpecOf(config),
             timed=None if timed is None else Window(start=timed[0], end=timed[1], interval=config.zero_bubble_replan_interval),
             planning_seconds=config.zero_bubble_planning_seconds,
-            has_single_queue=launch.has_single_queue,
+            p2p_max_ctas=config.zero_bubble_p2p_max_ctas,
             memory_limit=None
             if limit is None or limit.is_relative
             else ByteLimit(total_bytes=limit.total_bytes, ranks_on_host=launch.ranks_on_host),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.optimizer import rollback
 from megatron.zerobubble.optimizer.rollback import ExactRollback, InverseRollback
 
 LR, U = 1e-2, 2.0**-24
@@ -198,3 +199,29 @@ def test_options_without_an_inverse_are_rejected(options: dict[str, Any], messag
 def test_other_dtypes_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"torch\.bfloat16"):
         InverseRollback([torch.optim.AdamW([torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)], lr=LR)])
+
+
+def test_pinned_memory_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta tensors stand for a GPU's and for pinned ones: they are not on the CPU. They have no numbers; other tests compare."""
+    allocated: list[torch.Size] = []
+
+    def pinned_like(tensor: Tensor) -> Tensor:
+        allocated.append(tensor.shape)
+        return torch.empty_like(tensor)
+
+    monkeypatch.setattr(rollback, "_pinned_like", pinned_like)
+    parameters = [torch.empty(size, device="meta", requires_grad=True) for size in (3, 4)]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer = FusedAdamLike(parameters, adam_w_mode=True)
+    kept = ExactRollback([optimizer], on_host=True)
+    counts = []
+    for step in range(5):
+        kept.snapshot()
+        optimizer.step()
+        if step % 2:
+            kept.rollback()
+        else:
+            kept.drop_snapshot()
+        counts.append(len(allocated))
+    assert counts == [2, 6, 6, 6, 6], "the first step creates Adam's state; from the second on all buffers exist"

@@ -17,6 +17,7 @@ from tests.support.programs import FAMILIES
 from tests.support.ranks import RankPool
 
 SCHEDULES = pytest.mark.parametrize("name", FAMILIES)
+CUDA = torch.device("cuda")
 LATE = 100_000_000
 """Cycles of a stream: tens of milliseconds, in which the host does everything that it does not wait for."""
 
@@ -27,7 +28,7 @@ LATE = 100_000_000
 @pytest.mark.gpu
 def test_a_send_takes_the_tensor_as_the_stream_leaves_it() -> None:
     """The host is back before the kernel that writes the tensor has begun; what gloo gets is what that kernel wrote."""
-    staging, backend = Staging(CudaCopies(torch.device("cuda"))), Taken([])
+    staging, backend = Staging(CudaCopies(CUDA), CUDA), Taken([])
     tensor = torch.zeros(1 << 20, device="cuda")
     torch.cuda.synchronize()
     torch.cuda._sleep(LATE)
@@ -47,7 +48,7 @@ def test_a_send_takes_the_tensor_as_the_stream_leaves_it() -> None:
 @pytest.mark.gpu
 def test_a_received_buffer_may_lie_where_a_kernel_still_reads() -> None:
     """The caching allocator hands memory out again that the current stream still works on; the copy must not overtake it."""
-    staging, backend = Staging(CudaCopies(torch.device("cuda"))), Taken([])
+    staging, backend = Staging(CudaCopies(CUDA), CUDA), Taken([])
     old = torch.full((1 << 20,), 3.0, device="cuda")
     address, seen = old.data_ptr(), torch.empty(1 << 20, device="cuda")
     torch.cuda.synchronize()

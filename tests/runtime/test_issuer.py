@@ -13,9 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.zerobubble.errors import TransferError
 from megatron.zerobubble.runtime.issuer import Issuer
 
+CPU = torch.device("cpu")
+
 
 def test_calls_are_made_in_order_and_not_waited_for() -> None:
-    issuer, gate, made = Issuer(), threading.Event(), list[int]()
+    issuer, gate, made = Issuer(CPU), threading.Event(), list[int]()
 
     def call(number: int) -> mock.Mock:
         gate.wait(10)
@@ -36,7 +38,7 @@ def test_calls_are_made_in_order_and_not_waited_for() -> None:
 
 
 def test_an_error_comes_out_where_it_is_waited_for_and_the_next_call_is_made() -> None:
-    issuer = Issuer()
+    issuer = Issuer(CPU)
 
     def fail() -> mock.Mock:
         raise TransferError("no such peer")
@@ -49,7 +51,7 @@ def test_an_error_comes_out_where_it_is_waited_for_and_the_next_call_is_made() -
 
 
 def test_a_call_that_was_made_keeps_nothing_alive() -> None:
-    issuer, tensor = Issuer(), torch.zeros(3)
+    issuer, tensor = Issuer(CPU), torch.zeros(3)
     storage = StorageWeakRef(tensor.untyped_storage())
     issued = issuer(lambda kept=tensor: mock.Mock(spec=["wait"]))  # type: ignore[misc]
     del tensor
@@ -59,7 +61,7 @@ def test_a_call_that_was_made_keeps_nothing_alive() -> None:
 
 
 def test_its_thread_ends_with_it() -> None:
-    issuer, made = Issuer(), list[int]()
+    issuer, made = Issuer(CPU), list[int]()
     thread = issuer._thread
     issued = issuer(lambda: mock.Mock(side_effect=made.append(1)))
     del issuer

@@ -70,7 +70,7 @@ class SlowCopies:
 
 def test_a_send_waits_for_its_copy_on_a_thread_and_never_blocks_the_rank() -> None:
     copies = SlowCopies()
-    staging, backend = Staging(copies), Taken(copies.log)
+    staging, backend = Staging(copies, CPU), Taken(copies.log)
     transfer = staging.send(torch.tensor([7.0]), backend)
     assert copies.log == ["leaving"], "send came back before the copy was done, and the backend has nothing"
     assert not backend.called.wait(0.05)
@@ -86,7 +86,7 @@ def test_a_send_waits_for_its_copy_on_a_thread_and_never_blocks_the_rank() -> No
 def test_a_receive_is_posted_although_a_send_waits_for_its_copy() -> None:
     """Else two ranks that send to each other could each wait for a receive that the other posts too late."""
     copies = SlowCopies()
-    staging, sent, received = Staging(copies), Taken(copies.log), Taken(copies.log)
+    staging, sent, received = Staging(copies, CPU), Taken(copies.log), Taken(copies.log)
     send = staging.send(torch.tensor([7.0]), sent)
     receive = staging.receive(torch.zeros(1), received)
     assert received.called.wait(PATIENCE_S)
@@ -100,7 +100,7 @@ def test_a_receive_is_posted_although_a_send_waits_for_its_copy() -> None:
 
 def test_a_receive_copies_after_the_message_and_after_its_buffer_was_free() -> None:
     copies = SlowCopies()
-    staging, backend = Staging(copies), Taken(copies.log)
+    staging, backend = Staging(copies, CPU), Taken(copies.log)
     buffer = torch.zeros(1)
     transfer = staging.receive(buffer, backend)
     assert backend.called.wait(PATIENCE_S)
@@ -118,7 +118,7 @@ def test_a_receive_copies_after_the_message_and_after_its_buffer_was_free() -> N
 def test_a_message_is_copied_as_soon_as_it_is_here() -> None:
     """While the rank runs an op. The current stream waits for it in `wait`, on the rank's own thread, and not before."""
     copies = SlowCopies()
-    staging, backend = Staging(copies), Taken(copies.log)
+    staging, backend = Staging(copies, CPU), Taken(copies.log)
     transfer = staging.receive(torch.zeros(1), backend)
     backend.may_end.set()
     assert copies.has_arrived.wait(PATIENCE_S)
@@ -131,7 +131,7 @@ def test_a_message_is_copied_as_soon_as_it_is_here() -> None:
 def test_a_message_that_is_taken_first_waits_for_no_other() -> None:
     """Which may be one that its sender only sends when this rank has gone on."""
     copies = SlowCopies()
-    staging, never, now = Staging(copies), Taken(copies.log), Taken(copies.log)
+    staging, never, now = Staging(copies, CPU), Taken(copies.log), Taken(copies.log)
     early = staging.receive(torch.zeros(1), never)
     assert never.waited.wait(PATIENCE_S), "the thread stands at the one that was asked for first"
     buffer = torch.zeros(1)
@@ -154,7 +154,7 @@ def test_a_message_that_is_taken_first_waits_for_no_other() -> None:
 def test_a_send_keeps_its_tensor_until_it_is_let_go() -> None:
     copies = SlowCopies()
     copies.may_leave.set()
-    staging, backend = Staging(copies), Taken(copies.log)
+    staging, backend = Staging(copies, CPU), Taken(copies.log)
     tensor = torch.ones(1)
     storage = StorageWeakRef(tensor.untyped_storage())
     transfer = staging.send(tensor, backend)
@@ -171,7 +171,7 @@ def test_a_send_keeps_its_tensor_until_it_is_let_go() -> None:
 def test_what_a_call_raises_is_raised_by_wait() -> None:
     copies = SlowCopies()
     copies.may_leave.set()
-    staging = Staging(copies)
+    staging = Staging(copies, CPU)
     broken = mock.Mock(side_effect=RuntimeError("gone"))
     for transfer in (staging.send(torch.ones(1), broken), staging.receive(torch.ones(1), broken)):
         with pytest.raises(RuntimeError, match="gone"):
@@ -184,15 +184,16 @@ def test_cuda_tensors_on_gloo_are_staged_and_nothing_else(monkeypatch: pytest.Mo
     from megatron.zerobubble.runtime import staging
 
     monkeypatch.setattr(staging, "CudaCopies", lambda device: SlowCopies())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     chosen = {}
     for backend in ("gloo", "nccl"):
         monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
-        for device in ("cpu", "cuda"):
+        for device in ("cpu", "cuda:0"):
             found = staging.staging_for(torch.device(device))
             chosen[backend, device] = found is not None
             if found is not None:
                 found.close()
-    assert [key for key, is_staged in chosen.items() if is_staged] == [("gloo", "cuda")]
+    assert [key for key, is_staged in chosen.items() if is_staged] == [("gloo", "cuda:0")]
 
 
 # -- over real process groups -------------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ def run_staged(rank: int, name: str) -> int:
     copies = SlowCopies()
     copies.may_leave.set()
     program = place_communication(build_plan(name, num_ranks=4, num_microbatches=8))
-    links = ProcessGroupLinks(Placement.v(4), pipeline=range(4), rank=rank, device=CPU, staging=Staging(copies))
+    links = ProcessGroupLinks(Placement.v(4), pipeline=range(4), rank=rank, device=CPU, staging=Staging(copies, CPU))
     work = LabelWork(program, max_sleep_s=1e-3, seed=rank)
     Executor(program, rank, links, work).run()
     assert work.ops == list(program.plan.ops[rank])

@@ -1,6 +1,6 @@
 """Doubles of Transformer Engine's linears, as far as the contract of deferred weight gradients goes. They are not the real thing.
 
-What is doubled, from the interface of transformer_engine.pytorch 2.3 and later, as megatron-core drives it
+What is doubled, from the interface of transformer_engine.pytorch 2.8 and later, as megatron-core drives it
 (`megatron/core/extensions/transformer_engine.py`, `distributed/distributed_data_parallel.py`):
 
 - built with `delay_wgrad_compute=True`, a module marks its weights and biases `skip_backward_post_hook`;
@@ -157,7 +157,7 @@ class TransformerEngineContractDoubleParallel(TransformerEngineContractDouble):
             bias=bias,
             return_bias=skip_bias_add,
             delay_wgrad_compute=config.delay_wgrad_compute,
-            fuse_wgrad_accumulation=getattr(config, "double_fuses", False),
+            fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
         )
         init_method(self.weight)
         self.config = config

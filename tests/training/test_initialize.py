@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.cpu import malloc as host_heap
 from megatron.zerobubble.training import initialize
 from megatron.zerobubble.training.arguments import settings_from_argv
-from megatron.zerobubble.training.initialize import Launch, choose_device, computes, read_launch
+from megatron.zerobubble.training.initialize import Launch, choose_device, computes, join_job, read_launch
 
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 "
@@ -27,8 +28,6 @@ def test_torchruns_environment() -> None:
 
 def test_a_process_alone_is_a_job_of_one() -> None:
     assert read_launch({}) == Launch(rank=0, local_rank=0, ranks_on_host=1, world_size=1, has_threads_set=False)
-    assert read_launch({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).has_single_queue
-    assert not read_launch({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}).has_single_queue
 
 
 def test_a_broken_environment_is_an_error() -> None:
@@ -108,3 +107,42 @@ def test_with_gloo_ranks_share_a_gpu(one_gpu: list[int]) -> None:
 def test_what_gloo_does_not_support_on_gpus_is_an_error(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_device(settings_from_argv(f"{FLAGS} {flags} --distributed-backend gloo".split(), world_size=2), LAUNCH)
+
+
+@pytest.mark.parametrize(
+    ("flags", "backend", "bound"),
+    [("", "nccl", False), ("--eager-nccl-communicators", "nccl", True), ("", "gloo", False)],
+)
+def test_communicators_open_at_first_use_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch, flags: str, backend: str, bound: bool
+) -> None:
+    """With `device_id` torch opens each at once, and makes every later group by a split over the whole world."""
+    given: dict[str, object] = {}
+    monkeypatch.setattr("torch.distributed.distributed_c10d.init_process_group", lambda *_, **kwargs: given.update(kwargs))
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    device = torch.device("cuda", 1)
+    parsed = settings_from_argv((FLAGS + f"--distributed-backend {backend} {flags}").split(), world_size=1)
+    launch = Launch(rank=0, local_rank=0, ranks_on_host=1, world_size=1, has_threads_set=True)
+    join_job(parsed, launch, mock.Mock(device=device))
+    assert given["device_id"] == (device if bound else None)
+
+
+def test_eager_communicators_are_nccls() -> None:
+    with pytest.raises(ConfigError, match="--eager-nccl-communicators needs NCCL, and --distributed-backend is gloo"):
+        settings_from_argv((FLAGS + "--distributed-backend gloo --eager-nccl-communicators").split(), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "expected"),
+    [("2.7.1+cu126", None, "1"), ("2.7.1", "0", "0"), ("2.8.0", None, None), ("2.13.0", None, None)],
+)
+def test_an_early_torch_gives_nccls_memory_back_as_later_ones_do(
+    monkeypatch: pytest.MonkeyPatch, version: str, given: str | None, expected: str | None
+) -> None:
+    name = "TORCH_NCCL_AVOID_RECORD_STREAMS"
+    monkeypatch.setenv(name, given or "")  # so that it is restored
+    if given is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch, "__version__", version)
+    initialize._release_nccl_memory_early()
+    assert os.environ.get(name) == expected

@@ -14,20 +14,36 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron.zerobubble.wgrad import gemm
-from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, addmm_accumulate, choose_kernel, plain_accumulate
+from megatron.zerobubble.wgrad.gemm import (
+    KernelKind,
+    WgradKernel,
+    addmm_accumulate,
+    choose_kernel,
+    mm_accumulate,
+    plain_accumulate,
+)
+from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
+from megatron.zerobubble.wgrad.split_weight import SplitWeight
+from megatron.zerobubble.wgrad.store import WeightGradStore
+from tests.support import apex_double
+from tests.support.apex_double import APEX
 
-APEX = "fused_weight_gradient_mlp_cuda"
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
 
 class _OnHost(TorchFunctionMode):
-    """Makes tensors that are wanted on a CUDA device on the host: the choice can be tried without one."""
+    """Makes tensors that are wanted on a CUDA device on the host: the choice can be tried without one.
+
+    `mm` with `out_dtype`, which torch has on CUDA only, is computed in that dtype.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if "device" in kwargs:
             kwargs["device"] = CPU
+        if func is torch.mm and "out_dtype" in kwargs:
+            args, kwargs = [each.to(kwargs["out_dtype"]) for each in args], {}
         return func(*args, **kwargs)
 
 
@@ -142,18 +158,153 @@ def test_apex_of_a_release_without_the_function_falls_through_with_one_line(
     assert "wgrad_gemm_accum_fp32" in line
 
 
+def right_only_for(layout: Callable[[Tensor], bool]) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """A kernel that adds one too much where an operand is not as `layout` wants it."""
+
+    def function(accumulator: Tensor, grad_output: Tensor, input_: Tensor) -> None:
+        right(input_, grad_output, accumulator)
+        accumulator += not (layout(grad_output) and layout(input_))
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        right_only_for(torch.Tensor.is_contiguous),
+        right_only_for(lambda operand: operand.stride(1) == 1),  # wrong for transposed operands
+        right_only_for(lambda operand: operand.stride(0) >= operand.stride(1)),
+        right_only_for(lambda operand: 0 not in operand.stride()),  # wrong for expanded operands
+        lambda accumulator, grad_output, input_: accumulator.add_((input_.t() @ grad_output).reshape(accumulator.shape)),
+        lambda accumulator, grad_output, input_: apex_double.accumulate(input_, grad_output, accumulator),
+    ],
+    ids=["strided", "transposed", "columns first", "expanded", "out and in swapped", "raw pointers"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_that_is_wrong_for_some_operands_is_not_tried_with_others_only(
+    kernel: Callable[[Tensor, Tensor, Tensor], None], dtype: torch.dtype
+) -> None:
+    assert gemm._try_out(WgradKernel(KernelKind.APEX, kernel), CPU, dtype, dtype) == "wrong result"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_right_kernel_has_exact_results_in_every_dtype(dtype: torch.dtype) -> None:
+    before = torch.get_rng_state()
+    assert gemm._try_out(WgradKernel(KernelKind.PLAIN, plain_accumulate), CPU, dtype, dtype) is None
+    assert gemm._try_out(WgradKernel(KernelKind.PLAIN, plain_accumulate), CPU, dtype, torch.float32) is None
+    assert torch.equal(torch.get_rng_state(), before), "the model would start from other weights"
+
+
 @pytest.mark.usefixtures("fake_cuda")
-@pytest.mark.parametrize("error", [RuntimeError("not for this device"), AttributeError("no overload named dtype_out")])
+def test_a_torch_whose_addmm_takes_no_fp32_accumulator_rounds_nothing_to_bf16(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch 2.8 and 2.9: `addmm` has `out_dtype`, but wants all three operands in one dtype."""
+    refuses = raising(RuntimeError("self and mat2 must have the same dtype, but got Float and BFloat16"))
+    monkeypatch.setattr(gemm, "addmm_accumulate", refuses)
+    kernel = choose(torch.bfloat16)
+    assert kernel == WgradKernel(KernelKind.MM, mm_accumulate)
+    assert warnings_in(caplog) == [
+        f"{KernelKind.ADDMM.value} does not work for torch.bfloat16 into torch.float32: "
+        "self and mat2 must have the same dtype, but got Float and BFloat16",
+        "each W allocates a temporary of the size of main_grad: apex, or torch 2.10 or later, would need none",
+    ]
+    accumulator, grad_output, input_ = torch.zeros(1, 1), torch.ones(257, 1).bfloat16(), torch.ones(257, 1).bfloat16()
+    kernel.accumulate(accumulator, grad_output, input_)
+    assert accumulator.item() == 257, "257 is no bf16 number"
+
+
+@pytest.mark.usefixtures("fake_cuda")
+@pytest.mark.parametrize(
+    "error", [RuntimeError("not for this device"), AttributeError("no overload named dtype_out"), TypeError("no out_dtype")]
+)
 def test_plain_where_nothing_else_works(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """AttributeError is what a torch before addmm's out_dtype raises."""
+    """AttributeError and TypeError are what a torch before out_dtype raises."""
     monkeypatch.setattr(gemm, "addmm_accumulate", raising(error))
+    monkeypatch.setattr(gemm, "mm_accumulate", raising(error))
     assert choose(torch.bfloat16) == WgradKernel(KernelKind.PLAIN, plain_accumulate)
     assert warnings_in(caplog) == [
         f"{KernelKind.ADDMM.value} does not work for torch.bfloat16 into torch.float32: {error}",
-        "falling back to matmul and add: each W allocates a temporary of the weight's size",
+        f"{KernelKind.MM.value} does not work for torch.bfloat16 into torch.float32: {error}",
+        "falling back to matmul and add: each W allocates a temporary of the weight's size, and rounds it to torch.bfloat16: "
+        "apex, or torch 2.10 or later, would need none",
     ]
+
+
+# -- apex reads raw memory ----------------------------------------------------------------------------------------------
+
+IN, OUT = 12, 8
+
+
+def of_a_sum(y_sbo: Tensor) -> Tensor:
+    """Its gradient is one number, expanded."""
+    return y_sbo.sum()
+
+
+def of_one_slice(y_sbo: Tensor) -> Tensor:
+    """The gradient that reaches the linear is a slice of a wider one."""
+    wider = torch.cat([y_sbo, 2 * y_sbo], dim=-1)
+    return (wider * torch.linspace(-1, 1, 2 * OUT)).square().sum()
+
+
+def of_the_transposed(y_sbo: Tensor) -> Tensor:
+    """The gradient that reaches the linear is transposed: what attention does with its heads."""
+    weights = torch.linspace(-1, 1, y_sbo.numel()).view(OUT, *y_sbo.shape[:2])
+    return (y_sbo.permute(2, 0, 1) * weights).sum()
+
+
+@pytest.mark.usefixtures("fake_cuda")
+@pytest.mark.parametrize("loss", [of_a_sum, of_one_slice, of_the_transposed])
+@pytest.mark.parametrize("layout", ["contiguous", "batch first", "every other column", "one row for all"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_apex_gets_what_it_can_read_whatever_the_strides(
+    loss: Callable[[Tensor], Tensor], layout: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apex_double.install(monkeypatch)
+    kernel = choose()
+    assert kernel.kind is KernelKind.APEX
+    generator = torch.Generator().manual_seed(2)
+    base = torch.randn(5, 2, 2 * IN, generator=generator)
+    x_sbi = {
+        "contiguous": base[..., :IN].contiguous(),
+        "batch first": base[..., :IN].transpose(0, 1).contiguous().transpose(0, 1),
+        "every other column": base[..., ::2],
+        "one row for all": base[:1, :1, :IN].expand(5, 2, IN),
+    }[layout]
+    parameter = torch.nn.Parameter(torch.randn(OUT, IN, generator=generator))
+    expected = torch.autograd.grad(loss(x_sbi @ parameter.t()), parameter)[0]
+    parameter.main_grad = torch.zeros(OUT, IN)  # type: ignore[attr-defined]
+    store = WeightGradStore(kernel)
+    store.begin(0, 0, fused=fused)
+    output = split_linear(x_sbi.requires_grad_(), parameter, None, LinearSplit(SplitWeight("weight", parameter), store))
+    loss(output).backward()  # type: ignore[no-untyped-call]
+    store.end()
+    if not fused:
+        store.run(0, 0)
+    assert torch.allclose(parameter.main_grad, expected, atol=1e-5)  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_apex_gets_contiguous_operands_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def spy(input_: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        seen.extend((input_.data_ptr(), grad_output.data_ptr()))
+        right(input_, grad_output, main_grad)
+
+    fake_apex(monkeypatch, wgrad_gemm_accum_fp32=spy)
+    kernel = choose()
+    accumulator, grad_output, input_ = problem(CPU, torch.float32, torch.float32)
+    seen.clear()
+    kernel.accumulate(accumulator, grad_output, input_)
+    assert seen == [input_.data_ptr(), grad_output.data_ptr()], "a copy was made"
+
+
+def test_without_main_grad_the_accumulator_is_contiguous() -> None:
+    """Apex would write the rows of a transposed weight's gradient as columns."""
+    assert SplitWeight("weight", torch.nn.Parameter(torch.ones(OUT, IN).t())).accumulator().is_contiguous()
 
 
 # -- the sums -----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import nn
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.compat import check_megatron_core, define_missing_te_gemm
 from megatron.zerobubble.mcore.ddp.wrap import wrap_chunks
-from megatron.zerobubble.mcore.model.embeddings import make_finalize, release_unused_head, tie_chunks
+from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.hybrid import check_hybrid
+from megatron.zerobubble.mcore.model.transformer_engine import fusion_without_apex
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.wgrad.gemm import choose_kernel
@@ -72,7 +73,8 @@ def build_chunks(
         define_missing_te_gemm()
     if not spec.is_stock:
         config.delay_wgrad_compute = True  # for Transformer Engine; not before: the config demands MoE overlap with it
-    models = [_build(model_provider, spec, chunk) for chunk in range(spec.num_chunks)]
+    with fusion_without_apex(config) as models:
+        models += [_build(model_provider, spec, chunk) for chunk in range(spec.num_chunks)]
     device = torch.cuda.current_device()
     models = [model.to(device) for model in models]
     if config.fp16 or config.bf16:
@@ -93,7 +95,7 @@ def build_chunks(
         is_stock=spec.is_stock,
         shards_gradients=spec.shard_gradients is not None,
     )
-    config.finalize_model_grads_func = make_finalize(spec.placement)
+    config.finalize_model_grads_func = FinalizeGradients(spec.placement)
     if ddp_config.overlap_grad_reduce:
         syncs = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
@@ -140,15 +142,40 @@ def check_config(config: Any, spec: ScheduleSpec) -> None:
     """
     if spec.is_stock:
         return
-    unsupported = {
-        "defer_embedding_wgrad_compute": "W already defers the head's weight gradient",
-        "overlap_moe_expert_parallel_comm": "it brings a schedule of its own",
-        "moe_shared_expert_overlap": "its backward runs on a stream of its own, which may overwrite the tensors saved for W",
-        "fine_grained_activation_offloading": "it follows megatron-core's own schedules",
-        "cpu_offloading": "it hooks into the backward pass that is split here",
-        "num_microbatches_with_partial_activation_checkpoints": "it counts 1F1B's warmup microbatches",
-        "variable_seq_lengths": "receive buffers have a fixed shape; pad to the sequence length",
-    }
-    for name, why in unsupported.items():
-        if getattr(config, name, None):
-            raise ConfigError(f"{name} does not go with schedule {spec.name!r}: {why}. Turn it off or use the stock schedule")
+    for name, why in _refused(config):
+        raise ConfigError(f"{name} does not go with schedule {spec.name!r}: {why}. Turn it off or use the stock schedule")
+
+
+_REFUSED = {
+    "defer_embedding_wgrad_compute": "W already defers the head's weight gradient",
+    "overlap_moe_expert_parallel_comm": "it brings a schedule of its own",
+    "overlap_dispatch_backward_with_experts_wgrad": "it computes the experts' deferred weight gradients in B",
+    "hybrid_context_parallel": "it brings a schedule of its own",
+    "moe_shared_expert_overlap": "its backward runs on a stream of its own, which may overwrite the tensors saved for W",
+    "moe_paged_stash": "it pages activations in the order of megatron-core's own schedules",
+    "fine_grained_activation_offloading": "it follows megatron-core's own schedules",
+    "cpu_offloading": "it hooks into the backward pass that is split here",
+    "num_microbatches_with_partial_activation_checkpoints": "it counts 1F1B's warmup microbatches",
+    "variable_seq_lengths": "receive buffers have a fixed shape; pad to the sequence length",
+    "enable_autocast": "B and W compute in the dtype of the weights, outside of autocast; use bf16 or fp16 weights",
+    "use_transformer_engine_op_fuser": "its fused operations compute weight gradients in backward, without the hooks of W",
+    "enable_cuda_graph": "a graph would hold the backward pass in one piece",
+    "external_cuda_graph": "a graph would hold the backward pass in one piece",
+}
+"""Options of megatron-core's configuration, up to 0.19, and why none of them may be on where B and W are split."""
+
+
+def _refused(config: Any) -> Iterator[tuple[str, str]]:
+    """(name, why) of each option that is on and does not go with a split of B and W. A release without an option has it off."""
+    yield from ((name, why) for name, why in _REFUSED.items() if getattr(config, name, None))
+    if getattr(config, "cuda_graph_impl", None) not in (None, "none"):
+        yield f"cuda_graph_impl={config.cuda_graph_impl!r}", "a graph would hold the backward pass in one piece"
+    if getattr(config, "tp_comm_overlap", False) and getattr(config, "tp_comm_bulk_wgrad", False):
+        yield (
+            "tp_comm_overlap with tp_comm_bulk_wgrad",
+            "it overlaps the reduce-scatter of B with a wgrad GEMM that runs in W; tp_comm_bulk_wgrad=False "
+            "(--disable-tp-comm-bulk-wgrad) keeps the other overlaps",
+        )
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        if (getattr(config, name, None) or 1) > 1:
+            yield name, "weights are gathered for the backward pass and freed before W"

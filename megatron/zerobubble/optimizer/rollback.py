@@ -44,11 +44,14 @@ class ExactRollback:
     Args:
         optimizers: torch optimizers, or any with their `param_groups` and `state`.
         on_host: keep the snapshot in host memory (pinned if the parameters are on a GPU) instead of on the parameters' device.
+            Pinned memory is allocated with the first snapshots and kept for the later ones: allocating it waits for the device.
     """
 
     def __init__(self, optimizers: Sequence[Any], *, on_host: bool = False) -> None:
         self._optimizers = list(optimizers)
         self._on_host = on_host
+        self._pinned: dict[tuple[Tensor, str], Tensor] = {}
+        """Host memory by parameter and name of its state; the parameter itself has the empty name."""
         self._snapshot: list[tuple[Any, list[tuple[Tensor, Tensor, dict[str, Any] | None]], list[Any]]] | None = None
 
     def snapshot(self) -> bool:
@@ -57,7 +60,8 @@ class ExactRollback:
         for optimizer in self._optimizers:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             tensors = [
-                (parameter, self._copy(parameter.detach()), self._state_of(optimizer, parameter)) for parameter in parameters
+                (parameter, self._copy(parameter.detach(), (parameter, "")), self._state_of(optimizer, parameter))
+                for parameter in parameters
             ]
             self._snapshot.append((optimizer, tensors, [group.get("step") for group in optimizer.param_groups]))
         return True
@@ -85,7 +89,8 @@ class ExactRollback:
         if parameter not in optimizer.state:
             return None
         return {
-            name: self._copy(value) if isinstance(value, Tensor) else value for name, value in optimizer.state[parameter].items()
+            name: self._copy(value, (parameter, name)) if isinstance(value, Tensor) else value
+            for name, value in optimizer.state[parameter].items()
         }
 
     @staticmethod
@@ -102,11 +107,18 @@ class ExactRollback:
             else:
                 state[name] = value
 
-    def _copy(self, tensor: Tensor) -> Tensor:
+    def _copy(self, tensor: Tensor, key: tuple[Tensor, str]) -> Tensor:
         if not self._on_host or tensor.device.type == "cpu":
             return tensor.clone()
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy = self._pinned.get(key)
+        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):  # loaded state may be of another dtype
+            copy = self._pinned[key] = _pinned_like(tensor)
         return copy.copy_(tensor, non_blocking=True)
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    """Uninitialized pinned host memory of the tensor's shape and dtype."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
 class InverseRollback:
@@ -133,8 +145,8 @@ class InverseRollback:
 
     Args:
         optimizers: torch's Adam and AdamW, or any with their state (apex's and Transformer Engine's FusedAdam), in float32.
-        agree: called once per `snapshot` with this rank's answer; returns whether it is True on all ranks with shards of the same
-            weights. By default this rank's answer alone counts.
+        agree: called once per `snapshot` with a number on the device that is True if this rank's step is unsafe, or None if it
+            is safe; returns whether it is safe on all ranks with shards of the same weights. By default this rank alone counts.
 
     Raises:
         ConfigError: another optimizer, or an option of Adam that cannot be inverted.
@@ -143,9 +155,9 @@ class InverseRollback:
     SPREAD = 1024.0
     """Largest ratio of a step's own contribution to v, over what was there before, that can be rolled back."""
 
-    def __init__(self, optimizers: Sequence[Any], *, agree: Callable[[bool], bool] = bool) -> None:
+    def __init__(self, optimizers: Sequence[Any], *, agree: Callable[[Tensor | None], bool] | None = None) -> None:
         self._optimizers = list(optimizers)
-        self._agree = agree
+        self._agree = agree or _is_safe
         self._new: set[Tensor] = set()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -153,7 +165,7 @@ class InverseRollback:
 
     @torch.no_grad()
     def snapshot(self) -> bool:
-        """Whether the next step can be rolled back."""
+        """Whether the next step can be rolled back. The host waits for the device once, to learn it."""
         self._new = set()
         unsafe = []
         for optimizer, group, parameter in self._parameters():
@@ -165,7 +177,7 @@ class InverseRollback:
             norm = torch.linalg.vector_norm(_gradient(group, parameter, _decoupled(optimizer, group)))
             added, known = (1 - beta2) * norm**2, beta2 * state["exp_avg_sq"].sum()
             unsafe.append((added > self.SPREAD * known) & (known > 0))
-        is_safe = self._agree(not unsafe or not bool(torch.stack(unsafe).any()))
+        is_safe = self._agree(torch.stack(unsafe).any() if unsafe else None)
         if not is_safe:
             _log.info("a step waits for all ranks: its gradients are too large for the state of Adam to be inverted")
         return is_safe
@@ -217,6 +229,10 @@ class InverseRollback:
         hidden = second <= added.mul_(4 * torch.finfo(second.dtype).eps)
         first.masked_fill_(hidden, 0.0)
         second.masked_fill_(hidden, 0.0)
+
+
+def _is_safe(is_unsafe: Tensor | None) -> bool:
+    return is_unsafe is None or not bool(is_unsafe)
 
 
 def _gradient(group: dict[str, Any], parameter: Tensor, decoupled: bool) -> Tensor:

@@ -35,5 +35,6 @@ class Marks:
             torch.cuda.synchronize()
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds from one mark to another. On CUDA both events must have completed (`synchronize`)."""
+        """Milliseconds from one mark to another. On CUDA both events must have completed (`synchronize`, or a read of the
+        stream's results)."""
         return float(start.elapsed_time(end)) if self.on_cuda else (end - start) * 1000.0

@@ -10,9 +10,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 
+import torch
 import torch.distributed as dist
+
+from megatron.zerobubble.runtime.threads import start_thread
 
 
 class Issued:
@@ -48,12 +52,15 @@ class Issued:
 
 
 class Issuer:
-    """A thread that makes calls one after another. It ends with `close`, or when the issuer is garbage-collected."""
+    """A thread that makes calls one after another. It ends with `close`, or when the issuer is garbage-collected.
 
-    def __init__(self) -> None:
+    Args:
+        device: device of the rank's tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._queue: SimpleQueue[Issued | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._queue,), name="transfers", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(partial(_serve, self._queue), name="transfers", device=device)
         self._end = weakref.finalize(self, self._queue.put, None)
 
     def __call__(self, begin: Callable[[], dist.Work]) -> Issued:

@@ -29,6 +29,7 @@ from megatron.zerobubble.errors import TransferError
 from megatron.zerobubble.plan.communication import Message, color_links, links_of
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.runtime.issuer import Issued, Issuer
+from megatron.zerobubble.runtime.link_groups import link_group
 from megatron.zerobubble.runtime.staging import Receiving, Sending, Staging, staging_for
 
 
@@ -76,6 +77,7 @@ class ProcessGroupLinks:
         device: device of the tensors; every link is opened once with a tensor there.
         timeout: how long a transfer may take; None for the backend's default.
         staging: copies tensors through host memory; None chooses by device and backend (`staging_for`).
+        max_ctas: most CTAs of a transfer on NCCL; None leaves it to NCCL.
     """
 
     def __init__(
@@ -87,18 +89,19 @@ class ProcessGroupLinks:
         device: torch.device,
         timeout: timedelta | None = None,
         staging: Staging | None = None,
+        max_ctas: int | None = None,
     ) -> None:
         self._pipeline = tuple(pipeline)
         self._rank = rank
         self._device = device
         self._groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         self._staging = staging or staging_for(device)
-        self._issuer = Issuer() if device.type == "cpu" and self._staging is None else None
+        self._issuer = Issuer(device) if device.type == "cpu" and self._staging is None else None
         colors = color_links(links_of(placement))
         for links in colors:
             # One group over the whole world serves this color of every pipeline: NCCL opens a communicator per pair that
             # exchanges messages, and the number of groups does not depend on the number of pipelines.
-            group = dist.new_group(timeout=timeout)
+            group = link_group(timeout=timeout, max_ctas=max_ctas)
             self._groups.update(dict.fromkeys(links, group))
         for links in colors:
             self._open([link for link in links if rank in link])

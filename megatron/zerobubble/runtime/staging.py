@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.zerobubble.runtime.issuer import Issued, Issuer
+from megatron.zerobubble.runtime.threads import start_thread
 
 
 class Copies(Protocol):
@@ -172,9 +173,9 @@ class Receiving:
 class _Arrivals:
     """A thread that starts the copies of messages as they arrive. It ends after `close`, or with the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._expected: SimpleQueue[Receiving | None] = SimpleQueue()
-        threading.Thread(target=self._serve, name="arrivals", daemon=True).start()
+        start_thread(self._serve, name="arrivals", device=device)
 
     def expect(self, receiving: Receiving) -> None:
         """Queue a receive behind all earlier ones."""
@@ -195,12 +196,13 @@ class Staging:
 
     Args:
         copies: copies between the rank's device and the host.
+        device: the rank's device.
     """
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: Copies, device: torch.device) -> None:
         self._copies = copies
-        self._sends, self._receives = Issuer(), Issuer()
-        self._arrivals = _Arrivals()
+        self._sends, self._receives = Issuer(device), Issuer(device)
+        self._arrivals = _Arrivals(device)
 
     def send(self, tensor: Tensor, call: Call) -> Sending:
         """Start sending. Another thread passes host memory to `call`, in the order of the sends. Never blocks."""
@@ -228,4 +230,4 @@ class Staging:
 
 def staging_for(device: torch.device) -> Staging | None:
     """The staging that transfers of tensors on `device` need: None unless the world's backend is gloo and the device CUDA."""
-    return Staging(CudaCopies(device)) if device.type == "cuda" and dist.get_backend() == "gloo" else None
+    return Staging(CudaCopies(device), device) if device.type == "cuda" and dist.get_backend() == "gloo" else None

@@ -7,7 +7,8 @@ On the CPU the rank is doing what was reported last. On CUDA the host runs ahead
 reaches it, and while the device waits for a message that never comes, the host may already be in the optimizer. So a CUDA event
 is recorded with every report, and the device is doing what was reported before the first event that has not completed. The host's
 own position is the last report; both are the same when the device has caught up. Querying an event does not synchronize, but is
-not allowed while a CUDA graph is being captured; nothing here captures one.
+not allowed while a CUDA graph is being captured; nothing here captures one. The thread that
+queries has the rank's GPU as its current device (`threads`).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Watch(Recorder):
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._is_cuda = device.type == "cuda"
         self._reported: deque[tuple[Doing | None, torch.cuda.Event | None]] = deque([(None, None)])
         self._begun = {False: 0, True: 0}

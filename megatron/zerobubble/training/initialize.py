@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
+
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.config.settings import Settings
 
@@ -41,8 +43,6 @@ class Launch:
     """Number of ranks of the job."""
     has_threads_set: bool
     """Whether OMP_NUM_THREADS is set."""
-    has_single_queue: bool = False
-    """Whether CUDA_DEVICE_MAX_CONNECTIONS=1: all streams of a GPU share one hardware queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,6 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         ranks_on_host=max(1, number("LOCAL_WORLD_SIZE", number("WORLD_SIZE", 1))),
         world_size=number("WORLD_SIZE", 1),
         has_threads_set="OMP_NUM_THREADS" in environment,
-        has_single_queue=environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1",
     )
 
 
@@ -197,6 +196,7 @@ def join_job(settings: Settings, launch: Launch, host: HostDevice) -> Job:
 
     timeout = timedelta(minutes=settings.parallel.distributed_timeout_minutes)
     backend = _backend(settings)
+    _release_nccl_memory_early()
     store: Any
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -208,10 +208,22 @@ def join_job(settings: Settings, launch: Launch, host: HostDevice) -> Job:
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,
-        device_id=host.device if backend == "nccl" else None,
+        # With a device every later group would be made by a split over the whole world, the four of the links among them.
+        device_id=host.device if backend == "nccl" and settings.parallel.eager_nccl_communicators else None,
     )
     shared: Any = c10d.PrefixStore("job", store)  # `clone` is missing in torch's stubs
     return Job(launch=launch, host=host, store=shared)
+
+
+def _release_nccl_memory_early() -> None:
+    """Make torch before 2.8 hold a collective's tensors until it is waited for, as later releases do.
+
+    By itself it marks them as used by NCCL's stream, and their memory cannot be used again before the device has got there.
+    """
+    import torch
+
+    if Version(torch.__version__) < Version("2.8"):
+        os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")
 
 
 def set_up_model_parallel(settings: Settings, **embedding_ranks: Any) -> None:

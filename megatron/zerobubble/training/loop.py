@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.mcore.compat import destroy_model_parallel, start_batch_size_ramp_up
 from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.training.arguments import exit_with_error
 from megatron.zerobubble.training.checkpoint.directory import iteration_directory
 from megatron.zerobubble.training.checkpoint.load import load_checkpoint
@@ -32,6 +35,7 @@ from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.data.tokenizers import build_tokenizer
+from megatron.zerobubble.training.garbage import GarbageCollection
 from megatron.zerobubble.training.initialize import (
     Job,
     Launch,
@@ -76,7 +80,7 @@ class _Iteration(NamedTuple):
     iteration: int
     consumed_samples: int
     samples: int
-    seconds: float
+    elapsed_ms: Callable[[], float]
 
 
 def pretrain(
@@ -149,11 +153,13 @@ class _Run:
         self.replanner = make_replanner(training_state, self.plan_writer, ranks_on_host=job.launch.ranks_on_host)
         self.iterations_here = 0
         self.unvalidated: deque[_Iteration] = deque()
+        self.marks = Marks(training_state.device)
         self.settings = training_state.settings
         self.job = job
         self.reads_by_chunk = [chunk_reads(chunk, training_state.settings) for chunk in training_state.chunks]
         self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=any(self.reads_by_chunk))
         run = self.settings.run
+        self.garbage = GarbageCollection(run)
         self.early_exit = EarlyExit(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
         self.saver = None if self.settings.checkpoint.save is None else CheckpointSaver(training_state, job.store)
         self.progress = Progress()
@@ -169,7 +175,8 @@ class _Run:
         """Iterate, evaluate, save, log a summary."""
         _log.info("%s", self._description())
         if not self.settings.run.skip_train:
-            self._train()
+            with self.garbage:
+                self._train()
         if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration < 0 and not self.early_exit.is_urgent:
             self._evaluate()  # nothing was trained
         self._save()
@@ -190,6 +197,7 @@ class _Run:
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
         while progress.iteration < run.train_iters:
             self._iterate(data_iterator)
+            self.garbage.after_iteration(progress.iteration)
             self._replan()
             if self.saver is not None:
                 self.saver.poll(progress.iteration)
@@ -217,15 +225,15 @@ class _Run:
         self.iterations_here += 1
         if self.replanner is not None:
             self.replanner.before(self.iterations_here, get_num_microbatches())
-        timer = self.training_state.timers("iteration", log_level=0)
-        timer.start(barrier=False)
+        begin = self.marks.now()
         results = self.trainer.iterate(data_iterator)
-        timer.stop()
+        end = self.marks.now()
         samples = get_current_running_global_batch_size()
         self.progress.iteration += 1
         self.progress.consumed_samples += samples
         progress = self.progress
-        self.unvalidated.append(_Iteration(progress.iteration, progress.consumed_samples, samples, timer.elapsed(reset=True)))
+        elapsed_ms = partial(self.marks.elapsed_ms, begin, end)
+        self.unvalidated.append(_Iteration(progress.iteration, progress.consumed_samples, samples, elapsed_ms))
         self._add_metrics(results)
 
     def _ramp_up(self) -> None:
@@ -257,14 +265,15 @@ class _Run:
                     iteration=done.iteration,
                     consumed_samples=done.consumed_samples,
                     samples=done.samples,
-                    seconds=done.seconds,
+                    elapsed_ms=done.elapsed_ms,
                     result=result,
                 )
             )
 
     def _evaluate(self) -> None:
         """Every evaluation reads the same samples, so that validation losses are comparable."""
-        loss = evaluate(self.training_state, self._iterators(self.datasets.valid, consumed=0))
+        with self.garbage.evaluation():
+            loss = evaluate(self.training_state, self._iterators(self.datasets.valid, consumed=0))
         self.progress.evaluated_iteration = self.progress.iteration
         self.metrics.log(validation_loss=loss, iteration=self.progress.iteration)
 

@@ -134,7 +134,10 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _kernels(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """Flags of fused kernels, set where they exist. On the CPU plain torch ops run: compiling takes longer than it saves."""
+    """Flags of fused kernels, set where they exist. On the CPU plain torch ops run: compiling takes longer than it saves.
+
+    Transformer Engine adds to ``main_grad`` without apex (`mcore.model.transformer_engine`).
+    """
     activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and not model.squared_relu
     has_bias = model.swiglu or model.add_bias_linear
     softmax = all(map(_is_installed, ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda")))
@@ -144,7 +147,7 @@ def _kernels(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
         "masked_softmax_fusion": on_gpu and model.masked_softmax_fusion and softmax,
         "gradient_accumulation_fusion": on_gpu
         and model.gradient_accumulation_fusion
-        and _is_installed("fused_weight_gradient_mlp_cuda"),
+        and (model.transformer_impl == "transformer_engine" or _is_installed("fused_weight_gradient_mlp_cuda")),
     }
 
 

@@ -73,8 +73,8 @@ class StepResult:
     """Zeros in the gradients; None without --log-num-zeros-in-grad."""
     lr: float
     """Learning rate of this step."""
-    loss_scale: float
-    """Loss scale of this step; 1 without loss scaling."""
+    loss_scale: torch.Tensor
+    """Loss scale of this step, a number on the device; 1 without loss scaling. Reading it waits for the device."""
     rolled_back: tuple[int, ...] | None = None
     """None unless validation corrected an optimistic step; then the pipeline ranks that had stepped and were rolled back."""
 
@@ -86,7 +86,7 @@ class _PendingStep:
     loss: torch.Tensor
     samples: int
     lr: float
-    loss_scale: float
+    loss_scale: torch.Tensor
 
 
 class Trainer:
@@ -119,7 +119,8 @@ class Trainer:
             loss=_total(reports, training_state.device),
             samples=get_current_running_global_batch_size(),
             lr=_learning_rate(training_state.optimizer),
-            loss_scale=float(training_state.optimizer.get_loss_scale().item()),
+            # A copy, because the step changes it. The host does not read it: it would wait here for all passes.
+            loss_scale=training_state.optimizer.get_loss_scale().detach().clone(),
         )
         training_state.timers("optimizer", log_level=1).start(barrier=False)
         watch = training_state.schedule.hooks.watch

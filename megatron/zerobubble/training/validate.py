@@ -14,6 +14,7 @@ from packaging.version import Version
 
 from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError, PlanError
 from megatron.zerobubble.mcore.compat import has_hybrid_model
+from megatron.zerobubble.mcore.model.transformer_engine import OLDEST_TRANSFORMER_ENGINE
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, MAMBA
 from megatron.zerobubble.plan.planner import AUTO
@@ -26,9 +27,6 @@ from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.training.data.corpus import documents_of_splits, read_corpus_info
 
 __all__ = ["check_settings"]
-
-_DEFERRING_TRANSFORMER_ENGINE = Version("2.3.0")
-"""The first version of Transformer Engine whose layers support `delay_wgrad_compute`."""
 
 
 def check_settings(settings: Settings) -> None:
@@ -293,7 +291,8 @@ def _check_installed(settings: Settings) -> None:
     wanted = {}
     if settings.model.transformer_impl == "transformer_engine":
         remedy = (
-            "pip install 'transformer-engine[pytorch]>=2.3' on a machine with CUDA, or leave it out to use megatron-core's layers"
+            f"pip install 'transformer-engine[pytorch]>={OLDEST_TRANSFORMER_ENGINE}' on a machine with CUDA, or leave it out to "
+            "use megatron-core's layers"
         )
         wanted["transformer_engine"] = ("--transformer-impl transformer_engine", remedy)
     if MAMBA in (settings.model.hybrid_layer_pattern or ""):
@@ -320,11 +319,11 @@ def _check_transformer_engine(settings: Settings) -> None:
             "--transformer-impl transformer_engine needs CUDA, and --distributed-backend is gloo: leave one of them out"
         )
     installed = Version(importlib.metadata.version("transformer_engine"))
-    if settings.zero_bubble.schedule != "stock" and installed < _DEFERRING_TRANSFORMER_ENGINE:
+    if settings.zero_bubble.schedule != "stock" and installed < OLDEST_TRANSFORMER_ENGINE:
         raise ConfigError(
-            f"--transformer-impl transformer_engine: version {installed} is installed, which cannot defer weight gradients; "
-            f"schedule {settings.zero_bubble.schedule} needs {_DEFERRING_TRANSFORMER_ENGINE} or later "
-            f"(pip install 'transformer-engine[pytorch]>={_DEFERRING_TRANSFORMER_ENGINE}'), or leave it out"
+            f"--transformer-impl transformer_engine: version {installed} is installed, whose deferred weight gradients "
+            f"DDP cannot follow; schedule {settings.zero_bubble.schedule} needs {OLDEST_TRANSFORMER_ENGINE} or later "
+            f"(pip install 'transformer-engine[pytorch]>={OLDEST_TRANSFORMER_ENGINE}'), or leave it out"
         )
 
 

@@ -1,6 +1,6 @@
 """Modules that defer their weight gradients themselves (Transformer Engine's `delay_wgrad_compute`), run by our W.
 
-With `delay_wgrad_compute` a Transformer Engine module (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear; from 2.3 on) saves
+With `delay_wgrad_compute` a Transformer Engine module (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear; from 2.8 on) saves
 the operands of its weight gradients in a queue of its own during backward. `backward_dw()` computes the gradients of the oldest
 entry and then calls the hooks registered with `register_wgrad_accumulation_and_reduce_hooks`. The entries are not labeled with
 microbatches. So the store only records *that* a module has an entry for a (chunk, microbatch), checks that Ws come in the order

@@ -40,7 +40,7 @@ class SplitWeight:
         if main_grad is not None:
             return main_grad
         if self.weight.grad is None:
-            self.weight.grad = torch.zeros_like(self.weight)
+            self.weight.grad = torch.zeros_like(self.weight, memory_format=torch.contiguous_format)
         return self.weight.grad
 
     def notify(self) -> None:

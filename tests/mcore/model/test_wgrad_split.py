@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError, SplitError
+from megatron.zerobubble.mcore import build
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
+from megatron.zerobubble.plan.registry import schedule_spec
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.support.gpt import Case, Trainer
@@ -46,6 +51,16 @@ class _OwnForward(ColumnParallelLinear):
         return _OwnGradient.apply(input, weight)
 
 
+class _WithoutHooks(nn.Linear):
+    """Defers its weight gradient as Transformer Engine's modules did before 2.7: nobody can ask to be called after it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+
+    def backward_dw(self) -> None:
+        """Compute the gradient of the oldest entry of its queue."""
+
+
 def _store() -> WeightGradStore:
     return WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate))
 
@@ -77,6 +92,10 @@ def _refusals(rank: int) -> dict[str, str]:
     remove_split(model)
     del layers[0].fused
 
+    layers[0].old = _WithoutHooks()
+    refusal("without hooks")
+    del layers[0].old
+
     layers[0].mlp.linear_fc1.__class__ = _OwnForward
     refusal("subclass")
     layers[0].mlp.linear_fc1.__class__ = ColumnParallelLinear
@@ -97,6 +116,9 @@ def test_weights_that_cannot_be_split_are_named_in_the_error(four_ranks: RankPoo
         )
         assert "decoder.layers.0.fused.weight" in messages["fused"]
         assert "_FusedLinear" in messages["fused"]
+        assert "decoder.layers.0.old.weight" in messages["without hooks"]
+        assert "has backward_dw, but not register_wgrad_accumulation_and_reduce_hooks" in messages["without hooks"]
+        assert "'transformer-engine[pytorch]>=2.8.0'" in messages["without hooks"]
         assert "decoder.layers.0.mlp.linear_fc1.weight" in messages["subclass"]
         assert "_OwnForward" in messages["subclass"]
         assert "output_layer" in messages["tied"]
@@ -142,10 +164,40 @@ def _refused_config(rank: int, name: str, value: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("name", "value"), [("defer_embedding_wgrad_compute", True), ("variable_seq_lengths", True)])
+@pytest.mark.parametrize(("name", "value"), [("defer_embedding_wgrad_compute", True), ("enable_autocast", True)])
 def test_an_unsupported_option_is_named_in_the_error(four_ranks: RankPool, name: str, value: object) -> None:
     for message in four_ranks.run(_refused_config, name, value):
         assert message.startswith(f"{name} does not go with schedule 'zbv'")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        *(({name: True}, name) for name in build._REFUSED),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local'"),
+        ({"cuda_graph_impl": "transformer_engine"}, "cuda_graph_impl='transformer_engine'"),
+        ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl='full_iteration'"),
+        ({"tp_comm_overlap": True, "tp_comm_bulk_wgrad": True}, "tp_comm_overlap with tp_comm_bulk_wgrad"),
+        ({"gtp_weight_remat_size": 2}, "gtp_weight_remat_size"),
+        ({"expert_gtp_weight_remat_size": 2}, "expert_gtp_weight_remat_size"),
+    ],
+)
+def test_each_refused_option_is_named_with_its_reason(options: dict[str, Any], named: str) -> None:
+    config = SimpleNamespace(**options)
+    build.check_config(config, schedule_spec("stock", num_ranks=2, num_chunks=1))
+    with pytest.raises(ConfigError, match=re.escape(f"{named} does not go with schedule 'zb-h1': ")):
+        build.check_config(config, schedule_spec("zb-h1", num_ranks=2, num_chunks=1))
+
+
+def test_the_other_overlaps_of_tensor_parallel_communication_are_allowed() -> None:
+    """And every default of the installed megatron-core: of its names, the table spells at least half, the others are newer."""
+    spec = schedule_spec("zb-h1", num_ranks=2, num_chunks=1)
+    build.check_config(SimpleNamespace(tp_comm_overlap=True, tp_comm_bulk_wgrad=False), spec)
+    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    build.check_config(config, spec)
+    assert sum(hasattr(config, name) for name in build._REFUSED) > len(build._REFUSED) / 2
+    assert hasattr(config, "cuda_graph_impl")
+    assert config.tp_comm_bulk_wgrad
 
 
 def _frozen(rank: int) -> bool:

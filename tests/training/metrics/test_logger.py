@@ -27,7 +27,12 @@ FLAGS = (
     "--train-iters 10 --mock-data "
 )
 STEP = StepResult(
-    loss=torch.tensor([6.0, 2.0], dtype=torch.float64), is_stepped=True, grad_norm=0.1, num_zeros=None, lr=1 / 3, loss_scale=1.0
+    loss=torch.tensor([6.0, 2.0], dtype=torch.float64),
+    is_stepped=True,
+    grad_norm=0.1,
+    num_zeros=None,
+    lr=1 / 3,
+    loss_scale=torch.tensor(1.0),
 )
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -39,7 +44,7 @@ def settings(flags: str = "") -> Settings:
 
 def record(iteration: int, **changes: Any) -> IterationRecord:
     return IterationRecord(
-        iteration=iteration, consumed_samples=2 * iteration, samples=2, result=replace(STEP, **changes), seconds=0.5
+        iteration=iteration, consumed_samples=2 * iteration, samples=2, result=replace(STEP, **changes), elapsed_ms=lambda: 500.0
     )
 
 
@@ -141,9 +146,11 @@ def test_only_rank_0_writes(jsonl: Path) -> None:
 
 
 def test_speed_leaves_out_the_first_iteration(logger: MetricsLogger) -> None:
-    logger.add(replace(record(1), seconds=100.0))
+    logger.add(replace(record(1), elapsed_ms=lambda: 100_000.0))
+    logger.log()
     assert logger.tokens_per_second() is None
     logger.add(record(2))
+    logger.log()
     assert logger.tokens_per_second() == 64.0
 
 

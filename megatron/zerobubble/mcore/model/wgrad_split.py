@@ -36,6 +36,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import SplitError
+from megatron.zerobubble.mcore.model.transformer_engine import OLDEST_TRANSFORMER_ENGINE
 from megatron.zerobubble.wgrad.deferring import DeferringModule
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
@@ -53,6 +54,9 @@ _FORWARD_HOOK = "_zero_bubble_forward_hook"
 
 _SHARE_OF_B = "_zero_bubble_share_of_b"
 """Attribute of a linear that uses another module's weight: the handle of our hook on that weight."""
+
+_REGISTER = "register_wgrad_accumulation_and_reduce_hooks"
+"""Method of a module that defers its weight gradients: takes what to call after each of them."""
 
 KEEP_IN_B = "wgrad_in_backward"
 """Set this attribute to True on a module (or its class) to keep its weight gradients in B."""
@@ -208,7 +212,7 @@ def deferring_modules(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _has_contract(module: nn.Module) -> bool:
     """Whether the module has the methods of Transformer Engine's contract for deferred weight gradients."""
-    return hasattr(module, "backward_dw") and hasattr(module, "register_wgrad_accumulation_and_reduce_hooks")
+    return hasattr(module, "backward_dw") and hasattr(module, _REGISTER)
 
 
 def _is_deferred(weight: nn.Parameter) -> bool:
@@ -281,8 +285,16 @@ def _unknown_weights(chunk: nn.Module) -> Iterator[str]:
                 yield (
                     f"{name}.{in_backward[0]} ({type(module).__module__}.{type(module).__name__}) could be deferred by its "
                     "module, which was built without delay_wgrad_compute: set config.delay_wgrad_compute = True after the "
-                    "TransformerConfig is made and before the model is built (it needs Transformer Engine 2.3 or later)"
+                    "TransformerConfig is made and before the model is built (it needs Transformer Engine "
+                    f"{OLDEST_TRANSFORMER_ENGINE} or later)"
                 )
+            continue
+        if hasattr(module, "backward_dw") and not isinstance(module, _SPLIT):
+            yield (
+                f"{name}.{own[0]} ({type(module).__module__}.{type(module).__name__}) has backward_dw, but not {_REGISTER}: "
+                "DDP could not hook into its W. Transformer Engine's modules have both: pip install "
+                f"'transformer-engine[pytorch]>={OLDEST_TRANSFORMER_ENGINE}'"
+            )
             continue
         yield (
             f"{name}.{own[0]} ({type(module).__module__}.{type(module).__name__}) computes its own weight gradient, which "

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32, get_grad_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.compat import gradients_for_norm
+from megatron.zerobubble.mcore.post_validation.norms import sum_of_squares
 from megatron.zerobubble.optimizer.post_validation import GradientStatistics, PostValidation, Relay, group_of
 from megatron.zerobubble.optimizer.rollback import ExactRollback, InverseRollback, Rollback
 
@@ -82,7 +83,7 @@ class MegatronRollbackOptimizer:
         self._groups = [self._stage_groups.within(part.get_grad_stats_parallel_group()) for part in self._parts]
         stepping = [part.optimizer for part in self._active]
         self._rollback: Rollback = (
-            InverseRollback(stepping, agree=self._stage_groups.agree)
+            InverseRollback(stepping, agree=self._stage_groups.are_safe)
             if rollback == "inverse"
             else ExactRollback(stepping, on_host=snapshot_on_host)
         )
@@ -90,14 +91,24 @@ class MegatronRollbackOptimizer:
 
     @torch.no_grad()
     def prepare(self) -> GradientStatistics:
-        """Copy the gradients to the main parameters and unscale them; returns the statistics of this stage."""
+        """Copy the gradients to the main parameters and unscale them; returns the statistics of this stage.
+
+        On a GPU this is where the host waits for the passes, once per step: it reads all numbers together. Counting zeros
+        (--log-num-zeros-in-grad) waits once more for each optimizer of a chain.
+        """
         with self._on_host():
             overflows = [self._prepare_part(part, group) for part, group in zip(self._parts, self._groups, strict=True)]
             squares = [
-                get_grad_norm_fp32(gradients_for_norm(part) if part in self._active else [], grad_stats_parallel_group=group) ** 2
+                sum_of_squares(gradients_for_norm(part) if part in self._active else [], group)
                 for part, group in zip(self._parts, self._groups, strict=True)
             ]
-            return GradientStatistics(tuple(squares), tuple(overflows), self._zeros())
+            numbers = torch.cat([*squares, *(each for each in overflows if each is not None)]).tolist()
+            flags = iter(numbers[len(squares) :])
+            return GradientStatistics(
+                tuple(numbers[: len(squares)]),
+                tuple(0.0 if each is None else next(flags) for each in overflows),
+                self._zeros(),
+            )
 
     def is_clipped(self, statistics: GradientStatistics) -> bool:
         """Whether `clip_grad_by_total_norm_fp32` would scale the gradients of any optimizer of the chain."""
@@ -166,18 +177,20 @@ class MegatronRollbackOptimizer:
         """Destroy the stage's process groups."""
         self._stage_groups.close()
 
-    def _prepare_part(self, part: Any, group: dist.ProcessGroup) -> float:
+    def _prepare_part(self, part: Any, group: dist.ProcessGroup) -> torch.Tensor | None:
+        """Returns the number, on the device, that is above 0 if a gradient overflowed; None without loss scaling."""
         scaler = getattr(part, "grad_scaler", None)
         if not scaler:
             part.prepare_grads()
-            return 0.0
+            return None
         part.found_inf.fill_(0.0)
         if part in self._active:
             part._copy_model_grads_to_main_grads()
             grads = part._collect_main_grad_data_for_unscaling()
             torch._amp_foreach_non_finite_check_and_unscale_(grads, part.found_inf, scaler.inv_scale)
         dist.all_reduce(part.found_inf, op=dist.ReduceOp.MAX, group=group)
-        return float(part.found_inf.item())
+        found: torch.Tensor = part.found_inf
+        return found
 
     def _zeros(self) -> float:
         return sum(
@@ -227,12 +240,18 @@ class _StageGroups:
             self._groups[ranks] = group_of(ranks, timeout=self._timeout)
         return self._groups[ranks]
 
-    def agree(self, answer: bool) -> bool:
-        """Whether `answer` is True on every rank of every subgroup made so far. All of them must call it at the same point."""
-        flag = torch.tensor([float(answer)], device=torch.cuda.current_device())
+    def are_safe(self, is_unsafe: torch.Tensor | None) -> bool:
+        """Whether no rank of any subgroup made so far is unsafe. All of them must call it at the same point; the host waits once.
+
+        Args:
+            is_unsafe: one number on the device; None: this rank is safe.
+        """
+        flag = torch.zeros(1, device=torch.cuda.current_device())
+        if is_unsafe is not None:
+            flag += is_unsafe
         for group in self._groups.values():
-            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
-        return bool(flag.item())
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        return not flag.item()
 
     def close(self) -> None:
         """Destroy the subgroups."""

@@ -57,6 +57,9 @@ class ParallelConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Process group backend: nccl on GPUs; gloo on CPUs, or if several ranks share a GPU, with transfers through host memory.
     Default: nccl if CUDA is available, else gloo."""
+    eager_nccl_communicators: bool = False
+    """Bind each process group to this rank's GPU and open its NCCL communicator when the group is made, instead of at its first
+    use: errors show early, and start-up takes longer the more ranks there are."""
     distributed_timeout_minutes: int = 10
     """Timeout of the process groups, in minutes: how long a rank waits for the others before it fails."""
 
@@ -89,6 +92,8 @@ class ParallelConfig:
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size of at least 2, got 1")
+        if self.eager_nccl_communicators and self.distributed_backend == "gloo":
+            raise ConfigError("--eager-nccl-communicators needs NCCL, and --distributed-backend is gloo: leave one of them out")
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ConfigError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.config.require import not_negative, positive
 
 __all__ = ["RunConfig"]
@@ -32,7 +33,16 @@ class RunConfig:
     """Seed of weight initialization, data order and dropout."""
     check_for_nan_in_loss_and_grad: bool = True
     """Continue training after a loss or gradient norm that is not finite. By default the run stops."""
+    manual_gc: bool = False
+    """Collect Python's garbage only at the start, around evaluations and every --manual-gc-interval iterations, on all ranks at
+    the same time. By default each rank collects whenever Python chooses, and the others wait for it."""
+    manual_gc_interval: int = 0
+    """With --manual-gc, collect after every so many iterations; 0: not between iterations."""
+    manual_gc_eval: bool = True
+    """With --manual-gc, do not collect before and after each evaluation. By default it does."""
 
     def __post_init__(self) -> None:
         positive(self, "train_iters", "eval_interval", "exit_interval", "exit_duration_in_mins", "seed")
-        not_negative(self, "eval_iters")
+        not_negative(self, "eval_iters", "manual_gc_interval")
+        if not self.manual_gc and (self.manual_gc_interval or not self.manual_gc_eval):
+            raise ConfigError("--manual-gc-interval and --no-manual-gc-eval need --manual-gc: add it, or leave them out")

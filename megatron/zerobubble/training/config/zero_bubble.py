@@ -69,6 +69,9 @@ class ZeroBubbleConfig:
     zero_bubble_planning_seconds: float = 10.0
     """Time budget in seconds of the planner's search on one rank after profiling, while the other ranks wait; 0 disables
     profiling and search."""
+    zero_bubble_p2p_max_ctas: int | None = None
+    """Most CTAs (thread blocks) of a transfer between stages on NCCL: what a waiting receive takes from the kernels beside it.
+    Default: NCCL's choice."""
     zero_bubble_save_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
     """JSON file to write the last plan of the run to, with the costs it was made for. Read it with zerobubble show."""
     zero_bubble_load_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
@@ -122,6 +125,7 @@ class ZeroBubbleConfig:
         one_of(self.post_validation_rollback, ("exact", "inverse"), "--post-validation-rollback")
         one_of(self.post_validation_snapshot, ("device", "host"), "--post-validation-snapshot")
         not_negative(self, "zero_bubble_watchdog_seconds")
+        positive(self, "zero_bubble_p2p_max_ctas")
         if self.post_validation_patience < 0:
             raise ConfigError(f"--post-validation-patience is {self.post_validation_patience}; give 0 or a number of steps")
         if self.trace_iterations and self.zero_bubble_trace is None:

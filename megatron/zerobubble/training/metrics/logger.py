@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ _TIMERS = (
 
 @dataclass(kw_only=True)
 class IterationRecord:
-    """One iteration, to be logged. `loss` is filled in when it is all-reduced."""
+    """One iteration, to be logged. `loss` and `seconds` are filled in with the losses' all-reduce, which waits for the device."""
 
     iteration: int
     """From 1."""
@@ -48,7 +48,9 @@ class IterationRecord:
     """Samples of this iteration."""
     result: StepResult
     """Loss and optimizer step of this rank."""
-    seconds: float
+    elapsed_ms: Callable[[], float]
+    """Reads the iteration time in milliseconds, once the device has done the iteration."""
+    seconds: float = field(default=math.nan)
     """Iteration time in seconds."""
     loss: float = field(default=math.nan)
     """Mean loss per token over all ranks."""
@@ -121,7 +123,6 @@ class MetricsLogger:
             ExecutionError: the gradient norm is not finite although the optimizer stepped.
         """
         self._pending.append(record)
-        self._speeds.append((record.samples, record.seconds))
         self._num_skipped += not record.result.is_stepped
         if record.result.rolled_back is not None:
             self._num_corrected += 1
@@ -146,7 +147,8 @@ class MetricsLogger:
         if records:
             losses = mean_losses(torch.stack([record.result.loss for record in records]))
             for record, loss in zip(records, losses, strict=True):
-                record.loss = loss
+                record.loss, record.seconds = loss, record.elapsed_ms() / 1000.0
+                self._speeds.append((record.samples, record.seconds))
             settings = self._settings
             samples = sum(record.samples for record in records)
             aux_losses = self._aux_losses.take(samples // (settings.batch.micro_batch_size * settings.data_parallel_size))
@@ -172,7 +174,8 @@ class MetricsLogger:
             self._curves.flush()
 
     def tokens_per_second(self) -> float | None:
-        """Mean tokens per second of all ranks together, without the first iteration, which warms up; None before the second."""
+        """Mean tokens per second of all ranks together, over the iterations logged without the first, which warms up; None before
+        the second."""
         if len(self._speeds) < 2:
             return None
         samples, seconds = map(sum, zip(*self._speeds[1:], strict=True))
@@ -197,7 +200,7 @@ class MetricsLogger:
         if settings.zero_bubble.enable_optimizer_post_validation:
             parts.append(f"corrected {self._num_corrected}")
         if settings.precision.fp16:
-            parts.append(f"loss scale {last.result.loss_scale:g}")
+            parts.append(f"loss scale {float(last.result.loss_scale):g}")
         if last.result.num_zeros is not None:
             parts.append(f"zeros {last.result.num_zeros}")
         _log.info(" | ".join(parts))

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
+from megatron.zerobubble.runtime.threads import start_thread
 from megatron.zerobubble.runtime.watch import Doing, Watch
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job
@@ -82,15 +83,17 @@ class Watchdog:
         self._limit_s, self._first_limit_s = limit_s, first_limit_s
         self._interval_s = min(1.0, limit_s / 10.0)
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watchdog:
-        self._thread.start()
+        self._thread = start_thread(self._look, name="watchdog", device=self._watch.device)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
-        if error is None:  # else the process ends, and what this thread is in the middle of does not matter
+        if (
+            error is None and self._thread is not None
+        ):  # else the process ends, and what this thread is in the middle of does not matter
             self._thread.join()
 
     def _look(self) -> None:

@@ -1,0 +1,54 @@
+"""What Transformer Engine's layers need beside the contract of deferred weight gradients (`wgrad.deferring`).
+
+Their GEMM adds to ``main_grad`` itself (`fuse_wgrad_accumulation`), and needs no apex for that. megatron-core has one option for
+both, `gradient_accumulation_fusion`, and its `ColumnParallelLinear` refuses it where apex is missing. Every model has one of
+these, the output layer, so without apex Transformer Engine's layers would write each weight gradient to memory twice, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from packaging.version import Version
+
+__all__ = ["OLDEST_TRANSFORMER_ENGINE", "fusion_without_apex"]
+
+OLDEST_TRANSFORMER_ENGINE = Version("2.8.0")
+"""The first release whose deferred weight gradients may overlap with their reduction over the data-parallel replicas. Before 2.7
+its modules do not call DDP's hooks, so that a gradient would not reach ``main_grad``."""
+
+_APEX_FOUND = "_grad_accum_fusion_available"
+"""megatron-core's record of whether apex's kernel can be imported."""
+
+
+@contextmanager
+def fusion_without_apex(config: Any) -> Iterator[list[Any]]:
+    """While it is open, a model of Transformer Engine's layers can be built with `gradient_accumulation_fusion` without apex.
+
+    On leaving, megatron-core's own linears of the chunks in the list get the option off: their own backward would call apex. It
+    makes no difference to split ones, whose kernel `wgrad.gemm` chooses.
+
+    Args:
+        config: TransformerConfig of the model.
+
+    Yields:
+        A list, to be filled with the chunks that are built.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    chunks: list[Any] = []
+    wanted = config.gradient_accumulation_fusion and config.transformer_impl == "transformer_engine"
+    if not wanted or getattr(layers, _APEX_FOUND, True):
+        yield chunks
+        return
+    setattr(layers, _APEX_FOUND, True)
+    try:
+        yield chunks
+    finally:
+        setattr(layers, _APEX_FOUND, False)
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, layers.ColumnParallelLinear | layers.RowParallelLinear):
+                module.gradient_accumulation_fusion = False

@@ -1,0 +1,54 @@
+"""Communicators of the groups whose collectives run inside passes, opened before the first transfer.
+
+NCCL opens a communicator at a group's first use: it allocates memory and blocks the hosts of all members, and on the device it
+can wait for everything that runs there. Inside a pass the device also runs receives that were posted early, which end only when
+another rank gets somewhere. So each group is used once here, with one number, while nothing is under way (ADR 3).
+
+Every rank goes through the groups in the same order, each of which divides the world: no two ranks wait for each other in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+__all__ = ["warm_up_groups"]
+
+
+def warm_up_groups(config: Any, chunks: Sequence[Any], device: torch.device) -> list[str]:
+    """Use once each group on which collectives run inside passes. Every rank of the world must call it at the same point.
+
+    Args:
+        config: TransformerConfig of the chunks.
+        chunks: this rank's model chunks, wrapped by DDP.
+        device: of the tensors.
+
+    Returns:
+        What the groups are for, in the order of their use.
+    """
+    used, names = set(), []
+    for name, group in _groups(config, chunks):
+        if group is not None and group.size() > 1 and id(group) not in used:
+            used.add(id(group))
+            names.append(name)
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return names
+
+
+def _groups(config: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, dist.ProcessGroup | None]]:
+    known = ProcessGroupCollection.use_mpu_process_groups()
+    names = ["tp", "cp"]
+    if getattr(config, "num_moe_experts", None) is not None:
+        names += ["ep", "expt_tp", "tp_ep", "tp_cp", "tp_dp_cp"]  # dispatchers, and the auxiliary losses of routers
+    yield from ((name, getattr(known, name, None)) for name in names)
+    if any(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False) for chunk in chunks):
+        for kind in ("buffers", "expert_parallel_buffers"):
+            for chunk in chunks:  # the buckets' own groups: a loop may have given DDP others than those of `parallel_state`
+                for buffer in getattr(chunk, kind, ()):
+                    yield f"gradients in {kind}", buffer.data_parallel_group

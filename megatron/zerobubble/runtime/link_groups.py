@@ -1,0 +1,37 @@
+"""Process groups of links: with NCCL, transfers on streams of high priority, and on no more of the GPU than they are given.
+
+A send or receive on NCCL is a kernel that spins until the other rank's kernel runs. Its blocks (CTAs) take streaming
+multiprocessors from the GEMMs beside it, and where all of these are busy it starts late, and with it the next op of another rank.
+A high priority lets its blocks start first; a limit of CTAs bounds what they take.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["link_group"]
+
+
+def link_group(*, timeout: timedelta | None, max_ctas: int | None) -> dist.ProcessGroup | None:
+    """A new process group over the world for links. Every rank of the world must call it at the same point.
+
+    Args:
+        timeout: how long a transfer may take; None for the backend's default.
+        max_ctas: most CTAs of a transfer on NCCL; None leaves it to NCCL.
+    """
+    return dist.new_group(timeout=timeout, pg_options=_options(timeout, max_ctas))
+
+
+def _options(timeout: timedelta | None, max_ctas: int | None) -> Any | None:
+    """NCCL's options; None for other backends. They replace the defaults of `new_group`."""
+    if dist.get_backend() != "nccl":
+        return None
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout  # torch warns where it differs from the one it is given beside the options
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return options

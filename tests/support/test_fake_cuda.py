@@ -1,0 +1,289 @@
+"""The fake CUDA against the installed torch: names, parameters, where tensors are, and what makes the host wait."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fake_cuda import streams
+from tests.support.fake_cuda.clocks import FakeCudaError, Machine
+from tests.support.fake_cuda.install import FakeCuda, fake_cuda
+from tests.support.fake_cuda.module import REAL, FakeTorchCuda, fake_names
+from tests.support.fake_cuda.tensors import DeviceMemory, attributes
+
+_MEMORY = DeviceMemory(Machine())
+_NAMES = fake_names(_MEMORY, (torch.Generator(),))
+_ATTRIBUTES = attributes(_MEMORY)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    with fake_cuda() as installed:
+        torch.cuda.set_device(0)
+        yield installed
+
+
+def calls(fake: FakeCuda) -> list[str]:
+    """Calls that waited since the last look."""
+    found = [sync.call for sync in fake.log.syncs]
+    fake.log.syncs.clear()
+    return found
+
+
+# -- the installed torch --------------------------------------------------------------------------------------------------
+
+
+def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
+
+
+def same_parameters(fake: Any, real: Any) -> bool:
+    """Whether a call that the fake takes is one that torch takes: the same names, kinds and defaults."""
+    return parameters(fake) == parameters(real)
+
+
+def test_every_name_is_one_of_torch_cuda_with_its_parameters() -> None:
+    for owner, real in ((_NAMES, REAL), (vars(_NAMES["random"]), REAL.random), (vars(_NAMES["nvtx"]), REAL.nvtx)):
+        for name, value in owner.items():
+            if name in ("_real", "__path__") or (name.startswith("__") and name.endswith("__")):
+                continue
+            assert hasattr(real, name), f"torch.cuda has no {name}"
+            if callable(value) and value is not getattr(real, name) and not isinstance(value, types.ModuleType):
+                assert same_parameters(value, getattr(real, name)), (
+                    f"{name}{inspect.signature(getattr(real, name))} in torch.cuda"
+                )
+
+
+def test_a_name_or_a_parameter_that_torch_lacks_would_be_found() -> None:
+    assert not hasattr(REAL, "synchronise")
+    assert not same_parameters(lambda device: None, REAL.synchronize)
+    assert not same_parameters(lambda gpu=None: None, REAL.synchronize)
+
+
+@pytest.mark.parametrize("kind", ["Stream", "Event"])
+def test_streams_and_events_have_methods_of_torchs(kind: str) -> None:
+    real, ours = getattr(REAL, kind), getattr(streams, kind)
+    bases = (real, getattr(torch, kind))
+    extra = {"unfinished", "enqueue"}  # for other doubles
+    for name, method in vars(ours).items():
+        if name.startswith("_") or name in extra or not callable(method):
+            continue
+        assert any(hasattr(base, name) for base in bases), f"torch.cuda.{kind} has no {name}"
+        if hasattr(real, name):
+            assert same_parameters(method, getattr(real, name)), name
+
+
+def test_every_attribute_of_tensors_is_one_of_torchs() -> None:
+    for name, value in _ATTRIBUTES.items():
+        real = getattr(torch.Tensor, name)
+        assert callable(value) == callable(real), name
+
+
+def test_a_name_that_the_fake_lacks_fails_by_name(fake: FakeCuda) -> None:
+    with pytest.raises(FakeCudaError, match=r"torch\.cuda\.CUDAGraph is used, and the fake does not define it"):
+        torch.cuda.CUDAGraph()
+    with pytest.raises(FakeCudaError, match=r"torch\.cuda\.nvtx\.range_start"):
+        torch.cuda.nvtx.range_start("F")
+    assert not hasattr(torch.cuda, "synchronise")
+    with pytest.raises(AttributeError, match="no attribute 'synchronise'"):
+        torch.cuda.synchronise  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_everything_is_as_before_afterwards() -> None:
+    before = {name: getattr(torch, name) for name in ("cuda", "device", "Generator", "tensor", "zeros")}
+    start, wait, device = threading.Thread.start, torch.distributed.Work.wait, torch.Tensor.device
+    with fake_cuda(), fake_cuda(num_devices=2) as inner:
+        assert isinstance(torch.cuda, FakeTorchCuda)
+        assert inner.machine.num_devices == torch.cuda.device_count() == 2
+    assert {name: getattr(torch, name) for name in before} == before
+    assert (threading.Thread.start, torch.distributed.Work.wait, torch.Tensor.device) == (start, wait, device)
+    assert not torch.cuda.is_available()
+    assert torch.zeros(1).device.type == "cpu"
+
+
+# -- tensors --------------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_know_where_they_are(fake: FakeCuda) -> None:
+    model = torch.nn.Linear(3, 3).to(torch.cuda.current_device())
+    x = torch.ones(2, 3, device="cuda")
+    loss = model(x).sum()
+    loss.backward()
+    on_device = [
+        model.weight,
+        model.weight.grad,
+        x[0],
+        x.T,
+        x.detach(),
+        torch.zeros_like(x),
+        x.new_zeros(2),
+        torch.ones(2, device=0),
+    ]
+    on_device += [
+        torch.tensor([1.0], device="cuda"),
+        torch.ones(2).cuda(),
+        x.to(torch.float64),
+        x + 1.0,
+        torch.rand(2, device="cuda:0"),
+    ]
+    for tensor in on_device:
+        assert tensor is not None
+        assert tensor.device == torch.device("cuda", 0)
+        assert tensor.is_cuda
+        assert not tensor.is_cpu
+    assert x.type() == "torch.cuda.FloatTensor"
+    for tensor in (torch.ones(2), x.cpu(), x.to("cpu"), torch.zeros_like(x, device="cpu"), torch.ones(2).pin_memory()):
+        assert tensor.device.type == "cpu"
+        assert not tensor.is_cuda
+    assert x.to("cuda") is x
+    assert torch.device(0) == torch.device("cuda", 0)
+
+
+def test_kernels_over_both_places_are_refused(fake: FakeCuda) -> None:
+    x = torch.ones(2, device="cuda")
+    for mixed in (lambda: x + torch.ones(2), lambda: torch.ones(2).add_(x), lambda: torch.stack([x, torch.ones(2)])):
+        with pytest.raises(RuntimeError, match="same device"):
+            mixed()
+    assert (x * torch.tensor(2.0)).is_cuda, "a host tensor without dimensions is a number"
+    with pytest.raises(TypeError, match="can't convert cuda"):
+        x.numpy()
+
+
+def test_memory_is_counted_while_storages_live(fake: FakeCuda) -> None:
+    begin = torch.cuda.memory_allocated()
+    x = torch.zeros(100, device="cuda")
+    view = x[:10]
+    assert torch.cuda.memory_allocated() - begin == 400
+    y = x + 1
+    del x, y
+    assert torch.cuda.memory_allocated() - begin == 400
+    del view
+    assert torch.cuda.memory_allocated() == begin
+    assert torch.cuda.max_memory_allocated() - begin == 800
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == begin
+    held = torch.zeros(10)
+    assert torch.cuda.memory_allocated() == begin, "host memory does not count"
+    del held
+
+
+def test_host_and_device_draw_from_generators_of_their_own(fake: FakeCuda) -> None:
+    torch.manual_seed(1)
+    host, state = torch.get_rng_state(), torch.cuda.get_rng_state()
+    first = torch.rand(4, device="cuda")
+    assert torch.equal(torch.get_rng_state(), host)
+    torch.cuda.set_rng_state(state)
+    assert torch.rand(4, device="cuda").tolist() == first.tolist()
+    assert torch.rand(4).tolist() == first.tolist(), "both were seeded alike"
+
+
+# -- host synchronizations ------------------------------------------------------------------------------------------------
+
+
+def test_reads_on_the_host_wait(fake: FakeCuda) -> None:
+    x = torch.ones(3, device="cuda")
+    assert calls(fake) == []
+    for read, name in (
+        (lambda: x.sum().item(), "Tensor.item"),
+        (lambda: bool((x > 0).all()), "Tensor.item"),
+        (lambda: float(x[0]), "Tensor.item"),
+        (lambda: x.tolist(), "Tensor.tolist"),
+        (lambda: x.cpu(), "Tensor.to the host"),
+        (lambda: torch.ones(3).copy_(x, non_blocking=True), "Tensor.copy_ to the host"),
+        (lambda: x.nonzero(), "torch.nonzero"),
+        (lambda: x[x > 0], "an index by a mask"),
+        (lambda: x[torch.tensor([0, 1])], "an index in host memory"),
+        (lambda: torch.equal(x, x), "torch.equal"),
+        (lambda: torch.tensor([1.0], device="cuda"), "Tensor.to the device"),
+        (lambda: torch.tensor([x[0], 2.0]), "torch.tensor of numbers on the device"),
+        (lambda: x.copy_(torch.ones(3)), "Tensor.copy_ from the host"),
+        (lambda: torch.cuda.synchronize(), "torch.cuda.synchronize"),
+        (lambda: torch.cuda.empty_cache(), "torch.cuda.empty_cache"),
+    ):
+        read()
+        assert calls(fake) == [name]
+
+
+def test_work_that_stays_on_the_device_does_not_wait(fake: FakeCuda) -> None:
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    pinned = torch.empty(3, pin_memory=True)
+    (x * 2).sum().backward()
+    x.detach().masked_fill_(x > 0, 0.0)
+    x.detach()[x > 0] = 0.0
+    pinned.copy_(x.detach(), non_blocking=True)
+    pinned.to("cuda", non_blocking=True)
+    assert x.detach().to("cpu", non_blocking=True).is_pinned()
+    x.detach()[1:].add_(1.0)
+    torch.zeros(3, device="cuda").float().to("cuda")
+    torch.ones(2).sum().item()
+    assert calls(fake) == []
+    pinned.copy_(x.detach())
+    assert calls(fake) == ["Tensor.copy_ to the host"]
+
+
+def test_a_wait_names_its_place(fake: FakeCuda) -> None:
+    torch.ones(1, device="cuda").item()
+    (sync,) = fake.log.syncs
+    assert sync.caller.endswith("in test_a_wait_names_its_place")
+    assert sync.part == "start"
+
+
+def test_ops_run_on_the_current_stream_after_what_it_waits_for(fake: FakeCuda) -> None:
+    stamps: list[Any] = []
+    fake.launched.append(lambda stream, op, given, result: stamps.append((stream, op._schema.name)))
+    side = torch.cuda.Stream()
+    x = torch.ones(2, device="cuda")
+    with torch.cuda.stream(side):
+        x.add_(1.0)
+    assert stamps == [(torch.cuda.default_stream(), "aten::ones"), (side, "aten::add_")]
+    work = side.enqueue("a transfer")
+    blocked = threading.Thread(target=_add_on, args=(side, x))
+    blocked.start()
+    blocked.join(0.05)
+    assert blocked.is_alive()
+    work.finish()
+    blocked.join()
+    assert x.tolist() == [3.0, 3.0]
+
+
+def _add_on(stream: Any, x: torch.Tensor) -> None:
+    torch.cuda.set_device(0)
+    with torch.cuda.stream(stream):
+        x.add_(1.0)
+
+
+def test_a_thread_without_a_device_fails_the_whole_block() -> None:
+    with pytest.raises(FakeCudaError, match=r"thread 'reader' calls torch\.cuda\.current_stream"):
+        _read_on_a_thread()
+
+
+def _read_on_a_thread() -> None:
+    with fake_cuda():
+        torch.cuda.set_device(0)
+        thread = threading.Thread(target=_quiet_add, args=(torch.ones(2, device="cuda"),), name="reader")
+        thread.start()
+        thread.join()
+
+
+def _quiet_add(x: torch.Tensor) -> None:
+    try:
+        x.add_(1.0)
+    except FakeCudaError:
+        return
+
+
+def test_a_thread_knows_what_its_starter_knew(fake: FakeCuda) -> None:
+    side = torch.cuda.Stream()
+    stamp = fake.machine.launch(side)
+    side.synchronize()
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(stamp.is_before(fake.machine.thread().clock)))
+    thread.start()
+    thread.join()
+    assert found == [True]

@@ -1,0 +1,140 @@
+"""Whole jobs on the fake CUDA: the bits of the CPU, and how often the host waits for the device in an iteration."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, launch_warm, metrics
+
+SCRIPT = ROOT / "tests" / "support" / "fake_cuda" / "pretrain.py"
+ITERATIONS = 4
+RUN = [*TINY_MODEL, *TINY_BATCH, "--pipeline-model-parallel-size", "2", "--mock-data", "--eval-iters", "0"]
+RUN += ["--hidden-dropout", "0", "--attention-dropout", "0", "--log-interval", ITERATIONS]
+RUN += ["--no-bias-gelu-fusion", "--no-bias-dropout-fusion"]  # kernels that the CPU path does not use
+
+POST_VALIDATION = ["--enable-optimizer-post-validation", "--clip-grad", "1000"]
+CASES = {
+    "zb-h1": ["--enable-zero-bubble"],
+    "zb-h1, bf16, optimistic": ["--enable-zero-bubble", "--bf16", *POST_VALIDATION],
+    "zbv, bf16": ["--zero-bubble-v-schedule", "--bf16", "--use-distributed-optimizer"],
+    "zbv, optimistic": ["--zero-bubble-v-schedule", *POST_VALIDATION],
+    "zb-h1, per token, optimistic": ["--enable-zero-bubble", "--calculate-per-token-loss", *POST_VALIDATION],
+    "zb-h1, inverse": ["--enable-zero-bubble", *POST_VALIDATION, "--post-validation-rollback", "inverse"],
+    "zb-h1, fp16": ["--enable-zero-bubble", "--fp16", "--initial-loss-scale", "1024"],
+    "zb-h1, gloo": ["--enable-zero-bubble", "--distributed-backend", "gloo"],
+}
+
+
+class FakeRun:
+    """A job on the fake CUDA that succeeded: what it logged, and where its ranks waited for the device."""
+
+    def __init__(self, folder: Path, flags: list[Any]) -> None:
+        self.metrics = metrics_of(folder, flags, is_fake=True)
+        self.syncs = [sync for rank in range(2) for sync in json.loads((folder / f"syncs_{rank}.json").read_text())]
+
+    def waits(self, part: str, iteration: int | None = None) -> list[str]:
+        """Calls that waited in one part of the iterations, with their places."""
+        return [
+            f"{sync['call']} at {sync['place']} ({sync['caller']})"
+            for sync in self.syncs
+            if sync["part"] == part and sync["iteration"] > 0 and iteration in (None, sync["iteration"])
+        ]
+
+
+def start(folder: Path, flags: list[Any], *, is_fake: bool) -> Any:
+    arguments = [*RUN, "--train-iters", ITERATIONS, *flags, "--metrics-jsonl", folder / "metrics.jsonl"]
+    return launch_warm([folder, *arguments], num_ranks=2, script=SCRIPT) if is_fake else launch_warm(arguments, num_ranks=2)
+
+
+def metrics_of(folder: Path, flags: list[Any], *, is_fake: bool) -> list[tuple[float, float]]:
+    done = start(folder, flags, is_fake=is_fake)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return [(fields["loss"], fields["grad_norm"]) for _, fields in sorted(metrics(folder / "metrics.jsonl").items())]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs a case on the fake CUDA, once."""
+    return functools.cache(lambda name: FakeRun(tmp_path_factory.mktemp("fake"), CASES[name]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_on_the_fake_device_has_the_bits_of_the_cpu(run: Any, name: str, tmp_path: Path) -> None:
+    assert run(name).metrics == metrics_of(tmp_path, CASES[name], is_fake=False)
+    assert len(run(name).metrics) == ITERATIONS
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "gloo" not in name])
+def test_the_host_waits_once_in_an_iteration_and_never_in_the_passes(run: Any, name: str) -> None:
+    """Once per rank, in the step. Two more belong to the recording of the second iteration, one to the progress line.
+
+    Without a snapshot the host also asks whether the step could be rolled back at all.
+    """
+    found = run(name)
+    assert found.waits("passes") == []
+    assert found.waits("validation") == []
+    for iteration in range(1, 1 + ITERATIONS):
+        waits = found.waits("step", iteration)
+        reads = [wait for wait in waits if "post_validation/optimizer.py" in wait and "in prepare" in wait]
+        asks = [wait for wait in waits if "post_validation/optimizer.py" in wait and "in are_safe" in wait]
+        assert len(reads) == 2, "one for each of two ranks"
+        assert len(asks) == (1 if "inverse" in name else 0), "the last rank takes no optimistic step"
+        assert len(waits) == len(reads) + len(asks), waits
+        extra = found.waits("around the passes", iteration)
+        assert len(extra) == (2 if iteration in (2, 3) else 0), extra
+        assert all("marks.py" in wait for wait in extra)
+    line = found.waits("between")
+    assert len(line) == (4 if "fp16" in name else 2), "one progress line on each rank; it shows the loss scale, too"
+    assert all("mean_losses" in wait or "_log_progress" in wait for wait in line)
+
+
+def test_no_other_thread_waits_for_the_device(run: Any) -> None:
+    """On NCCL. With gloo two threads copy messages through host memory, and wait for their copies."""
+    assert not [sync for sync in run("zbv, bf16").syncs if sync["part"].startswith("<")]
+    calls = Counter(sync["call"] for sync in run("zb-h1, gloo").syncs if sync["part"].startswith("<"))
+    assert set(calls) == {"Event.synchronize"}
+
+
+def test_everything_around_the_iterations_runs_too(tmp_path: Path) -> None:
+    """Checkpoints written in the background, snapshots in pinned memory, evaluation, traces, re-planning, recomputation."""
+    flags = ["--enable-zero-bubble", "--bf16", *POST_VALIDATION, "--post-validation-snapshot", "host", "--async-save"]
+    flags += ["--save", tmp_path / "saved", "--save-interval", "2", "--eval-iters", "1", "--eval-interval", "2"]
+    flags += ["--zero-bubble-replan-interval", "3", "--zero-bubble-memory-limit", "auto"]
+    flags += ["--zero-bubble-trace", tmp_path / "traces", "--zero-bubble-trace-iterations", "4"]
+    flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    found = FakeRun(tmp_path, flags)
+    assert len(found.metrics) == ITERATIONS
+    assert found.waits("passes") == []
+    assert len(found.waits("step")) == 2 * ITERATIONS
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == f"{ITERATIONS}\n"
+    assert [*(tmp_path / "traces").iterdir()]
+
+
+FAULTS = {
+    "threads without device": "calls Event.query and has not called torch.cuda.set_device",
+    "unknown name": "torch.cuda.graph_pool_handle is used, and the fake does not define it",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_fails_the_job(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZB_FAKE_CUDA_FAULT", fault)
+    done = start(tmp_path, CASES["zb-h1"], is_fake=True)
+    assert done.returncode != 0
+    assert FAULTS[fault] in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("fault", "call"), [("synchronize", "torch.cuda.synchronize"), ("item", "Tensor.item")])
+def test_a_wait_in_a_pass_is_noticed_with_its_place(
+    fault: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZB_FAKE_CUDA_FAULT", fault)
+    found = FakeRun(tmp_path, CASES["zb-h1"])
+    assert len(found.waits("passes")) == 2 * ITERATIONS * 4, "each of two ranks in each of four forwards"
+    assert all(wait.startswith(f"{call} at runtime/executor.py") for wait in found.waits("passes"))
