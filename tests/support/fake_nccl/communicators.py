@@ -160,7 +160,9 @@ class Communicator:
             if (other.kind, other.sizes) != (first.kind, first.sizes):
                 raise MismatchError(f"{self.name}: {first.text} {first.sizes} meets {other.text} {other.sizes}")
         assert first.carry is not None
-        inputs, outputs = ([[each.tensor() for each in getattr(kernel, name)] for kernel in kernels] for name in ("inputs", "outputs"))
+        inputs, outputs = (
+            [[each.tensor() for each in getattr(kernel, name)] for kernel in kernels] for name in ("inputs", "outputs")
+        )
         first.carry(inputs, outputs)
         for kernel in kernels:
             kernel.is_carried = True

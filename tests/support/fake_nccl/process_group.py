@@ -1,8 +1,8 @@
 """`torch.distributed` process groups over communicators of the fake NCCL.
 
 As `ProcessGroupNCCL`: a call issues work and returns, `Work.wait` makes the current stream wait for it, `is_completed` asks. The
-backend keeps no tensor alive, neither for a transfer nor for its `Work` (as with TORCH_NCCL_AVOID_RECORD_STREAMS before torch 2.8,
-the strictest of what users run): whoever calls must keep them until `wait`.
+backend keeps no tensor alive, neither for a transfer nor for its `Work`: whoever calls must keep it until `wait`, as with
+TORCH_NCCL_AVOID_RECORD_STREAMS before torch 2.8, the strictest of what users run.
 
 Communicators are made at first use: one per group for its collectives, one per pair of ranks and group for sends and receives,
 both directions together. An eager group makes one communicator when it is made, and uses it for everything.

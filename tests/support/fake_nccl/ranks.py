@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
@@ -24,6 +25,9 @@ class _Store(dist.Store):
 
 class InlineIssuer:
     """In place of the thread that issues transfers of CPU tensors: on CUDA the caller's thread does."""
+
+    def __init__(self, device: torch.device) -> None:
+        """No thread to start."""
 
     def __call__(self, begin: Callable[[], dist.Work]) -> dist.Work:
         """Make the call."""
