@@ -51,6 +51,8 @@ class ArenaWork(LabelWork):
     def __init__(self, program: Program, device: Device, in_op: Callable[[int, Op], None]) -> None:
         super().__init__(program)
         self.fake, self._in_op = device, in_op
+        self.stalls: list[str] = []
+        """Sends that were retired before they were over; not those waited for after the last op."""
 
     def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor | None:
         return self._compute(op, activation, super().forward, last)
@@ -81,6 +83,7 @@ class ArenaWork(LabelWork):
         return output.copy_(result)
 
     def _scratch(self, op: Op) -> None:
+        self.stalls = [*self.fake.stalls]
         scratch = self.fake.arena.empty(SIZE)
         self.fake.compute(f"{op} (a temporary tensor)", writes=[scratch])
         scratch.fill_(-1.0)
@@ -91,15 +94,24 @@ def injector(hazard: Hazard, rank: int, program: Program, seed: int, device: Dev
     drawn = random.Random(f"{seed} {rank}")
     chosen = drawn.randrange(len(program.plan.ops[rank]))
     seen: set[tuple[int, OpKind]] = set()
+    group = _group_of_replicas(rank, program.plan.num_ranks) if hazard is Hazard.COMMUNICATOR else None
 
     def in_op(index: int, op: Op) -> None:
         is_first = (op.stage, op.kind) not in seen
         seen.add((op.stage, op.kind))
-        once = hazard in (Hazard.SYNC_ONCE, Hazard.COMMUNICATOR) and index == chosen
+        once = index == chosen and hazard is Hazard.SYNC_ONCE
         if once or hazard is Hazard.SYNC_ALWAYS or (hazard is Hazard.SYNC_FIRST and is_first):
             device.synchronize(f"a device-wide synchronization in {op}")
+        if index == chosen and group is not None:
+            dist.all_reduce(torch.zeros(1), group=group)
 
     return in_op
+
+
+def _group_of_replicas(rank: int, num_ranks: int) -> dist.ProcessGroup:
+    """The ranks of all pipelines that run the same ops. Nothing has been done in it."""
+    groups = [dist.new_group(list(range(first, dist.get_world_size(), num_ranks))) for first in range(num_ranks)]
+    return groups[rank]
 
 
 @dataclass
@@ -115,6 +127,10 @@ class Setup:
     recorder: Callable[[], Recorder | None] = lambda: None
     hazard: Hazard = Hazard.NONE
     iterations: int = 1
+    replicas: int = 1
+    """Pipelines that run the same program."""
+    rewinds: bool = False
+    """Whether the steps before the program's fence are run, discarded, and run again."""
 
 
 @dataclass
@@ -131,10 +147,17 @@ class RankResult:
 def iterate(rank: int, program: Program, seed: int, setup: Setup) -> RankResult:
     """Iterations of a program on this rank."""
     device = Device.current()
-    links = ProcessGroupLinks(program.plan.placement, pipeline=range(dist.get_world_size()), rank=rank, device=CPU)
+    num_ranks = program.plan.num_ranks
+    replica, rank = divmod(rank, num_ranks)
+    pipeline = range(replica * num_ranks, (replica + 1) * num_ranks)
+    links = ProcessGroupLinks(program.plan.placement, pipeline=pipeline, rank=rank, device=CPU)
     work = setup.work(program, device, injector(setup.hazard, rank, program, seed, device))
     recorder = setup.recorder()
     for _ in range(setup.iterations):
+        if setup.rewinds:
+            first = setup.executor(program, rank, setup.links(links), work, recorder)
+            first.begin(program.fence[rank])
+            first.abandon(program.unread(rank))
         work.ops.clear()
         device.stalls.clear()
         executor = setup.executor(program, rank, setup.links(links), work, recorder)
@@ -143,11 +166,11 @@ def iterate(rank: int, program: Program, seed: int, setup: Setup) -> RankResult:
         assert not executor._receiving
         assert not executor._sending
         assert not executor._local
-        assert work.most_buffers_alive <= program.max_receive_buffers[rank]
+        assert setup.rewinds or work.most_buffers_alive == program.max_receive_buffers[rank]
         assert work.buffers_alive == 0
     device.synchronize()
     links.close()
-    return RankResult(device.stalls, device.arena.num_reused, recorder)
+    return RankResult(work.stalls, device.arena.num_reused, recorder)
 
 
 def run_program(program: Program, seed: int, setup: Setup | None = None, **options: Any) -> Sequence[RankResult]:
@@ -159,4 +182,5 @@ def run_program(program: Program, seed: int, setup: Setup | None = None, **optio
         setup: how.
         options: of `run_ranks`.
     """
-    return run_ranks(program.plan.num_ranks, iterate, program, seed, setup or Setup(), seed=seed, **options)
+    setup = setup or Setup()
+    return run_ranks(program.plan.num_ranks * setup.replicas, iterate, program, seed, setup, seed=seed, **options)

@@ -45,7 +45,13 @@ class Kernel:
     """Of a send or a receive: the other rank's place in the communicator."""
     carry: Carry | None = None
     """Of a collective."""
+    end_of_rank: End | None = None
     is_carried: bool = field(default=False, init=False)
+
+    def try_to_start(self) -> bool:
+        """Whether its stream has come to it."""
+        assert self.end_of_rank is not None
+        return self.end_of_rank.queue[0] is self and self.begin.is_reached
 
     @property
     def sizes(self) -> list[object]:
@@ -62,7 +68,9 @@ class End:
 
     def head(self) -> Kernel | None:
         """The operation that may run, if it may."""
-        return self.queue[0] if self.queue and self.queue[0].begin.is_reached else None
+        if not self.queue or not self.queue[0].begin.is_reached or not self.device.may_start(self.queue[0]):
+            return None
+        return self.queue[0]
 
 
 class Communicator:
@@ -114,8 +122,9 @@ class Communicator:
         for tensor in outputs:
             device.memory.write(tensor, end.timeline, text)
         references = [[Reference(tensor, device.arena, text) for tensor in tensors] for tensors in (inputs, outputs)]
-        kernel = Kernel(kind, text, *references, begin, Mark(dict(end.timeline.clock), text), peer, carry)
+        kernel = Kernel(kind, text, *references, begin, Mark(dict(end.timeline.clock), text), peer, carry, end)
         end.queue.append(kernel)
+        device.issued(kernel)
         self._engine.pause()
         return kernel
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from torch import Tensor
 
@@ -26,6 +27,15 @@ class Mark:
 
     def __init__(self, clock: Clock, text: str, *, is_reached: bool = False) -> None:
         self.clock, self.text, self.is_reached = clock, text, is_reached
+
+
+class Startable(Protocol):
+    """A kernel in the hardware queue."""
+
+    text: str
+
+    def try_to_start(self) -> bool:
+        """Start, if its stream has come to it; whether it has started."""
 
 
 class Stream:
@@ -75,6 +85,8 @@ class Stream:
 
     def compute(self, text: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """Check the accesses of work that the caller does now, or has queued."""
+        if self.at_host:
+            self.device.start_compute(text)
         self.timeline.join(self.device.host().clock)
         for tensor in reads:
             self.device.memory.read(tensor, self.timeline, text)
@@ -139,10 +151,13 @@ class Device:
         engine: of the run.
         rank: in messages.
         checks: whether accesses that nothing orders are errors.
+        single_queue: whether all streams share one hardware queue: no kernel starts before all that were issued earlier have started
+            (CUDA_DEVICE_MAX_CONNECTIONS=1).
     """
 
-    def __init__(self, engine: Engine, rank: int, *, checks: bool = True) -> None:
-        self.engine, self.rank = engine, rank
+    def __init__(self, engine: Engine, rank: int, *, checks: bool = True, single_queue: bool = False) -> None:
+        self.engine, self.rank, self._single_queue = engine, rank, single_queue
+        self._in_queue: deque[Startable] = deque()
         self._num_timelines = 0
         self.streams: list[Stream] = []
         self.ends: list[Callable[[], bool]] = []
@@ -191,6 +206,29 @@ class Device:
     def compute(self, text: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """A kernel on the current stream."""
         self.current_stream().compute(text, reads=reads, writes=writes)
+
+    def issued(self, kernel: Startable) -> None:
+        """A kernel is behind all others in the hardware queue."""
+        if self._single_queue:
+            self._in_queue.append(kernel)
+
+    def may_start(self, kernel: Startable) -> bool:
+        """Whether the hardware queue has come to a kernel."""
+        return not self._single_queue or (self._has_started(len(self._in_queue)) or kernel not in self._in_queue)
+
+    def _has_started(self, count: int) -> bool:
+        """Start what can start; whether the first `count` kernels in the queue have."""
+        before = len(self._in_queue)
+        while self._in_queue and self._in_queue[0].try_to_start():
+            self._in_queue.popleft()
+        return before - len(self._in_queue) >= count
+
+    def start_compute(self, text: str) -> None:
+        """A kernel of the default stream starts: with one hardware queue when all before it have."""
+        if self._single_queue:
+            self.engine.block_until(
+                lambda: self._has_started(len(self._in_queue)), lambda: f"{self._in_queue[0].text} to start, before {text}"
+            )
 
     def synchronize(self, why: str = "a device-wide synchronization") -> None:
         """As `torch.cuda.synchronize`: wait for everything that has been issued on this device, running receives too."""

@@ -109,7 +109,7 @@ class Memory:
         if key not in self._histories:
             self._histories[key] = _History()
             if key not in self.kept:
-                weakref.finalize(storage, self._freed, key)
+                weakref.finalize(storage, self._freed, key).atexit = False
         return self._histories[key]
 
     def _freed(self, key: int) -> None:
@@ -182,7 +182,7 @@ class Arena:
             self._blocks[address] = block
             self._memory.kept.add(address)
         view = self._blocks[address][:]
-        weakref.finalize(view, self._release, address)
+        weakref.finalize(view, self._release, address).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)
 
     def record_stream(self, tensor: Tensor, stream: Order) -> None:

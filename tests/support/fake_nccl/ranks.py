@@ -44,6 +44,7 @@ def run_ranks(
     seed: int = 0,
     eager: bool = False,
     checks: bool = True,
+    single_queue: bool = False,
     resumed: Callable[[HostThread], None] | None = None,
 ) -> list[Any]:
     """Call `function(rank, *args)` on every rank; returns the results in rank order.
@@ -55,6 +56,7 @@ def run_ranks(
         seed: of the order in which hosts and devices go on.
         eager: whether groups make their communicator when they are made (`device_id` given), or when it is first used.
         checks: whether accesses to memory that nothing orders are errors; without, only what they do to the data shows.
+        single_queue: whether the streams of a rank share one hardware queue.
         resumed: called with a thread before it goes on.
 
     Raises:
@@ -66,7 +68,7 @@ def run_ranks(
     engine = Engine(seed, resumed)
     fabric = Fabric(engine, eager=eager)
     results: list[Any] = [None] * size
-    devices = [Device(engine, rank, checks=checks) for rank in range(size)]
+    devices = [Device(engine, rank, checks=checks, single_queue=single_queue) for rank in range(size)]
 
     def run(rank: int) -> None:
         here().state.update(device=devices[rank], fabric=fabric)
