@@ -11,8 +11,8 @@ accesses that nothing orders even in a run in which all went well.
     ranks -> process_group -> communicators -> device -> memory -> clocks
                                             \\-> engine
 
-What it cannot show: times, bandwidth, kernels that share the multiprocessors or hardware queues; a host that runs ahead of its
-compute stream (computation is done where it is issued, and where that stream waits the host waits with it); rings and trees in a
-collective; errors and timeouts of NCCL itself. `torch.cuda._sanitizer` keeps clocks of streams, too, but knows one host thread and
-no receives; `tests.support.fake_cuda` stands for one device per process, in real time.
+What it cannot show: times, bandwidth, kernels that share multiprocessors; a host that runs ahead of its compute stream
+(computation is done where it is issued, and where that stream waits the host waits with it); rings and trees in a collective;
+errors and timeouts of NCCL itself. `torch.cuda._sanitizer` keeps clocks of streams, too, but knows one host thread and no
+receives; `tests.support.fake_cuda` stands for one device per process, in real time.
 """

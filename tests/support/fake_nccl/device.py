@@ -102,7 +102,11 @@ class Stream:
             return
         arena = self.device.arena
         into, out_of = Reference(target, arena, text), Reference(source, arena, text)
-        self._queue.append((None, lambda: into.tensor().copy_(out_of.tensor()) and None, text))
+
+        def run() -> None:
+            into.tensor().copy_(out_of.tensor())
+
+        self._queue.append((None, run, text))
 
     def query(self) -> bool:
         """Whether everything on it is done."""
@@ -151,8 +155,8 @@ class Device:
         engine: of the run.
         rank: in messages.
         checks: whether accesses that nothing orders are errors.
-        single_queue: whether all streams share one hardware queue: no kernel starts before all that were issued earlier have started
-            (CUDA_DEVICE_MAX_CONNECTIONS=1).
+        single_queue: whether all streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1): a kernel starts when all that
+            were issued before it have.
     """
 
     def __init__(self, engine: Engine, rank: int, *, checks: bool = True, single_queue: bool = False) -> None:
