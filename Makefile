@@ -9,7 +9,7 @@ TEST_WORKERS ?= 2
 # Another release of megatron-core than the installed one, for make test: MCORE=0.19.2. Then only the tests that use it run
 MCORE ?=
 # The share of those test files that make test-releases runs, drawn at random, on the newest or oldest release
-SAMPLE ?= 0.3
+SAMPLE ?= 0.15
 USE_MCORE := tests/mcore tests/optimizer tests/training
 # For make playground: PLAYGROUND="--port 9000 --open"
 PLAYGROUND ?=
@@ -19,7 +19,7 @@ PYTEST  := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 QUICK   := not gpu and not multi_gpu and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train lint format type test test-slow test-releases test-gpu bench playground check-upstream docs dist wheels clean
+.PHONY: help setup data train lint format type test test-slow test-releases test-gpu bench-gpu bench playground check-upstream docs dist wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -69,10 +69,11 @@ test-releases: setup  ## a smoke test on each supported release of megatron-core
 check-upstream: setup  ## whether PyPI's newest megatron-core works: what it lacks, and a smoke test
 	$(BIN)/python -m tools.releases check-upstream --workers $(TEST_WORKERS)
 
-test-gpu: setup  ## the tests that need a GPU, or several
-	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
-	f"make test-gpu: torch {torch.__version__}, built for CUDA {torch.version.cuda}, sees no GPU here; make test needs none")'
-	$(BIN)/python -m pytest -m "gpu or multi_gpu"
+test-gpu: setup data  ## the tests that need a GPU, or several, and one report
+	@$(BIN)/python -m tools.gpu test
+
+bench-gpu: setup data  ## the benchmarks that need a GPU, or several, and one report: measured against predicted
+	@$(BIN)/python -m tools.gpu bench
 
 bench: setup  ## benchmark the executor's overhead per op
 	$(BIN)/python -m tools.benchmarks.executor
@@ -94,4 +95,4 @@ wheels: setup  ## build the wheels of all supported Pythons into dist/; on Linux
 	$(BIN)/python -m cibuildwheel --output-dir dist
 
 clean:  ## remove what make train, make docs and make dist wrote; the environment stays
-	rm -rf data runs site dist
+	rm -rf data runs site dist gpu-report

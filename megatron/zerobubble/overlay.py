@@ -191,7 +191,6 @@ def _install(config: ZeroBubbleConfig) -> None:
             spec_of=_SpecOf(config),
             timed=None if timed is None else Window(start=timed[0], end=timed[1], interval=config.zero_bubble_replan_interval),
             planning_seconds=config.zero_bubble_planning_seconds,
-            has_single_queue=launch.has_single_queue,
             p2p_max_ctas=config.zero_bubble_p2p_max_ctas,
             memory_limit=None
             if limit is None or limit.is_relative

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -268,14 +269,35 @@ def test_misuse_raises_a_helpful_error(four_ranks: RankPool) -> None:
         assert len(messages) == 4
 
 
-def test_a_plan_that_can_deadlock_in_one_hardware_queue_is_refused() -> None:
-    risky = build_plan("zb-interleaved", num_ranks=2, num_microbatches=4)
-    safe = build_plan("zbv", num_ranks=2, num_microbatches=4)
-    for name, has_single_queue, refused in (("cuda", True, True), ("cuda", False, False), ("cpu", True, False)):
-        device = torch.device(name)
-        assert program_of(safe, device, has_single_queue=has_single_queue).plan is safe
-        if refused:
-            with pytest.raises(ConfigError, match="set it to 8, or choose another schedule"):
-                program_of(risky, device, has_single_queue=has_single_queue)
-        else:
-            assert program_of(risky, device, has_single_queue=has_single_queue).plan is risky
+def test_a_program_that_can_deadlock_is_refused() -> None:
+    """None of ours does. Here, messages that rank 1 has to wait for until it has validated the last step are behind its fence."""
+    plan = build_plan("1f1b", num_ranks=2, num_microbatches=4)
+    assert program_of(plan).plan is plan
+    with pytest.raises(ConfigError, match=r"can deadlock on a GPU \(rank 0 at 0F1, sending .* choose another schedule"):
+        program_of(plan, fence=(3, 2))
+
+
+def _timed_passes(rank: int, device: str) -> set[bool]:
+    """Whether passes have timers where tensors are said to be on `device`, over all iterations."""
+    trainer = Trainer(Case("zb-h1", 4, 2))
+    seen: list[bool] = []
+    schedule = trainer.schedule
+    schedule.device = torch.device(device)
+    assert schedule._runner is not None
+    run = schedule._runner.run
+
+    def observed(*args: Any) -> Any:
+        seen.append(trainer.config.timers is timers)
+        return run(*args)
+
+    schedule._runner.run = observed  # type: ignore[method-assign]
+    timers = trainer.config.timers = mock.MagicMock()
+    trainer.train()
+    assert trainer.config.timers is timers
+    trainer.close()
+    return set(seen)
+
+
+@pytest.mark.parametrize(("device", "has_timers"), [("cpu", True), ("cuda", False)])
+def test_passes_have_no_timers_on_cuda(four_ranks: RankPool, device: str, has_timers: bool) -> None:
+    assert four_ranks.run(_timed_passes, device) == [{has_timers}] * 4

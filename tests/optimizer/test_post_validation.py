@@ -82,6 +82,8 @@ def test_optimistic_steps_equal_synchronous_steps(four_ranks: RankPool, scenario
         FP16,
         pytest.param(replace(BASE, distributed_optimizer=True, dtype=torch.bfloat16), marks=pytest.mark.smoke),
         replace(P4, schedule="zbv", num_chunks=2),
+        replace(BASE, per_token_loss=True, different_data=True),
+        replace(ZBV, per_token_loss=True, different_data=True, tied=True),
     ],
     ids=str,
 )

@@ -33,9 +33,6 @@ from megatron.zerobubble.plan.validate import validate
 from tests.support.programs import FAMILIES, post_at_take, post_one_later, rewrite
 from tests.support.rendezvous import BrokenError, Rendezvous, StuckError, check, check_posts, check_retires
 
-SEARCHED = ["v-half", "v-min", "1f1b-v", "zb-interleaved"]
-"""Families whose order is found by search, not hand-written, so that their buffers have no closed-form bound."""
-
 
 def plans(name: str, p: int, m: int) -> Iterator[Plan]:
     """The plans of one family; `zb` at several numbers of pending microbatches."""
@@ -84,10 +81,10 @@ def test_an_iteration_can_be_discarded_at_the_fence(name: str, p: int) -> None:
 def test_every_family_keeps_its_promises_and_ends_without_buffers(name: str, p: int) -> None:
     for m in range(1, 2 * p + 2):
         for index, plan in enumerate(plans(name, p, m)):
-            for lookahead in range(4):
+            for lookahead in (None, 0, 1, 3):
                 program = place_communication(plan, lookahead=lookahead)
                 check(program)
-                Rendezvous(program, seed=index + m + lookahead).run()
+                Rendezvous(program, seed=index + m + (lookahead or 0)).run()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -108,15 +105,12 @@ def test_evaluation(name: str) -> None:
 
 @pytest.mark.parametrize("p", range(2, 9))
 @pytest.mark.parametrize("name", FAMILIES)
-def test_receive_buffers_are_bounded_by_the_ranks_and_not_by_the_microbatches(name: str, p: int) -> None:
-    most = set()
+def test_receive_buffers_are_few_whatever_the_ranks_and_microbatches(name: str, p: int) -> None:
     for m in (1, 2, p, 2 * p + 1, 8 * p):
         for plan in plans(name, p, m):
             program = place_communication(plan)
             check_posts(program)
-            assert max(program.max_receive_buffers) <= (2 * p if name in SEARCHED else p)
-        most.add(max(place_communication(build_plan(name, num_ranks=p, num_microbatches=m)).max_receive_buffers))
-    assert max(most) <= (2 * p if name in SEARCHED else min(p, 4))
+            assert max(program.max_receive_buffers) <= (6 if name == "zb-interleaved" else 4)
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -142,15 +136,15 @@ def test_a_small_program_that_a_person_can_read() -> None:
     assert [describe(row) for row in place_communication(plan).steps] == [
         [
             "0F0 send a1.0",
-            "post g0.0; 0F1 send a1.1",
-            "take g0.0; retire a1.0; 0B0",
+            "0F1 send a1.1",
+            "post g0.0; take g0.0; retire a1.0; 0B0",
             "post g0.1; 0W0",
             "take g0.1; retire a1.1; 0B1",
             "0W1",
         ],
         [
-            "post a1.0; take a1.0; 1F0",
-            "post a1.1; 1B0 send g0.0",
+            "post a1.0; post a1.1; take a1.0; 1F0",
+            "1B0 send g0.0",
             "take a1.1; 1F1",
             "1B1 send g0.1",
             "1W0",
@@ -227,8 +221,8 @@ def placements(draw: st.DrawFn) -> Placement:
     return Placement(tuple(draw(st.permutations([*range(p), *extra]))))
 
 
-@given(placements(), st.integers(1, 5), st.integers(0, 10**6), st.integers(0, 3))
-def test_random_plans(placement: Placement, num_microbatches: int, seed: int, lookahead: int) -> None:
+@given(placements(), st.integers(1, 5), st.integers(0, 10**6), st.sampled_from([None, 0, 1, 2, 3]))
+def test_random_plans(placement: Placement, num_microbatches: int, seed: int, lookahead: int | None) -> None:
     program = place_communication(random_plan(placement, num_microbatches, seed), lookahead=lookahead)
     check(program)
     for offset in range(3):

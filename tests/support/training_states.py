@@ -70,17 +70,19 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
         model_provider=pretrain_gpt.model_provider,
         forward_step_provider=pretrain_gpt.forward_step_provider,
     )
-    yield training_state, store
-    if training_state.post_validation is not None:
-        training_state.post_validation.close()
-    for chunk in training_state.chunks:  # cycles that Python cannot see, as in tests.support.gpt
-        chunk.grad_accs.clear()
-    for part in getattr(training_state.optimizer, "chained_optimizers", [training_state.optimizer]):
-        vars(part).clear()
-    vars(training_state.schedule).clear()
-    _destroy_groups()
-    unset_num_microbatches_calculator()
-    host.uninstall()
+    try:
+        yield training_state, store
+    finally:  # a test may expect an error, and this process may be that of other tests
+        if training_state.post_validation is not None:
+            training_state.post_validation.close()
+        for chunk in training_state.chunks:  # cycles that Python cannot see, as in tests.support.gpt
+            chunk.grad_accs.clear()
+        for part in getattr(training_state.optimizer, "chained_optimizers", [training_state.optimizer]):
+            vars(part).clear()
+        vars(training_state.schedule).clear()
+        _destroy_groups()
+        unset_num_microbatches_calculator()
+        host.uninstall()
 
 
 def train(training_state: TrainingState, *, first: int, last: int) -> list[float]:

@@ -69,6 +69,7 @@ def run_tool(four_ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> Callable[
     """Runs the tool on ranks that are there already."""
 
     def on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+        assert not function.__module__.endswith("__main__"), "spawned processes cannot import it"
         return four_ranks.run(function, *args)
 
     monkeypatch.setattr(benchmark_memory, "run_on_ranks", on_ranks)

@@ -28,8 +28,6 @@ def test_torchruns_environment() -> None:
 
 def test_a_process_alone_is_a_job_of_one() -> None:
     assert read_launch({}) == Launch(rank=0, local_rank=0, ranks_on_host=1, world_size=1, has_threads_set=False)
-    assert read_launch({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).has_single_queue
-    assert not read_launch({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}).has_single_queue
 
 
 def test_a_broken_environment_is_an_error() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.compat import check_megatron_core, define_missing_te_gemm
 from megatron.zerobubble.mcore.ddp.wrap import wrap_chunks
-from megatron.zerobubble.mcore.model.embeddings import make_finalize, release_unused_head, tie_chunks
+from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.hybrid import check_hybrid
 from megatron.zerobubble.mcore.model.transformer_engine import fusion_without_apex
@@ -95,7 +95,7 @@ def build_chunks(
         is_stock=spec.is_stock,
         shards_gradients=spec.shard_gradients is not None,
     )
-    config.finalize_model_grads_func = make_finalize(spec.placement)
+    config.finalize_model_grads_func = FinalizeGradients(spec.placement)
     if ddp_config.overlap_grad_reduce:
         syncs = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]

@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron.zerobubble.mcore.ddp.wrap import start_first_gathers
 from megatron.zerobubble.mcore.post_validation.rewind import Rewind
+from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.stage_work import ChunkWork, Iteration
 from megatron.zerobubble.plan.communication import Program
 from megatron.zerobubble.plan.ir import OpKind, Plan
@@ -45,6 +46,8 @@ class IterationHooks:
     before_gradients: Callable[[], bool] | None = None
     """Called in every training iteration after its first forward passes and before anything touches gradients. True: the last
     optimizer step was wrong and has been redone, so those forward passes run again, with the same data and random state."""
+    token_count: TokenCount | None = None
+    """Sends the number of tokens from the last stage's last F to all ranks, in training iterations."""
     watch: Watch | None = None
     """Records what this rank does, for a watchdog that looks after ranks that hang."""
 
@@ -90,7 +93,7 @@ class IterationRunner:
     def run(self, program: Program, iteration: Iteration, hooks: IterationHooks) -> ChunkWork:
         """All passes of one call of the schedule; the work holds its losses. Every rank of the pipeline must call it."""
         is_training = not iteration.forward_only
-        work = self._work(iteration)
+        work = self._work(iteration, hooks)
         recorder = self._recorder_of(program.plan, hooks) if is_training else None
         executor = self._executor(program, work, recorder, hooks)
         if is_training:
@@ -133,10 +136,11 @@ class IterationRunner:
         rewind.rewind()
         if recorder is not None:
             recorder.rewind()
-        work = self._work(iteration)
+        work = self._work(iteration, hooks)
         return work, self._executor(program, work, recorder, hooks)
 
-    def _work(self, iteration: Iteration) -> ChunkWork:
+    def _work(self, iteration: Iteration, hooks: IterationHooks) -> ChunkWork:
+        token_count = None if iteration.forward_only else hooks.token_count
         return ChunkWork(
             self._chunks,
             self._spec.placement,
@@ -145,6 +149,7 @@ class IterationRunner:
             iteration,
             self._device,
             wgrad_group_size=self._spec.shard_gradients or 1,
+            on_counted=None if token_count is None else token_count.send,
         )
 
     def _executor(self, program: Program, work: ChunkWork, recorder: Recorder | None, hooks: IterationHooks) -> Executor:

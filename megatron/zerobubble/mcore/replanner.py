@@ -185,7 +185,7 @@ class Replanner:
         self.memory = None
         if self._measured_with == num_microbatches and all(members):
             self.memory = self._memory(self._schedule.plan(num_microbatches), members)
-        self._schedule.replan(self._planned)
+        self._schedule.replan(self._planned, self._costs)
         self._schedule.plan(num_microbatches)
 
     def _memory(self, plan: Plan, members: Sequence[Sequence[Measured]]) -> tuple[RankMemory, ...]:
@@ -251,7 +251,6 @@ class Replanner:
         share = 1.0 if num_microbatches == self._usual_num_microbatches else 0.1
         options = replace(self._options, budget=share * self._options.budget, memory_limit=limit)
         found = executed_plan(spec, plan_of(spec.searched, num_microbatches, costs=costs, options=options))
-        self._schedule.place(found)  # raises if the plan could deadlock in one hardware queue
         plans = [found]
         if limit is None or max(peak_memory(current, costs)) <= limit + MEMORY_TOLERANCE:
             plans.append(current)

@@ -59,6 +59,7 @@ class ChunkWork:
         iteration: the arguments of the schedule's call.
         device: of activations and gradients.
         wgrad_group_size: number of microbatches whose Ws run together; they must be adjacent in the plan.
+        on_counted: called with `num_tokens` once it is complete, behind the last F of the last stage.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ChunkWork:
         device: torch.device,
         *,
         wgrad_group_size: int = 1,
+        on_counted: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._chunks = chunks
         self._chunk_of = [placement.chunk_of(stage) for stage in range(placement.num_stages)]
@@ -82,6 +84,7 @@ class ChunkWork:
         self._iteration = iteration
         self._device = device
         self._wgrad_group_size = wgrad_group_size
+        self._on_counted = on_counted
         self._inflight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._streams = ChunkStreams(0 if iteration.forward_only else len(chunks), device)
         self._sync: list[_GradSync] = []
@@ -106,7 +109,7 @@ class ChunkWork:
         Args:
             op: the F op.
             activation: the stage's input; None on the first stage.
-            last: unused.
+            last: whether this is the chunk's last F in the iteration.
 
         Returns:
             An alias of the output, to be sent to the next stage; None on the last stage.
@@ -137,6 +140,8 @@ class ChunkWork:
         get_attr_wrapped_model(self._chunks[chunk], "set_input_tensor")([None])
         if op.stage == self._last_stage:
             self.num_tokens += num_tokens
+            if last and self._on_counted is not None:
+                self._on_counted(self.num_tokens)
             sent = None
         else:
             sent = output.detach()

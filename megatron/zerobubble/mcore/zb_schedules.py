@@ -7,8 +7,8 @@ With the schedule "stock" the function *is* megatron-core's own, untouched: the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,10 +24,12 @@ from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
 from megatron.zerobubble.mcore.given_groups import check_given_groups
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
 from megatron.zerobubble.mcore.post_validation.rewind import Replayed
+from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.stage_work import Iteration
 from megatron.zerobubble.mcore.warm_up import warm_up_groups
 from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
-from megatron.zerobubble.plan.deadlock import finishes
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
@@ -41,20 +43,24 @@ from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
 
-def program_of(plan: Plan, device: torch.device, *, fence: Sequence[int] = (), has_single_queue: bool = False) -> Program:
-    """The plan with its transfers. Raises ConfigError if kernels in one hardware queue could wait for each other (ADR 3).
+def program_of(plan: Plan, *, costs: CostModel | None = None, fence: Sequence[int] = ()) -> Program:
+    """The plan with its transfers.
 
     Args:
         plan: a validated plan.
-        device: where it runs; only CUDA devices have hardware queues.
+        costs: for the timeline on which receives are posted, the same on all ranks; None: F, B and W take the same time.
         fence: per rank the step before which the iteration may have to start over; see `place_communication`.
-        has_single_queue: whether all kernels of a GPU share one hardware queue.
+
+    Raises:
+        ConfigError: the program can deadlock on a GPU (ADR 3). No valid plan is known that does.
     """
-    program = place_communication(plan, fence=fence)
-    if device.type == "cuda" and has_single_queue and not finishes(program, single_queue=True):
+    program = place_communication(plan, costs=costs, fence=fence)
+    stuck = stuck_ranks(program)
+    if stuck:
+        waits = "; ".join(each.text(program.steps[each.rank][each.step].op) for each in stuck[:2])
         raise ConfigError(
-            f"schedule {plan.schedule!r} with {plan.num_ranks} ranks and {plan.num_microbatches} microbatches can deadlock with "
-            "CUDA_DEVICE_MAX_CONNECTIONS=1: set it to 8, or choose another schedule or number of microbatches"
+            f"schedule {plan.schedule!r} with {plan.num_ranks} ranks and {plan.num_microbatches} microbatches can deadlock on a "
+            f"GPU ({waits}): choose another schedule or number of microbatches"
         )
     return program
 
@@ -68,8 +74,6 @@ class PipelineSchedule:
         store: the store the chunks' linears were split into; None for stock.
         config: the chunks' TransformerConfig.
         timeout: how long a transfer between two ranks may take; None for the backend's default.
-        has_single_queue: whether all kernels of a GPU share one hardware queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1. Plans
-            that can deadlock there are then refused (ADR 3).
         p2p_max_ctas: most CTAs of a transfer between stages on NCCL; None leaves it to NCCL.
 
     Raises:
@@ -84,7 +88,6 @@ class PipelineSchedule:
         store: WeightGradStore | None,
         config: Any,
         timeout: timedelta | None = None,
-        has_single_queue: bool = False,
         p2p_max_ctas: int | None = None,
     ) -> None:
         self.spec = spec
@@ -98,11 +101,13 @@ class PipelineSchedule:
         """Which training iterations are recorded."""
         self._chunks = list(chunks)
         self._config = config
-        self._has_single_queue = has_single_queue
+        self._costs: CostModel | None = None
+        """Profiled, on whose timeline receives are posted; None before profiling."""
         self._plan_for: Callable[[int], Plan] = partial(initial_plan, spec)
         self._plans: dict[int, Plan] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
+        self._timeout = timeout
         self._message: tuple[tuple[int, ...], torch.dtype] | None = None
         """Shape and dtype of what travels between stages, from the first iteration on."""
         self._links: ProcessGroupLinks | None = None
@@ -140,13 +145,14 @@ class PipelineSchedule:
             self._plans[num_microbatches] = executed_plan(self.spec, self._plan_for(num_microbatches))
         return self._plans[num_microbatches]
 
-    def replan(self, plan_for: Callable[[int], Plan]) -> None:
+    def replan(self, plan_for: Callable[[int], Plan], costs: CostModel | None = None) -> None:
         """From the next iteration on, run the plan that `plan_for` returns for a number of microbatches, on the same placement.
 
-        Every rank of the world must call it, at the same point between two iterations, and get the same plans. `plan_for` is
-        called once for each number of microbatches, by all ranks at the same point.
+        Every rank of the world must call it at the same point between two iterations, and get the same plans. `plan_for` is
+        called once for each number of microbatches, by all ranks at the same point. Receives are posted on the timeline that the
+        plans have under `costs`, which are the same on all ranks, too.
         """
-        self._plan_for = plan_for
+        self._plan_for, self._costs = plan_for, costs
         self._plans.clear()
         self._programs.clear()
 
@@ -162,12 +168,9 @@ class PipelineSchedule:
                 plan = only_forward(plan)
                 validate(plan, forward_only=True)
             is_fenced = not forward_only and self.hooks.before_gradients is not None
-            self._programs[key] = self.place(plan, fence=speculative_forwards(plan) if is_fenced else ())
+            fence = speculative_forwards(plan) if is_fenced else ()
+            self._programs[key] = program_of(plan, costs=self._costs, fence=fence)
         return self._programs[key]
-
-    def place(self, plan: Plan, *, fence: Sequence[int] = ()) -> Program:
-        """`program_of` for this rank's device and hardware queues."""
-        return program_of(plan, self.device, fence=fence, has_single_queue=self._has_single_queue)
 
     # -- what was measured ------------------------------------------------------------------------------------------------
 
@@ -193,6 +196,9 @@ class PipelineSchedule:
         """Destroy the process groups of the links. Every rank of the world must call it."""
         if self._links is not None:
             self._links.close()
+        if self.hooks.token_count is not None:
+            self.hooks.token_count.close()
+            self.hooks.token_count = None
 
     def _clock_offset_ms(self) -> float:
         assert self._links is not None
@@ -248,20 +254,53 @@ class PipelineSchedule:
             context_parallel_size=parallel_state.get_context_parallel_world_size(),
         )
         self._message = iteration.tensor_shape, self._config.pipeline_dtype
+        self._count_tokens(forward_only=forward_only)
         with nullcontext() if hooks.watch is None else hooks.watch.passes(forward_only=forward_only):
-            work = self._runner.run(self.program(num_microbatches, forward_only=forward_only), iteration, hooks)
+            with self._without_timers():
+                work = self._runner.run(self.program(num_microbatches, forward_only=forward_only), iteration, hooks)
             if self._config.finalize_model_grads_func is not None and not forward_only:
                 self._finalize_gradients(work.num_tokens, pg_collection, force_all_reduce)
         if timers is not None:
             timers("forward-backward").stop()
         return work.losses
 
+    def _count_tokens(self, *, forward_only: bool) -> None:
+        """With post-validation and per-token loss, from the first training iteration on, send the number of tokens early."""
+        config, hooks = self._config, self.hooks
+        if forward_only or hooks.token_count is not None or hooks.before_gradients is None:
+            return
+        if not config.calculate_per_token_loss or self.spec.num_ranks == 1:
+            return
+        if not getattr(config.finalize_model_grads_func, "takes_total", False):
+            return  # a training loop's own function: it takes the number from megatron-core's broadcast
+        hooks.token_count = TokenCount(
+            pipeline=dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
+            replicas=dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+            rank=self._rank,
+            source=self.spec.placement.stage_to_rank[-1],
+            device=self.device,
+            timeout=self._timeout,
+        )
+
+    @contextmanager
+    def _without_timers(self) -> Iterator[None]:
+        """On CUDA passes have no timers: each would wait for all that the device has to do. Recordings have their times."""
+        timers = self._config.timers
+        if self.device.type == "cuda":
+            self._config.timers = None
+        try:
+            yield
+        finally:
+            self._config.timers = timers
+
     def _finalize_gradients(self, num_tokens: torch.Tensor, pg_collection: Any, force_all_reduce: bool | None) -> None:
         """megatron-core's last reductions. `num_tokens` is an int32 scalar, this rank's share of the per-token loss."""
         if self.hooks.watch is not None:
             self.hooks.watch.report("makes its gradients final with other ranks")
-        counted = num_tokens if self._config.calculate_per_token_loss else None
+        counted: torch.Tensor | int | None = num_tokens if self._config.calculate_per_token_loss else None
         with self.recorder.span(Activity.GRADIENTS):
+            if self.hooks.token_count is not None:
+                counted = self.hooks.token_count.total()
             self._config.finalize_model_grads_func(
                 self._chunks, counted, pg_collection=pg_collection, force_all_reduce=force_all_reduce
             )

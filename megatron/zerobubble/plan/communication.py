@@ -11,10 +11,14 @@ sends are proven to have arrived by then. Four rules make the result free of dea
 4. A send is *retired* (its buffer reused) when a message is taken that the receiver can only have sent after taking ours.
 
 By 2 and 3 an op waits only for the op that produces its message, and that op waits only for its own predecessors: the
-waits are the plan's own dependencies, and a valid plan has no cycle in them. docs/adr/0003 has the full proof for NCCL.
+waits are the plan's own dependencies, and a valid plan has no cycle in them.
 
-Receives are posted `lookahead` ops before the op that takes them, so that the transfer overlaps with the compute in between; not
-earlier, because on NCCL a posted receive is a running kernel.
+Where exactly a receive is posted decides whether this still holds on a GPU whose streams share hardware queues, or that waits for
+all of its kernels inside an op. Receives are posted on the plan's timeline: all ops of all ranks are ordered by the time at which
+they end, and a receive comes before the first op of its rank that ends after the op that sends. Then the sequence of that one
+order, with every transfer right behind the op that sends, is possible for every rank, whatever must be over before the next thing
+begins (`deadlock`; docs/adr/0003 has the proof). It is also when the message arrives: the transfer overlaps with the op that runs
+then, and the kernel of a receive does not wait longer than that op.
 
 With post-validation, a *fence* is the step of each rank before which it may have to discard the iteration and restart it
 (`speculative_forwards`). No receive for a later step is posted before the fence, so that the messages sent but not taken by
@@ -24,11 +28,14 @@ then are known: `Program.unread`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.dependencies import execution_order
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.simulate import run_in_order
 
 _BACKWARD = (OpKind.B, OpKind.BW)
 
@@ -106,19 +113,30 @@ def speculative_forwards(plan: Plan) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def place_communication(plan: Plan, *, lookahead: int = 1, fence: Sequence[int] = ()) -> Program:
+def place_communication(
+    plan: Plan, *, costs: CostModel | None = None, fence: Sequence[int] = (), lookahead: int | None = None
+) -> Program:
     """Place sends and receives around the ops of a valid plan.
 
     Args:
         plan: a plan that `validate` accepts.
-        lookahead: number of ops before its use at which a receive is posted; at least 0.
+        costs: for the timeline on which receives are posted, the same on all ranks; None: F, B and W take the same time.
         fence: `speculative_forwards(plan)` with post-validation, otherwise empty.
+        lookahead: for comparison, instead of the timeline: the number of ops before its use at which a receive is posted.
+
+    Raises:
+        PlanError: the costs are for another number of stages.
     """
     fences = tuple(fence) or (0,) * plan.num_ranks
     takes = [[_taken_by(op, plan) for op in row] for row in plan.ops]
     sends = [[_sent_by(op, plan) for op in row] for row in plan.ops]
     links = _Links(takes, sends)
-    posts, buffers = _place_posts(plan, links, takes, lookahead, fences)
+    if lookahead is None:
+        wanted = _on_timeline(plan, sends, CostModel.uniform(plan.placement) if costs is None else costs)
+    else:
+        queues = links.queues.values()
+        wanted = {message: links.taken_at[message] - lookahead for queue in queues for message in queue}
+    posts, buffers = _place_posts(plan, links, takes, wanted, fences)
     retires = _place_retires(plan, links)
     steps = []
     for rank, row in enumerate(plan.ops):
@@ -191,20 +209,38 @@ class _Links:
                     self.queues.setdefault((message.source, message.target), []).append(message)
 
 
+def _on_timeline(plan: Plan, sends: list[list[Message | None]], costs: CostModel) -> dict[Message, int]:
+    """All messages in the order in which they are sent, each with the number of ops of its receiver that have ended by then.
+
+    Ops that end at the same time are in an order in which they can run, also if some take no time.
+    """
+    costs.check_fits(plan.placement)
+    rows = run_in_order(plan, lambda op: costs.duration_ms(op.stage, op.kind), costs.comm_ms)
+    ended, sent = [0] * plan.num_ranks, {}
+    for rank, step in sorted(execution_order(plan), key=lambda at: rows[at[0]][at[1]].end_ms):
+        ended[rank] += 1
+        message = sends[rank][step]
+        if message is not None:
+            sent[message] = ended[message.target]
+    return sent
+
+
 def _place_posts(
-    plan: Plan, links: _Links, takes: list[list[Message | None]], lookahead: int, fence: Sequence[int]
+    plan: Plan, links: _Links, takes: list[list[Message | None]], wanted: Mapping[Message, int], fence: Sequence[int]
 ) -> tuple[list[list[list[Message]]], tuple[int, ...]]:
-    posts: list[list[list[Message]]] = [[[] for _ in row] for row in plan.ops]
+    """The receives to post at each step: as late as `wanted`, but not behind a later one of their link, nor before their fence.
+
+    Receives of several links at one step are posted in the order of `wanted`.
+    """
+    due: dict[Message, int] = {}
     for (_, target), queue in links.queues.items():
-        due = len(plan.ops[target])
-        placed = []
+        latest = len(plan.ops[target])
         for message in reversed(queue):
-            taken_at = links.taken_at[message]
-            earliest = fence[target] if taken_at >= fence[target] else 0
-            due = min(due, max(earliest, taken_at - lookahead))
-            placed.append((due, message))
-        for step, message in reversed(placed):
-            posts[target][step].append(message)
+            earliest = fence[target] if links.taken_at[message] >= fence[target] else 0
+            latest = due[message] = min(latest, max(earliest, wanted[message]))
+    posts: list[list[list[Message]]] = [[[] for _ in row] for row in plan.ops]
+    for message in wanted:
+        posts[message.target][due[message]].append(message)
     buffers = []
     for rank, row in enumerate(posts):
         live = peak = 0

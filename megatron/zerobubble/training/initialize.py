@@ -43,8 +43,6 @@ class Launch:
     """Number of ranks of the job."""
     has_threads_set: bool
     """Whether OMP_NUM_THREADS is set."""
-    has_single_queue: bool = False
-    """Whether CUDA_DEVICE_MAX_CONNECTIONS=1: all streams of a GPU share one hardware queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +81,6 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         ranks_on_host=max(1, number("LOCAL_WORLD_SIZE", number("WORLD_SIZE", 1))),
         world_size=number("WORLD_SIZE", 1),
         has_threads_set="OMP_NUM_THREADS" in environment,
-        has_single_queue=environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1",
     )
 
 

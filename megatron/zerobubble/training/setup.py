@@ -121,7 +121,6 @@ def build_training_state(
         store=built.store,
         config=config,
         timeout=timeout,
-        has_single_queue=job.launch.has_single_queue,
         p2p_max_ctas=zero_bubble.zero_bubble_p2p_max_ctas,
     )
     if settings.watchdog_s is not None:

@@ -23,9 +23,9 @@ import torch
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.errors import ConfigError, UserError
-from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from tools.benchmarks.emulation import run_on_ranks
-from tools.benchmarks.memory.ledger import RankLedger, table, watch
+from tools.benchmarks.memory.ledger import RankLedger, table
+from tools.benchmarks.memory.rank import serve
 from tools.benchmarks.schedules.contenders import ContenderSpec, Runtime, Sizes, contender_specs
 from tools.benchmarks.split import choose_device
 
@@ -70,29 +70,6 @@ def check(args: argparse.Namespace) -> tuple[ContenderSpec, Sizes]:
             f"--schedule {args.schedule} does not run on our executor, which this benchmark measures; give for example zbv"
         )
     return spec, sizes
-
-
-def serve(rank: int, spec: ContenderSpec, sizes: Sizes, args: argparse.Namespace, on_gpu: bool) -> RankLedger:
-    """Run one rank."""
-    if on_gpu:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    host = HostDevice(enabled=not on_gpu)
-    with quiet_third_parties():
-        # Here, because the process that starts the ranks builds no model.
-        from tools.benchmarks.schedules.gpt import GPTContender, set_up, tear_down
-
-        set_up(host, args.num_ranks)
-        contender = GPTContender(spec, sizes, args.num_ranks, host)
-    ledger = watch(
-        contender.schedule,
-        lambda: contender.iterate(args.num_microbatches),
-        num_microbatches=args.num_microbatches,
-        num_iterations=args.num_iterations,
-        warmup=args.warmup,
-    )
-    contender.close()
-    tear_down(host)
-    return ledger
 
 
 def to_json(ranks: Sequence[RankLedger], about: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ both weights are sharded alike and the sum of the buffers is the sum of each ran
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,26 +60,50 @@ def release_unused_head(model: nn.Module) -> None:
         stage.output_layer.weight = None
 
 
-def make_finalize(placement: Placement, finalize: Finalize = stock_finalize_model_grads) -> Finalize:
+class FinalizeGradients:
     """A `finalize_model_grads` for a placement, as the value of `config.finalize_model_grads_func`.
 
     Args:
         placement: stage -> rank.
         finalize: called for everything else: megatron-core's `finalize_model_grads`, or a training loop's own around it.
     """
-    last_stage_rank = placement.stage_to_rank[-1]
 
-    def finalize_model_grads(
-        model: list[nn.Module], num_tokens: torch.Tensor | None = None, pg_collection: Any = None, **kwargs: Any
+    def __init__(self, placement: Placement, finalize: Finalize = stock_finalize_model_grads) -> None:
+        self._source = placement.stage_to_rank[-1]
+        self._is_last = self._source == placement.num_ranks - 1
+        self._finalize = finalize
+
+    @property
+    def takes_total(self) -> bool:
+        """Whether `num_tokens` may be an int: not with a training loop's own function, which knows tensors only."""
+        finalize: Any = self._finalize
+        while isinstance(finalize, functools.partial):
+            finalize = finalize.func
+        return finalize is stock_finalize_model_grads
+
+    def __call__(
+        self, model: list[nn.Module], num_tokens: torch.Tensor | int | None = None, pg_collection: Any = None, **kwargs: Any
     ) -> None:
-        pipeline = pg_collection.pp if pg_collection is not None else parallel_state.get_pipeline_model_parallel_group()
-        if num_tokens is not None and last_stage_rank != placement.num_ranks - 1:
-            # megatron-core broadcasts the count from the last rank; under V the last stage, which has it, is elsewhere.
-            dist.broadcast(num_tokens, src=dist.get_global_rank(pipeline, last_stage_rank), group=pipeline)
-        finalize(model, num_tokens, pg_collection=pg_collection, **kwargs)
-        _sum_tied_gradients(model)
+        """megatron-core's arguments.
 
-    return finalize_model_grads
+        Args:
+            model: this rank's chunks.
+            num_tokens: with per-token loss, what gradients are divided by: an int is the number of tokens of the global batch; an
+                integer scalar tensor is this replica's, on the rank of the last stage, and is summed over the world first.
+            pg_collection: process groups; None: those of `parallel_state`.
+            **kwargs: passed on.
+        """
+        pipeline = pg_collection.pp if pg_collection is not None else parallel_state.get_pipeline_model_parallel_group()
+        if isinstance(num_tokens, torch.Tensor) and not self._is_last:
+            # megatron-core broadcasts the count from the last rank; under V the last stage, which has it, is elsewhere.
+            dist.broadcast(num_tokens, src=dist.get_global_rank(pipeline, self._source), group=pipeline)
+        if isinstance(num_tokens, int):
+            self._finalize(model, None, pg_collection=pg_collection, **kwargs)
+            for chunk in model if num_tokens > 0 else ():
+                chunk.scale_gradients(1.0 / num_tokens)  # type: ignore[operator]
+        else:
+            self._finalize(model, num_tokens, pg_collection=pg_collection, **kwargs)
+        _sum_tied_gradients(model)
 
 
 def _sum_tied_gradients(chunks: Sequence[nn.Module]) -> None:

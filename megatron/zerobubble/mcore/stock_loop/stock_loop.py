@@ -33,7 +33,7 @@ from megatron.zerobubble.mcore.build import check_config, make_store
 from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.ddp.wrap import order_wgrads_by_bucket
 from megatron.zerobubble.mcore.memory import state_bytes, usable_bytes
-from megatron.zerobubble.mcore.model.embeddings import Finalize, make_finalize, release_unused_head, tie_chunks
+from megatron.zerobubble.mcore.model.embeddings import Finalize, FinalizeGradients, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.hybrid import check_hybrid, place_stack
 from megatron.zerobubble.mcore.model.layout import StageLayout
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
@@ -81,8 +81,6 @@ class StockLoopOptions:
     """Training iterations, counted from the first one after `install`, that are profiled for re-planning; None: none."""
     planning_seconds: float = 10.0
     """About how long one rank then searches for a better order."""
-    has_single_queue: bool = False
-    """Whether all kernels of a GPU share one hardware queue; see `PipelineSchedule`."""
     p2p_max_ctas: int | None = None
     """Most CTAs of a transfer between stages on NCCL; None leaves it to NCCL."""
     post_validation: PostValidationOptions | None = None
@@ -346,7 +344,6 @@ class StockLoop:
             chunks,
             store=first.store,
             config=get_model_config(chunks[0]),
-            has_single_queue=self.options.has_single_queue,
             p2p_max_ctas=self.options.p2p_max_ctas,
         )
         relay = None
@@ -400,7 +397,7 @@ class StockLoop:
         given = config.finalize_model_grads_func
         if given is None or any(config is known and given is ours for known, _, ours in self._finalizers):
             return
-        ours = make_finalize(placement, given)
+        ours = FinalizeGradients(placement, given)
         self._finalizers.append((config, given, ours))
         config.finalize_model_grads_func = ours
 

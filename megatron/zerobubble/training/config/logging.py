@@ -32,7 +32,7 @@ class LoggingConfig:
     """Count the zeros in the gradients and log their number."""
     timing_log_level: int = 0
     """Granularity of the timers: 0 times whole iterations, 1 adds the phases of an iteration, 2 adds every forward and backward
-    pass."""
+    pass (on CUDA under megatron-core's own schedules only: each would wait for the whole device)."""
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
     """Statistic over ranks that timers log: the maximum, minimum and maximum, or the time of every rank."""
 
