@@ -15,7 +15,7 @@ from megatron.zerobubble.plan.communication import Program, place_communication,
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.transforms import forward_only
 from tests.runtime.on_fake_nccl import Hazard, Setup, run_program
-from tests.support.fake_nccl.engine import StuckError
+from tests.support.fake_nccl.engine import FakeNcclError, StuckError
 from tests.support.programs import FAMILIES
 
 HAZARDS = list(Hazard)
@@ -42,7 +42,7 @@ def outcomes(program: Program, setup: Setup, seeds: range, **options: Any) -> Co
         try:
             results = run_program(program, seed, setup, **options)
             found["stalls" if any(result.stalls for result in results) else "ends"] += 1
-        except Exception as error:  # noqa: BLE001 - counted
+        except (Exception, FakeNcclError) as error:  # noqa: BLE001 - counted
             found[type(error).__name__] += 1
     return found
 

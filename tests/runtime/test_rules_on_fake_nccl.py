@@ -67,7 +67,7 @@ def test_rule_4_a_send_that_is_retired_before_it_is_proven_to_have_arrived() -> 
 # -- buffers ------------------------------------------------------------------------------------------------------------------
 
 
-class _Forgetful:
+class Forgetful:
     """Links whose handles keep no tensor."""
 
     def __init__(self, links: Links) -> None:
@@ -105,13 +105,13 @@ class _Careless(Executor):
 
 def test_a_sent_tensor_that_nobody_keeps_is_overwritten_by_its_memorys_next_owner() -> None:
     with pytest.raises(OrderError, match=r"\(a temporary tensor\) writes .*, and nothing orders it after: send \d+ of .* reads"):
-        run_program(program_of("zb-h1", 2), 0, Setup(links=_Forgetful))
-    assert outcomes(program_of("zb-h1", 2), Setup(links=_Forgetful), SEEDS) == {"OrderError": 9}
+        run_program(program_of("zb-h1", 2), 0, Setup(links=Forgetful))
+    assert outcomes(program_of("zb-h1", 2), Setup(links=Forgetful), SEEDS) == {"OrderError": 9}
 
 
 def test_a_sent_tensor_that_nobody_keeps_arrives_as_something_else() -> None:
     """Without the clocks, where its memory was handed out again before it left."""
-    found = outcomes(program_of("zb-h1", 2), Setup(links=_Forgetful), SEEDS, checks=False)
+    found = outcomes(program_of("zb-h1", 2), Setup(links=Forgetful), SEEDS, checks=False)
     assert found["AssertionError"] > 0, found
 
 
@@ -124,7 +124,7 @@ def test_a_message_that_is_read_before_it_is_waited_for() -> None:
 def test_a_receive_buffer_that_nobody_keeps() -> None:
     plan = build_plan("zb-h1", num_ranks=3, num_microbatches=6)
     program = place_communication(plan, fence=speculative_forwards(plan))
-    setup = Setup(links=_Forgetful, executor=_Careless, rewinds=True)
+    setup = Setup(links=Forgetful, executor=_Careless, rewinds=True)
     found = outcomes(program, setup, SEEDS)
     assert found["OrderError"] == 9, found
 

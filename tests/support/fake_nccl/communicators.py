@@ -19,14 +19,14 @@ from torch import Tensor
 
 from tests.support.fake_nccl.clocks import Timeline
 from tests.support.fake_nccl.device import Device, Mark
-from tests.support.fake_nccl.engine import Engine
+from tests.support.fake_nccl.engine import Engine, FakeNcclError
 from tests.support.fake_nccl.memory import Reference
 
 Carry = Callable[[Sequence[Sequence[Tensor]], Sequence[Sequence[Tensor]]], None]
 """Moves the data of a collective: (inputs per rank, outputs per rank), each a list of tensors."""
 
 
-class MismatchError(Exception):
+class MismatchError(FakeNcclError):
     """Ranks have issued operations on one communicator that do not fit together."""
 
 
@@ -80,10 +80,12 @@ class Communicator:
         engine: of the run.
         name: in messages.
         ranks: global ranks of its members.
+        on_host: whether it is of gloo, which works on host memory and has no stream: an operation comes after what its thread has
+            seen to be over, and devices neither wait for it nor does it for them.
     """
 
-    def __init__(self, engine: Engine, name: str, ranks: Sequence[int]) -> None:
-        self._engine, self.name, self.ranks = engine, name, tuple(ranks)
+    def __init__(self, engine: Engine, name: str, ranks: Sequence[int], *, on_host: bool = False) -> None:
+        self._engine, self.name, self.ranks, self.on_host = engine, name, tuple(ranks), on_host
         self.ends: dict[int, End] = {}
         """By place."""
         self._arrived: set[int] = set()
@@ -91,10 +93,12 @@ class Communicator:
 
     def join(self, place: int, device: Device) -> None:
         """Make this rank's end: waits for the device, then for all other members. Blocks the host."""
-        device.synchronize(f"its device, to make {self.name}")
+        if not self.on_host:
+            device.synchronize(f"its device, to make {self.name}")
         end = End(device, device.timeline(f"the stream of {self.name}"))
         self.ends[place] = end
-        device.ends.append(lambda: not end.queue)
+        if not self.on_host:
+            device.ends.append(lambda: not end.queue)
         self._arrived.add(place)
         missing = lambda: [rank for place, rank in enumerate(self.ranks) if place not in self._arrived]  # noqa: E731
         self._engine.block_until(lambda: not missing(), lambda: f"ranks {missing()}, to make {self.name}")
@@ -113,9 +117,11 @@ class Communicator:
         """Issue an operation behind the current stream. Returns at once."""
         end = self.ends[place]
         device = end.device
-        stream = device.current_stream()
-        stream.timeline.join(device.host().clock)
-        begin = stream.mark()
+        begin = Mark(dict(device.host().clock), "the host", is_reached=True)
+        if not self.on_host:
+            stream = device.current_stream()
+            stream.timeline.join(begin.clock)
+            begin = stream.mark()
         end.timeline.join(begin.clock)
         for tensor in inputs:
             device.memory.read(tensor, end.timeline, text)
@@ -124,7 +130,8 @@ class Communicator:
         references = [[Reference(tensor, device.arena, text) for tensor in tensors] for tensors in (inputs, outputs)]
         kernel = Kernel(kind, text, *references, begin, Mark(dict(end.timeline.clock), text), peer, carry, end)
         end.queue.append(kernel)
-        device.issued(kernel)
+        if not self.on_host:
+            device.issued(kernel)
         self._engine.pause()
         return kernel
 

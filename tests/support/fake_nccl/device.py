@@ -102,8 +102,9 @@ class Stream:
             return
         arena = self.device.arena
         into, out_of = Reference(target, arena, text), Reference(source, arena, text)
+        pinned = [tensor for tensor in (target, source) if self.device.memory.is_pinned(tensor)]
 
-        def run() -> None:
+        def run(pinned: object = pinned) -> None:
             into.tensor().copy_(out_of.tensor())
 
         self._queue.append((None, run, text))
@@ -169,7 +170,7 @@ class Device:
         self.stalls: list[str] = []
         """Sends that were waited for before they were over."""
         self.default = Stream(self, "the compute stream", at_host=True)
-        self.memory = Memory(rank, self.default.timeline, checks=checks)
+        self.memory = Memory(rank, self.default.timeline, self.host, checks=checks)
         self.arena = Arena(self.memory, lambda clock: self.host().join(clock))
 
     @staticmethod
@@ -204,8 +205,10 @@ class Device:
         """As `torch.cuda.stream`."""
         before = self.current_stream()
         here().state["stream"] = stream
-        yield
-        here().state["stream"] = before
+        try:
+            yield
+        finally:
+            here().state["stream"] = before
 
     def compute(self, text: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """A kernel on the current stream."""

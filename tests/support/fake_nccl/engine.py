@@ -22,12 +22,16 @@ MAX_STEPS_WITHOUT_A_HOST = 1_000_000
 """Moves in a row after which a mover is broken: there are only so many kernels."""
 
 
-class StuckError(Exception):
+class FakeNcclError(BaseException):
+    """What goes wrong in a run. Not an Exception: no code that runs there may catch it, as some does to raise it later."""
+
+
+class StuckError(FakeNcclError):
     """Nobody can go on: a deadlock. The message states what every rank waits for."""
 
 
-class AbandonedError(BaseException):
-    """Raised in the threads of a run that has failed elsewhere, where they wait. Not an Exception: nobody may catch it."""
+class AbandonedError(FakeNcclError):
+    """Raised in the threads of a run that has failed elsewhere, where they wait."""
 
 
 class Mover(Protocol):
@@ -82,6 +86,11 @@ class HostThread:
 
 
 _HERE = threading.local()
+
+
+def is_here() -> bool:
+    """Whether the caller is a thread of a run, and not for example a finalizer after it."""
+    return hasattr(_HERE, "thread")
 
 
 def here() -> HostThread:
@@ -216,7 +225,7 @@ class Engine:
                 return chosen
             try:
                 chosen.move()
-            except Exception as error:  # noqa: BLE001 - raised in the thread that called `run`
+            except BaseException as error:  # noqa: BLE001 - raised in the thread that called `run`
                 self.fail(error, "a kernel")
                 return None
         raise AssertionError("a mover moves forever")
@@ -241,9 +250,7 @@ class Engine:
 
     def _stuck(self) -> str:
         lines = [
-            f"rank {thread.rank}, {thread.name}: waits for {thread.waits_for()}"
-            for thread in self._threads
-            if not thread.is_over and not thread.serves
+            f"rank {thread.rank}, {thread.name}: waits for {thread.waits_for()}" for thread in self._threads if not thread.is_over
         ]
         lines += [line for mover in self._movers for line in mover.waiting()]
         return "\n".join(["nobody can go on:", *lines])

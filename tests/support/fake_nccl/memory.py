@@ -23,16 +23,17 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.support.fake_nccl.clocks import Access, Clock, Timeline
+from tests.support.fake_nccl.engine import FakeNcclError, here, is_here
 
 POISON = 0xFF
 """Every byte of free memory: NaN in every floating-point dtype."""
 
 
-class OrderError(Exception):
+class OrderError(FakeNcclError):
     """Two accesses to the same bytes, at least one a write, that nothing orders. The message names both."""
 
 
-class FreedError(Exception):
+class FreedError(FakeNcclError):
     """A transfer reads or writes a tensor of torch that is freed."""
 
 
@@ -65,14 +66,16 @@ class Memory:
     Args:
         rank: in messages.
         owner: the timeline whose allocations may reuse freed memory.
+        host: returns the timeline of the thread that runs.
         checks: whether an access that nothing orders is an error.
     """
 
-    def __init__(self, rank: int, owner: Timeline, *, checks: bool) -> None:
-        self._rank, self._owner, self._checks = rank, owner, checks
+    def __init__(self, rank: int, owner: Timeline, host: Callable[[], Timeline], *, checks: bool) -> None:
+        self._rank, self._owner, self._host, self._checks = rank, owner, host, checks
         self._histories: dict[int, _History] = {}
         self.kept: set[int] = set()
         """Addresses whose history outlives the tensor: an arena's."""
+        self._pinned: set[int] = set()
         self.late: list[OrderError] = []
         """Errors found when a tensor was freed, where none can be raised."""
 
@@ -112,11 +115,24 @@ class Memory:
                 weakref.finalize(storage, self._freed, key).atexit = False
         return self._histories[key]
 
+    def pin(self, tensor: Tensor) -> None:
+        """A tensor of host memory that its allocator does not reuse before all copies from and to it are over."""
+        storage = tensor.untyped_storage()
+        self._pinned.add(storage.data_ptr())
+        weakref.finalize(storage, self._pinned.discard, storage.data_ptr()).atexit = False
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether `pin` was called with it."""
+        return tensor.untyped_storage().data_ptr() in self._pinned
+
     def _freed(self, key: int) -> None:
-        """torch may hand the memory out again, on the compute stream."""
+        """torch may hand the memory out again, to the host or on the compute stream."""
         history = self._histories.pop(key)
-        for old in (*history.writes, *history.reads) if self._checks else ():
-            if not old.is_before(self._owner):
+        if not self._checks or key in self._pinned or not is_here():
+            return
+        host = self._host() if here().rank == self._rank else self._owner  # a cycle may be collected on another rank's thread
+        for old in (*history.writes, *history.reads):
+            if not old.is_before(self._owner) and not old.is_before(host):
                 self.late.append(OrderError(f"rank {self._rank}: a tensor is freed, and nothing orders that after: {old.text}"))
 
 
@@ -167,6 +183,12 @@ class Arena:
         self._recorded: dict[int, list[Order]] = {}
         self._kept_back: list[tuple[int, list[tuple[Callable[[], bool], Clock]]]] = []
         self.num_reused = 0
+        self.allocated = self.most_allocated = 0
+        """Bytes handed out, now and at most."""
+
+    def reset_peak(self) -> None:
+        """As `torch.cuda.reset_peak_memory_stats`."""
+        self.most_allocated = self.allocated
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """As `torch.empty`, poisoned."""
@@ -181,6 +203,8 @@ class Arena:
             address = block.ctypes.data
             self._blocks[address] = block
             self._memory.kept.add(address)
+        self.allocated += size
+        self.most_allocated = max(self.most_allocated, self.allocated)
         view = self._blocks[address][:]
         weakref.finalize(view, self._release, address).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)
@@ -195,6 +219,7 @@ class Arena:
         return None if block is None else torch.from_numpy(block).untyped_storage()
 
     def _release(self, address: int) -> None:
+        self.allocated -= self._blocks[address].size
         streams = self._recorded.pop(address, [])
         if streams:
             self._kept_back.append((address, [stream.marker() for stream in streams]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -14,9 +14,11 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 from megatron.zerobubble.runtime import p2p
+from tests.support.fake_nccl.cuda import OnDevice, cuda_of_ranks
 from tests.support.fake_nccl.device import Device
 from tests.support.fake_nccl.engine import Engine, HostThread, here
-from tests.support.fake_nccl.process_group import BACKEND, Fabric, register
+from tests.support.fake_nccl.process_group import BACKEND, Fabric, new_group, register
+from tests.support.fake_nccl.threads import scheduled_threads
 
 
 class _Store(dist.Store):
@@ -42,6 +44,8 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     seed: int = 0,
+    backend: str = BACKEND,
+    cuda: bool = False,
     eager: bool = False,
     checks: bool = True,
     single_queue: bool = False,
@@ -54,6 +58,8 @@ def run_ranks(
         function: what each rank does; it may use `torch.distributed` and `Device.current()`.
         args: of the function.
         seed: of the order in which hosts and devices go on.
+        backend: of the world.
+        cuda: whether `torch.cuda` and copies between host and device are those of the rank's device (`cuda`).
         eager: whether groups make their communicator when they are made (`device_id` given), or when it is first used.
         checks: whether accesses to memory that nothing orders are errors; without, only what they do to the data shows.
         single_queue: whether the streams of a rank share one hardware queue.
@@ -66,18 +72,20 @@ def run_ranks(
     """
     register()
     engine = Engine(seed, resumed)
+    on_device = OnDevice if cuda else nullcontext
     fabric = Fabric(engine, eager=eager)
     results: list[Any] = [None] * size
     devices = [Device(engine, rank, checks=checks, single_queue=single_queue) for rank in range(size)]
 
     def run(rank: int) -> None:
-        here().state.update(device=devices[rank], fabric=fabric)
-        dist.init_process_group(BACKEND, store=_Store(), rank=rank, world_size=size)
-        results[rank] = function(rank, *args)
+        here().state.update(device=devices[rank], fabric=fabric, enter=on_device)
+        dist.init_process_group(backend, store=_Store(), rank=rank, world_size=size)
+        with on_device():
+            results[rank] = function(rank, *args)
         devices[rank].synchronize("its device, at the end")
         dist.destroy_process_group()
 
-    with _one_process_as_many():
+    with _one_process_as_many(), cuda_of_ranks() if cuda else nullcontext():
         for rank in range(size):
             engine.spawn(f"the host of rank {rank}", rank, lambda rank=rank: run(rank))  # type: ignore[misc]
         engine.run()
@@ -95,6 +103,8 @@ def _one_process_as_many() -> Iterator[None]:
             _unregister_process_group=lambda *_: None,
         ),
         mock.patch.object(sys, "excepthook", sys.excepthook),  # which torch replaces
+        mock.patch.object(dist, "new_group", new_group),
         mock.patch.object(p2p, "Issuer", InlineIssuer),
+        scheduled_threads(),
     ):
         yield
