@@ -17,7 +17,7 @@
 #   HIDDEN_SIZE LAYERS ATTENTION_HEADS SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR
 #   DATA_PATH (or DATASET)              path prefix of an indexed dataset (tools/preprocess_data.py)
 #   RUN_DIR                             directory of checkpoints and metrics; runs/<schedule> by default
-#   LAUNCHER=srun                       be one rank of a Slurm step, without torchrun (pretrain_zero_bubble.slurm sets it)
+#   LAUNCHER=slurm                      be one rank that srun started, without torchrun (pretrain_zero_bubble.slurm sets it)
 #   EXIT_INTERVAL FP32=1                exit after this iteration; fp32 on GPUs too
 # On GPUs gpu_environment.sh is sourced; it leaves variables that are set.
 # Further arguments are passed to pretrain_gpt.py and override these: ... pretrain_zero_bubble.sh --train-iters 20
@@ -29,6 +29,11 @@ python_bin=""
 command -v torchrun >/dev/null && python_bin=""
 
 # -- the machine --------------------------------------------------------------------------------------------------------
+launcher="${LAUNCHER:-torchrun}"
+if [[ "$launcher" != torchrun && "$launcher" != slurm ]]; then
+    echo "LAUNCHER is $launcher; it must be torchrun or slurm" >&2
+    exit 2
+fi
 gpus=0
 command -v nvidia-smi >/dev/null && gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)"
 nodes="${NNODES:-${WORLD_SIZE:-1}}"
@@ -69,6 +74,7 @@ if [[ $backend == nccl ]]; then
     is_on "${FP32:-}" || device+=(--bf16)
     # shellcheck source=examples/gpu_environment.sh
     TP_SIZE="$tensor" source "$here/examples/gpu_environment.sh"
+    device+=(--manual-gc --manual-gc-interval 100) # all ranks collect Python's garbage in the same iteration
 else
     hidden="${HIDDEN_SIZE:-128}" layers="${LAYERS:-$((pipeline * 2))}" heads="${ATTENTION_HEADS:-4}" length="${SEQ_LENGTH:-256}"
     micro="${MICRO_BATCH_SIZE:-2}" iterations="${TRAIN_ITERS:-120}" lr="${LR:-2e-3}"
@@ -84,12 +90,12 @@ data="${DATA_PATH:-${DATASET:-$here/data/python-stdlib}}"
 run="${RUN_DIR:-$here/runs/$name}"
 
 # -- go -----------------------------------------------------------------------------------------------------------------
-if [[ "${LAUNCHER:-torchrun}" == srun ]]; then
-    export RANK="${SLURM_PROCID:?LAUNCHER=srun is for the tasks of a Slurm step}" WORLD_SIZE="$SLURM_NTASKS"
+if [[ "$launcher" == slurm ]]; then
+    export RANK="${SLURM_PROCID:?LAUNCHER=slurm is for the tasks of a Slurm step}" WORLD_SIZE="$SLURM_NTASKS"
     export LOCAL_RANK="$SLURM_LOCALID" LOCAL_WORLD_SIZE="$ranks_per_node"
     export MASTER_ADDR="${MASTER_ADDR:?set MASTER_ADDR to the first machine}" MASTER_PORT="${MASTER_PORT:-29500}"
     export OMP_NUM_THREADS="${OMP_NUM_THREADS-1}" # as torchrun does
-    start=("${python_bin}python")
+    start=("${python_bin}python" -u)
 else
     start=("${python_bin}torchrun" --nproc-per-node "$ranks_per_node")
     if ((nodes > 1)); then

@@ -27,7 +27,8 @@ def started(cluster: Cluster, **variables: str) -> dict[str, str]:
 def test_on_gpus_the_environment_is_set(cluster: Cluster) -> None:
     environment = started(cluster, GPUS="4")
     assert [environment.get(name) for name in VARIABLES] == ["EAGER", "expandable_segments:True", "32"]
-    assert "nccl" in cluster.rank_arguments(None)
+    arguments = " ".join(cluster.rank_arguments(None))
+    assert "--distributed-backend nccl --bf16 --manual-gc --manual-gc-interval 100" in arguments
 
 
 def test_what_the_user_has_set_stays(cluster: Cluster) -> None:
@@ -71,7 +72,12 @@ def test_several_machines_under_torchrun(cluster: Cluster) -> None:
     assert arguments[arguments.index("--pipeline-model-parallel-size") + 1] == "8"
 
 
-def test_the_srun_launcher_outside_of_a_step_is_an_error(cluster: Cluster) -> None:
-    done = cluster.run(SCRIPT, environment=cluster.environment(LAUNCHER="srun"))
+def test_the_slurm_launcher_outside_of_a_step_is_an_error(cluster: Cluster) -> None:
+    done = cluster.run(SCRIPT, environment=cluster.environment(LAUNCHER="slurm"))
     assert done.returncode != 0
-    assert "LAUNCHER=srun is for the tasks of a Slurm step" in done.stderr
+    assert "LAUNCHER=slurm is for the tasks of a Slurm step" in done.stderr
+
+
+def test_an_unknown_launcher_is_an_error(cluster: Cluster) -> None:
+    done = cluster.run(SCRIPT, environment=cluster.environment(LAUNCHER="mpi"))
+    assert (done.returncode, done.stderr) == (2, "LAUNCHER is mpi; it must be torchrun or slurm\n")

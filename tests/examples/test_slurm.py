@@ -128,6 +128,7 @@ def test_a_cluster_that_refuses_to_requeue_is_an_error_with_the_remedy(cluster: 
     ("variables", "message"),
     [
         ({"SLURM_JOB_ID": ""}, "start it with sbatch"),
+        ({"ZERO_BUBBLE_HOME": "/"}, "/examples/pretrain_zero_bubble.sh does not exist"),
         ({"SLURM_SUBMIT_DIR": "/"}, "call sbatch from the root of the repository"),
         ({"SLURM_GPUS_ON_NODE": ""}, "ask for them with sbatch --gpus-per-node"),
         ({"HOSTS": "node0"}, "named 1 of 2 machines"),
@@ -145,7 +146,7 @@ def test_real_ranks_stop_on_the_signal_and_continue(corpus: str, tmp_path: Path)
     """Two CPU ranks without torchrun: stopped by the signal with a checkpoint, and continued from it to the end."""
     cluster = Cluster(tmp_path, has_real_python=True)
     tiny = {"HIDDEN_SIZE": "32", "SEQ_LENGTH": "32", "DATA_PATH": corpus, "GPUS_PER_NODE": "2", "GPUS": "0"}
-    own = cluster.batch_environment(num_nodes=1, **tiny, PYTHONPATH=rank_environment()["PYTHONPATH"])
+    own = cluster.batch_environment(num_nodes=1) | tiny | {"PYTHONPATH": rank_environment()["PYTHONPATH"]}
     flags = ["--eval-iters", "0", "--train-iters", "100000", "--lr-decay-iters", "100", "--save-interval", "3"]
     saved = "run/checkpoints/latest_checkpointed_iteration.txt"
     with socket.create_server(("127.0.0.1", 0)) as server:  # a free port

@@ -92,8 +92,9 @@ def test_a_synchronization_in_any_one_op(name: str) -> None:
 def test_every_family_ends_with_a_fence(name: str) -> None:
     for plan in plans(name, 6):
         if any(op.kind is not OpKind.F for row in plan.ops for op in row):
-            program = place_communication(plan, fence=speculative_forwards(plan))
-            assert stuck_ranks(program) == (), plan.to_text()
+            for seed, costs in enumerate((None, *(random_costs(plan.placement, seed) for seed in range(6)))):
+                program = place_communication(plan, costs=costs, fence=speculative_forwards(plan))
+                assert stuck_ranks(program) == (), f"costs of seed {seed}\n{plan.to_text()}"
 
 
 @pytest.mark.parametrize("limit", [0.5, 0.75, 1.0])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.timeline import RankTimeline
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.profiling.recordings import RECORD_EVERY, Recordings
 
@@ -100,10 +102,33 @@ def test_an_iteration_ends_where_the_next_one_begins() -> None:
 
 def test_the_devices_peak_is_not_reported_if_measuring_passes_resets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
-    own = run.recorder.timeline
-    monkeypatch.setattr(run.recorder, "timeline", lambda: replace(own(), peak_bytes=7))
+    own = run.recorder.reader
+    monkeypatch.setattr(run.recorder, "reader", lambda: lambda: replace(own()(), peak_bytes=7))
     run.recordings.choose([1, 2], done=0)
     for is_disturbed in (True, False):
         run.recordings.begin(PLAN, is_disturbed=is_disturbed)
     timelines = run.recordings.gather(None, num_ranks=1)
     assert [timeline.ranks[0].peak_bytes for timeline in timelines] == [None, 7]
+
+
+def test_recordings_are_read_when_they_are_gathered_and_not_between_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading waits for the device."""
+    run = Run()
+    reads: list[RankTimeline] = []
+    take = run.recorder.reader
+
+    def counting() -> Callable[[], RankTimeline]:
+        read = take()
+
+        def read_and_count() -> RankTimeline:
+            reads.append(read())
+            return reads[-1]
+
+        return read_and_count
+
+    monkeypatch.setattr(run.recorder, "reader", counting)
+    run.iterate(*range(1, 30))
+    assert reads == []
+    (timeline,) = run.recordings.gather(None, num_ranks=1)
+    assert len(reads) == 1
+    assert len(timeline.rows[0]) == len(PLAN.ops[0]), "it is of its own iteration"

@@ -74,10 +74,13 @@ class LabelWork:
 
     def buffer(self, message: Message) -> Tensor:
         buffer = torch.full((3,), float("nan"), device=self._device)
+        self._count(buffer)
+        return buffer
+
+    def _count(self, buffer: Tensor) -> None:
         self.buffers_alive += 1
         self.most_buffers_alive = max(self.most_buffers_alive, self.buffers_alive)
         weakref.finalize(buffer, self._free)
-        return buffer
 
     def settle(self) -> None:
         """Look at what arrived on a stream."""

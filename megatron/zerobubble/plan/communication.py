@@ -132,7 +132,7 @@ def place_communication(
     sends = [[_sent_by(op, plan) for op in row] for row in plan.ops]
     links = _Links(takes, sends)
     if lookahead is None:
-        wanted = _on_timeline(plan, sends, CostModel.uniform(plan.placement) if costs is None else costs)
+        wanted = _on_timeline(plan, sends, CostModel.uniform(plan.placement) if costs is None else costs, fences)
     else:
         queues = links.queues.values()
         wanted = {message: links.taken_at[message] - lookahead for queue in queues for message in queue}
@@ -209,15 +209,16 @@ class _Links:
                     self.queues.setdefault((message.source, message.target), []).append(message)
 
 
-def _on_timeline(plan: Plan, sends: list[list[Message | None]], costs: CostModel) -> dict[Message, int]:
+def _on_timeline(plan: Plan, sends: list[list[Message | None]], costs: CostModel, fence: Sequence[int]) -> dict[Message, int]:
     """All messages in the order in which they are sent, each with the number of ops of its receiver that have ended by then.
 
-    Ops that end at the same time are in an order in which they can run, also if some take no time.
+    Ops that end at the same time are in an order in which they can run, also if some take no time. Ops before a fence come first
+    on all ranks: none of them needs one from behind a fence, and no receive from there is posted before they have ended.
     """
     costs.check_fits(plan.placement)
     rows = run_in_order(plan, lambda op: costs.duration_ms(op.stage, op.kind), costs.comm_ms)
     ended, sent = [0] * plan.num_ranks, {}
-    for rank, step in sorted(execution_order(plan), key=lambda at: rows[at[0]][at[1]].end_ms):
+    for rank, step in sorted(execution_order(plan), key=lambda at: (at[1] >= fence[at[0]], rows[at[0]][at[1]].end_ms)):
         ended[rank] += 1
         message = sends[rank][step]
         if message is not None:
@@ -237,7 +238,7 @@ def _place_posts(
         latest = len(plan.ops[target])
         for message in reversed(queue):
             earliest = fence[target] if links.taken_at[message] >= fence[target] else 0
-            latest = due[message] = min(latest, max(earliest, wanted[message]))
+            latest = due[message] = min(latest, links.taken_at[message], max(earliest, wanted[message]))
     posts: list[list[list[Message]]] = [[[] for _ in row] for row in plan.ops]
     for message in wanted:
         posts[message.target][due[message]].append(message)

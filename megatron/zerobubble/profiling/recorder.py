@@ -12,7 +12,7 @@ it at the moment of `clear`, which must therefore come first.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,22 +155,32 @@ class OpRecorder(Recorder):
 
     def timeline(self) -> RankTimeline:
         """Ops and spans recorded since `clear`, on the host's monotonic clock. Synchronizes a CUDA device."""
-        self._marks.synchronize()
-        tape = self._tape
-        spans = [
-            Span(activity=activity, message=message, start_ms=tape.at(start), end_ms=tape.at(end))
-            for activity, message, start, end in tape.spans
-        ]
-        spans += [
-            Span(activity=each.activity, bucket=each.bucket, start_ms=tape.at(each.start), end_ms=tape.at(each.end))
-            for each in tape.exchanges
-            if each.end is not None
-        ]
-        return RankTimeline(
-            ops=tuple(TimedOp(op, tape.at(start), tape.at(end)) for op, start, end in tape.ops),
-            spans=tuple(spans),
-            peak_bytes=torch.cuda.max_memory_allocated() if self._marks.on_cuda else None,
-        )
+        return self.reader()()
+
+    def reader(self) -> Callable[[], RankTimeline]:
+        """What is recorded now, to be read later: only the function that is returned synchronizes a CUDA device."""
+        tape, ops = self._tape, tuple(self._tape.ops)
+        spans = tuple(tape.spans)
+        exchanges = [(each.activity, each.bucket, each.start, each.end) for each in tape.exchanges if each.end is not None]
+        peak_bytes = torch.cuda.max_memory_allocated() if self._marks.on_cuda else None
+
+        def read() -> RankTimeline:
+            self._marks.synchronize()
+            found = [
+                Span(activity=activity, message=message, start_ms=tape.at(start), end_ms=tape.at(end))
+                for activity, message, start, end in spans
+            ]
+            found += [
+                Span(activity=activity, bucket=bucket, start_ms=tape.at(start), end_ms=tape.at(end))
+                for activity, bucket, start, end in exchanges
+            ]
+            return RankTimeline(
+                ops=tuple(TimedOp(op, tape.at(start), tape.at(end)) for op, start, end in ops),
+                spans=tuple(found),
+                peak_bytes=peak_bytes,
+            )
+
+        return read
 
     def _close(self, activity: Activity, message: Message, now: Any) -> None:
         self._tape.spans.append((activity, message, self._open.pop((activity, message)), now))

@@ -27,8 +27,10 @@ transfer."""
 class _Recording:
     iteration: int
     plan: Plan
-    own: RankTimeline
-    """This rank's part, on its own clock."""
+    own: Callable[[], RankTimeline]
+    """Reads this rank's part, on its own clock. Synchronizes a CUDA device, which would stall the iterations in between."""
+    is_disturbed: bool
+    """Whether something else was measured, so that the peak of memory is not the iteration's own."""
     offset_ms: float | None = None
     """What to add to get times on rank 0's clock; None before it was measured."""
 
@@ -99,8 +101,11 @@ class Recordings:
         chosen = [kept for kept in self._kept if kept.iteration in self._chosen]
         timelines = []
         for kept in chosen or self._kept[-1:]:
-            everyone: list[RankTimeline] = [kept.own] * num_ranks
-            dist.all_gather_object(everyone, kept.own.shifted(kept.offset_ms or 0.0), group=group)
+            own = kept.own().shifted(kept.offset_ms or 0.0)
+            if kept.is_disturbed:
+                own = replace(own, peak_bytes=None)
+            everyone = [own] * num_ranks
+            dist.all_gather_object(everyone, own, group=group)
             timelines.append(Timeline(iteration=kept.iteration, plan=kept.plan, ranks=tuple(everyone)))
         return timelines
 
@@ -111,10 +116,8 @@ class Recordings:
         self._current = None
         self._recorder.pause()
         self._kept = [kept for kept in self._kept if kept.iteration in self._chosen]
-        own = self._recorder.timeline()
-        if is_disturbed:
-            own = replace(own, peak_bytes=None)
-        self._kept.append(_Recording(iteration=iteration, plan=plan, own=own))
+        own = self._recorder.reader()
+        self._kept.append(_Recording(iteration=iteration, plan=plan, own=own, is_disturbed=is_disturbed))
 
     def _align(self) -> None:
         if any(kept.offset_ms is None for kept in self._kept):

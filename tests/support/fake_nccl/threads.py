@@ -1,0 +1,142 @@
+"""Threads, queues, locks and events for the threads of a rank, known to the scheduler: in place of those of `threading`.
+
+What one thread hands to another is ordered after what it did before, on the clocks of the host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+from megatron.zerobubble.runtime import issuer, staging
+from tests.support.fake_nccl.clocks import Clock
+from tests.support.fake_nccl.device import Device
+from tests.support.fake_nccl.engine import HostThread, here, is_here
+
+
+class _Waitable:
+    """Something that threads wait for."""
+
+    def __init__(self) -> None:
+        self._clock: Clock = {}
+
+    def _hand_on(self) -> None:
+        """What this thread has done comes before what those do that wait."""
+        if not is_here():
+            return
+        for number, time in Device.current().host().clock.items():
+            self._clock[number] = max(time, self._clock.get(number, 0))
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        Device.current().engine.block_until(ready, lambda: what)
+        Device.current().host().join(self._clock)
+
+
+class Lock(_Waitable):
+    """As `threading.Lock`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_held = False
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """As in `threading`."""
+        if blocking or not self._is_held:
+            Device.current().engine.pause()
+        if self._is_held and not blocking:
+            return False
+        if self._is_held:
+            self._wait(lambda: not self._is_held, "a lock")
+        self._is_held = True
+        Device.current().host().join(self._clock)
+        return True
+
+    def release(self) -> None:
+        """As in `threading`."""
+        self._hand_on()
+        self._is_held = False
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Event(_Waitable):
+    """As `threading.Event`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_set = False
+
+    def set(self) -> None:
+        """As in `threading`."""
+        self._hand_on()
+        self._is_set = True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """As in `threading`; never gives up."""
+        self._wait(lambda: self._is_set, "an event of another thread")
+        return True
+
+
+class SimpleQueue(_Waitable):
+    """As `queue.SimpleQueue`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._items: deque[Any] = deque()
+
+    def put(self, item: Any) -> None:
+        """As in `queue`."""
+        self._hand_on()
+        self._items.append(item)
+
+    def get(self) -> Any:
+        """As in `queue`."""
+        self._wait(lambda: bool(self._items), "something in a queue")
+        return self._items.popleft()
+
+
+class _Joinable:
+    def __init__(self, thread: HostThread) -> None:
+        self._thread = thread
+
+    def join(self) -> None:
+        """As in `threading`."""
+        here().engine.block_until(lambda: self._thread.is_over, lambda: f"the end of {self._thread.name}")
+
+
+def _start_thread(function: Callable[[], object], *, name: str, device: object) -> _Joinable:
+    """In place of `runtime.threads.start_thread`."""
+    parent = here()
+    state = {key: value for key, value in parent.state.items() if key in ("device", "fabric", "enter")}
+    world = ThreadLocalWorld._world.world
+
+    def run() -> None:
+        here().state.update(state)
+        ThreadLocalWorld._world.world = world
+        with state["enter"]():
+            function()
+
+    return _Joinable(parent.engine.spawn(f"thread {name}", parent.rank, run, serves=True))
+
+
+class _Threading:
+    """The names of `threading` that the runtime uses."""
+
+    Lock, Event = Lock, Event
+
+
+@contextmanager
+def scheduled_threads() -> Iterator[None]:
+    """A context in which the threads of links are the scheduler's."""
+    names = {"threading": _Threading, "SimpleQueue": SimpleQueue, "start_thread": _start_thread}
+    with mock.patch.multiple(issuer, **names), mock.patch.multiple(staging, **names):
+        yield
