@@ -1,28 +1,24 @@
-# The environment that GPUs want. Sourced by the scripts beside it; what is already set stays as it is. Not run on a GPU.
 # shellcheck shell=bash
-#
-# Arguments: the tensor-parallel size, the context-parallel size.
+# The environment that a run on GPUs wants: source it before the ranks start. A variable that is set already stays as it is.
+# TP_SIZE is the tensor-parallel size (1 by default). docs/clusters.md has the reasons at length. Not run on a GPU.
 
-gpu_environment() {
-    local tensor="${1:-1}" context="${2:-1}"
+# Load every kernel at the start. Loaded at its first use, a kernel may wait for the whole device in the middle of a pass.
+export CUDA_MODULE_LOADING="${CUDA_MODULE_LOADING-EAGER}"
 
-    # CUDA loads a kernel at its first use otherwise, and waits for the whole device then, in the middle of the first passes.
-    export CUDA_MODULE_LOADING="${CUDA_MODULE_LOADING:-EAGER}"
+# Let segments grow, instead of freeing some (cudaFree waits for the device) when microbatches come and go in another order.
+# By its old name: torch 2.9 ignores PYTORCH_ALLOC_CONF here, older ones do not know it, and megatron-core reads the old one.
+if [[ -z "${PYTORCH_ALLOC_CONF+set}" ]]; then
+    export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF-expandable_segments:True}"
+fi
 
-    # The allocator grows its segments instead of returning them: no cudaFree, which waits for the device, when memory runs short.
-    # torch 2.9 and later read PYTORCH_ALLOC_CONF, earlier ones PYTORCH_CUDA_ALLOC_CONF; all read the second.
-    if [[ -z "${PYTORCH_ALLOC_CONF:-}" ]]; then
-        export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
-    fi
+# As many hardware queues as there can be: a rank has 25 to 40 streams, and two that share a queue wait for each other.
+# Tensor parallelism wants one queue: it starts a GEMM behind a communication kernel, in the order of launch. Not from
+# Blackwell (compute capability 10) on, where Megatron-LM drops that rule.
+queues=32
+if ((${TP_SIZE:-1} > 1)); then
+    generation="$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | cut -d . -f 1 | sort -n | head -n 1 || true)"
+    [[ "$generation" =~ ^[0-9]+$ ]] && ((generation >= 10)) || queues=1
+fi
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS-$queues}"
 
-    # NCCL's errors and time-outs end the process, so that torchrun or Slurm ends the job. It is torch's default since 2.2.
-    export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
-
-    if ((tensor > 1 || context > 1)); then
-        # megatron-core overlaps the collectives of these by the order of one hardware queue, and warns where it is not set.
-        export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-    else
-        # A queue for nearly every stream: a transfer that waits for its peer then holds up no kernel behind it.
-        export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-32}"
-    fi
-}
+# TORCH_NCCL_AVOID_RECORD_STREAMS is set by the ranks themselves, for a torch before 2.8; later ones need nothing.

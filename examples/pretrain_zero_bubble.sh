@@ -17,8 +17,9 @@
 #   HIDDEN_SIZE LAYERS ATTENTION_HEADS SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR
 #   DATA_PATH (or DATASET)              path prefix of an indexed dataset (tools/preprocess_data.py)
 #   RUN_DIR                             directory of checkpoints and metrics; runs/<schedule> by default
+#   LAUNCHER=srun                       be one rank of a Slurm step, without torchrun (pretrain_zero_bubble.slurm sets it)
 #   EXIT_INTERVAL FP32=1                exit after this iteration; fp32 on GPUs too
-#   LAUNCHER=slurm                      this process is one rank that srun started (pretrain_zero_bubble.slurm)
+# On GPUs gpu_environment.sh is sourced; it leaves variables that are set.
 # Further arguments are passed to pretrain_gpt.py and override these: ... pretrain_zero_bubble.sh --train-iters 20
 set -euo pipefail
 
@@ -28,18 +29,9 @@ python_bin=""
 command -v torchrun >/dev/null && python_bin=""
 
 # -- the machine --------------------------------------------------------------------------------------------------------
-launcher="${LAUNCHER:-torchrun}"
-if [[ "$launcher" != torchrun && "$launcher" != slurm ]]; then
-    echo "LAUNCHER is $launcher; it must be torchrun or slurm" >&2
-    exit 2
-fi
 gpus=0
 command -v nvidia-smi >/dev/null && gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)"
 nodes="${NNODES:-${WORLD_SIZE:-1}}"
-if [[ "$launcher" == slurm ]]; then
-    nodes="${SLURM_NNODES:?LAUNCHER=slurm is for processes that srun starts}"
-    GPUS_PER_NODE=$((SLURM_NTASKS / nodes))
-fi
 if ((gpus * nodes >= 2)); then
     backend=nccl
     ranks_per_node="${GPUS_PER_NODE:-$gpus}"
@@ -76,13 +68,11 @@ if [[ $backend == nccl ]]; then
     device=()
     is_on "${FP32:-}" || device+=(--bf16)
     # shellcheck source=examples/gpu_environment.sh
-    source "$here/examples/gpu_environment.sh"
-    gpu_environment "$tensor"
-    device+=(--manual-gc --manual-gc-interval 100) # all ranks collect Python's garbage in the same iteration
+    TP_SIZE="$tensor" source "$here/examples/gpu_environment.sh"
 else
     hidden="${HIDDEN_SIZE:-128}" layers="${LAYERS:-$((pipeline * 2))}" heads="${ATTENTION_HEADS:-4}" length="${SEQ_LENGTH:-256}"
     micro="${MICRO_BATCH_SIZE:-2}" iterations="${TRAIN_ITERS:-120}" lr="${LR:-2e-3}"
-    # shellcheck disable=SC2017  # replicas are whole
+    # shellcheck disable=SC2017 # the quotient is the number of data-parallel replicas
     batch="${GLOBAL_BATCH_SIZE:-$((ranks / tensor / pipeline * 8 * micro))}"
     device=(--exit-duration-in-mins 3.5)
     # A short run: profile and re-plan early, and briefly.
@@ -94,25 +84,26 @@ data="${DATA_PATH:-${DATASET:-$here/data/python-stdlib}}"
 run="${RUN_DIR:-$here/runs/$name}"
 
 # -- go -----------------------------------------------------------------------------------------------------------------
-launch=("${python_bin}torchrun" --nproc-per-node "$ranks_per_node")
-if [[ "$launcher" == slurm ]]; then
-    # No torchrun: it would kill its ranks half a minute after SIGTERM, before they have saved a checkpoint.
-    launch=("${python_bin}python" -u)
-elif ((nodes > 1)); then
-    launch+=(--nnodes "$nodes" --node-rank "${RANK:?set RANK to the number of this machine}"
-        --master-addr "${MASTER_ADDR:?set MASTER_ADDR to the first machine}" --master-port "${MASTER_PORT:-29500}")
-elif [[ -n "${MASTER_PORT:-}" ]]; then
-    launch+=(--master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "$MASTER_PORT")
-else
-    launch+=(--standalone) # takes a free port
-fi
-unset WORLD_SIZE RANK # here they count machines; torchrun sets them to count ranks
-if [[ "$launcher" == slurm ]]; then
-    export RANK="$SLURM_PROCID" WORLD_SIZE="$SLURM_NTASKS" LOCAL_RANK="$SLURM_LOCALID" LOCAL_WORLD_SIZE="$ranks_per_node"
+if [[ "${LAUNCHER:-torchrun}" == srun ]]; then
+    export RANK="${SLURM_PROCID:?LAUNCHER=srun is for the tasks of a Slurm step}" WORLD_SIZE="$SLURM_NTASKS"
+    export LOCAL_RANK="$SLURM_LOCALID" LOCAL_WORLD_SIZE="$ranks_per_node"
     export MASTER_ADDR="${MASTER_ADDR:?set MASTER_ADDR to the first machine}" MASTER_PORT="${MASTER_PORT:-29500}"
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS-1}" # as torchrun does
+    start=("${python_bin}python")
+else
+    start=("${python_bin}torchrun" --nproc-per-node "$ranks_per_node")
+    if ((nodes > 1)); then
+        start+=(--nnodes "$nodes" --node-rank "${RANK:?set RANK to the number of this machine}"
+            --master-addr "${MASTER_ADDR:?set MASTER_ADDR to the first machine}" --master-port "${MASTER_PORT:-29500}")
+    elif [[ -n "${MASTER_PORT:-}" ]]; then
+        start+=(--master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "$MASTER_PORT")
+    else
+        start+=(--standalone) # takes a free port
+    fi
+    unset WORLD_SIZE RANK # here they count machines; torchrun sets them to count ranks
 fi
 
-exec "${launch[@]}" "$here/pretrain_gpt.py" \
+exec "${start[@]}" "$here/pretrain_gpt.py" \
     --distributed-backend "$backend" "${device[@]}" \
     --tensor-model-parallel-size "$tensor" --pipeline-model-parallel-size "$pipeline" "${schedule[@]}" \
     --num-layers "$layers" --hidden-size "$hidden" --num-attention-heads "$heads" --seq-length "$length" \

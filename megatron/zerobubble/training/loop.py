@@ -295,8 +295,9 @@ class _Run:
             return True
         if not self.early_exit.is_due(self.progress.iteration):
             return False
-        why = "on SIGTERM" if self.early_exit.is_urgent else "--exit-duration-in-mins"
-        _log.info("exiting at iteration %d (%s)", self.progress.iteration, why)
+        if self.progress.iteration < run.train_iters:  # scripts that start the job again look for this line
+            why = "on SIGTERM" if self.early_exit.is_urgent else "--exit-duration-in-mins"
+            _log.info("exiting at iteration %d (%s)", self.progress.iteration, why)
         return True
 
     def _iterators(self, dataset: Any | None, *, consumed: int) -> Any:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron.zerobubble.training import loop
 from megatron.zerobubble.training.resilience.early_exit import EarlyExit
 
 
@@ -60,3 +64,22 @@ def test_closing_restores_the_signal_handler(store: torch.distributed.HashStore)
     assert signal.getsignal(signal.SIGTERM) != before
     early_exit.close()
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_an_exit_is_logged_only_if_iterations_are_left(
+    store: torch.distributed.HashStore, signalled: EarlyExit, left: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Scripts start the job again when they find the line. After the last iteration only the final evaluation is left out."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    run = object.__new__(loop._Run)
+    run.early_exit = signalled
+    run.settings = SimpleNamespace(run=SimpleNamespace(exit_interval=None, train_iters=6))  # type: ignore[assignment]
+    exits = []
+    with caplog.at_level(logging.INFO):
+        for iteration in range(5 - left, 7 - left):
+            run.progress = loop.Progress(iteration, 0)
+            exits.append(run._exits_early())
+    assert exits == [False, True]
+    assert signalled.is_urgent
+    assert re.findall(r"exiting at iteration \d+ \(on SIGTERM\)", caplog.text) == ["exiting at iteration 5 (on SIGTERM)"] * left

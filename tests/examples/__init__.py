@@ -1,0 +1,1 @@
+"""The scripts under `examples/`, and what is beside them for clusters."""

@@ -1,0 +1,77 @@
+"""The torchrun script: what it starts, and the environment of a run on GPUs. torchrun and nvidia-smi are doubles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import Cluster
+
+SCRIPT = "pretrain_zero_bubble.sh"
+VARIABLES = ("CUDA_MODULE_LOADING", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def started(cluster: Cluster, **variables: str) -> dict[str, str]:
+    """The environment that torchrun gets."""
+    done = cluster.run(SCRIPT, environment=cluster.environment(**variables))
+    assert done.returncode == 0, done.stderr
+    return cluster.rank_environment(None)
+
+
+def test_on_gpus_the_environment_is_set(cluster: Cluster) -> None:
+    environment = started(cluster, GPUS="4")
+    assert [environment.get(name) for name in VARIABLES] == ["EAGER", "expandable_segments:True", "32"]
+    assert "nccl" in cluster.rank_arguments(None)
+
+
+def test_what_the_user_has_set_stays(cluster: Cluster) -> None:
+    own = dict(zip(VARIABLES, ("LAZY", "", "8"), strict=True))
+    environment = started(cluster, GPUS="4", TP_SIZE="2", **own)
+    assert {name: environment.get(name) for name in VARIABLES} == own
+
+
+def test_the_newer_name_of_the_allocator_counts_as_set(cluster: Cluster) -> None:
+    environment = started(cluster, GPUS="4", PYTORCH_ALLOC_CONF="max_split_size_mb:512")
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment, "torch reads the older name first"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "capability", "queues"),
+    [("1", "9.0", "32"), ("2", "8.0", "1"), ("2", "9.0", "1"), ("2", "10.0", "32"), ("2", "12.1", "32"), ("2", "[N/A]", "1")],
+)
+def test_tensor_parallelism_takes_one_hardware_queue_before_blackwell(
+    cluster: Cluster, tensor: str, capability: str, queues: str
+) -> None:
+    environment = started(cluster, GPUS="4", TP_SIZE=tensor, COMPUTE_CAP=capability)
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == queues
+    assert "TP_SIZE" not in environment or environment["TP_SIZE"] == tensor
+
+
+@pytest.mark.parametrize("gpus", ["0", "1"])
+def test_without_two_gpus_ranks_run_on_the_cpu_and_nothing_is_set(cluster: Cluster, gpus: str) -> None:
+    environment = started(cluster, GPUS=gpus)
+    assert not set(VARIABLES) & set(environment)
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert cluster.rank_arguments(None)[:3] == ["--nproc-per-node", "4", "--standalone"]
+
+
+def test_several_machines_under_torchrun(cluster: Cluster) -> None:
+    """With the variables of the papers' own scripts, which count machines."""
+    started_with = started(cluster, GPUS="8", WORLD_SIZE="2", RANK="1", MASTER_ADDR="node0", PIPELINE_SIZE="8", TP_SIZE="2")
+    arguments = cluster.rank_arguments(None)
+    expected = "--nproc-per-node 8 --nnodes 2 --node-rank 1 --master-addr node0 --master-port 29500"
+    assert arguments[:10] == expected.split()
+    assert not {"WORLD_SIZE", "RANK"} & set(started_with), "torchrun sets them to count ranks"
+    assert arguments[arguments.index("--pipeline-model-parallel-size") + 1] == "8"
+
+
+def test_the_srun_launcher_outside_of_a_step_is_an_error(cluster: Cluster) -> None:
+    done = cluster.run(SCRIPT, environment=cluster.environment(LAUNCHER="srun"))
+    assert done.returncode != 0
+    assert "LAUNCHER=srun is for the tasks of a Slurm step" in done.stderr
