@@ -100,8 +100,7 @@ class Executor:
     def _run_step(self, step: Step) -> None:
         op = step.op
         for message in step.post:
-            buffer = self._work.buffer(message)
-            self._receiving[message] = buffer, self._links.receive(message, buffer)
+            self._post(message)
         tensor = self._take(step)
         for message in step.retire:
             self._sending.pop(message).wait()
@@ -121,6 +120,11 @@ class Executor:
         if self._recorder is not None:
             del tensor, result  # from here on only what the plan counts as activation memory is held
             self._recorder.settled(op, self._in_transit)
+
+    def _post(self, message: Message) -> None:
+        # Not in `_run_step`, where a name would keep the buffer until the end of the step that also takes the message.
+        buffer = self._work.buffer(message)
+        self._receiving[message] = buffer, self._links.receive(message, buffer)
 
     def _in_transit(self) -> int:
         assert self._recorded is not None

@@ -167,6 +167,8 @@ class Device:
         self.streams: list[Stream] = []
         self.ends: list[Callable[[], bool]] = []
         """Per communicator whether its stream here is idle."""
+        self.num_syncs = 0
+        """Times that the host has waited for the whole device."""
         self.stalls: list[str] = []
         """Sends that were waited for before they were over."""
         self.default = Stream(self, "the compute stream", at_host=True)
@@ -239,6 +241,7 @@ class Device:
 
     def synchronize(self, why: str = "a device-wide synchronization") -> None:
         """As `torch.cuda.synchronize`: wait for everything that has been issued on this device, running receives too."""
+        self.num_syncs += 1
         self.engine.block_until(self._is_idle, lambda: why)
         for stream in self.streams:
             self.host().join(stream.timeline.clock)

@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
+
 MAX_STEPS_WITHOUT_A_HOST = 1_000_000
 """Moves in a row after which a mover is broken: there are only so many kernels."""
 
@@ -224,7 +226,8 @@ class Engine:
             if isinstance(chosen, HostThread):
                 return chosen
             try:
-                chosen.move()
+                with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # the modes are the host's
+                    chosen.move()
             except BaseException as error:  # noqa: BLE001 - raised in the thread that called `run`
                 self.fail(error, "a kernel")
                 return None
