@@ -104,6 +104,7 @@ def train(rank: int, name: str, p: int, seed: int, optimistic: bool, hazard: Haz
 
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(0.4)
 def test_optimistic_steps_equal_synchronous_ones(name: str, p: int) -> None:
     redone = 0
     for seed in range(6 if p == 2 else 3):

@@ -37,6 +37,7 @@ def run_staged(name: str, p: int, seeds: range, hazard: Hazard = Hazard.NONE, **
 
 @pytest.mark.parametrize(("p", "seeds"), [(2, range(6)), (4, range(3))])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(0.5)
 def test_every_family_with_copies_that_are_late(name: str, p: int, seeds: range) -> None:
     found = run_staged(name, p, seeds)
     assert found["ends"] + found["stalls"] == len(seeds), found

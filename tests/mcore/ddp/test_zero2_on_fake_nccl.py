@@ -65,6 +65,7 @@ def test_sharded_gradients_train_as_zero1(case: Case, group_size: int, tolerance
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 @pytest.mark.parametrize("name", list(CHUNKS))
+@pytest.mark.sampled(0.3)
 def test_every_schedule_trains_the_same_in_every_order(name: str, seed: int) -> None:
     """Two pipeline ranks; the bits do not depend on what is late."""
     case = Case(name, 2, 4, num_chunks=CHUNKS[name], num_layers=4, num_steps=STEPS)
