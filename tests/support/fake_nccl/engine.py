@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 MAX_STEPS_WITHOUT_A_HOST = 1_000_000
-"""Moves in a row after which a mover is broken: there are only so many kernels."""
+"""Moves in a row after which a mover is broken: there are fewer kernels."""
 
 
 class FakeNcclError(BaseException):

@@ -37,7 +37,7 @@ class RunConfig:
     """Collect Python's garbage only at the start, around evaluations and every --manual-gc-interval iterations, on all ranks at
     the same time. By default each rank collects whenever Python chooses, and the others wait for it."""
     manual_gc_interval: int = 0
-    """With --manual-gc, collect after every so many iterations; 0: not between iterations."""
+    """With --manual-gc, the number of iterations from one collection to the next; 0: none between iterations."""
     manual_gc_eval: bool = True
     """With --manual-gc, do not collect before and after each evaluation. By default it does."""
 
