@@ -118,6 +118,7 @@ def test_optimistic_steps_equal_synchronous_ones(name: str, p: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("p", "num_seeds"), [(2, 300), (4, 60)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_random_delays(name: str, p: int, num_seeds: int) -> None:

@@ -56,6 +56,7 @@ def test_every_family_ends_whatever_is_late_or_synchronizes(name: str, p: int, n
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("p", "num_seeds"), [(2, 1000), (4, 200)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_thousand_random_delays(name: str, p: int, num_seeds: int, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,7 @@ def test_a_synchronization_in_every_op() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("p", "num_seeds"), [(2, 200), (4, 50)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_hundred_random_delays(name: str, p: int, num_seeds: int) -> None:
