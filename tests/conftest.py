@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,13 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases that are not sampled as slow. A case that is selected by its id always runs."""
+    """Mark the cases that are not sampled as slow. A case that is selected by its id always runs.
+
+    A set in a test's id is refused: its order, and so the id, differs between the processes that share the tests.
+    """
+    for item in items:
+        if re.search(r"[{]'[^:]*', '", item.nodeid):
+            raise pytest.UsageError(f"{item.nodeid}: the id holds a set, whose order is random; pass a list")
     if any("::" in argument for argument in config.args):
         return
     share = config.getoption("--sample-files")
