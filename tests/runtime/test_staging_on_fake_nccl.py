@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.zerobubble.runtime import issuer, staging, threads
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from megatron.zerobubble.runtime.staging import CudaCopies, Receiving, Sending, Staging
 from tests.runtime.on_fake_nccl import Hazard, Setup
@@ -128,3 +129,17 @@ def test_a_tensor_that_is_freed_before_its_copy_is_missed() -> None:
     with mock.patch.object(Sending, "__init__", _keep_no_tensor):
         found = outcomes(program_of("zb-h1", 2, m=6), setup, SEEDS, backend="fake_gloo", cuda=True)
     assert found["OrderError"] == len(SEEDS), found
+
+
+# -- D5: threads that did not make their rank's GPU the current device ------------------------------------------------------
+
+
+def _start_as_before(function: Callable[[], object], *, name: str, device: torch.device) -> None:
+    threads.threading.Thread(target=function, name=name, daemon=True).start()
+
+
+@pytest.mark.parametrize("owner", [staging, issuer], ids=["arrivals", "issuer"])
+def test_threads_that_leave_gpu_0_current_are_noticed(owner: Any) -> None:
+    with mock.patch.object(owner, "start_thread", _start_as_before):
+        found = run_staged("zb-h1", 2, SEEDS)
+    assert found["AssertionError"] >= len(SEEDS) - 2, found  # the copy of an arrival is started by whichever thread is first

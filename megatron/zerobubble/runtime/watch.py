@@ -7,8 +7,8 @@ On the CPU the rank is doing what was reported last. On CUDA the host runs ahead
 reaches it, and while the device waits for a message that never comes, the host may already be in the optimizer. So a CUDA event
 is recorded with every report, and the device is doing what was reported before the first event that has not completed. The host's
 own position is the last report; both are the same when the device has caught up. Querying an event does not synchronize, but is
-not allowed while a CUDA graph is being captured; nothing here captures one. The thread that
-queries has the rank's GPU as its current device (`threads`).
+not allowed while a CUDA graph is being captured; nothing here captures one. The thread that queries has the rank's GPU as its
+current device (`threads`).
 """
 
 from __future__ import annotations

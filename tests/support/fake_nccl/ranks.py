@@ -80,6 +80,8 @@ def run_ranks(
     def run(rank: int) -> None:
         here().state.update(device=devices[rank], fabric=fabric, enter=on_device)
         dist.init_process_group(backend, store=_Store(), rank=rank, world_size=size)
+        if cuda:
+            torch.cuda.set_device(0)
         with on_device():
             results[rank] = function(rank, *args)
         devices[rank].synchronize("its device, at the end")

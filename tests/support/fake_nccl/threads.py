@@ -13,7 +13,7 @@ from unittest import mock
 
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-from megatron.zerobubble.runtime import issuer, staging
+from megatron.zerobubble.runtime import issuer, staging, threads
 from tests.support.fake_nccl.clocks import Clock
 from tests.support.fake_nccl.device import Device
 from tests.support.fake_nccl.engine import HostThread, here, is_here
@@ -104,39 +104,47 @@ class SimpleQueue(_Waitable):
         return self._items.popleft()
 
 
-class _Joinable:
-    def __init__(self, thread: HostThread) -> None:
-        self._thread = thread
+class Thread:
+    """As `threading.Thread`: it runs when the scheduler lets it. CUDA's current device is not handed on to it."""
+
+    def __init__(self, *, target: Callable[[], object], name: str, daemon: bool) -> None:
+        assert daemon, "a thread of a rank must not outlive it"
+        self._target, self._name = target, name
+        self._thread: HostThread | None = None
+
+    def start(self) -> None:
+        """As in `threading`."""
+        parent = here()
+        state = {key: value for key, value in parent.state.items() if key in ("device", "fabric", "enter")}
+        world = ThreadLocalWorld._world.world
+
+        def run() -> None:
+            here().state.update(state)
+            ThreadLocalWorld._world.world = world
+            with state["enter"]():
+                self._target()
+
+        self._thread = parent.engine.spawn(f"thread {self._name}", parent.rank, run, serves=True)
 
     def join(self) -> None:
         """As in `threading`."""
-        here().engine.block_until(lambda: self._thread.is_over, lambda: f"the end of {self._thread.name}")
-
-
-def _start_thread(function: Callable[[], object], *, name: str, device: object) -> _Joinable:
-    """In place of `runtime.threads.start_thread`."""
-    parent = here()
-    state = {key: value for key, value in parent.state.items() if key in ("device", "fabric", "enter")}
-    world = ThreadLocalWorld._world.world
-
-    def run() -> None:
-        here().state.update(state)
-        ThreadLocalWorld._world.world = world
-        with state["enter"]():
-            function()
-
-    return _Joinable(parent.engine.spawn(f"thread {name}", parent.rank, run, serves=True))
+        thread = self._thread
+        assert thread is not None
+        here().engine.block_until(lambda: thread.is_over, lambda: f"the end of {thread.name}")
 
 
 class _Threading:
     """The names of `threading` that the runtime uses."""
 
-    Lock, Event = Lock, Event
+    Lock, Event, Thread = Lock, Event, Thread
 
 
 @contextmanager
 def scheduled_threads() -> Iterator[None]:
     """A context in which the threads of links are the scheduler's."""
-    names = {"threading": _Threading, "SimpleQueue": SimpleQueue, "start_thread": _start_thread}
-    with mock.patch.multiple(issuer, **names), mock.patch.multiple(staging, **names):
+    with (
+        mock.patch.multiple(issuer, threading=_Threading, SimpleQueue=SimpleQueue),
+        mock.patch.multiple(staging, threading=_Threading, SimpleQueue=SimpleQueue),
+        mock.patch.object(threads, "threading", _Threading),
+    ):
         yield

@@ -91,9 +91,8 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
-        if (
-            error is None and self._thread is not None
-        ):  # else the process ends, and what this thread is in the middle of does not matter
+        # After an error the process ends, and what this thread is in the middle of does not matter.
+        if error is None and self._thread is not None:
             self._thread.join()
 
     def _look(self) -> None:
