@@ -143,6 +143,9 @@ class Outcome:
 class Trainer:
     """A rank's model, optimizer and schedule for one case. Creates and destroys megatron-core's parallel state."""
 
+    weights_seed: int | None = None
+    """See `build_chunks`."""
+
     def __init__(self, case: Case, initial: Tensors | None = None, *, seed: int = 1234) -> None:
         self.case = case
         self.device = torch.device(torch.cuda.current_device())
@@ -164,7 +167,12 @@ class Trainer:
         self.config = self._config()
         with self.host.on_host():
             self.built: ModelChunks = build_chunks(
-                self._provide, config=self.config, ddp_config=self._ddp_config(), spec=spec, wgrad=case.wgrad
+                self._provide,
+                config=self.config,
+                ddp_config=self._ddp_config(),
+                spec=spec,
+                wgrad=case.wgrad,
+                weights_seed=self.weights_seed,
             )
             if initial is not None:
                 self._load(initial)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron.zerobubble.mcore.ddp.wrap import wrap_chunks
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.hybrid import check_hybrid
+from megatron.zerobubble.mcore.model.named_weights import draw_by_name, remember_init_methods
 from megatron.zerobubble.mcore.model.transformer_engine import fusion_without_apex
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
@@ -49,6 +51,7 @@ def build_chunks(
     ddp_config: DistributedDataParallelConfig,
     spec: ScheduleSpec,
     wgrad: WgradPolicy | None = None,
+    weights_seed: int | None = None,
 ) -> ModelChunks:
     """Build this rank's chunks and prepare `config` for the schedule.
 
@@ -61,6 +64,8 @@ def build_chunks(
         ddp_config: how gradients are accumulated and reduced. Not mutated; the chunks get a copy.
         spec: the schedule.
         wgrad: how wgrad GEMMs overlap with tensor-parallel communication. Must be the same on every rank.
+        weights_seed: draw each weight by this seed and its name (`named_weights`), so that every layout begins with the same
+            weights; None: as megatron-core does, by rank.
 
     Raises:
         CompatibilityError: the installed megatron-core is not supported.
@@ -73,8 +78,11 @@ def build_chunks(
         define_missing_te_gemm()
     if not spec.is_stock:
         config.delay_wgrad_compute = True  # for Transformer Engine; not before: the config demands MoE overlap with it
-    with fusion_without_apex(config) as models:
+    remembering = nullcontext() if weights_seed is None else remember_init_methods(config)
+    with fusion_without_apex(config) as models, remembering:
         models += [_build(model_provider, spec, chunk) for chunk in range(spec.num_chunks)]
+    if weights_seed is not None:
+        draw_by_name(models, seed=weights_seed)
     device = torch.cuda.current_device()
     models = [model.to(device) for model in models]
     if config.fp16 or config.bf16:

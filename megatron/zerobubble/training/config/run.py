@@ -31,6 +31,9 @@ class RunConfig:
     """Only load a checkpoint and evaluate it; train and save nothing."""
     seed: int = 1234
     """Seed of weight initialization, data order and dropout."""
+    init_by_rank: bool = False
+    """Draw initial weights in Megatron-LM's way: another schedule, pipeline size or tensor-parallel size then begins with other
+    weights. By default each is drawn by --seed and its name, so that all layouts begin with the same ones."""
     check_for_nan_in_loss_and_grad: bool = True
     """Continue training after a loss or gradient norm that is not finite. By default the run stops."""
     manual_gc: bool = False
