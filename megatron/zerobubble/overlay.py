@@ -67,6 +67,7 @@ def install(
     memory_limit: float | str | None = None,
     plan: str | None = None,
     optimizer_post_validation: bool = False,
+    weights_seed: int | None = None,
 ) -> None:
     """Make a training loop that is written for megatron-core run a zero-bubble schedule. Every rank must call it.
 
@@ -87,6 +88,8 @@ def install(
         optimizer_post_validation: step before the global gradient norm is known, and redo a wrong step. `step()` returns the norm
             on the last pipeline rank, and None on others. A loop that reduces it over the pipeline in every iteration gains
             nothing. After the last iteration call `uninstall`, evaluate or save, which validate the last step.
+        weights_seed: draw each first weight by this seed and its name, so that every schedule and parallel layout begins with the
+            same weights; None: as megatron-core does, where they depend on the rank. Goes with `args`, too.
 
     Raises:
         CompatibilityError: the installed megatron-core is not supported; the message lists the differences.
@@ -110,7 +113,7 @@ def install(
         config = _from_flags(args)
     _check_supported(config)
     if config.schedule != "stock":
-        _install(config)
+        _install(config, weights_seed)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -178,7 +181,7 @@ def _check_supported(config: ZeroBubbleConfig) -> None:
         )
 
 
-def _install(config: ZeroBubbleConfig) -> None:
+def _install(config: ZeroBubbleConfig, weights_seed: int | None) -> None:
     from megatron.zerobubble.mcore.replanner import Window
     from megatron.zerobubble.mcore.stock_loop.optimistic_steps import PostValidationOptions
     from megatron.zerobubble.mcore.stock_loop.patches import install_options
@@ -192,6 +195,7 @@ def _install(config: ZeroBubbleConfig) -> None:
             timed=None if timed is None else Window(start=timed[0], end=timed[1], interval=config.zero_bubble_replan_interval),
             planning_seconds=config.zero_bubble_planning_seconds,
             p2p_max_ctas=config.zero_bubble_p2p_max_ctas,
+            weights_seed=weights_seed,
             memory_limit=None
             if limit is None or limit.is_relative
             else ByteLimit(total_bytes=limit.total_bytes, ranks_on_host=launch.ranks_on_host),

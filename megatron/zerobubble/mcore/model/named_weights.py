@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel import layers
 from torch import Tensor, nn
 
-__all__ = ["draw_by_name", "remember_init_methods"]
+__all__ = ["draw_by_name", "remember_from", "remember_init_methods", "replacements"]
 
 _log = logging.getLogger(__name__)
 
@@ -62,27 +62,23 @@ class _Remembering:
         return self.method(tensor)
 
 
-@contextlib.contextmanager
-def remember_init_methods(config: Any) -> Iterator[None]:
-    """While it is open, parameters of modules that are built remember which of the config's init methods was called for them.
+def remember_from(config: Any) -> None:
+    """Parameters of modules that are built with `config` remember which of its init methods was called for them.
 
     Args:
-        config: TransformerConfig of the model.
+        config: TransformerConfig of the model. Changed for good; it draws as before.
     """
-    before = {name: getattr(config, name) for name in _METHODS if getattr(config, name, None) is not None}
-    for name, method in before.items():
-        setattr(config, name, _Remembering(method))
-    try:
-        with _remember_on_cpu():
-            yield
-    finally:
-        for name, method in before.items():
-            setattr(config, name, method)
+    for name in _METHODS:
+        method = getattr(config, name, None)
+        if method is not None and not isinstance(method, _Remembering):
+            setattr(config, name, _Remembering(method))
 
 
-@contextlib.contextmanager
-def _remember_on_cpu() -> Iterator[None]:
-    """With `use_cpu_initialization` megatron-core calls the init method for a temporary tensor, in this function."""
+def replacements() -> list[tuple[Any, str, Any]]:
+    """(owner, name, replacement) of the function that draws with `use_cpu_initialization`.
+
+    It calls the init method for a temporary tensor; the replacement lets the parameter remember it.
+    """
     original = layers._initialize_affine_weight_cpu
     signature = inspect.signature(original)
 
@@ -96,14 +92,29 @@ def _remember_on_cpu() -> Iterator[None]:
 
     name = original.__name__
     extensions = sys.modules.get("megatron.core.extensions.transformer_engine")
-    owners = [owner for owner in (layers, extensions) if getattr(owner, name, None) is original]
-    for owner in owners:
-        setattr(owner, name, remembering)
+    return [(owner, name, remembering) for owner in (layers, extensions) if getattr(owner, name, None) is original]
+
+
+@contextlib.contextmanager
+def remember_init_methods(config: Any) -> Iterator[None]:
+    """`remember_from`, and the functions that it needs replaced, while it is open.
+
+    Args:
+        config: TransformerConfig of the models that are built inside.
+    """
+    before = {name: getattr(config, name, None) for name in _METHODS}
+    replaced = [(owner, name, getattr(owner, name), new) for owner, name, new in replacements()]
     try:
+        remember_from(config)
+        for owner, name, _, new in replaced:
+            setattr(owner, name, new)
         yield
     finally:
-        for owner in owners:
-            setattr(owner, name, original)
+        for owner, name, old, _ in replaced:
+            setattr(owner, name, old)
+        for name, method in before.items():
+            if method is not None:
+                setattr(config, name, method)
 
 
 @torch.no_grad()

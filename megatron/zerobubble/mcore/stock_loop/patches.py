@@ -17,6 +17,8 @@ under V: `parallel_state.is_pipeline_first_stage`,     the ends of the running c
 with post-validation: `step` and `zero_grad` of        optimistic steps; zeroing waits until a step is validated
 optimizers, `DistributedDataParallel.zero_grad_buffer`
 with a limit in bytes: `MegatronOptimizer.__init__`    whose state takes memory
+with a seed of weights:                                hands on which init method draws a weight
+`_initialize_affine_weight_cpu`
 ====================================================  =============================================================
 
 megatron-core looks up each of them at every call, in a module or a class. So a loop may import `get_forward_backward_func`,
@@ -51,6 +53,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.compat import check_stock_loop, hybrid_model
+from megatron.zerobubble.mcore.model import named_weights
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop, StockLoopOptions
@@ -169,6 +172,8 @@ def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
     ]
     if loop.options.post_validation is not None:
         always += _validating(loop)
+    if loop.options.weights_seed is not None:
+        always += named_weights.replacements()
     if loop.options.memory_limit is not None:
         always.append((MegatronOptimizer, "__init__", _counting(loop, MegatronOptimizer.__init__)))
     if not loop.options.is_v:

@@ -36,6 +36,7 @@ from megatron.zerobubble.mcore.memory import state_bytes, usable_bytes
 from megatron.zerobubble.mcore.model.embeddings import Finalize, FinalizeGradients, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.hybrid import check_hybrid, place_stack
 from megatron.zerobubble.mcore.model.layout import StageLayout
+from megatron.zerobubble.mcore.model.named_weights import draw_by_name, remember_from
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
 from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticSteps, PostValidationOptions, StepOutcome
@@ -87,6 +88,8 @@ class StockLoopOptions:
     """How optimizer steps are taken optimistically; None: by megatron-core's own `step`."""
     memory_limit: ByteLimit | None = None
     """Most memory per rank, with weights, gradients and optimizer state; None: no limit in bytes."""
+    weights_seed: int | None = None
+    """Seed of first weights that are drawn by name (`named_weights`); None: as megatron-core drew them."""
 
     @property
     def is_v(self) -> bool:
@@ -189,6 +192,8 @@ class StockLoop:
 
     def configured(self, config: Any) -> None:
         """Let Transformer Engine leave weight gradients to W. After megatron-core's checks, which demand MoE overlap for this."""
+        if self.options.weights_seed is not None:
+            remember_from(config)
         if config.pipeline_model_parallel_size > 1:
             config.delay_wgrad_compute = True
             key, configs = id(config), self._configs
@@ -247,6 +252,8 @@ class StockLoop:
         check_config(config, spec)
         check_hybrid(module)
         release_unused_head(module)
+        if self.options.weights_seed is not None:
+            draw_by_name([module], seed=self.options.weights_seed)
         accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
         key = config.params_dtype, accumulator
         if key not in self._stores:
