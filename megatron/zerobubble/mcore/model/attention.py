@@ -129,15 +129,9 @@ class TorchDotProductAttention(MegatronModule):
 
 
 def core_attention(config: TransformerConfig) -> type:
-    """The module for `core_attention` of a local layer spec: torch's attention, or megatron-core's own.
-
-    megatron-core's own if `config.attention_backend` is `local`, or if only it has what the model needs: `config.softmax_type`
-    other than vanilla.
-    """
-    own: type = DotProductAttention
-    if config.attention_backend is AttnBackend.local or config.softmax_type != "vanilla":
-        return own
-    return TorchDotProductAttention
+    """The module for `core_attention` of a local layer spec: torch's attention, or megatron-core's own by `local`."""
+    is_own = config.attention_backend is AttnBackend.local
+    return DotProductAttention if is_own else TorchDotProductAttention
 
 
 def use_torch_attention(model: nn.Module) -> int:
