@@ -6,8 +6,8 @@ One thread, megatron-core's layers with the B/W split, no dropout. In every roun
   torch   F and the full backward, with torch's attention
   split   F, B and W, with torch's attention
 
-Times are CPU time of the thread, so that other processes do not count. A ratio is the median over the rounds of the ratio within a
-round, with a 95 % confidence interval. Activation memory is the bytes that F leaves behind, counted tensor by tensor.
+Times are CPU time of the thread, so that other processes do not count. A ratio is the median over the rounds of the ratio within
+a round, with a 95 % confidence interval. Activation memory is the bytes that F leaves behind, counted tensor by tensor.
 
   python -m tools.benchmarks.attention --json docs/benchmarks/data/attention.json
   python -m tools.benchmarks.attention --from docs/benchmarks/data/attention.json
@@ -23,6 +23,7 @@ import platform
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -105,6 +106,7 @@ def measure(kind: str, shape: LayerShape, args: argparse.Namespace) -> Result:
     dtype = DTYPES[args.dtype]
     kernel = choose_kernel(CPU, input_dtype=dtype, accumulator_dtype=torch.float32)
     with world_of_one(CPU) as host, quiet_third_parties():
+        warnings.filterwarnings("ignore", module=r"megatron\.core\.")  # of what is deprecated, on every config
         own = Stack(shape, 1, dtype, CPU, host, kernel, AttnBackend.local)
         ours = Stack(shape, 1, dtype, CPU, host, kernel)
         sizes = (shape.seq_length, shape.micro_batch_size, shape.hidden_size)
@@ -188,8 +190,8 @@ def to_markdown(body: dict[str, Any]) -> str:
     """The results as a table."""
     about = body["about"]
     lines = [
-        f"{about['device']}, torch {about['torch']}, {about['dtype']}, {about['repeats']} rounds. Milliseconds are CPU time of F and "
-        "B+W of one layer.",
+        f"{about['device']}, torch {about['torch']}, {about['dtype']}, {about['repeats']} rounds. Milliseconds are CPU time of F "
+        "and B+W of one layer.",
         "",
         "| layer | s | own ms | torch ms | speed-up | (B + W) / full backward | own MiB | torch MiB | of own | predicted MiB |",
         "|---|---|---|---|---|---|---|---|---|---|",

@@ -90,8 +90,8 @@ class LayerShape:
     def activation_bytes(self, bytes_per_element: int) -> int:
         """Activation memory after F with torch's attention and no dropout; for the paper's layers in 16 bits ``32 sbh + 4 abs``.
 
-        Two residual sums, what W needs of F (each linear's input), what attention and the activation function need (the outputs of
-        qkv and fc1, and of SiLU), and in fp32 one number per query and head in place of the scores. Operations that are not fused
+        Two residual sums, what W needs of F (each linear's input), what attention and the activation function need (the outputs
+        of qkv, fc1 and SiLU), and in fp32 one number per query and head in place of the scores. Operations that are not fused
         keep more: on a CPU RMSNorm its normalized input, and SwiGLU a copy of one of its halves.
         """
         _, _, fc1, fc2 = self.linears
