@@ -16,8 +16,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.model.attention import TorchDotProductAttention, core_attention, use_torch_attention
-from tools.benchmarks.wgrad.stack import world_of_one
+from megatron.zerobubble.training.layer_specs import local_layer
+from tools.benchmarks.attention import shape_of
+from tools.benchmarks.wgrad.stack import LayerStack, world_of_one
+from tools.benchmarks.wgrad.stack import _config as _stack_config
 
 CAUSAL, ARBITRARY = AttnMaskType.causal, AttnMaskType.arbitrary
 HEADS, HEAD_SIZE = 4, 8
@@ -231,6 +235,23 @@ def test_packed_sequences_with_padding_between() -> None:
         assert gradient[used].any()
 
 
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_a_layer_of_packed_sequences(kind: str) -> None:
+    """With megatron-core's rotary positions, which begin anew in every sequence."""
+    shape = shape_of(kind, 256, 12, 1)
+    with HostDevice().on_host():
+        stack = LayerStack(shape, _stack_config(shape, 1, torch.float32, AttnBackend.auto, on_gpu=False))
+    layer, rotary, x_sbh = stack.layers[0], stack.rotary, torch.randn(12, 1, 256)
+
+    def run(part: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
+        positions = None if rotary is None else rotary[: len(part)]
+        output: Tensor = layer(part, attention_mask=None, rotary_pos_emb=positions, packed_seq_params=packed)[0]
+        return output
+
+    alone = torch.cat([run(part) for part in x_sbh.split([5, 1, 6])])
+    torch.testing.assert_close(run(x_sbh, _packed([5, 1, 6])), alone, atol=1e-6, rtol=1e-6)
+
+
 def test_packed_sequences_need_to_be_described() -> None:
     ours, _ = _pair()
     packed = [each.detach().squeeze(1) for each in _inputs(batch=1)]
@@ -418,6 +439,14 @@ def test_what_a_call_cannot_ask_for() -> None:
 def test_which_module_a_spec_gets() -> None:
     assert core_attention(_config()) is TorchDotProductAttention
     assert core_attention(_config(attention_backend=AttnBackend.local)) is DotProductAttention
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_the_local_layers_have_it(has_experts: bool) -> None:
+    experts: dict[str, Any] = {"num_moe_experts": 2, "add_bias_linear": False} if has_experts else {}
+    for backend, module in ((AttnBackend.auto, TorchDotProductAttention), (AttnBackend.local, DotProductAttention)):
+        layer = local_layer(_config(attention_backend=backend, **experts), has_experts=has_experts)
+        assert layer.submodules.self_attention.submodules.core_attention is module
 
 
 def test_the_modules_of_a_built_model_are_replaced() -> None:
