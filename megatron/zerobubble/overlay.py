@@ -106,7 +106,7 @@ def install(
     }
     if args is None:
         config = ZeroBubbleConfig(**given)
-        if config.schedule == "stock" and schedule is None and not optimizer_post_validation:
+        if config.schedule == "stock" and schedule is None and not (optimizer_post_validation or torch_attention):
             raise ConfigError("install has no schedule to install: give schedule, max_pending_backward, plan, or parsed flags")
     else:
         if any(value not in (None, False) for value in given.values()):
