@@ -25,6 +25,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron.zerobubble.mcore.model.context_parallel import ContextParallelAttention
+
 __all__ = ["LocalNorm", "local_layer", "mtp_layers", "stage_layers"]
 
 
@@ -101,6 +103,8 @@ def local_layer(config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
     )
     layer.submodules.input_layernorm = LocalNorm
     layer.submodules.pre_mlp_layernorm = LocalNorm
+    if config.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = ContextParallelAttention
     if has_experts:  # the default map also renames a dense MLP's norm to Transformer Engine's name; MoE layers keep theirs
         layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if config.qk_layernorm:
