@@ -392,6 +392,9 @@ class Trainer:
         def loss_func(per_token: torch.Tensor) -> tuple[Any, ...]:
             total = per_token.float().sum()
             mean = total.detach() / per_token.numel()
+            if self.case.context_parallel > 1:  # to be compared with that of whole sequences
+                dist.all_reduce(mean, group=parallel_state.get_context_parallel_group())
+                mean /= self.case.context_parallel
             if self.case.per_token_loss:
                 return total, torch.tensor(per_token.numel(), dtype=torch.int, device=per_token.device), {"lm loss": mean}
             return total / per_token.numel() / self.case.context_parallel, {"lm loss": mean}

@@ -279,8 +279,8 @@ def _check_context_parallel(settings: Settings) -> None:
             f"--seq-length {model.seq_length} over {flag} is {model.seq_length // size} tokens per rank, which "
             f"--sequence-parallel cannot divide over --tensor-model-parallel-size {tensor}"
         )
-    if model.hybrid_layer_pattern is not None:
-        raise ConfigError(f"{flag} shards sequences for attention, and --hybrid-layer-pattern has layers of other kinds: leave one out")
+    if MAMBA in (model.hybrid_layer_pattern or ""):
+        raise ConfigError(f"{flag} shards sequences, which Mamba layers ({MAMBA} in --hybrid-layer-pattern) go through as a whole: leave one out")
     if len(kinds) not in (0, 1, settings.num_layers):
         raise ConfigError(f"--cp-comm-type has {len(kinds)} values; give one, or one for each of {settings.num_layers} layers")
     others = sorted(set(kinds) - {"all_gather"})
