@@ -1,27 +1,29 @@
 """Attention over sequences that are shared by context-parallel ranks: keys and values are all-gathered.
 
 Each rank has the queries, keys and values of its two slices of every sequence (`sequence_parts`). Keys and values of all slices
-are all-gathered, and each slice of queries attends to the keys up to its own end:
+are all-gathered, and each slice of queries attends to the keys up to its own end. For two ranks, with ``#`` for all keys of a
+slice and ``\\`` for those up to the query's own:
 
-    n = 2, rank 0 (slices 0 and 3)            keys    0 1 2 3
-                                   queries 0          \
-                                   queries 3          . . . \
+    keys of slice       0   1   2   3
+    rank 0, queries 0   \\
+                    3   #   #   #   \\
+    rank 1, queries 1   #   \\
+                    2   #   #   \\
 
-In B the gradients of keys and values, which all ranks have a share in, are reduce-scattered. What a layer keeps from F to B grows
+In B the gradients of keys and values, in which all ranks have a share, are reduce-scattered. What a layer keeps from F to B grows
 with the rank's own slices only: autograd keeps the rank's keys and values in place of the gathered ones, and B all-gathers them
 again.
 
 Invariant: F and B of a layer issue the same collectives in the same order on all ranks of the group, whatever their slices: one
-all-gather in F; one all-gather and one reduce-scatter in B.
+all-gather in F; one all-gather and one reduce-scatter in B. W has none. See ADR 28.
 
-Shapes: ``s`` tokens on this rank, ``S`` tokens of the sequence, ``b`` microbatch, ``n`` heads per tensor-parallel rank, ``g`` key and
-value heads per rank, ``d`` head size.
+Shapes: ``s`` tokens on this rank, ``S`` tokens of the sequence, ``b`` microbatch, ``n`` heads per tensor-parallel rank, ``g`` key
+and value heads per rank, ``d`` head size of queries and keys, ``e`` head size of values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +32,9 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.model.attention import TorchDotProductAttention, _attend
+from megatron.zerobubble.mcore.model.attention import TorchDotProductAttention
 from megatron.zerobubble.mcore.model.sequence_parts import SequenceParts, by_rank, in_order
 from megatron.zerobubble.wgrad.sharing import Gathered, reduce_scatter
 
@@ -41,17 +42,30 @@ __all__ = ["ContextParallelAttention"]
 
 
 class ContextParallelAttention(TorchDotProductAttention):
-    """`TorchDotProductAttention` whose key and value heads are all-gathered over the context-parallel group.
+    """`TorchDotProductAttention` for sequences that are shared by context-parallel ranks.
 
-    Arguments are those of megatron-core's `DotProductAttention`. The group is the ``cp`` of `pg_collection`, or that of
-    `parallel_state`. Every rank of it must call the module at the same point. With one rank it is `TorchDotProductAttention`.
+    The core attention of a layer spec with `config.context_parallel_size` above 1, in the place of Transformer Engine's. Batches
+    must have the slices of megatron-core's `get_batch_on_this_cp_rank`. Arguments are those of `TorchDotProductAttention`. The
+    group is the ``cp`` of `pg_collection`, or that of `parallel_state`; every rank of it must call the module at the same points.
+
+    Raises:
+        ConfigError: the model needs something that torch's attention does not have, or ranks are to communicate otherwise than by
+            all-gathers.
     """
+
+    shares_sequences = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        how = kwargs.get("cp_comm_type") or "all_gather"
+        if how != "all_gather":
+            raise ConfigError(
+                f"cp_comm_type {how} is Transformer Engine's: ContextParallelAttention all-gathers keys and values; give all_gather"
+            )
         given = getattr(kwargs.get("pg_collection"), "cp", None)
-        self._group = parallel_state.get_context_parallel_group() if given is None else given
-        self._parts = SequenceParts(rank=self._group.rank(), size=self._group.size())
+        group = parallel_state.get_context_parallel_group() if given is None else given
+        self._shared = _Shared(group=group, size=group.size())
+        self._parts = SequenceParts(rank=group.rank(), size=group.size())
 
     def forward(
         self,
@@ -68,152 +82,114 @@ class ContextParallelAttention(TorchDotProductAttention):
         Args:
             query: [s, b, n, d], the rank's two slices, one behind the other.
             key: [s, b, g, d], of the same slices.
-            value: [s, b, g, d of values], of the same slices.
+            value: [s, b, g, e], of the same slices.
             attention_mask: True where a query must not see a key, [b or 1, 1, s, S], keys in the order of the sequence; None for
-                the mask of `attn_mask_type`.
+                the mask of the mask type.
             attn_mask_type: in place of the constructor's.
-            attention_bias: None.
-            packed_seq_params: None.
+            attention_bias: must be None.
+            packed_seq_params: must be None.
 
         Returns:
-            [s, b, n * d of values].
+            [s, b, n * e].
 
         Raises:
-            ConfigError: packed sequences.
+            ConfigError: packed sequences, or what `TorchDotProductAttention` does not support.
         """
-        others = {"attn_mask_type": attn_mask_type, "attention_bias": attention_bias}
-        if self._parts.size == 1:
-            return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params, **others)
         if packed_seq_params is not None:
             raise ConfigError(
-                "packed sequences cannot be combined with context parallelism: its slices are of one sequence, not of several; "
-                "leave out one of them, or use --transformer-impl transformer_engine"
+                "packed sequences cannot be combined with context parallelism here: ranks share one sequence, not several; leave "
+                "out one of them, or choose Transformer Engine's layers"
             )
+        mask_type = attn_mask_type or self.attn_mask_type
         whole = query.shape[0] * self._parts.size
-        is_causal = attention_mask is None and (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
+        is_causal = attention_mask is None and mask_type is AttnMaskType.causal
         ends = [whole // (2 * self._parts.size) * (number + 1) for number in self._parts.numbers] if is_causal else [whole]
-        kept = _Kept(self._parts.size, self._group)
+        kept = _Kept(self._shared)
         prefixes = _Prefixes.apply(key, value, kept, ends)
-        with kept.instead_of_whole_sequences():
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
             if not is_causal:
-                return super().forward(query, *prefixes, attention_mask, **others)
+                return super().forward(query, *prefixes, attention_mask, mask_type, attention_bias)
             early, late = query.chunk(2)
-            return torch.cat([self._causal(early, *prefixes[:2], kept), self._causal(late, *prefixes[2:], kept)])
+            return torch.cat([self._last(early, *prefixes[:2]), self._last(late, *prefixes[2:])])
 
-    def _causal(self, query: Tensor, key: Tensor, value: Tensor, kept: _Kept) -> Tensor:
-        """The attention of one slice of queries to all keys up to its end, whose last ones are the slice's own."""
-        options: dict[str, Any] = {"is_causal": True}
-        if key.shape[0] > query.shape[0]:
-            options = {"attn_mask": kept.late_mask(query, key.shape[0])}
-        heads_bnsd = _attend(*(each.permute(1, 2, 0, 3) for each in (query, key, value)), scale=self.softmax_scale, **options)
-        return heads_bnsd.permute(2, 0, 1, 3).flatten(start_dim=2)
+    def _last(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The attention of queries that are the last of the tokens that the keys belong to."""
+        return super().forward(query, key, value, None, AttnMaskType.causal_bottom_right)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """The collectives of one attention. A tensor has keys beside values, [tokens, b, g, d + e]."""
+
+    group: Any
+    """The context-parallel group."""
+    size: int
+    """Number of its ranks."""
+
+    def gather(self, own: Tensor) -> Tensor:
+        """[S, b, g, d + e] in the order of the sequence, from this rank's [s, b, g, d + e]."""
+        return in_order(Gathered(own, self.group).wait(), self.size)
+
+    def scatter(self, whole: Tensor) -> Tensor:
+        """This rank's [s, b, g, d + e] of the sum over all ranks of [S, b, g, d + e] in the order of the sequence."""
+        own, reducing = reduce_scatter(by_rank(whole, self.size), self.group)
+        reducing.wait()
+        return own
 
 
 @dataclass(frozen=True)
 class _View:
-    """What autograd keeps in place of a view of the gathered keys and values."""
+    """What autograd keeps in place of a view of gathered keys and values."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
 
-@dataclass(frozen=True)
-class _LateMask:
-    """What autograd keeps in place of a mask of late queries, see `_late_mask`."""
-
-    length: int
-    num_keys: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    """Of the mask that a kernel asked for, which may have leading dimensions."""
-
-
 class _Kept:
-    """The keys and values of one layer and microbatch between F and B: this rank's, from which those of all ranks are gathered.
+    """The keys and values of one layer and microbatch, between F and B: this rank's own, from which B gathers those of all."""
 
-    Args:
-        size: of the context-parallel group.
-        group: the context-parallel group.
-    """
-
-    def __init__(self, size: int, group: Any) -> None:
-        self._size, self._group = size, group
+    def __init__(self, shared: _Shared) -> None:
+        self.shared = shared
         self._own: Tensor | None = None
-        """[s, b, g, 2 d], keys beside values."""
         self._whole: Tensor | None = None
-        """[S, b, g, 2 d] in the order of the sequence, from B's first use to `release`."""
+        """From B's first use to `release`."""
         self._address = 0
-        """In F, of the gathered keys and values."""
-        self._masks: dict[int, Tensor] = {}
-        """In F, masks by address. They stay here, so that no other tensor has the address while autograd saves tensors."""
+        """Of what F gathered. Valid while F runs, which is when autograd saves tensors."""
 
     def gather(self, own: Tensor) -> Tensor:
-        """All-gather in F: [S, b, g, 2 d], in the order of the sequence."""
+        """All-gather in F, and keep `own` for B."""
         self._own = own
-        whole = self._gathered()
+        whole = self.shared.gather(own)
         self._address = whole.untyped_storage().data_ptr()
         return whole
 
     def release(self) -> None:
-        """Free what B gathered."""
-        self._whole = None
+        """Free what B gathered: all that need it have run."""
+        self._own = self._whole = None
 
-    def late_mask(self, query: Tensor, num_keys: int) -> Tensor:
-        """The causal mask of queries that are the last of `num_keys` tokens: [s, keys], what to add to scores.
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        """What autograd keeps of a tensor that F saves."""
+        if tensor.untyped_storage().data_ptr() != self._address:
+            return tensor
+        return _View(tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
-        On CUDA it is torch's name for that mask, which kernels take without its entries (not run on a GPU).
-        """
-        if query.is_cuda:
-            return causal_lower_right(query.shape[0], num_keys)
-        mask = _late_mask(query.shape[0], num_keys, query.dtype)
-        self._masks[mask.data_ptr()] = mask
-        return mask
-
-    @contextmanager
-    def instead_of_whole_sequences(self) -> Iterator[None]:
-        """Inside, autograd keeps neither gathered keys and values, nor masks. Ops must not change them in place."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            yield
-        self._masks.clear()
-
-    def _pack(self, tensor: Tensor) -> Tensor | _View | _LateMask:
-        if tensor.untyped_storage().data_ptr() == self._address:
-            return _View(tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
-        mask = self._masks.get(tensor.data_ptr())
-        return tensor if mask is None else _LateMask(*mask.shape, mask.dtype, tuple(tensor.size()))
-
-    def _unpack(self, packed: Tensor | _View | _LateMask) -> Tensor:
+    def unpack(self, packed: Tensor | _View) -> Tensor:
+        """The tensor that F saved."""
         if isinstance(packed, Tensor):
             return packed
-        if isinstance(packed, _LateMask):
-            return _late_mask(packed.length, packed.num_keys, packed.dtype).expand(packed.size)
         if self._whole is None:
-            self._whole = self._gathered()
+            assert self._own is not None, "the backward pass of attention runs once"
+            self._whole = self.shared.gather(self._own)
         return self._whole.as_strided(packed.size, packed.stride, packed.offset)
-
-    def scatter(self, gradient: Tensor) -> Tensor:
-        """Reduce-scatter in B, of the gradient [S, b, g, 2 d] of what `gather` returned: [s, b, g, 2 d]."""
-        own, reducing = reduce_scatter(by_rank(gradient, self._size), self._group)
-        reducing.wait()
-        return own
-
-    def _gathered(self) -> Tensor:
-        assert self._own is not None
-        return in_order(Gathered(self._own, self._group).wait(), self._size)
-
-
-def _late_mask(length: int, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """[length, num_keys]: -inf where a key comes after the query, else 0. The queries are the last of `num_keys` tokens."""
-    return torch.full((length, num_keys), float("-inf"), dtype=dtype).triu_(num_keys - length + 1)
 
 
 class _Prefixes(torch.autograd.Function):
-    """Keys and values of all ranks, up to each of the given ends; in B the sum of their gradients over all ranks."""
+    """The keys and values of all ranks up to each of the given ends; in B, the sum of their gradients over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, kept: _Kept, ends: Sequence[int]) -> tuple[Tensor, ...]:
-        """Returns views [end, b, g, d] of one tensor: keys and values up to the first end, to the second ..."""
+        """Views of one tensor: keys [end, b, g, d] and values [end, b, g, e] up to the first end, then up to the second."""
         ctx.kept, ctx.ends, ctx.split = kept, ends, (key.shape[-1], value.shape[-1])
         whole = kept.gather(torch.cat([key, value], dim=-1))
         ctx.length = whole.shape[0]
@@ -221,11 +197,10 @@ class _Prefixes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kept: _Kept = ctx.kept
-        kept.release()
+        ctx.kept.release()
         total = gradients[0].new_zeros(ctx.length, *gradients[0].shape[1:-1], sum(ctx.split))
         for number, end in enumerate(ctx.ends):
-            for part, gradient in zip(total[:end].split(ctx.split, dim=-1), gradients[2 * number :], strict=False):
+            for part, gradient in zip(total[:end].split(ctx.split, dim=-1), gradients[2 * number : 2 * number + 2], strict=True):
                 part += gradient
-        key, value = kept.scatter(total).split(ctx.split, dim=-1)
+        key, value = ctx.kept.shared.scatter(total).split(ctx.split, dim=-1)
         return key, value, None, None
