@@ -43,6 +43,7 @@ def check_settings(settings: Settings) -> None:
     _check_layers(settings)
     _check_batch(settings)
     _check_plan(settings)
+    _check_attention(settings)
     _check_tensor_parallel(settings)
     _check_context_parallel(settings)
     _check_experts(settings)
@@ -241,6 +242,22 @@ def _check_writable(flag: str, given: str, folder: Path) -> None:
         raise ConfigError(f"{flag} {given}: {folder} is not a writable directory")
 
 
+def _check_attention(settings: Settings) -> None:
+    """Raise unless torch has the kernels of --attention-backend on this device."""
+    model = settings.model
+    if settings.parallel.distributed_backend != "gloo" or model.transformer_impl != "local":
+        return
+    if model.attention_backend == "fused":
+        raise ConfigError(
+            "--attention-backend fused needs CUDA, and --distributed-backend is gloo: choose auto, flash, unfused or local"
+        )
+    if model.attention_backend == "flash" and model.attention_dropout > 0:
+        raise ConfigError(
+            f"--attention-backend flash with --attention-dropout {model.attention_dropout} needs CUDA, and --distributed-backend "
+            "is gloo: give --attention-dropout 0, or choose auto"
+        )
+
+
 def _check_tensor_parallel(settings: Settings) -> None:
     gather = settings.zero_bubble.zero_bubble_wgrad_gather
     if gather is not None and (settings.zero_bubble.schedule == "stock" or not settings.parallel.sequence_parallel):
@@ -283,6 +300,8 @@ def _check_context_parallel(settings: Settings) -> None:
         raise ConfigError(f"{flag} shards sequences, which Mamba layers ({MAMBA} in --hybrid-layer-pattern) go through as a whole: leave one out")
     if len(kinds) not in (0, 1, settings.num_layers):
         raise ConfigError(f"--cp-comm-type has {len(kinds)} values; give one, or one for each of {settings.num_layers} layers")
+    if model.attention_backend == "local":
+        raise ConfigError(f"{flag}: --attention-backend local needs whole sequences; choose auto, flash, fused or unfused")
     others = sorted(set(kinds) - {"all_gather"})
     if model.transformer_impl == "local" and others:
         raise ConfigError(

@@ -25,13 +25,13 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.model.attention_kernels import attend, attend_packed
+from megatron.zerobubble.mcore.model.attention_kernels import AttentionOptions, attend, attend_packed
 from megatron.zerobubble.mcore.model.attention_masks import MaskRule
 
 __all__ = ["TorchDotProductAttention", "core_attention", "use_torch_attention"]
 
 
-class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
+class TorchDotProductAttention(MegatronModule):
     """softmax(Q K^T * scale) V, with the constructor and the call of megatron-core's `DotProductAttention`.
 
     It has no parameters, so a model has the same checkpoints with either module. The softmax is computed in fp32 whatever
@@ -110,16 +110,16 @@ class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
         """
         if attention_bias is not None:
             raise ConfigError("an attention bias is not supported by torch's attention here; give a mask, or no bias")
-        rule = MaskRule(attn_mask_type or self.attn_mask_type, window=self.window)
-        options = {
-            "scale": self.softmax_scale,
-            "dropout": self.dropout_probability if self.training else 0.0,
-            "backend": self.config.attention_backend,
-        }
+        attention = AttentionOptions(
+            rule=MaskRule(attn_mask_type or self.attn_mask_type, window=self.window),
+            scale=self.softmax_scale,
+            dropout=self.dropout_probability if self.training else 0.0,
+            backend=self.config.attention_backend,
+        )
         with self._random_state():
             if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
-                return attend_packed(query, key, value, rule, packed_seq_params, **options)
-            return attend(query, key, value, rule, attention_mask, **options)
+                return attend_packed(query, key, value, attention, packed_seq_params)
+            return attend(query, key, value, attention, attention_mask)
 
     def _random_state(self) -> AbstractContextManager[None]:
         """The random state of dropout: that of the tensor-parallel rank, as in megatron-core's module.
@@ -133,15 +133,16 @@ class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
 
 
 def core_attention(config: TransformerConfig) -> type:
-    """The module for `core_attention` of a local layer spec: torch's attention, or megatron-core's own.
+    """The module for `core_attention` of a local layer spec: torch's attention, or megatron-core's own by `local`.
 
-    megatron-core's own if `config.attention_backend` is `local`, or if only it has what the model needs: `config.softmax_type`
-    other than vanilla.
+    With context parallelism, torch's attention over the keys and values of all ranks.
     """
-    own: type = DotProductAttention
-    if config.attention_backend is AttnBackend.local or config.softmax_type != "vanilla":
-        return own
-    return TorchDotProductAttention
+    if config.context_parallel_size > 1:
+        from megatron.zerobubble.mcore.model.context_parallel import ContextParallelAttention  # which is built on this module
+
+        return ContextParallelAttention
+    is_own = config.attention_backend is AttnBackend.local
+    return DotProductAttention if is_own else TorchDotProductAttention
 
 
 def use_torch_attention(model: nn.Module) -> int:

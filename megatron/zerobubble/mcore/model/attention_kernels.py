@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.model.attention_masks import MaskRule, once_per_tensor
 
-__all__ = ["attend", "attend_packed"]
+__all__ = ["AttentionOptions", "attend", "attend_packed"]
 
 _KERNELS = {
     AttnBackend.flash: [SDPBackend.FLASH_ATTENTION],
@@ -30,16 +31,22 @@ _KERNELS = {
 """torch's kernels for the words of `--attention-backend`; `auto` is all of them."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """How attention is computed, beside its tensors."""
+
+    rule: MaskRule
+    """Which keys a query sees."""
+    scale: float
+    """Factor of the scores."""
+    dropout: float
+    """Probability with which the weight of a key is dropped."""
+    backend: AttnBackend
+    """Which of torch's kernels may run."""
+
+
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rule: MaskRule,
-    attention_mask: Tensor | None,
-    *,
-    scale: float,
-    dropout: float,
-    backend: AttnBackend,
+    query: Tensor, key: Tensor, value: Tensor, attention: AttentionOptions, attention_mask: Tensor | None = None
 ) -> Tensor:
     """The attention of whole sequences.
 
@@ -47,11 +54,8 @@ def attend(
         query: [s, b, n, d].
         key: [s, b, g, d].
         value: [s, b, g, e].
-        rule: which keys a query sees.
+        attention: how.
         attention_mask: True where a query must not see a key, broadcast to [b, n, s, s]; or None.
-        scale: factor of the scores.
-        dropout: probability with which the weight of a key is dropped.
-        backend: which of torch's kernels may run.
 
     Returns:
         [s, b, n * e].
@@ -61,20 +65,20 @@ def attend(
     """
     query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
     num_heads, key_size, value_size = query.size(1), query.size(3), value.size(3)
-    if key_size != value_size and _wants_equal_sizes(query.device, backend):  # zeros change no score and no weight
+    if key_size != value_size and _wants_equal_sizes(query.device, attention.backend):  # zeros change no score and no weight
         if value_size < key_size:
             value = functional.pad(value, (0, key_size - value_size))
         else:
             query, key = (functional.pad(each, (0, value_size - key_size)) for each in (query, key))
-    options: dict[str, Any] = {"scale": scale, "dropout_p": dropout, "enable_gqa": num_heads != key.size(1)}
-    options |= rule.options(query, key, attention_mask)
-    with _kernels(backend):
+    options = attention.rule.options(query, key, attention_mask)
+    options |= {"scale": attention.scale, "dropout_p": attention.dropout, "enable_gqa": num_heads != key.size(1)}
+    with _kernels(attention.backend):
         try:
             heads_bnse = functional.scaled_dot_product_attention(query, key, value, **options)
         except RuntimeError as error:
             if "No available kernel" not in str(error) and "No viable backend" not in str(error):
                 raise
-            raise ConfigError(_no_kernel(backend, query, value_size, options)) from error
+            raise ConfigError(_no_kernel(attention.backend, query, value_size, options)) from error
     return heads_bnse[..., :value_size].permute(2, 0, 1, 3).flatten(start_dim=2)
 
 
@@ -95,7 +99,7 @@ def _no_kernel(backend: AttnBackend, query: Tensor, value_size: int, options: di
     )
 
 
-def attend_packed(query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, packed: PackedSeqParams, **options: Any) -> Tensor:
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, attention: AttentionOptions, packed: PackedSeqParams) -> Tensor:
     """The attention of sequences that are packed into one, each to itself. Queries between sequences get zeros.
 
     One call of torch's attention per sequence: its kernels for packed sequences need a GPU and half precision, and have no
@@ -105,9 +109,8 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, pac
         query: [t, n, d].
         key: [t, g, d].
         value: [t, g, e].
-        rule: which keys of its sequence a query sees.
+        attention: how each sequence attends to itself.
         packed: where each sequence begins and, with padding between them, how long it is.
-        options: those of `attend`.
 
     Returns:
         [t, n * e].
@@ -116,8 +119,8 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, pac
         raise ConfigError("packed sequences in thd format need cu_seqlens_q, where each sequence begins")
     pieces, end = [], 0
     for queries, keys in _spans(packed):
-        parts = (part[span].unsqueeze(1) for part, span in ((query, queries), (key, keys), (value, keys)))
-        context = attend(*parts, rule, None, **options).squeeze(1)
+        own_query, own_key, own_value = query[queries].unsqueeze(1), key[keys].unsqueeze(1), value[keys].unsqueeze(1)
+        context = attend(own_query, own_key, own_value, attention).squeeze(1)
         pieces += [context.new_zeros(queries.start - end, context.size(1)), context]
         end = queries.stop
     width = query.size(1) * value.size(2)
