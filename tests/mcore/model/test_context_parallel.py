@@ -148,7 +148,7 @@ def _held(rank: int, case: Case) -> int:
     trainer = Trainer(case)
     profiler = trainer.schedule.hooks.profiler = Profiler(trainer.schedule.device)
     trainer.forward_backward(0)
-    held = sum(memory.after_forward for memory in profiler.profile().memory.values())
+    held = sum(memory.activation for memory in profiler.profile().memory.values())
     trainer.close()
     return int(held)
 
