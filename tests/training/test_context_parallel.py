@@ -36,10 +36,10 @@ def test_shared_sequences_train_as_whole_ones(corpus: str, tmp_path: Path) -> No
     loads = ["--load", str(tmp_path / "checkpoints"), "--ckpt-step", "3", "--enable-zero-bubble"]
     continued = Job(tmp_path / "continued", [*flags, *loads])
     assert sorted(continued.metrics) == [4, 5, 6]
-    assert _curves(continued) == pytest.approx({name: value for name, value in _curves(whole).items() if int(name[-1]) > 3}, rel=1e-6)
+    assert _curves(continued) == pytest.approx(
+        {name: value for name, value in _curves(whole).items() if int(name[-1]) > 3}, rel=1e-6
+    )
 
 
 def _curves(job: Job) -> dict[str, float]:
     return {f"{name} {number}": fields[name] for number, fields in job.metrics.items() for name in NAMES if name in fields}
-
-

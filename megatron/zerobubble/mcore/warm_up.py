@@ -48,7 +48,9 @@ def warm_up_groups(config: Any, chunks: Sequence[Any], device: torch.device) -> 
 
 def _warm_up_context(config: Any, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """What context parallelism uses beside the collectives of its group; returns what it is for, as `warm_up_groups`."""
-    if device.type == "cuda":  # rotary embeddings pin an index in the first F; that may wait for the device, unless a block is free
+    if (
+        device.type == "cuda"
+    ):  # rotary embeddings pin an index in the first F; that may wait for the device, unless a block is free
         torch.zeros(2, dtype=torch.int64, pin_memory=True)
     if getattr(config, "mtp_num_layers", None) is None:
         return []

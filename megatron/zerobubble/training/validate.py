@@ -297,7 +297,9 @@ def _check_context_parallel(settings: Settings) -> None:
             f"--sequence-parallel cannot divide over --tensor-model-parallel-size {tensor}"
         )
     if MAMBA in (model.hybrid_layer_pattern or ""):
-        raise ConfigError(f"{flag} shards sequences, which Mamba layers ({MAMBA} in --hybrid-layer-pattern) go through as a whole: leave one out")
+        raise ConfigError(
+            f"{flag} shards sequences, and Mamba layers ({MAMBA} in --hybrid-layer-pattern) need whole ones: leave one of them out"
+        )
     if len(kinds) not in (0, 1, settings.num_layers):
         raise ConfigError(f"--cp-comm-type has {len(kinds)} values; give one, or one for each of {settings.num_layers} layers")
     if model.attention_backend == "local":
@@ -305,8 +307,8 @@ def _check_context_parallel(settings: Settings) -> None:
     others = sorted(set(kinds) - {"all_gather"})
     if model.transformer_impl == "local" and others:
         raise ConfigError(
-            f"--cp-comm-type {others[0]} is Transformer Engine's: with --transformer-impl local keys and values are all-gathered; "
-            "give all_gather, or leave it out"
+            f"--cp-comm-type {others[0]} is Transformer Engine's: with --transformer-impl local keys and values are "
+            "all-gathered; give all_gather, or leave it out"
         )
 
 

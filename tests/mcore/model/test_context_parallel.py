@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.model.attention import TorchDotProductAttention
+from megatron.zerobubble.mcore.model.context_parallel import ContextParallelAttention
 from megatron.zerobubble.mcore.model.sequence_parts import SequenceParts, by_rank, in_order, slices
 from megatron.zerobubble.profiling.profiler import Profiler
 from tests.optimizer.support import Scenario
@@ -38,7 +44,6 @@ CASES = [
     replace(TENSOR, llama=True, sequence_parallel=True),
     replace(ZBV, per_token_loss=True, recompute="full"),
     replace(ZB_H1, llama=True, recompute="selective"),
-    replace(ZB_H1, num_ranks=1, schedule="stock", context_parallel=4, num_layers=2),
     MOE,
     replace(MOE, expert_parallel=2, schedule="zbv", num_chunks=2, z_loss_coeff=0.1, shared=True, per_token_loss=True),
     replace(MTP, per_token_loss=True),
@@ -125,7 +130,12 @@ def test_ranks_issue_the_same_collectives_in_the_same_order(four_ranks: RankPool
 
 SCENARIOS = [
     Scenario("clipped", replace(ZBV, num_steps=3, clip_grad=1e3, dropout=0.1), spikes={(3, 1): 1e4, (5, 0): 1e4}, redone=(3, 5)),
-    Scenario("overflow", replace(ZB_H1, dtype=torch.float16, clip_grad=1e3, distributed_optimizer=True), spikes={(2, 1): 1e9}, redone=(2,)),
+    Scenario(
+        "overflow",
+        replace(ZB_H1, dtype=torch.float16, clip_grad=1e3, distributed_optimizer=True),
+        spikes={(2, 1): 1e9},
+        redone=(2,),
+    ),
 ]
 
 
@@ -161,6 +171,73 @@ def test_activation_memory_is_divided_by_the_ranks(four_ranks: RankPool) -> None
         assert half == pytest.approx(each / 2, rel=0.02)
 
 
+# -- the module ---------------------------------------------------------------------------------------------------------------
+
+HEADS, GROUPS, KEY_SIZE, LENGTH, SAMPLES = 4, 2, 8, 24, 2
+
+KINDS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "values of another size": {"value_size": 6},
+    "window": {"window": (7, 0)},
+    "mask": {"has_mask": True},
+    "no mask": {"mask_type": "no_mask"},
+    "bf16": {"dtype": torch.bfloat16},
+}
+
+
+def _attention_apart(
+    rank: int,
+    *,
+    value_size: int = KEY_SIZE,
+    window: tuple[int, int] | None = None,
+    has_mask: bool = False,
+    mask_type: str = "causal",
+    dtype: torch.dtype = torch.float32,
+) -> list[float]:
+    """Output and gradients of four ranks that share sequences, against those of whole ones: the largest difference of each."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * KEY_SIZE,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        context_parallel_size=4,
+        window_size=window,
+        attention_dropout=0.0,
+    )
+    parts = SequenceParts(rank=rank, size=4)
+    groups = ProcessGroupCollection(cp=dist.group.WORLD, tp=dist.new_group(list(range(4))))
+    options = {"layer_number": 1, "attn_mask_type": AttnMaskType[mask_type], "attention_type": "self", "pg_collection": groups}
+    shared = ContextParallelAttention(config, **options)
+    whole = TorchDotProductAttention(replace(config, context_parallel_size=1), **options)
+    generator = torch.Generator().manual_seed(1)
+    sizes = ((HEADS, KEY_SIZE), (GROUPS, KEY_SIZE), (GROUPS, value_size), (HEADS * value_size,))
+    *inputs, gradient = (torch.randn(LENGTH, SAMPLES, *size, generator=generator).to(dtype) for size in sizes)
+    mask = (
+        (torch.rand(1, 1, LENGTH, LENGTH, generator=generator) < 0.3) & ~torch.eye(LENGTH, dtype=torch.bool) if has_mask else None
+    )
+
+    def run(module: torch.nn.Module, part: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        own = [part(each, dim=0).clone().requires_grad_() for each in inputs]
+        output = module(*own, None if mask is None else part(mask, dim=2))
+        output.backward(part(gradient, dim=0))
+        return [output.detach(), *(each.grad for each in own if each.grad is not None)]
+
+    expected = run(whole, lambda tensor, dim: tensor)
+    actual = run(shared, lambda tensor, dim: slices(tensor, parts, dim=dim))
+    return [
+        float((each - slices(other, parts, dim=0)).abs().max() / other.abs().max())
+        for each, other in zip(actual, expected, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_over_four_ranks(four_ranks: RankPool, kind: str) -> None:
+    bound = 1e-6 if KINDS[kind].get("dtype", torch.float32) is torch.float32 else 2e-2
+    for apart in four_ranks.run(functools.partial(_attention_apart, **KINDS[kind])):
+        assert len(apart) == 4
+        assert max(apart) < bound
+
+
 # -- what is held by whom -----------------------------------------------------------------------------------------------------
 
 
@@ -177,9 +254,6 @@ def test_the_slices_of_all_ranks_are_the_sequence(size: int) -> None:
 
 def test_whole_sequences_are_refused_in_one_line() -> None:
     """A layer spec that was made for whole sequences."""
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.enums import AttnMaskType
-
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, context_parallel_size=2)
-    with pytest.raises(ConfigError, match="TorchDotProductAttention needs whole sequences, .* choose ContextParallelAttention"):
+    with pytest.raises(ConfigError, match=r"TorchDotProductAttention needs whole sequences, .* choose ContextParallelAttention"):
         TorchDotProductAttention(config, 1, AttnMaskType.causal, "self")

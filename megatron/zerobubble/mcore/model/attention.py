@@ -202,6 +202,6 @@ def _check(config: TransformerConfig, *, shares_sequences: bool) -> None:
         )
     if config.context_parallel_size > 1 and not shares_sequences:
         raise ConfigError(
-            f"TorchDotProductAttention needs whole sequences, and context_parallel_size is {config.context_parallel_size}: choose "
-            "ContextParallelAttention, or Transformer Engine's layers"
+            f"TorchDotProductAttention needs whole sequences, and context_parallel_size is {config.context_parallel_size}: "
+            "choose ContextParallelAttention, or Transformer Engine's layers"
         )

@@ -49,8 +49,7 @@ class ContextParallelAttention(TorchDotProductAttention):
     group is the ``cp`` of `pg_collection`, or that of `parallel_state`; every rank of it must call the module at the same points.
 
     Raises:
-        ConfigError: the model needs something that torch's attention does not have, or ranks are to communicate otherwise than by
-            all-gathers.
+        ConfigError: the model needs something that torch's attention does not have, or `cp_comm_type` is not all_gather.
     """
 
     shares_sequences = True
