@@ -298,7 +298,7 @@ def _check_context_parallel(settings: Settings) -> None:
         )
     if MAMBA in (model.hybrid_layer_pattern or ""):
         raise ConfigError(
-            f"{flag} shards sequences, and Mamba layers ({MAMBA} in --hybrid-layer-pattern) need whole ones: leave one of them out"
+            f"{flag} shards sequences, and Mamba layers ({MAMBA} in --hybrid-layer-pattern) need whole ones: leave one out"
         )
     if len(kinds) not in (0, 1, settings.num_layers):
         raise ConfigError(f"--cp-comm-type has {len(kinds)} values; give one, or one for each of {settings.num_layers} layers")

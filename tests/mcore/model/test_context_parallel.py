@@ -32,7 +32,7 @@ ZB_H1 = Case("zb-h1", 2, 4, context_parallel=2, num_layers=4, num_steps=2, adam_
 ZBV = replace(ZB_H1, schedule="zbv", num_chunks=2)
 V_HALF = replace(ZBV, schedule="v-half")
 TENSOR = replace(ZB_H1, schedule="stock", num_ranks=1, tensor_parallel=2)
-MOE = MoeCase("zb-h1", 2, 4, context_parallel=2, num_layers=4, num_steps=2, adam_eps=1.0)
+MOE = MoeCase("zb-h1", 2, 4, context_parallel=2, num_layers=4, num_steps=2, adam_eps=1.0, layer_freq=(1, 1, 1, 1))
 MTP = MtpCase("zbv", 2, 4, num_chunks=2, context_parallel=2, num_layers=4, num_steps=2, adam_eps=1.0, num_mtp_layers=1)
 
 CASES = [
@@ -50,10 +50,11 @@ CASES = [
 ]
 
 
-def _assert_close(differences: list[Difference], bound: float, *, sharded: bool) -> None:
+def _assert_close(differences: list[Difference], bound: float, case: Case) -> None:
     for rank, difference in enumerate(differences):
-        assert difference.losses < bound, rank
-        if not sharded:  # otherwise a rank has only its share of the sums
+        if not isinstance(case, MtpCase):  # MTP layers log the mean over a rank's own tokens
+            assert difference.losses < bound, rank
+        if not case.distributed_optimizer:  # otherwise a rank has only its share of the sums
             assert difference.gradients < bound, (rank, difference.gradient_name)
         assert difference.weights < bound, (rank, difference.weight_name)
         assert difference.grad_norms < bound, rank
@@ -64,7 +65,7 @@ def _assert_close(differences: list[Difference], bound: float, *, sharded: bool)
 def test_shared_sequences_train_as_whole_ones(four_ranks: RankPool, case: Case) -> None:
     """1e-6, not the same bits: what is summed over a sequence (gradients of weights, of keys and values) is summed in parts."""
     differences = four_ranks.run(compare, case, replace(case.unpipelined, context_parallel=1))
-    _assert_close(differences, 1e-6, sharded=case.distributed_optimizer)
+    _assert_close(differences, 1e-6, case)
 
 
 @pytest.mark.parametrize(
@@ -107,10 +108,11 @@ def _issued(rank: int, case: Case) -> tuple[list[int], list[tuple[str, tuple[int
     """The ranks that share sequences with this one, and the collectives of their group in one iteration."""
     trainer = case.trainer()
     group = parallel_state.get_context_parallel_group()
+    ranks = dist.get_process_group_ranks(group)
     with _Collectives(group) as collectives:
         trainer.forward_backward(0)
     trainer.close()
-    return dist.get_process_group_ranks(group), collectives.issued
+    return ranks, collectives.issued
 
 
 @pytest.mark.parametrize("case", [replace(ZBV, llama=True), replace(ZB_H1, recompute="full")], ids=str)

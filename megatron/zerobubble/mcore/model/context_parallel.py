@@ -40,6 +40,8 @@ from megatron.zerobubble.wgrad.sharing import Gathered, reduce_scatter
 
 __all__ = ["ContextParallelAttention"]
 
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+
 
 class ContextParallelAttention(TorchDotProductAttention):
     """`TorchDotProductAttention` for sequences that are shared by context-parallel ranks.
@@ -59,7 +61,7 @@ class ContextParallelAttention(TorchDotProductAttention):
         how = kwargs.get("cp_comm_type") or "all_gather"
         if how != "all_gather":
             raise ConfigError(
-                f"cp_comm_type {how} is Transformer Engine's: ContextParallelAttention all-gathers keys and values; give all_gather"
+                f"cp_comm_type {how} is Transformer Engine's: ContextParallelAttention gathers keys and values; give all_gather"
             )
         given = getattr(kwargs.get("pg_collection"), "cp", None)
         group = parallel_state.get_context_parallel_group() if given is None else given
@@ -83,7 +85,7 @@ class ContextParallelAttention(TorchDotProductAttention):
             key: [s, b, g, d], of the same slices.
             value: [s, b, g, e], of the same slices.
             attention_mask: True where a query must not see a key, [b or 1, 1, s, S], keys in the order of the sequence; None for
-                the mask of the mask type.
+                the mask of the mask type. It alone decides; there may be no window beside it.
             attn_mask_type: in place of the constructor's.
             attention_bias: must be None.
             packed_seq_params: must be None.
@@ -92,28 +94,42 @@ class ContextParallelAttention(TorchDotProductAttention):
             [s, b, n * e].
 
         Raises:
-            ConfigError: packed sequences, or what `TorchDotProductAttention` does not support.
+            ConfigError: packed sequences, a window beside a mask, or what `TorchDotProductAttention` does not support.
         """
-        if packed_seq_params is not None:
+        mask_type = attn_mask_type or self.attn_mask_type
+        is_causal = attention_mask is None and mask_type in _CAUSAL
+        self._check(mask_type, is_packed=packed_seq_params is not None, has_window=self.window is not None, is_causal=is_causal)
+        length = query.shape[0] * self._parts.size
+        ends = [length // (2 * self._parts.size) * (number + 1) for number in self._parts.numbers] if is_causal else [length]
+        kept = _Kept(self._shared)
+        keys_values = _Prefixes.apply(key, value, kept, ends)
+        attend = super().forward
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+            if not is_causal:
+                whole_key, whole_value = keys_values
+                return attend(query, whole_key, whole_value, attention_mask, AttnMaskType.no_mask, attention_bias)
+            # The queries of a slice are the last of the tokens up to its end.
+            (early, late), (early_key, early_value, late_key, late_value) = query.chunk(2), keys_values
+            last = AttnMaskType.causal_bottom_right
+            return torch.cat(
+                [
+                    attend(early, early_key, early_value, None, last, attention_bias),
+                    attend(late, late_key, late_value, None, last, attention_bias),
+                ]
+            )
+
+    @staticmethod
+    def _check(mask_type: AttnMaskType, *, is_packed: bool, has_window: bool, is_causal: bool) -> None:
+        if is_packed:
             raise ConfigError(
                 "packed sequences cannot be combined with context parallelism here: ranks share one sequence, not several; leave "
                 "out one of them, or choose Transformer Engine's layers"
             )
-        mask_type = attn_mask_type or self.attn_mask_type
-        whole = query.shape[0] * self._parts.size
-        is_causal = attention_mask is None and mask_type is AttnMaskType.causal
-        ends = [whole // (2 * self._parts.size) * (number + 1) for number in self._parts.numbers] if is_causal else [whole]
-        kept = _Kept(self._shared)
-        prefixes = _Prefixes.apply(key, value, kept, ends)
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-            if not is_causal:
-                return super().forward(query, *prefixes, attention_mask, mask_type, attention_bias)
-            early, late = query.chunk(2)
-            return torch.cat([self._last(early, *prefixes[:2]), self._last(late, *prefixes[2:])])
-
-    def _last(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The attention of queries that are the last of the tokens that the keys belong to."""
-        return super().forward(query, key, value, None, AttnMaskType.causal_bottom_right)
+        if not is_causal and (has_window or mask_type is AttnMaskType.padding_causal):
+            what = "a window" if has_window else "a padding_causal mask type"
+            raise ConfigError(
+                f"{what} beside a mask is not supported with context parallelism: the mask, [b, 1, s, S], can hide these keys, too"
+            )
 
 
 @dataclass(frozen=True)
