@@ -68,19 +68,13 @@ def test_shared_sequences_train_as_whole_ones(four_ranks: RankPool, case: Case) 
     _assert_close(differences, 1e-6, case)
 
 
-@pytest.mark.parametrize(
-    ("case", "reference"),
-    [
-        (ZB_H1, replace(ZB_H1, schedule="stock")),
-        (replace(ZBV, llama=True, different_data=True), replace(ZBV.unpipelined, llama=True, different_data=True)),
-        (replace(V_HALF, dtype=torch.bfloat16), replace(V_HALF.unpipelined, dtype=torch.bfloat16)),
-    ],
-    ids=["zb-h1", "zbv", "v-half-bf16"],
-)
-@pytest.mark.sampled(0.4)
-def test_the_same_bits_as_without_a_split(four_ranks: RankPool, case: Case, reference: Case) -> None:
-    """megatron-core's own schedules with the same context-parallel size: 1F1B, and no pipeline under the Vs."""
-    for difference in four_ranks.run(compare, case, reference):
+@pytest.mark.parametrize("features", [{}, {"llama": True, "dtype": torch.bfloat16, "different_data": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
+@pytest.mark.sampled(0.25)
+def test_the_same_bits_as_stock_1f1b(four_ranks: RankPool, schedule: str, features: dict[str, Any]) -> None:
+    """On the same ranks with the same slices."""
+    case = replace(ZB_H1, schedule=schedule, **features)
+    for difference in four_ranks.run(compare, case, replace(case, schedule="stock")):
         assert (difference.losses, difference.gradients, difference.weights) == (0.0, 0.0, 0.0), difference
 
 
@@ -170,7 +164,7 @@ def test_activation_memory_is_divided_by_the_ranks(four_ranks: RankPool) -> None
     case = replace(ZB_H1, layout="E|ttttL", llama=True)
     whole, shared = (four_ranks.run(_held, each) for each in (replace(case, context_parallel=1), case))
     for each, half in zip(whole[2:], shared[2:], strict=True):
-        assert half == pytest.approx(each / 2, rel=0.02)
+        assert 0.45 * each < half <= 0.5 * each
 
 
 # -- the module ---------------------------------------------------------------------------------------------------------------

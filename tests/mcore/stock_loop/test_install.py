@@ -32,7 +32,7 @@ from megatron.zerobubble.mcore.stock_loop import patches as installing
 from tests.support.gpt import _destroy_groups
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
 from tests.support.ranks import RankPool
-from tests.support.stock import EXAMPLE, example, train, train_hybrid, train_mtp
+from tests.support.stock import EXAMPLE, example, train, train_hybrid, train_mtp, train_shared
 from tests.training.launch import launch
 
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
@@ -91,6 +91,24 @@ def test_the_same_losses_with_mtp_layers(four_ranks: RankPool, stock: str, optio
     expected, actual = (_losses(four_ranks.run(train_mtp, *each)) for each in ((plain, {}), (flags, options)))
     assert len(actual) == len(expected) > 0
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stock", "options"),
+    [
+        (f"{TWO} --overlap-grad-reduce --use-distributed-optimizer", {"schedule": "zb-h1", "optimizer_post_validation": True}),
+        (f"{CHUNKS} --calculate-per-token-loss", {"schedule": "zbv"}),
+    ],
+    ids=["zb-h1-optimistic", "zbv-per-token"],
+)
+@pytest.mark.sampled(0.5)
+def test_the_same_losses_with_context_parallelism(four_ranks: RankPool, stock: str, options: dict[str, Any]) -> None:
+    """Bit for bit; and within rounding those of whole sequences, as the mean over the two ranks that share them."""
+    flags = f"{stock} --num-layers 4 --hidden-size 32 --train-iters 4"
+    expected, actual = (_losses(four_ranks.run(train_shared, flags, each)) for each in ({}, options))
+    assert actual == expected
+    whole = torch.tensor(_losses(four_ranks.run(train, flags))[0])
+    torch.testing.assert_close(torch.tensor(actual).mean(dim=0), whole, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)

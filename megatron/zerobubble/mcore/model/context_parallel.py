@@ -128,7 +128,7 @@ class ContextParallelAttention(TorchDotProductAttention):
         if not is_causal and (has_window or mask_type is AttnMaskType.padding_causal):
             what = "a window" if has_window else "a padding_causal mask type"
             raise ConfigError(
-                f"{what} beside a mask is not supported with context parallelism: the mask, [b, 1, s, S], can hide these keys, too"
+                f"{what} beside a mask is not supported with context parallelism: let the mask [b, 1, s, S] hide these keys"
             )
 
 
