@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
@@ -232,6 +233,32 @@ def test_attention_over_four_ranks(four_ranks: RankPool, kind: str) -> None:
     for apart in four_ranks.run(functools.partial(_attention_apart, **KINDS[kind])):
         assert len(apart) == 4
         assert max(apart) < bound
+
+
+def _refusals(rank: int) -> list[str]:
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, context_parallel_size=4, window_size=(3, 0))
+    options = {"pg_collection": ProcessGroupCollection(cp=dist.group.WORLD)}
+    attention = ContextParallelAttention(config, 1, AttnMaskType.causal, "self", **options)
+    own, mask = torch.zeros(2, 1, 2, 4), torch.zeros(1, 1, 2, 8, dtype=torch.bool)
+    calls: list[Callable[[], Any]] = [
+        lambda: attention(own, own, own, None, packed_seq_params=PackedSeqParams(qkv_format="thd")),
+        lambda: attention(own, own, own, mask),
+        lambda: ContextParallelAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type="p2p", **options),
+    ]
+    messages = []
+    for call in calls:
+        try:
+            call()
+        except ConfigError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_is_not_supported_is_refused_in_one_line(four_ranks: RankPool) -> None:
+    for packed, window, ring in four_ranks.run(_refusals):
+        assert packed.startswith("packed sequences cannot be combined with context parallelism")
+        assert window.startswith("a window beside a mask is not supported with context parallelism")
+        assert ring.startswith("cp_comm_type p2p is Transformer Engine's")
 
 
 # -- what is held by whom -----------------------------------------------------------------------------------------------------
