@@ -46,7 +46,7 @@ CASES = [
     replace(ZBV, per_token_loss=True, recompute="full"),
     replace(ZB_H1, llama=True, recompute="selective"),
     MOE,
-    replace(MOE, expert_parallel=2, schedule="zbv", num_chunks=2, z_loss_coeff=0.1, shared=True, per_token_loss=True),
+    replace(MOE, expert_parallel=2, schedule="zbv", num_chunks=2, z_loss_coeff=0.1, shared=True),
     replace(MTP, per_token_loss=True),
 ]
 
