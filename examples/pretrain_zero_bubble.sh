@@ -10,7 +10,7 @@
 #   ENABLE_ZERO_BUBBLE=1|0              ZB-H1 | megatron-core's own 1F1B
 #   ZERO_BUBBLE_MAX_PENDING_BACKWARD    1p (ZB-H1), 2p (ZB-H2) or a number of microbatches; ZERO_BUBBLE_MEM_LIMIT is the same
 #   INTERLEAVED_1F1B=1                  megatron-core's own interleaved 1F1B, one layer per chunk
-#   PIPELINE_SIZE TP_SIZE               pipeline- and tensor-parallel size; the remaining ranks are data parallel
+#   PIPELINE_SIZE TP_SIZE CP_SIZE       pipeline-, tensor- and context-parallel size; the remaining ranks are data parallel
 #   GPUS_PER_NODE                       ranks per machine
 #   WORLD_SIZE (or NNODES) RANK         number of machines, and the number of this one
 #   MASTER_ADDR MASTER_PORT             rendezvous address, with several machines
@@ -45,8 +45,9 @@ else # a pipeline needs two devices; with one GPU or none the ranks share the CP
     ranks_per_node="${GPUS_PER_NODE:-4}"
 fi
 ranks=$((nodes * ranks_per_node))
-tensor="${TP_SIZE:-1}"
-pipeline="${PIPELINE_SIZE:-$((ranks / tensor))}"
+tensor="${TP_SIZE:-1}" context="${CP_SIZE:-1}"
+pipeline="${PIPELINE_SIZE:-$((ranks / tensor / context))}"
+replicas=$((ranks / tensor / context / pipeline))
 
 # -- the schedule -------------------------------------------------------------------------------------------------------
 pending="${ZERO_BUBBLE_MAX_PENDING_BACKWARD:-${ZERO_BUBBLE_MEM_LIMIT:-}}"
@@ -69,7 +70,7 @@ fi
 if [[ $backend == nccl ]]; then
     hidden="${HIDDEN_SIZE:-2048}" layers="${LAYERS:-$((pipeline * 4))}" heads="${ATTENTION_HEADS:-16}" length="${SEQ_LENGTH:-2048}"
     micro="${MICRO_BATCH_SIZE:-1}" iterations="${TRAIN_ITERS:-200}" lr="${LR:-3e-4}"
-    batch="${GLOBAL_BATCH_SIZE:-$((ranks / tensor / pipeline * pipeline * 3 * micro))}"
+    batch="${GLOBAL_BATCH_SIZE:-$((replicas * pipeline * 3 * micro))}"
     device=()
     is_on "${FP32:-}" || device+=(--bf16)
     # shellcheck source=examples/gpu_environment.sh
@@ -78,8 +79,7 @@ if [[ $backend == nccl ]]; then
 else
     hidden="${HIDDEN_SIZE:-128}" layers="${LAYERS:-$((pipeline * 2))}" heads="${ATTENTION_HEADS:-4}" length="${SEQ_LENGTH:-256}"
     micro="${MICRO_BATCH_SIZE:-2}" iterations="${TRAIN_ITERS:-120}" lr="${LR:-2e-3}"
-    # shellcheck disable=SC2017 # the quotient is the number of data-parallel replicas
-    batch="${GLOBAL_BATCH_SIZE:-$((ranks / tensor / pipeline * 8 * micro))}"
+    batch="${GLOBAL_BATCH_SIZE:-$((replicas * 8 * micro))}"
     device=(--exit-duration-in-mins 3.5)
     # A short run: profile and re-plan early, and briefly.
     [[ $name == zb* ]] && device+=(--zero-bubble-pipeline-timers-start-iter 20 --zero-bubble-planning-seconds 2)
@@ -111,7 +111,8 @@ fi
 
 exec "${start[@]}" "$here/pretrain_gpt.py" \
     --distributed-backend "$backend" "${device[@]}" \
-    --tensor-model-parallel-size "$tensor" --pipeline-model-parallel-size "$pipeline" "${schedule[@]}" \
+    --tensor-model-parallel-size "$tensor" --context-parallel-size "$context" \
+    --pipeline-model-parallel-size "$pipeline" "${schedule[@]}" \
     --num-layers "$layers" --hidden-size "$hidden" --num-attention-heads "$heads" --seq-length "$length" \
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear \
     --hidden-dropout 0 --attention-dropout 0 \

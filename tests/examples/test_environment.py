@@ -72,6 +72,14 @@ def test_several_machines_under_torchrun(cluster: Cluster) -> None:
     assert arguments[arguments.index("--pipeline-model-parallel-size") + 1] == "8"
 
 
+def test_the_pipeline_has_the_ranks_that_the_other_sizes_leave(cluster: Cluster) -> None:
+    started(cluster, GPUS="0", GPUS_PER_NODE="8", TP_SIZE="2", CP_SIZE="2")
+    arguments = cluster.rank_arguments(None)
+    given = {flag: arguments[arguments.index(flag) + 1] for flag in ("--context-parallel-size", "--pipeline-model-parallel-size")}
+    assert given == {"--context-parallel-size": "2", "--pipeline-model-parallel-size": "2"}
+    assert arguments[arguments.index("--global-batch-size") + 1] == "16", "one replica, eight microbatches of two"
+
+
 def test_the_slurm_launcher_outside_of_a_step_is_an_error(cluster: Cluster) -> None:
     done = cluster.run(SCRIPT, environment=cluster.environment(LAUNCHER="slurm"))
     assert done.returncode != 0

@@ -63,6 +63,7 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
         virtual_pipeline_model_parallel_size=settings.virtual_pipeline_size,
         pipeline_model_parallel_layout=layout,
         sequence_parallel=parallel.sequence_parallel,
+        **_context(settings),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         fp16=settings.precision.fp16,
@@ -92,6 +93,17 @@ def _shape(settings: Settings) -> dict[str, Any]:
         "attention_backend": AttnBackend[model.attention_backend],
         "persist_layer_norm": False,
         "cuda_graph_scope": [],
+    }
+
+
+def _context(settings: Settings) -> dict[str, Any]:
+    parallel = settings.parallel
+    kinds = list(parallel.cp_comm_type) or ["all_gather" if settings.model.transformer_impl == "local" else "p2p"]
+    return {
+        "context_parallel_size": parallel.context_parallel_size,
+        "hierarchical_context_parallel_sizes": list(parallel.hierarchical_context_parallel_sizes) or None,
+        # megatron-core takes a string for all layers and a list for each.
+        "cp_comm_type": kinds[0] if len(kinds) == 1 else kinds,
     }
 
 

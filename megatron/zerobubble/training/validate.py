@@ -45,6 +45,7 @@ def check_settings(settings: Settings) -> None:
     _check_plan(settings)
     _check_attention(settings)
     _check_tensor_parallel(settings)
+    _check_context_parallel(settings)
     _check_experts(settings)
     _check_installed(settings)
     _check_optimizer(settings)
@@ -61,8 +62,9 @@ def _check_world(settings: Settings) -> None:
         raise ConfigError(
             f"the job has {settings.world_size} rank(s), which is not divisible by --tensor-model-parallel-size "
             f"{parallel.tensor_model_parallel_size} x --pipeline-model-parallel-size "
-            f"{parallel.pipeline_model_parallel_size} = {size}; start it with torchrun --nproc-per-node {size}, "
-            "or a multiple of it"
+            f"{parallel.pipeline_model_parallel_size}"
+            + (f" x --context-parallel-size {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else "")
+            + f" = {size}; start it with torchrun --nproc-per-node {size}, or a multiple of it"
         )
 
 
@@ -281,6 +283,40 @@ def _check_tensor_parallel(settings: Settings) -> None:
             raise ConfigError(f"{flag} {value} is not divisible by --tensor-model-parallel-size {size}")
 
 
+def _check_context_parallel(settings: Settings) -> None:
+    parallel, model = settings.parallel, settings.model
+    size, kinds = parallel.context_parallel_size, parallel.cp_comm_type
+    if size == 1:
+        return
+    flag = f"--context-parallel-size {size}"
+    if model.seq_length % (2 * size):
+        near = model.seq_length // (2 * size) * 2 * size or 2 * size
+        raise ConfigError(
+            f"--seq-length {model.seq_length} is not divisible by 2 x {flag} = {2 * size}: each rank holds two slices of equal "
+            f"length; {near} would be"
+        )
+    tensor = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and model.seq_length // size % tensor:
+        raise ConfigError(
+            f"--seq-length {model.seq_length} over {flag} is {model.seq_length // size} tokens per rank, which "
+            f"--sequence-parallel cannot divide over --tensor-model-parallel-size {tensor}"
+        )
+    if MAMBA in (model.hybrid_layer_pattern or ""):
+        raise ConfigError(
+            f"{flag} shards sequences, and Mamba layers ({MAMBA} in --hybrid-layer-pattern) need whole ones: leave one out"
+        )
+    if len(kinds) not in (0, 1, settings.num_layers):
+        raise ConfigError(f"--cp-comm-type has {len(kinds)} values; give one, or one for each of {settings.num_layers} layers")
+    if model.attention_backend == "local":
+        raise ConfigError(f"{flag}: --attention-backend local needs whole sequences; choose auto, flash, fused or unfused")
+    others = sorted(set(kinds) - {"all_gather"})
+    if model.transformer_impl == "local" and others:
+        raise ConfigError(
+            f"--cp-comm-type {others[0]} is Transformer Engine's: with --transformer-impl local keys and values are "
+            "all-gathered; give all_gather, or leave it out"
+        )
+
+
 def _check_experts(settings: Settings) -> None:
     moe, size = settings.moe, settings.parallel.tensor_model_parallel_size
     if moe.num_experts is None:
@@ -376,7 +412,7 @@ def _check_gradients(settings: Settings) -> None:
         return
     problems = {
         "needs --use-distributed-optimizer, which steps on shards": not parallel.use_distributed_optimizer,
-        f"shards over data-parallel ranks, and there is {settings.data_parallel_size}": settings.data_parallel_size < 2,
+        f"shards over data-parallel ranks, and there is {settings.gradient_reduction_size}": settings.gradient_reduction_size < 2,
         "needs --untie-embeddings-and-output-weights: tied weights all-reduce whole gradients over two stages": (
             not model.untie_embeddings_and_output_weights
         ),

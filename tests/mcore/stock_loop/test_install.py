@@ -33,7 +33,7 @@ from megatron.zerobubble.mcore.stock_loop import patches as installing
 from tests.support.gpt import _destroy_groups
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
 from tests.support.ranks import RankPool
-from tests.support.stock import EXAMPLE, example, train, train_hybrid, train_mtp
+from tests.support.stock import EXAMPLE, example, train, train_hybrid, train_mtp, train_shared
 from tests.training.launch import launch
 
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
@@ -118,6 +118,27 @@ def test_the_same_losses_with_mtp_layers(four_ranks: RankPool, stock: str, optio
     expected, actual = (_losses(four_ranks.run(train_mtp, *each)) for each in ((plain, {}), (flags, options)))
     assert len(actual) == len(expected) > 0
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stock", "options"),
+    [
+        (f"{TWO} --overlap-grad-reduce --use-distributed-optimizer", {"schedule": "zb-h1", "optimizer_post_validation": True}),
+        (f"{CHUNKS} --calculate-per-token-loss", {"schedule": "zbv"}),
+    ],
+    ids=["zb-h1-optimistic", "zbv-per-token"],
+)
+@pytest.mark.sampled(0.5)
+def test_the_same_losses_with_context_parallelism(four_ranks: RankPool, stock: str, options: dict[str, Any]) -> None:
+    """Bit for bit; and those of the first iteration, as means over two ranks, those of whole sequences within rounding.
+
+    Later ones differ: there two replicas read different samples.
+    """
+    flags = f"{stock} --num-layers 4 --hidden-size 32 --train-iters 4"
+    expected, actual = (_losses(four_ranks.run(train_shared, flags, each)) for each in ({}, options))
+    assert actual == expected
+    whole = _losses(four_ranks.run(train, flags))
+    torch.testing.assert_close(torch.tensor(actual).mean(dim=0)[0], torch.tensor(whole[0][0]), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)

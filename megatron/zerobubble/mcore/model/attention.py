@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -53,6 +54,9 @@ class TorchDotProductAttention(MegatronModule):
         ConfigError: the model needs something that torch's attention does not have.
     """
 
+    shares_sequences: ClassVar[bool] = False
+    """Whether context-parallel ranks may share a sequence."""
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -66,7 +70,7 @@ class TorchDotProductAttention(MegatronModule):
         k_channels: int | None = None,
         v_channels: int | None = None,
     ) -> None:
-        _check(config)
+        _check(config, shares_sequences=self.shares_sequences)
         super().__init__(config=config)
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
@@ -129,7 +133,14 @@ class TorchDotProductAttention(MegatronModule):
 
 
 def core_attention(config: TransformerConfig) -> type:
-    """The module for `core_attention` of a local layer spec: torch's attention, or megatron-core's own by `local`."""
+    """The module for `core_attention` of a local layer spec: torch's attention, or megatron-core's own by `local`.
+
+    With context parallelism, torch's attention over the keys and values of all ranks.
+    """
+    if config.context_parallel_size > 1:
+        from megatron.zerobubble.mcore.model.context_parallel import ContextParallelAttention  # which is built on this module
+
+        return ContextParallelAttention
     is_own = config.attention_backend is AttnBackend.local
     return DotProductAttention if is_own else TorchDotProductAttention
 
@@ -173,7 +184,7 @@ def _torch_twin(own: DotProductAttention) -> TorchDotProductAttention:
     return twin.train(own.training)
 
 
-def _check(config: TransformerConfig) -> None:
+def _check(config: TransformerConfig, *, shares_sequences: bool) -> None:
     if config.attention_backend is AttnBackend.local:
         raise ConfigError(
             "attention_backend local is megatron-core's own DotProductAttention, not torch's attention: choose auto, flash, "
@@ -189,8 +200,8 @@ def _check(config: TransformerConfig) -> None:
             "qk_clip and log_max_attention_logit need the largest score, which torch's attention does not give: leave them out, "
             "or choose Transformer Engine's layers"
         )
-    if config.context_parallel_size > 1:
+    if config.context_parallel_size > 1 and not shares_sequences:
         raise ConfigError(
-            f"context_parallel_size {config.context_parallel_size} is not supported by torch's attention: choose 1, or "
-            "Transformer Engine's layers"
+            f"TorchDotProductAttention needs whole sequences, and context_parallel_size is {config.context_parallel_size}: "
+            "choose ContextParallelAttention, or Transformer Engine's layers"
         )

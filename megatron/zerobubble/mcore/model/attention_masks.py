@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron.zerobubble.errors import ConfigError
 
@@ -53,6 +54,8 @@ class MaskRule:
             before, after = self.window
             after = 0 if self.mask_type in _CAUSAL else after
             masks.append(_window(num_queries, num_keys, before, after, query.dtype, query.device))
+        elif is_causal and not masks and num_queries != num_keys and query.is_cuda:
+            return {"attn_mask": causal_lower_right(num_queries, num_keys)}  # no entries; not run on a GPU
         elif is_causal and (masks or num_queries != num_keys):
             masks.append(_window(num_queries, num_keys, -1, 0, query.dtype, query.device))
         elif is_causal:

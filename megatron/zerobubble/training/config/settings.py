@@ -39,7 +39,7 @@ class Settings:
     precision: PrecisionConfig
     """Precision and loss scaling."""
     parallel: ParallelConfig
-    """Tensor, pipeline and data parallelism."""
+    """Tensor, pipeline, context and data parallelism."""
     zero_bubble: ZeroBubbleConfig
     """Pipeline schedule, planner and post-validation."""
     batch: BatchConfig
@@ -64,13 +64,18 @@ class Settings:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks per data-parallel replica of the model: tensor-parallel size * pipeline size."""
-        return self.parallel.tensor_model_parallel_size * self.pipeline_size
+        """Ranks per data-parallel replica of the model: tensor-parallel size * pipeline size * context-parallel size."""
+        return self.parallel.tensor_model_parallel_size * self.pipeline_size * self.parallel.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of data-parallel replicas of the model."""
+        """Number of data-parallel replicas of the model, each of which reads samples of its own."""
         return self.world_size // self.model_parallel_size
+
+    @property
+    def gradient_reduction_size(self) -> int:
+        """Ranks over which each gradient is reduced and optimizer state is sharded: data-parallel and context-parallel ones."""
+        return self.data_parallel_size * self.parallel.context_parallel_size
 
     @property
     def expert_tensor_parallel_size(self) -> int:
