@@ -5,6 +5,7 @@ Names that differ in megatron-core, and choices that depend on the device, are t
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megatron.zerobubble.training.config.model import ModelConfig
 from megatron.zerobubble.training.config.settings import Settings
@@ -52,8 +53,10 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
     model, parallel, dtype = settings.model, settings.parallel, parameter_dtype(settings)
     interleaves = settings.virtual_pipeline_size is not None and settings.zero_bubble.schedule == "stock"
     overlaps = interleaves and parallel.overlap_p2p_communication
-    return TransformerConfig(
+    config_class = MLATransformerConfig if settings.mla.multi_latent_attention else TransformerConfig
+    return config_class(
         **_shape(settings),
+        **_latent_attention(settings),
         **_activation(model),
         **_experts(settings),
         **_kernels(model, on_gpu=on_gpu),
@@ -91,6 +94,14 @@ def _shape(settings: Settings) -> dict[str, Any]:
         "persist_layer_norm": False,
         "cuda_graph_scope": [],
     }
+
+
+def _latent_attention(settings: Settings) -> dict[str, Any]:
+    mla = settings.mla
+    if not mla.multi_latent_attention:
+        return {}
+    given = dataclasses.asdict(mla) | {name: getattr(settings.model, name) for name in ("rotary_base", "rotary_percent")}
+    return {name: value for name, value in given.items() if (name, value) != ("rope_type", None)}
 
 
 def _experts(settings: Settings) -> dict[str, Any]:
