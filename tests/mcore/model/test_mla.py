@@ -67,7 +67,7 @@ def _grown_by_op(rank: int, case: MlaCase) -> dict[str, set[str]]:
     """Name of each parameter of attention, without its layer -> kinds of ops in which its gradient grew."""
     trainer = MlaTrainer(case)
     weights = {name: each for name, each in trainer.parameters() if ".self_attention." in name}
-    before = {name: 0.0 for name in weights}
+    before = dict.fromkeys(weights, 0.0)
     grown: dict[str, set[str]] = {name.split(".self_attention.")[1]: set() for name in weights}
 
     def observe(_: Any, op: Op) -> None:

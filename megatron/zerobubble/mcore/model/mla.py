@@ -42,9 +42,7 @@ class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
         keywords: the same.
     """
 
-    def __init__(
-        self, *others: Any, k_channels: int | None = None, v_channels: int | None = None, **keywords: Any
-    ) -> None:
+    def __init__(self, *others: Any, k_channels: int | None = None, v_channels: int | None = None, **keywords: Any) -> None:
         super().__init__(*others, **keywords)
         v_channels = v_channels or self.config.v_head_dim
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
