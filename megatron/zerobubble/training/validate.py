@@ -285,8 +285,8 @@ def _check_latent_attention(settings: Settings) -> None:
     size = settings.parallel.tensor_model_parallel_size
     if size > 1 and not settings.parallel.sequence_parallel:
         raise ConfigError(
-            f"--multi-latent-attention with --tensor-model-parallel-size {size} needs --sequence-parallel: without it nothing sums "
-            "the gradient of the key that all heads share over the tensor-parallel ranks"
+            f"--multi-latent-attention with --tensor-model-parallel-size {size} needs --sequence-parallel: without it nothing "
+            "sums the gradient of the key that all heads share over the tensor-parallel ranks"
         )
     if model.qk_layernorm and mla.q_lora_rank is None and model.transformer_impl == "local":
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Multi-latent attention under our schedules against the unpipelined model: the same losses, gradients and weights, bit for bit."""
+"""Multi-latent attention under our schedules against the unpipelined model: losses, gradients and weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -48,8 +48,6 @@ def test_every_schedule_has_the_bits_of_the_unpipelined_model(four_ranks: RankPo
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
 @pytest.mark.sampled(0.4)
 def test_same_bits_with(four_ranks: RankPool, base: MlaCase, features: dict[str, Any]) -> None:
-    if features.get("llama"):
-        features = features | {"layout": None}
     _assert_equal(four_ranks.run(compare, replace(base, **features)))
 
 
@@ -121,8 +119,8 @@ def _against_one_rank(rank: int, case: MlaCase) -> dict[str, float]:
 
 @pytest.mark.parametrize("rank", [24, None], ids=lambda rank: f"q{rank}")
 def test_tensor_parallel_gradients_are_those_of_one_rank(four_ranks: RankPool, rank: int | None) -> None:
-    """Sums over ranks have another order: 1e-5. Without its hook the key that all heads share misses half of its gradient, and the
-    weights that make it are off by tens of percent."""
+    """Sums over ranks have another order: 1e-5. Without its hook the key that all heads share misses half of its gradient, and
+    the weights that make it are off by tens of percent."""
     case = replace(ZBV, tensor_parallel=2, sequence_parallel=True, q_lora_rank=rank, qk_layernorm=rank is not None)
     for differences in four_ranks.run(_against_one_rank, case):
         assert max(differences.values()) < 1e-5, max(differences.items(), key=lambda item: item[1])

@@ -67,8 +67,8 @@ class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]
             return
         if not self.config.sequence_parallel:
             raise ConfigError(
-                "multi-latent attention under tensor parallelism needs sequence parallelism: without it nothing sums the gradient "
-                "of the key that all heads share over the tensor-parallel ranks; add --sequence-parallel"
+                "multi-latent attention under tensor parallelism needs sequence parallelism: without it nothing sums the "
+                "gradient of the key that all heads share over the tensor-parallel ranks; add --sequence-parallel"
             )
         self.linear_kv_down_proj.register_forward_hook(_scatter_along_sequence)
 
