@@ -27,6 +27,7 @@ from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
+from megatron.zerobubble.mcore.model.attention import core_attention
 from megatron.zerobubble.mcore.model.layout import embedding_ranks, pipeline_layout
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
@@ -294,6 +295,7 @@ class Trainer:
         if self.case.sequence_parallel:
             return stage_layers(self.config, vp_stage=vp_stage)
         layer = get_gpt_layer_local_spec(normalization=self.config.normalization)
+        layer.submodules.self_attention.submodules.core_attention = core_attention(self.config)
         if not self.case.attention:
             layer.submodules.self_attention, layer.submodules.self_attn_bda = IdentityOp, IdentityFuncOp
         return layer

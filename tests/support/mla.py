@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron.zerobubble.training.layer_specs import stage_layers
 from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
@@ -22,6 +23,8 @@ class MlaCase(Case):
     rope_type: str = "yarn"
     v_head_dim: int = 6
     """Differs from the size of a query head, 12."""
+    attention_backend: str = "auto"
+    """`auto` is torch's attention, `local` megatron-core's."""
 
     def __str__(self) -> str:
         words = [super().__str__(), f"q{self.q_lora_rank}", self.rope_type]
@@ -46,6 +49,7 @@ class MlaTrainer(Trainer):
             "qk_head_dim": 8,
             "qk_pos_emb_head_dim": 4,
             "v_head_dim": case.v_head_dim,
+            "attention_backend": AttnBackend[case.attention_backend],
             "qk_layernorm": case.qk_layernorm,
             "rope_type": case.rope_type,
             "rotary_scaling_factor": 4.0,

@@ -1,5 +1,6 @@
 """Layer specs of a GPT stage: megatron-core's own layers, or Transformer Engine's.
 
+The local layers use torch's attention (`mcore.model.attention`), unless `config.attention_backend` is `local`.
 The local layers use `LocalNorm`: torch's LayerNorm or RMSNorm, which also supports what megatron-core's wrapper does not
 (sequence parallelism needs the normalization parameters marked, so that their gradients are all-reduced over the tensor-parallel
 ranks).
@@ -25,6 +26,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron.zerobubble.mcore.model.attention import TorchDotProductAttention, core_attention
 from megatron.zerobubble.mcore.model.mla import LatentDotProductAttention, LatentSelfAttention
 
 __all__ = ["LocalNorm", "local_layer", "mtp_layers", "stage_layers"]
@@ -93,7 +95,7 @@ def mtp_layers(config: TransformerConfig, *, vp_stage: int | None) -> MultiToken
 
 
 def local_layer(config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
-    """The spec of a transformer layer of megatron-core's own modules, with `LocalNorm`.
+    """The spec of a transformer layer of megatron-core's own modules, with `LocalNorm` and torch's attention.
 
     Args:
         config: the model.
@@ -112,8 +114,9 @@ def local_layer(config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
         return layer
     if has_experts:  # the default map also renames a dense MLP's norm to Transformer Engine's name; MoE layers keep theirs
         layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = core_attention(config)
     if config.qk_layernorm:
-        attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = LocalNorm
     return layer
 
@@ -123,7 +126,8 @@ def _set_latent_attention(layer: ModuleSpec, config: TransformerConfig, *, has_e
     Transformer Engine's layers do, which fuse them into the linears behind."""
     layer.submodules.self_attention.module = LatentSelfAttention
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = LatentDotProductAttention
+    core = core_attention(config)
+    attention.core_attention = core if core is TorchDotProductAttention else LatentDotProductAttention
     names = {} if has_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     if config.qk_layernorm:
         attention.q_layernorm = attention.kv_layernorm = LocalNorm

@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron.zerobubble.training.config.model import ModelConfig
 from megatron.zerobubble.training.config.settings import Settings
@@ -91,6 +92,7 @@ def _shape(settings: Settings) -> dict[str, Any]:
         "layernorm_epsilon": model.norm_epsilon,
         "recompute_modules": list(model.recompute_modules) or None,
         "num_query_groups": model.num_query_groups if model.group_query_attention else None,
+        "attention_backend": AttnBackend[model.attention_backend],
         "persist_layer_norm": False,
         "cuda_graph_scope": [],
     }

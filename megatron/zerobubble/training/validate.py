@@ -43,6 +43,7 @@ def check_settings(settings: Settings) -> None:
     _check_layers(settings)
     _check_batch(settings)
     _check_plan(settings)
+    _check_attention(settings)
     _check_tensor_parallel(settings)
     _check_latent_attention(settings)
     _check_experts(settings)
@@ -238,6 +239,22 @@ def _check_writable(flag: str, given: str, folder: Path) -> None:
     """Raise unless the directory `folder`, where `flag` writes at the end of the run, is writable."""
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"{flag} {given}: {folder} is not a writable directory")
+
+
+def _check_attention(settings: Settings) -> None:
+    """Raise unless torch has the kernels of --attention-backend on this device."""
+    model = settings.model
+    if settings.parallel.distributed_backend != "gloo" or model.transformer_impl != "local":
+        return
+    if model.attention_backend == "fused":
+        raise ConfigError(
+            "--attention-backend fused needs CUDA, and --distributed-backend is gloo: choose auto, flash, unfused or local"
+        )
+    if model.attention_backend == "flash" and model.attention_dropout > 0:
+        raise ConfigError(
+            f"--attention-backend flash with --attention-dropout {model.attention_dropout} needs CUDA, and --distributed-backend "
+            "is gloo: give --attention-dropout 0, or choose auto"
+        )
 
 
 def _check_tensor_parallel(settings: Settings) -> None:

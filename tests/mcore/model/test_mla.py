@@ -27,7 +27,9 @@ SCHEDULES = [
     MlaCase("v-half", 4, 6, num_chunks=2),
 ]
 FEATURES: list[dict[str, Any]] = [
-    {"q_lora_rank": None},
+    {"q_lora_rank": None, "attention_backend": "local"},
+    {"v_head_dim": 16, "attention_backend": "local", "recompute": "mla_up_proj"},
+    {"v_head_dim": 16},
     {"qk_layernorm": True, "llama": True},
     {"rope_type": "rope", "dtype": torch.bfloat16},
     {"recompute": "mla_up_proj"},
