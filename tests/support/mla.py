@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig
-from megatron.core.transformer.enums import AttnBackend
 
+from megatron.zerobubble.mcore.model.mla import LatentDotProductAttention
 from megatron.zerobubble.training.layer_specs import stage_layers
 from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
 
@@ -23,8 +23,9 @@ class MlaCase(Case):
     rope_type: str = "yarn"
     v_head_dim: int = 6
     """Differs from the size of a query head, 12."""
-    attention_backend: str = "auto"
-    """`auto` is torch's attention, `local` megatron-core's."""
+    own_attention: bool = False
+    """Whether scores are computed by megatron-core's attention, in place of torch's. In the spec and not by `attention_backend`:
+    megatron-core writes that into the environment of the process, once."""
 
     def __str__(self) -> str:
         words = [super().__str__(), f"q{self.q_lora_rank}", self.rope_type]
@@ -40,7 +41,10 @@ class MlaTrainer(Trainer):
     case: MlaCase
 
     def _config(self) -> Any:
-        case, config = self.case, super()._config()
+        case = self.case
+        is_own = "mla_up_proj" in (case.recompute or "")  # megatron-core takes it for no other attention
+        self.case = replace(case, recompute=None) if is_own else case
+        config, self.case = super()._config(), case
         fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
         changes = {
             "multi_latent_attention": True,
@@ -49,19 +53,23 @@ class MlaTrainer(Trainer):
             "qk_head_dim": 8,
             "qk_pos_emb_head_dim": 4,
             "v_head_dim": case.v_head_dim,
-            "attention_backend": AttnBackend[case.attention_backend],
             "qk_layernorm": case.qk_layernorm,
             "rope_type": case.rope_type,
             "rotary_scaling_factor": 4.0,
             "original_max_position_embeddings": 8,
             "mscale_all_dim": 0.5,
         }
+        if is_own:
+            changes |= {"recompute_granularity": "selective", "recompute_modules": (case.recompute or "").split()}
         return MLATransformerConfig(**(fields | changes))
 
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+        layers = stage_layers(self.config, vp_stage=vp_stage)
+        for layer in layers.layer_specs if self.case.own_attention else ():
+            layer.submodules.self_attention.submodules.core_attention = LatentDotProductAttention
         return GPTModel(
             config=self.config,
-            transformer_layer_spec=stage_layers(self.config, vp_stage=vp_stage),
+            transformer_layer_spec=layers,
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
             pre_process=pre_process,
