@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -151,3 +152,27 @@ def _refusal(rank: int, case: MlaCase) -> str:
 def test_tensor_parallel_without_sequence_parallel_is_refused(four_ranks: RankPool) -> None:
     for message in four_ranks.run(_refusal, replace(ZBV, tensor_parallel=2)):
         assert "add --sequence-parallel" in message
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------------------
+
+
+def _names(rank: int, case: MlaCase) -> list[str]:
+    """Names in a checkpoint of this rank's layers, which all layers of a kind share."""
+    trainer = MlaTrainer(case)
+    names = {name for chunk in trainer.built.chunks for name in chunk.module.sharded_state_dict()}
+    trainer.close()
+    return sorted(re.sub(r"layers\.\d+", "layers", name) for name in names if ".layers." in name and "_extra_state" not in name)
+
+
+def test_checkpoints_have_the_names_of_transformer_engines_layers(four_ranks: RankPool) -> None:
+    """Which has the norms behind a linear inside of it, but the first norm of a layer outside."""
+    expected = [
+        *("input_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"),
+        *("self_attention.linear_kv_down_proj.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
+        *("self_attention.linear_kv_up_proj.weight", "self_attention.linear_proj.weight"),
+        *("self_attention.linear_q_down_proj.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+        "self_attention.linear_q_up_proj.weight",
+    ]
+    for names in four_ranks.run(_names, replace(ZB_H2, qk_layernorm=True, llama=True)):
+        assert sorted(set(names)) == [f"decoder.layers.{name}" for name in expected]
