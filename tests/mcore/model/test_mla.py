@@ -42,7 +42,7 @@ FEATURES: list[dict[str, Any]] = [
     {"recompute": "mla_up_proj core_attn", "qk_layernorm": True},
     {"recompute": "full"},
     {"tensor_parallel": 2, "sequence_parallel": True, "qk_layernorm": True},
-    {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "mla_up_proj mlp"},
+    {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "mla_up_proj mlp", "llama": True},
 ]
 
 
