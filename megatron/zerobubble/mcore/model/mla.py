@@ -32,7 +32,7 @@ from megatron.zerobubble.mcore.compat import mark_missing_te_of_mla
 __all__ = ["LatentDotProductAttention", "LatentSelfAttention"]
 
 
-class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
+class LatentDotProductAttention(DotProductAttention):
     """megatron-core's `DotProductAttention` for values whose heads have another size than those of keys.
 
     Args:
@@ -48,7 +48,7 @@ class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
-class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]
+class LatentSelfAttention(MLASelfAttention):
     """megatron-core's `MLASelfAttention` whose shared key has its whole gradient under tensor parallelism.
 
     Under sequence parallelism the output of the linear down to keys and values is scattered along the sequence right away, as if
