@@ -15,6 +15,7 @@
 #   WORLD_SIZE (or NNODES) RANK         number of machines, and the number of this one
 #   MASTER_ADDR MASTER_PORT             rendezvous address, with several machines
 #   HIDDEN_SIZE LAYERS ATTENTION_HEADS SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR
+#   MODEL=deepseek-like                 multi-latent attention, experts with a shared one behind a dense layer, an MTP layer
 #   DATA_PATH (or DATASET)              path prefix of an indexed dataset (tools/preprocess_data.py)
 #   RUN_DIR                             directory of checkpoints and metrics; runs/<schedule> by default
 #   LAUNCHER=slurm                      be one rank that srun started, without torchrun (pretrain_zero_bubble.slurm sets it)
@@ -86,8 +87,22 @@ else
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     export CUDA_VISIBLE_DEVICES= # the sizes above are for the CPU; with gloo, ranks would use visible GPUs
 fi
+model=()
+if [[ "${MODEL:-}" == deepseek-like ]]; then
+    head=$((hidden / heads))
+    model=(--multi-latent-attention --q-lora-rank $((hidden / 2)) --kv-lora-rank $((hidden / 4)) --qk-layernorm
+        --qk-head-dim "$head" --qk-pos-emb-head-dim $((head / 2)) --v-head-dim "$head"
+        --num-experts 8 --moe-layer-freq "[0]+[1]*$((layers - 1))" --moe-ffn-hidden-size $((hidden / 2))
+        --moe-shared-expert-intermediate-size $((hidden / 2)) --moe-token-dispatcher-type alltoall --moe-router-dtype fp32
+        --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5
+        --moe-router-num-groups 4 --moe-router-group-topk 2 --mtp-num-layers 1 --untie-embeddings-and-output-weights)
+    ((tensor > 1)) && model+=(--sequence-parallel)
+elif [[ -n "${MODEL:-}" ]]; then
+    echo "MODEL is $MODEL; it must be deepseek-like or unset" >&2
+    exit 2
+fi
 data="${DATA_PATH:-${DATASET:-$here/data/python-stdlib}}"
-run="${RUN_DIR:-$here/runs/$name}"
+run="${RUN_DIR:-$here/runs/$name${MODEL:+-$MODEL}}"
 
 # -- go -----------------------------------------------------------------------------------------------------------------
 if [[ "$launcher" == slurm ]]; then
@@ -115,7 +130,7 @@ exec "${start[@]}" "$here/pretrain_gpt.py" \
     --pipeline-model-parallel-size "$pipeline" "${schedule[@]}" \
     --num-layers "$layers" --hidden-size "$hidden" --num-attention-heads "$heads" --seq-length "$length" \
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear \
-    --hidden-dropout 0 --attention-dropout 0 \
+    --hidden-dropout 0 --attention-dropout 0 "${model[@]}" \
     --micro-batch-size "$micro" --global-batch-size "$batch" --train-iters "$iterations" \
     --lr "$lr" --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95 \
     --data-path "$data" --split 98,2,0 --tokenizer-type ByteLevelTokenizer \

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zerobubble.training.arguments import settings_from_argv
 from tests.support.cluster import Cluster
 
 SCRIPT = "pretrain_zero_bubble.sh"
@@ -89,3 +90,19 @@ def test_the_slurm_launcher_outside_of_a_step_is_an_error(cluster: Cluster) -> N
 def test_an_unknown_launcher_is_an_error(cluster: Cluster) -> None:
     done = cluster.run(SCRIPT, environment=cluster.environment(LAUNCHER="mpi"))
     assert (done.returncode, done.stderr) == (2, "LAUNCHER is mpi; it must be torchrun or slurm\n")
+
+
+@pytest.mark.parametrize("tensor", ["1", "2"])
+def test_the_deepseek_like_model_has_flags_that_go_together(cluster: Cluster, tensor: str) -> None:
+    started(cluster, GPUS="0", MODEL="deepseek-like", TP_SIZE=tensor)
+    arguments = cluster.rank_arguments(None)
+    flags = arguments[arguments.index("--distributed-backend") :]
+    place = flags.index("--data-path")
+    settings = settings_from_argv([*flags[:place], *flags[place + 2 :], "--mock-data"], world_size=4)
+    assert settings.mla.multi_latent_attention
+    assert settings.moe_layer_pattern == (0, *(1,) * (settings.num_layers - 1))
+
+
+def test_an_unknown_model_is_an_error(cluster: Cluster) -> None:
+    done = cluster.run(SCRIPT, environment=cluster.environment(MODEL="bert"))
+    assert (done.returncode, done.stderr) == (2, "MODEL is bert; it must be deepseek-like or unset\n")

@@ -5,6 +5,7 @@ Names that differ in megatron-core, and choices that depend on the device, are t
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.zerobubble.training.config.model import ModelConfig
@@ -53,8 +54,10 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
     model, parallel, dtype = settings.model, settings.parallel, parameter_dtype(settings)
     interleaves = settings.virtual_pipeline_size is not None and settings.zero_bubble.schedule == "stock"
     overlaps = interleaves and parallel.overlap_p2p_communication
-    return TransformerConfig(
+    config_class = MLATransformerConfig if settings.mla.multi_latent_attention else TransformerConfig
+    return config_class(
         **_shape(settings),
+        **_latent_attention(settings),
         **_activation(model),
         **_experts(settings),
         **_kernels(model, on_gpu=on_gpu),
@@ -105,6 +108,14 @@ def _context(settings: Settings) -> dict[str, Any]:
         # megatron-core takes a string for all layers and a list for each.
         "cp_comm_type": kinds[0] if len(kinds) == 1 else kinds,
     }
+
+
+def _latent_attention(settings: Settings) -> dict[str, Any]:
+    mla = settings.mla
+    if not mla.multi_latent_attention:
+        return {}
+    given = dataclasses.asdict(mla) | {name: getattr(settings.model, name) for name in ("rotary_base", "rotary_percent")}
+    return {name: value for name, value in given.items() if (name, value) != ("rope_type", None)}
 
 
 def _experts(settings: Settings) -> dict[str, Any]:

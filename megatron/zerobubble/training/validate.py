@@ -46,6 +46,7 @@ def check_settings(settings: Settings) -> None:
     _check_attention(settings)
     _check_tensor_parallel(settings)
     _check_context_parallel(settings)
+    _check_latent_attention(settings)
     _check_experts(settings)
     _check_installed(settings)
     _check_optimizer(settings)
@@ -272,6 +273,10 @@ def _check_tensor_parallel(settings: Settings) -> None:
         )
     model, size = settings.model, settings.parallel.tensor_model_parallel_size
     needs = {"--num-attention-heads": model.num_attention_heads}
+    if settings.mla.multi_latent_attention and model.transformer_impl == "local":
+        needs["--kv-lora-rank plus --qk-pos-emb-head-dim"] = settings.mla.kv_lora_rank + settings.mla.qk_pos_emb_head_dim
+        if settings.mla.q_lora_rank is not None:
+            needs["--q-lora-rank"] = settings.mla.q_lora_rank
     if model.group_query_attention:
         needs["--num-query-groups"] = model.num_query_groups
     if model.ffn_hidden_size is not None:
@@ -314,6 +319,36 @@ def _check_context_parallel(settings: Settings) -> None:
         raise ConfigError(
             f"--cp-comm-type {others[0]} is Transformer Engine's: with --transformer-impl local keys and values are "
             "all-gathered; give all_gather, or leave it out"
+        )
+
+
+def _check_latent_attention(settings: Settings) -> None:
+    mla, model = settings.mla, settings.model
+    if not mla.multi_latent_attention:
+        if "mla_up_proj" in model.recompute_modules:
+            raise ConfigError("--recompute-modules mla_up_proj needs --multi-latent-attention")
+        return
+    problems = {
+        "--group-query-attention: its heads share a latent vector instead of keys and values": model.group_query_attention,
+        "--rotary-interleaved, which it does by itself": model.rotary_interleaved,
+        "--rotary-seq-len-interpolation-factor; give --rotary-scaling-factor": (
+            model.rotary_seq_len_interpolation_factor is not None
+        ),
+        "--add-qkv-bias: its projections have no bias": model.add_qkv_bias,
+        "--hybrid-layer-pattern": model.hybrid_layer_pattern is not None,
+    }
+    for problem, is_given in problems.items():
+        if is_given:
+            raise ConfigError(f"--multi-latent-attention does not go with {problem}")
+    size = settings.parallel.tensor_model_parallel_size
+    if size > 1 and not settings.parallel.sequence_parallel:
+        raise ConfigError(
+            f"--multi-latent-attention with --tensor-model-parallel-size {size} needs --sequence-parallel: without it nothing "
+            "sums the gradient of the key that all heads share over the tensor-parallel ranks"
+        )
+    if model.qk_layernorm and mla.q_lora_rank is None and model.transformer_impl == "local":
+        raise ConfigError(
+            "--qk-layernorm with --multi-latent-attention normalizes low-rank queries: give --q-lora-rank, or leave it out"
         )
 
 

@@ -46,7 +46,7 @@ _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_
 _SCHEDULER = "opt_param_scheduler"
 _MODEL_FLAGS = (
     *("num_layers", "hybrid_layer_pattern", "hidden_size", "num_attention_heads"),
-    *("swiglu", "normalization", "position_embedding_type"),
+    *("swiglu", "normalization", "position_embedding_type", "multi_latent_attention"),
 )
 _OWN_OPTIMIZER = "optimizer of this rank"
 """Key of the optimizer's sharded tensors, apart from the common state, whose parts may be those of another rank."""
@@ -227,7 +227,11 @@ def _layout(training_state: TrainingState) -> dict[str, Any]:
 def _header(training_state: TrainingState) -> dict[str, Any]:
     settings = training_state.settings
     hybrid = settings.hybrid_pattern(training_state.schedule.spec.placement)
-    own = {"num_layers": settings.num_layers, "hybrid_layer_pattern": None if hybrid is None else hybrid.layers}
+    own = {
+        "num_layers": settings.num_layers,
+        "hybrid_layer_pattern": None if hybrid is None else hybrid.layers,
+        "multi_latent_attention": settings.mla.multi_latent_attention,
+    }
     return {
         "format": _FORMAT,
         "layout": _layout(training_state),

@@ -99,8 +99,8 @@ class ModelConfig:
     recompute_num_layers: int | None = None
     """With --recompute-granularity full: layers per checkpointed unit (uniform), or recomputed layers per stage (block)."""
     recompute_modules: tuple[str, ...] = ()
-    """With --recompute-granularity selective: the submodules to recompute, of core_attn, mlp, moe, shared_experts and layernorm.
-    Default: core_attn."""
+    """With --recompute-granularity selective: the submodules to recompute, of core_attn, mla_up_proj, mlp, moe, shared_experts
+    and layernorm. Default: core_attn."""
     mtp_num_layers: int | None = None
     """Number of multi-token prediction (MTP) layers. They run on the stage that computes the loss, and each predicts one more
     future token. Default: none."""
@@ -190,7 +190,7 @@ class ModelConfig:
         if self.recompute_modules and self.recompute_granularity != "selective":
             raise ConfigError("--recompute-modules needs --recompute-granularity selective")
         for name in self.recompute_modules:
-            one_of(name, ("core_attn", "mlp", "moe", "shared_experts", "layernorm"), "--recompute-modules")
+            one_of(name, ("core_attn", "mla_up_proj", "mlp", "moe", "shared_experts", "layernorm"), "--recompute-modules")
         if "layernorm" in self.recompute_modules and self.transformer_impl == "local":
             raise ConfigError(
                 "--recompute-modules layernorm needs --transformer-impl transformer_engine: megatron-core recomputes "

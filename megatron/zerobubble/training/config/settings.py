@@ -15,6 +15,7 @@ from megatron.zerobubble.training.config.batch import BatchConfig
 from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
 from megatron.zerobubble.training.config.data import DataConfig
 from megatron.zerobubble.training.config.logging import LoggingConfig
+from megatron.zerobubble.training.config.mla import MlaConfig
 from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
 from megatron.zerobubble.training.config.moe import MoeConfig, layer_pattern
 from megatron.zerobubble.training.config.optim import OptimConfig
@@ -34,6 +35,8 @@ class Settings:
 
     model: ModelConfig
     """Model architecture."""
+    mla: MlaConfig
+    """Multi-latent attention."""
     moe: MoeConfig
     """Mixture of experts."""
     precision: PrecisionConfig
