@@ -1,5 +1,8 @@
 """What Transformer Engine's layers need beside the contract of deferred weight gradients (`wgrad.deferring`).
 
+With `use_cpu_initialization` megatron-core's wrappers replace a layer's bias by a parameter of their own, without the attribute
+`skip_backward_post_hook` by which DDP finds a deferred gradient. The layer still defers it: it would never reach ``main_grad``.
+
 Their GEMM adds to ``main_grad`` itself (`fuse_wgrad_accumulation`), and needs no apex for that. megatron-core has one option for
 both, `gradient_accumulation_fusion`, and its `ColumnParallelLinear` refuses it where apex is missing. Every model has one of
 these, the output layer, so without apex Transformer Engine's layers would write each weight gradient to memory twice, too.
@@ -12,8 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from packaging.version import Version
+from torch import nn
 
-__all__ = ["OLDEST_TRANSFORMER_ENGINE", "fusion_without_apex"]
+__all__ = ["OLDEST_TRANSFORMER_ENGINE", "fusion_without_apex", "mark_deferred_biases"]
 
 OLDEST_TRANSFORMER_ENGINE = Version("2.8.0")
 """The first release whose deferred weight gradients may overlap with their reduction over the data-parallel replicas. Before 2.7
@@ -21,6 +25,18 @@ its modules do not call DDP's hooks, so that a gradient would not reach ``main_g
 
 _APEX_FOUND = "_grad_accum_fusion_available"
 """megatron-core's record of whether apex's kernel can be imported."""
+
+
+def mark_deferred_biases(module: nn.Module) -> None:
+    """Let DDP know that the gradients of this module's biases are deferred, as those of its weights are.
+
+    Args:
+        module: defers its weight gradients. Without the attribute `bias_names` of Transformer Engine's, it is not changed.
+    """
+    for name in getattr(module, "bias_names", ()):
+        bias = module._parameters.get(name)
+        if bias is not None:
+            bias.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
 
 @contextmanager
