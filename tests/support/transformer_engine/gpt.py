@@ -32,10 +32,13 @@ class EngineCase(Case):
     """`e4m3` or `hybrid`."""
     fp8_recipe: str = "delayed"
     fp8_param: bool = False
+    fp8_history: int = 1
+    """Length of the history of magnitudes, of which the largest is taken."""
 
     def __str__(self) -> str:
         words = [super().__str__(), *["fused"] * self.fuses, *["fp8param"] * self.fp8_param]
         words += [f"{self.fp8}-{self.fp8_recipe}"] if self.fp8 else []
+        words += [f"history{self.fp8_history}"] if self.fp8_history > 1 else []
         return "-".join(words + ([f"recompute-{self.recompute.replace(' ', '-')}"] if self.recompute else []))
 
     @property
@@ -73,8 +76,11 @@ class EngineTrainer(Trainer):
 
     def _config(self) -> Any:
         case = self.case
-        quantized = {"fp8": case.fp8, "fp8_recipe": case.fp8_recipe, "fp8_param": case.fp8_param} if case.fp8 else {}
-        return _engine_config(super()._config(), gradient_accumulation_fusion=case.fuses, **quantized)
+        options: dict[str, Any] = {"gradient_accumulation_fusion": case.fuses}
+        if case.fp8 is not None:
+            options |= {"fp8": case.fp8, "fp8_recipe": case.fp8_recipe, "fp8_param": case.fp8_param}
+            options |= {"fp8_amax_history_len": case.fp8_history, "fp8_amax_compute_algo": "max"}
+        return _engine_config(super()._config(), **options)
 
     def _layers(self, vp_stage: int | None) -> Any:
         return stage_layers(self.config, vp_stage=vp_stage)

@@ -10,14 +10,14 @@ these, the output layer, so without apex Transformer Engine's layers would write
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["OLDEST_TRANSFORMER_ENGINE", "fusion_without_apex", "mark_deferred_biases"]
+__all__ = ["OLDEST_TRANSFORMER_ENGINE", "fusion_without_apex", "mark_deferred_biases", "scaling_tensors"]
 
 OLDEST_TRANSFORMER_ENGINE = Version("2.8.0")
 """The first release whose deferred weight gradients may overlap with their reduction over the data-parallel replicas. Before 2.7
@@ -37,6 +37,19 @@ def mark_deferred_biases(module: nn.Module) -> None:
         bias = module._parameters.get(name)
         if bias is not None:
             bias.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+
+def scaling_tensors(chunks: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """The scales and histories of magnitudes (amax) of FP8 with delayed scaling, which each forward and backward updates.
+
+    They are no buffers of their modules. Without FP8, and before the first forward, there are none.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            recipes = getattr(module, "fp8_meta", None) or {}
+            states = [recipes.get(key) for key in ("scaling_fwd", "scaling_bwd")]
+            found = [getattr(state, name, None) for state in states for name in ("scale", "amax_history")]
+            yield from (tensor for tensor in found if isinstance(tensor, Tensor))
 
 
 @contextmanager
