@@ -14,6 +14,7 @@ ENGINE = [*TINY_MODEL, *TINY_BATCH, "--transformer-impl", "transformer_engine", 
 ENGINE += ["--hidden-dropout", "0", "--attention-dropout", "0", "--train-iters", "4"]
 ENGINE += ["--fp8-format", "hybrid", "--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"]
 V = ["--pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule"]
+CLIPPED = ["--enable-optimizer-post-validation", "--clip-grad", "1e-2"]
 H1 = ["--pipeline-model-parallel-size", "2", "--enable-zero-bubble"]
 
 
@@ -27,8 +28,7 @@ class Run:
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         self.log = done.stdout
         self.results = {
-            iteration: (fields["loss"], fields["grad_norm"])
-            for iteration, fields in metrics(folder / "metrics.jsonl").items()
+            iteration: (fields["loss"], fields["grad_norm"]) for iteration, fields in metrics(folder / "metrics.jsonl").items()
         }
 
 
@@ -58,7 +58,7 @@ def test_the_run_of_one_rank(saved: tuple[Path, Run], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [V, [*V, "--enable-optimizer-post-validation", "--clip-grad", "1e-2"]], ids=["zbv", "optimistic"])
+@pytest.mark.parametrize("flags", [V, [*V, *CLIPPED]], ids=["zbv", "optimistic"])
 def test_other_schedules(saved: tuple[Path, Run], tmp_path: Path, flags: list[str]) -> None:
     clipped = ["--clip-grad", "1e-2"] if "--clip-grad" in flags else []
     reference = saved[1] if not clipped else Run(tmp_path / "reference", [*H1, *clipped], 2)

@@ -1,4 +1,4 @@
-"""Modules that keep back weight gradients themselves, Transformer Engine's own Linear and GroupedLinear, under the W of the store.
+"""Modules that keep back weight gradients themselves under the W of the store: Transformer Engine's Linear and GroupedLinear.
 
 They run in a process of their own, on `tests.support.transformer_engine`.
 """

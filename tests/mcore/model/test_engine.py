@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import SplitError
-
 from tests.optimizer.support import Scenario, compare
 from tests.support.ranks import RankPool
 from tests.support.transformer_engine.gpt import EngineCase, EngineMoeCase, EngineTrainer, compare_engine
@@ -32,7 +31,6 @@ SCHEDULES = [
 @pytest.mark.parametrize("case", SCHEDULES, ids=str)
 def test_same_bits_as_the_unpipelined_model(engine_ranks: RankPool, case: EngineCase) -> None:
     _assert_equal(engine_ranks, case)
-
 
 
 ZBV = EngineCase("zbv", 2, 4, num_chunks=2, num_layers=4)

@@ -143,6 +143,8 @@ def _answer(answer: Any) -> Any:
 
 def _missing(name: str) -> Any:
     def missing(*_args: Any, **_kwargs: Any) -> Any:
-        raise NotImplementedError(f"transformer_engine_torch.{name} is not answered on the CPU (tests/support/transformer_engine)")
+        raise NotImplementedError(
+            f"transformer_engine_torch.{name} is not answered on the CPU (tests/support/transformer_engine)"
+        )
 
     return missing

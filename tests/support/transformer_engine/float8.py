@@ -1,8 +1,8 @@
 """Casts to and from float8 with one scale per tensor (delayed and current scaling), with torch's own dtypes.
 
 A quantizer of Transformer Engine names its kind by its class; the extension fills a `Float8Tensor` of it: data as bytes, the
-inverse of the scale, and for GEMMs that need it the transposed data. Delayed scaling reads the scale that the module computed from
-earlier microbatches and leaves the largest magnitude of this one in `amax`; current scaling computes the scale here.
+inverse of the scale, and for GEMMs that need it the transposed data. Delayed scaling reads the scale that the module computed
+from earlier microbatches and leaves the largest magnitude of this one in `amax`; current scaling computes the scale here.
 """
 
 from __future__ import annotations

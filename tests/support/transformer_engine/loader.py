@@ -1,9 +1,9 @@
 """Imports `transformer_engine` so that its modules find what they need of CUDA, and nothing else in the process does.
 
 Its modules are run with an `import` of their own: `import torch` gives the torch module with a `cuda` that is there and does
-nothing, and with factories that put ``device="cuda"`` on the CPU; `triton`, `onnx` and `onnxscript`, which decorate functions that
-do not run here, are stand-ins; `transformer_engine_torch` is `extension.Extension`. The attribute `is_cuda` of a tensor reads
-`is_cpu`: two modules refuse tensors elsewhere than on CUDA.
+nothing, and with factories that put ``device="cuda"`` on the CPU; `triton`, `onnx`, `onnxscript` and `einops`, whose names are
+only used by functions that do not run here, are stand-ins; `transformer_engine_torch` is `extension.Extension`. The attribute
+`is_cuda` of a tensor reads `is_cpu`: two modules refuse tensors elsewhere than on CUDA.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm of the extension: forward with the statistics that backward needs, and backward. 2-D, rows of features."""
+"""LayerNorm and RMSNorm of the extension on rows of features: forward with the statistics for backward, and backward."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Starts `pretrain_gpt.py` on Transformer Engine's real Python (`install`), with fused accumulation as on GPUs.
 
-    torchrun --nproc-per-node 2 tests/support/transformer_engine/pretrain.py --transformer-impl transformer_engine ...
+torchrun --nproc-per-node 2 tests/support/transformer_engine/pretrain.py --transformer-impl transformer_engine ...
 """
 
 from __future__ import annotations

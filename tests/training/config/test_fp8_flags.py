@@ -33,7 +33,8 @@ def test_without_a_format_megatron_cores_defaults_stay() -> None:
 
 def test_what_the_flags_become() -> None:
     options = parse(
-        "--fp8-format hybrid --fp8-margin 1 --fp8-amax-history-len 16 --fp8-amax-compute-algo max --no-fp8-wgrad --tp-only-amax-red"
+        "--fp8-format hybrid --fp8-margin 1 --fp8-amax-history-len 16 --fp8-amax-compute-algo max --no-fp8-wgrad "
+        "--tp-only-amax-red"
     ).fp8.model_options()
     expected = {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_margin": 1, "fp8_amax_history_len": 16, "fp8_wgrad": False}
     expected |= {"fp8_amax_compute_algo": "max", "tp_only_amax_red": True, "fp8_param": False}

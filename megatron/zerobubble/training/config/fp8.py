@@ -23,8 +23,8 @@ class Fp8Config:
     fp8_format: Literal["e4m3", "hybrid"] | None = None
     """Compute the GEMMs of transformer layers in FP8: e4m3 everywhere (e4m3), or e5m2 for gradients (hybrid)."""
     fp8_recipe: Literal["delayed", "tensorwise", "mxfp8", "blockwise", "custom"] = "delayed"
-    """How tensors are scaled: by the largest magnitudes of earlier microbatches (delayed), of the tensor itself (tensorwise), or per
-    block; custom is --fp8-quantizer-factory."""
+    """How tensors are scaled: by the largest magnitudes of earlier microbatches (delayed), by that of the tensor itself
+    (tensorwise), or per block (mxfp8, blockwise). custom takes --fp8-quantizer-factory."""
     fp8_quantizer_factory: str | None = None
     """With --fp8-recipe custom: the quantizer factory, as package.module.function."""
     fp8_margin: int = 0
@@ -64,7 +64,9 @@ class Fp8Config:
             )
         if (self.fp8_recipe == "custom") != (self.fp8_quantizer_factory is not None):
             raise ConfigError("--fp8-recipe custom and --fp8-quantizer-factory need each other")
-        for given in () if self.first_last_layers_bf16 else self._given("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        for given in (
+            () if self.first_last_layers_bf16 else self._given("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+        ):
             raise ConfigError(f"{given} needs --first-last-layers-bf16")
 
     def _given(self, *names: str) -> list[str]:
