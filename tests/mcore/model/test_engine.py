@@ -47,7 +47,7 @@ FEATURES = [
     replace(ZBV, recompute="full", fuses=True),
     replace(ZB_H2, recompute="block"),
     replace(ZBV, recompute="selective"),
-    replace(ZB_H2, recompute="layernorm mlp", fuses=True),
+    replace(ZB_H2, recompute="core_attn mlp", llama=True, fuses=True),
     replace(ZBV, per_token_loss=True, fuses=True),
     EngineCase("stock", 2, 4, num_layers=4, fuses=True),
     EngineCase("1f1b", 2, 4, num_layers=4, fuses=True),
