@@ -103,8 +103,9 @@ class EngineMoeTrainer(MoeTrainer):
         first = parallel_state.get_expert_model_parallel_rank() * (self.case.num_experts // self.case.expert_parallel)
         for name, parameter in super().parameters():
             rest, _, last = name.rpartition(".")
-            if rest.endswith(("experts.linear_fc1", "experts.linear_fc2")) and last.startswith("weight"):
-                last = f"weight{first + int(last.removeprefix('weight'))}"
+            number = last.removeprefix("weight")
+            if rest.endswith((".experts.linear_fc1", ".experts.linear_fc2")) and number.isdigit():
+                last = f"weight{first + int(number)}"
             yield f"{rest}.{last}", parameter
 
 
