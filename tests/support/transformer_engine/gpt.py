@@ -85,6 +85,14 @@ class EngineTrainer(Trainer):
     def _layers(self, vp_stage: int | None) -> Any:
         return stage_layers(self.config, vp_stage=vp_stage)
 
+    def close(self) -> None:
+        """Also forget the scales of FP8 and their process groups, which Transformer Engine keeps for the whole process."""
+        if self.case.fp8 is not None:
+            from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+            FP8GlobalStateManager.reset()
+        super().close()
+
 
 class EngineMoeTrainer(MoeTrainer):
     """Trains an `EngineMoeCase`."""
