@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import SplitError
+from tests.mcore.test_warm_up import _first_uses
 from tests.optimizer.support import Scenario, compare
 from tests.support.ranks import RankPool
 from tests.support.transformer_engine.gpt import EngineCase, EngineMoeCase, EngineTrainer, compare_engine
@@ -102,6 +103,7 @@ FP8 = [
     replace(ZBV, dtype=BF16, fp8="e4m3", fuses=True),
     replace(ZB_H2, dtype=BF16, fp8="hybrid", fp8_recipe="tensorwise", llama=True),
     replace(ZBV, dtype=BF16, fp8="e4m3", fp8_recipe="tensorwise", fuses=True, recompute="full"),
+    replace(ZBV, dtype=BF16, fp8="hybrid", fp8_recipe="tensorwise", tensor_parallel=2, sequence_parallel=True),
 ]
 
 
@@ -110,6 +112,13 @@ FP8 = [
 def test_quantized_operands(engine_ranks: RankPool, case: EngineCase) -> None:
     """W reads what F and B quantized, with their scales; that later microbatches have changed the scales makes no difference."""
     _assert_equal(engine_ranks, case)
+
+
+@pytest.mark.parametrize("case", [FP8[0], FP8[-1]], ids=str)
+def test_reductions_of_magnitudes_open_no_group_inside_passes(engine_ranks: RankPool, case: EngineCase) -> None:
+    for _, at_start, inside in engine_ranks.run(_first_uses, case):
+        assert inside
+        assert inside <= at_start
 
 
 OPTIMISTIC = [

@@ -165,8 +165,17 @@ def _empty_tensor() -> torch.Tensor:
     return torch.empty(0)
 
 
+def _get_rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, *_args: object, **_kwargs: object) -> None:
+    torch.default_generator.set_state(new_state)
+
+
 _REPLACED: dict[str, dict[str, Any]] = {
     "transformer_engine.common": {"load_framework_extension": lambda _framework: None},
     "transformer_engine.pytorch.utils": {"_empty_tensor": _empty_tensor},
+    "transformer_engine.pytorch.distributed": {"_get_cuda_rng_state": _get_rng_state, "_set_cuda_rng_state": _set_rng_state},
 }
 """module -> name -> what replaces it before other modules import it."""
