@@ -103,7 +103,7 @@ FP8 = [
     replace(ZBV, dtype=BF16, fp8="e4m3", fuses=True),
     replace(ZB_H2, dtype=BF16, fp8="hybrid", fp8_recipe="tensorwise", llama=True),
     replace(ZBV, dtype=BF16, fp8="e4m3", fp8_recipe="tensorwise", fuses=True, recompute="full"),
-    replace(ZBV, dtype=BF16, fp8="hybrid", fp8_recipe="tensorwise", tensor_parallel=2, sequence_parallel=True),
+    replace(ZBV, dtype=BF16, fp8="hybrid", fp8_recipe="tensorwise", tensor_parallel=2),
 ]
 
 
