@@ -64,6 +64,8 @@ def _groups(config: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, dist.Proc
     names = ["tp", "cp"]
     if getattr(config, "num_moe_experts", None) is not None:
         names += ["ep", "expt_tp", "tp_ep", "tp_cp", "tp_dp_cp"]  # dispatchers, and the auxiliary losses of routers
+    if getattr(config, "fp8", None) is not None:  # Transformer Engine reduces magnitudes at the end of a forward, and in backward
+        names.append("tp_cp" if getattr(config, "tp_only_amax_red", False) else "tp_dp_cp")
     yield from ((name, getattr(known, name, None)) for name in names)
     if any(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False) for chunk in chunks):
         for kind in ("buffers", "expert_parallel_buffers"):

@@ -16,6 +16,7 @@ from megatron.zerobubble.training.config.batch import BatchConfig
 from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
 from megatron.zerobubble.training.config.data import DataConfig
 from megatron.zerobubble.training.config.flags import add_group, from_namespace
+from megatron.zerobubble.training.config.fp8 import Fp8Config
 from megatron.zerobubble.training.config.logging import LoggingConfig
 from megatron.zerobubble.training.config.mla import MlaConfig
 from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
@@ -38,6 +39,7 @@ _GROUPS = {
     "zero_bubble": ZeroBubbleConfig,
     "optim": OptimConfig,
     "precision": PrecisionConfig,
+    "fp8": Fp8Config,
     "data": DataConfig,
     "run": RunConfig,
     "checkpoint": CheckpointConfig,

@@ -60,6 +60,7 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
         **_latent_attention(settings),
         **_activation(model),
         **_experts(settings),
+        **settings.fp8.model_options(),
         **_kernels(model, on_gpu=on_gpu),
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pipeline_size,

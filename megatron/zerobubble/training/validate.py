@@ -48,6 +48,7 @@ def check_settings(settings: Settings) -> None:
     _check_context_parallel(settings)
     _check_latent_attention(settings)
     _check_experts(settings)
+    _check_fp8(settings)
     _check_installed(settings)
     _check_optimizer(settings)
     _check_gradients(settings)
@@ -377,6 +378,31 @@ def _check_experts(settings: Settings) -> None:
     if settings.zero_bubble.schedule == AUTO and len(set(pattern)) > 1:
         raise ConfigError(
             "--zero-bubble-schedule auto needs layers of one kind, and --moe-layer-freq makes two; choose a schedule by name"
+        )
+
+
+def _check_fp8(settings: Settings) -> None:
+    fp8, model = settings.fp8, settings.model
+    if fp8.fp8_format is None:
+        return
+    flag = f"--fp8-format {fp8.fp8_format}"
+    if model.transformer_impl != "transformer_engine":
+        raise ConfigError(f"{flag} needs --transformer-impl transformer_engine, not {model.transformer_impl}")
+    if not (settings.precision.bf16 or settings.precision.fp16):
+        raise ConfigError(f"{flag} needs --bf16 or --fp16: FP8 GEMMs add up to 16-bit results")
+    if fp8.fp8_param_gather and not settings.parallel.use_distributed_optimizer:
+        raise ConfigError("--fp8-param-gather needs --use-distributed-optimizer")
+    if fp8.fp8_recipe == "delayed":
+        for module in sorted({"moe_act", "layernorm"} & set(model.recompute_modules)):
+            raise ConfigError(
+                f"--recompute-modules {module} does not go with --fp8-recipe delayed, whose scales would advance twice: leave it "
+                "out, or choose tensorwise"
+            )
+    most = settings.num_layers // settings.pipeline_size
+    ends = max(fp8.num_layers_at_start_in_bf16, fp8.num_layers_at_end_in_bf16)
+    if fp8.first_last_layers_bf16 and ends > most:
+        raise ConfigError(
+            f"--first-last-layers-bf16 with {ends} layers at one end: at most the {most} layer(s) of a pipeline rank stay in bf16"
         )
 
 

@@ -196,6 +196,11 @@ class ModelConfig:
                 "--recompute-modules layernorm needs --transformer-impl transformer_engine: megatron-core recomputes "
                 "normalization layers with its modules; leave layernorm out"
             )
+        if "mlp" in self.recompute_modules and self.add_bias_linear:
+            raise ConfigError(
+                "--recompute-modules mlp needs --disable-bias-linear: the MLP returns a bias of its own, which megatron-core's "
+                "recomputation would take for a result, and the backward pass would never end"
+            )
         is_one_by_one = (self.recompute_method, self.recompute_num_layers) == ("uniform", 1)
         if self.mtp_num_layers is not None and self.recompute_granularity == "full" and not is_one_by_one:
             raise ConfigError(

@@ -14,6 +14,7 @@ from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
 from megatron.zerobubble.training.config.batch import BatchConfig
 from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
 from megatron.zerobubble.training.config.data import DataConfig
+from megatron.zerobubble.training.config.fp8 import Fp8Config
 from megatron.zerobubble.training.config.logging import LoggingConfig
 from megatron.zerobubble.training.config.mla import MlaConfig
 from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
@@ -41,6 +42,8 @@ class Settings:
     """Mixture of experts."""
     precision: PrecisionConfig
     """Precision and loss scaling."""
+    fp8: Fp8Config
+    """GEMMs in FP8."""
     parallel: ParallelConfig
     """Tensor, pipeline, context and data parallelism."""
     zero_bubble: ZeroBubbleConfig
