@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.mcore.model import attention_kernels
 from megatron.zerobubble.mcore.model.attention import TorchDotProductAttention, core_attention, use_torch_attention
 from megatron.zerobubble.training.layer_specs import local_layer
 from tools.benchmarks.attention import shape_of
@@ -408,6 +409,45 @@ def test_a_backend_that_has_no_kernel_here() -> None:
     ours, _ = _pair()
     with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError, match="Expected size"):
         ours(*(each[: 3 + place] for place, each in enumerate(_inputs())), None, AttnMaskType.no_mask)
+
+
+@pytest.mark.parametrize(
+    ("changes", "knows"),
+    [
+        ({}, True),
+        ({"dtype": torch.float32}, False),
+        ({"sizes": (192, 128)}, False),
+        ({"sizes": (512, 512)}, False),
+        ({"has_mask": True}, False),
+        ({"backend": AttnBackend.fused}, False),
+        ({"backend": AttnBackend.unfused, "has_mask": True}, True),
+        ({"device_type": "cpu", "dtype": torch.float32, "has_mask": True}, True),
+    ],
+    ids=str,
+)
+def test_where_a_gpus_kernels_take_fewer_heads_of_keys(changes: dict[str, Any], knows: bool) -> None:
+    """By torch's documentation: on CUDA flash attention and the plain operations. No GPU was asked."""
+    usual = {"device_type": "cuda", "dtype": torch.bfloat16, "sizes": (128, 128), "has_mask": False, "backend": AttnBackend.auto}
+    given: dict[str, Any] = usual | changes
+    assert attention_kernels._knows_groups(given.pop("device_type"), given.pop("dtype"), given.pop("sizes"), **given) is knows
+
+
+@pytest.mark.parametrize("groups", [2, 1])
+def test_where_no_kernel_takes_fewer_heads_of_keys_they_are_repeated(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, own = _pair(num_query_groups=groups)
+    heads = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        heads.append((key.size(1), value.size(1), "enable_gqa" in options))
+        result: Tensor = original(query, key, value, **options)
+        return result
+
+    monkeypatch.setattr(attention_kernels, "_knows_groups", lambda *_, **__: False)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    inputs = _inputs(groups=groups)
+    _assert_equal(_results(ours, inputs, None), _results(own, inputs, None))
+    assert heads == [(HEADS, HEADS, False)]
 
 
 @pytest.mark.parametrize(
