@@ -32,8 +32,8 @@ _SUPPORTED = (
     *("enable_zero_bubble", "zero_bubble_max_pending_backward", "zero_bubble_v_schedule", "zero_bubble_schedule"),
     *("zero_bubble_v_schedule_mem_setup", "zero_bubble_memory_limit", "zero_bubble_load_plan"),
     *("zero_bubble_pipeline_timers_start_iter", "zero_bubble_pipeline_timers_end_iter", "zero_bubble_replan_interval"),
-    *("zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas", "enable_optimizer_post_validation"),
-    *("post_validation_patience", "post_validation_rollback", "post_validation_snapshot"),
+    *("zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas", "zero_bubble_torch_attention"),
+    *("enable_optimizer_post_validation", "post_validation_patience", "post_validation_rollback", "post_validation_snapshot"),
 )
 """Fields of `ZeroBubbleConfig` that a stock training loop supports."""
 
@@ -67,6 +67,7 @@ def install(
     memory_limit: float | str | None = None,
     plan: str | None = None,
     optimizer_post_validation: bool = False,
+    torch_attention: bool = False,
 ) -> None:
     """Make a training loop that is written for megatron-core run a zero-bubble schedule. Every rank must call it.
 
@@ -87,6 +88,8 @@ def install(
         optimizer_post_validation: step before the global gradient norm is known, and redo a wrong step. `step()` returns the norm
             on the last pipeline rank, and None on others. A loop that reduces it over the pipeline in every iteration gains
             nothing. After the last iteration call `uninstall`, evaluate or save, which validate the last step.
+        torch_attention: replace megatron-core's own attention in the models that DistributedDataParallel wraps by torch's fused
+            attention, which keeps no scores (`use_torch_attention`).
 
     Raises:
         CompatibilityError: the installed megatron-core is not supported; the message lists the differences.
@@ -99,10 +102,11 @@ def install(
         "zero_bubble_memory_limit": None if memory_limit is None else str(memory_limit),
         "zero_bubble_load_plan": plan,
         "enable_optimizer_post_validation": optimizer_post_validation,
+        "zero_bubble_torch_attention": torch_attention,
     }
     if args is None:
         config = ZeroBubbleConfig(**given)
-        if config.schedule == "stock" and schedule is None and not optimizer_post_validation:
+        if config.schedule == "stock" and schedule is None and not (optimizer_post_validation or torch_attention):
             raise ConfigError("install has no schedule to install: give schedule, max_pending_backward, plan, or parsed flags")
     else:
         if any(value not in (None, False) for value in given.values()):
@@ -170,6 +174,11 @@ def _check_supported(config: ZeroBubbleConfig) -> None:
             )
     if config.schedule == "stock" and config.enable_optimizer_post_validation:
         raise ConfigError("--enable-optimizer-post-validation needs a schedule of this package: choose one, or leave it out")
+    if config.schedule == "stock" and config.zero_bubble_torch_attention:
+        raise ConfigError(
+            "--zero-bubble-torch-attention needs a schedule of this package: choose one, or call "
+            "megatron.zerobubble.use_torch_attention with the model"
+        )
     if config.schedule == AUTO:
         raise ConfigError(
             f"schedule {AUTO} builds the model once to profile it, which a stock training loop cannot do, and the loop's chunks "
@@ -192,6 +201,7 @@ def _install(config: ZeroBubbleConfig) -> None:
             timed=None if timed is None else Window(start=timed[0], end=timed[1], interval=config.zero_bubble_replan_interval),
             planning_seconds=config.zero_bubble_planning_seconds,
             p2p_max_ctas=config.zero_bubble_p2p_max_ctas,
+            torch_attention=config.zero_bubble_torch_attention,
             memory_limit=None
             if limit is None or limit.is_relative
             else ByteLimit(total_bytes=limit.total_bytes, ranks_on_host=launch.ranks_on_host),

@@ -77,6 +77,8 @@ class Case:
     context_parallel: int = 1
     attention: bool = True
     """False leaves attention out of the layers."""
+    own_attention: bool = False
+    """Whether layers have megatron-core's own attention in place of torch's."""
     wgrad: WgradPolicy = field(default_factory=WgradPolicy)
     reduce_in_fp32: bool = True
     """Whether main gradients are float32, whatever the dtype."""
@@ -298,7 +300,8 @@ class Trainer:
         if self.case.sequence_parallel:
             return stage_layers(self.config, vp_stage=vp_stage)
         layer = get_gpt_layer_local_spec(normalization=self.config.normalization)
-        layer.submodules.self_attention.submodules.core_attention = core_attention(self.config)
+        if not self.case.own_attention:
+            layer.submodules.self_attention.submodules.core_attention = core_attention(self.config)
         if not self.case.attention:
             layer.submodules.self_attention, layer.submodules.self_attn_bda = IdentityOp, IdentityFuncOp
         return layer

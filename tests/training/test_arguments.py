@@ -222,6 +222,7 @@ def test_batch_and_data_parallelism() -> None:
         ("--attention-backend local --transformer-impl transformer_engine", 4, "is megatron-core's own attention"),
         ("--attention-backend fused --distributed-backend gloo", 4, "fused needs CUDA.*choose auto"),
         ("--attention-backend flash --distributed-backend gloo", 4, "--attention-dropout 0.1 needs CUDA"),
+        ("--attention-backend local --zero-bubble-torch-attention", 4, "leave one of them out"),
         ("--attention-backend slow", 4, "argument --attention-backend: invalid choice"),
         ("--save-interval 5", 4, "--save-interval and --async-save need --save DIR"),
         ("--split 90,ten", 4, "--split '90,ten' must be up to three proportions"),

@@ -245,6 +245,11 @@ def _check_writable(flag: str, given: str, folder: Path) -> None:
 def _check_attention(settings: Settings) -> None:
     """Raise unless torch has the kernels of --attention-backend on this device."""
     model = settings.model
+    if model.attention_backend == "local" and settings.zero_bubble.zero_bubble_torch_attention:
+        raise ConfigError(
+            "--attention-backend local is megatron-core's own attention, and --zero-bubble-torch-attention replaces it: leave "
+            "one of them out"
+        )
     if settings.parallel.distributed_backend != "gloo" or model.transformer_impl != "local":
         return
     if model.attention_backend == "fused":

@@ -16,8 +16,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.mcore.model import attention_kernels
 from megatron.zerobubble.mcore.model.attention import TorchDotProductAttention, core_attention, use_torch_attention
-from tools.benchmarks.wgrad.stack import world_of_one
+from megatron.zerobubble.training.layer_specs import local_layer
+from tools.benchmarks.attention import shape_of
+from tools.benchmarks.wgrad.stack import LayerStack, world_of_one
+from tools.benchmarks.wgrad.stack import _config as _stack_config
 
 CAUSAL, ARBITRARY = AttnMaskType.causal, AttnMaskType.arbitrary
 HEADS, HEAD_SIZE = 4, 8
@@ -231,6 +236,23 @@ def test_packed_sequences_with_padding_between() -> None:
         assert gradient[used].any()
 
 
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_a_layer_of_packed_sequences(kind: str) -> None:
+    """With megatron-core's rotary positions, which begin anew in every sequence."""
+    shape = shape_of(kind, 256, 12, 1)
+    with HostDevice().on_host():
+        stack = LayerStack(shape, _stack_config(shape, 1, torch.float32, AttnBackend.auto, on_gpu=False))
+    layer, rotary, x_sbh = stack.layers[0], stack.rotary, torch.randn(12, 1, 256)
+
+    def run(part: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
+        positions = None if rotary is None else rotary[: len(part)]
+        output: Tensor = layer(part, attention_mask=None, rotary_pos_emb=positions, packed_seq_params=packed)[0]
+        return output
+
+    alone = torch.cat([run(part) for part in x_sbh.split([5, 1, 6])])
+    torch.testing.assert_close(run(x_sbh, _packed([5, 1, 6])), alone, atol=1e-6, rtol=1e-6)
+
+
 def test_packed_sequences_need_to_be_described() -> None:
     ours, _ = _pair()
     packed = [each.detach().squeeze(1) for each in _inputs(batch=1)]
@@ -390,6 +412,45 @@ def test_a_backend_that_has_no_kernel_here() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "knows"),
+    [
+        ({}, True),
+        ({"dtype": torch.float32}, False),
+        ({"sizes": (192, 128)}, False),
+        ({"sizes": (512, 512)}, False),
+        ({"has_mask": True}, False),
+        ({"backend": AttnBackend.fused}, False),
+        ({"backend": AttnBackend.unfused, "has_mask": True}, True),
+        ({"device_type": "cpu", "dtype": torch.float32, "has_mask": True}, True),
+    ],
+    ids=str,
+)
+def test_where_a_gpus_kernels_take_fewer_heads_of_keys(changes: dict[str, Any], knows: bool) -> None:
+    """By torch's documentation: on CUDA flash attention and the plain operations. No GPU was asked."""
+    usual = {"device_type": "cuda", "dtype": torch.bfloat16, "sizes": (128, 128), "has_mask": False, "backend": AttnBackend.auto}
+    given: dict[str, Any] = usual | changes
+    assert attention_kernels._knows_groups(given.pop("device_type"), given.pop("dtype"), given.pop("sizes"), **given) is knows
+
+
+@pytest.mark.parametrize("groups", [2, 1])
+def test_where_no_kernel_takes_fewer_heads_of_keys_they_are_repeated(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, own = _pair(num_query_groups=groups)
+    heads = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        heads.append((key.size(1), value.size(1), "enable_gqa" in options))
+        result: Tensor = original(query, key, value, **options)
+        return result
+
+    monkeypatch.setattr(attention_kernels, "_knows_groups", lambda *_, **__: False)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    inputs = _inputs(groups=groups)
+    _assert_equal(_results(ours, inputs, None), _results(own, inputs, None))
+    assert heads == [(HEADS, HEADS, False)]
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"softmax_type": "off-by-one"}, "softmax_type off-by-one is not supported"),
@@ -418,6 +479,14 @@ def test_what_a_call_cannot_ask_for() -> None:
 def test_which_module_a_spec_gets() -> None:
     assert core_attention(_config()) is TorchDotProductAttention
     assert core_attention(_config(attention_backend=AttnBackend.local)) is DotProductAttention
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_the_local_layers_have_it(has_experts: bool) -> None:
+    experts: dict[str, Any] = {"num_moe_experts": 2, "add_bias_linear": False} if has_experts else {}
+    for backend, module in ((AttnBackend.auto, TorchDotProductAttention), (AttnBackend.local, DotProductAttention)):
+        layer = local_layer(_config(attention_backend=backend, **experts), has_experts=has_experts)
+        assert layer.submodules.self_attention.submodules.core_attention is module
 
 
 def test_the_modules_of_a_built_model_are_replaced() -> None:

@@ -71,7 +71,13 @@ def attend(
         else:
             query, key = (functional.pad(each, (0, value_size - key_size)) for each in (query, key))
     options = attention.rule.options(query, key, attention_mask)
-    options |= {"scale": attention.scale, "dropout_p": attention.dropout, "enable_gqa": num_heads != key.size(1)}
+    options |= {"scale": attention.scale, "dropout_p": attention.dropout}
+    if num_heads != key.size(1):
+        sizes = query.size(3), value.size(3)
+        if _knows_groups(query.device.type, query.dtype, sizes, has_mask="attn_mask" in options, backend=attention.backend):
+            options["enable_gqa"] = True
+        else:
+            key, value = (each.repeat_interleave(num_heads // each.size(1), dim=1) for each in (key, value))
     with _kernels(attention.backend):
         try:
             heads_bnse = functional.scaled_dot_product_attention(query, key, value, **options)
@@ -85,6 +91,17 @@ def attend(
 def _wants_equal_sizes(device: torch.device, backend: AttnBackend) -> bool:
     """Whether queries and values need one head size: flash kernels need it, and on the CPU all but the unfused one are flash."""
     return backend is AttnBackend.flash or (backend is AttnBackend.auto and device.type == "cpu")
+
+
+def _knows_groups(device_type: str, dtype: torch.dtype, sizes: tuple[int, int], *, has_mask: bool, backend: AttnBackend) -> bool:
+    """Whether a kernel that may run takes fewer heads of keys than of queries. If none does, torch keeps the scores, silently.
+
+    On CUDA only flash attention surely takes them, where it can run. Not run on a GPU.
+    """
+    if device_type != "cuda" or backend is AttnBackend.unfused:
+        return True
+    can_be_flash = dtype in (torch.float16, torch.bfloat16) and sizes[0] == sizes[1] <= 256 and not has_mask
+    return can_be_flash and backend is not AttnBackend.fused
 
 
 def _kernels(backend: AttnBackend) -> AbstractContextManager[None]:
