@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 import megatron.zerobubble
@@ -60,7 +61,12 @@ def train_mtp(rank: int, flags: str, options: dict[str, Any]) -> History:
 def train_shared(rank: int, flags: str, options: dict[str, Any]) -> History:
     """`train`, with two context-parallel ranks: what a loop does for Transformer Engine's attention, with ours in its place."""
     loop = example()
-    initialize = parallel_state.initialize_model_parallel
+
+    def initialize(args: Any) -> None:
+        sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size)
+        parallel_state.initialize_model_parallel(*sizes, context_parallel_size=2)
+        torch.manual_seed(1234)
+        model_parallel_cuda_manual_seed(1234)
 
     def model(*, config: TransformerConfig, transformer_layer_spec: Any, **others: Any) -> GPTModel:
         transformer_layer_spec.submodules.self_attention.submodules.core_attention = core_attention(config)
@@ -74,9 +80,8 @@ def train_shared(rank: int, flags: str, options: dict[str, Any]) -> History:
         return chunk(tokens, positions, None, labels=labels), loop.loss_function
 
     with (
-        mock.patch.object(parallel_state, "initialize_model_parallel", functools.partial(initialize, context_parallel_size=2)),
         mock.patch.object(loop, "TransformerConfig", functools.partial(TransformerConfig, context_parallel_size=2)),
-        mock.patch.multiple(loop, GPTModel=model, forward_step=forward_step),
+        mock.patch.multiple(loop, initialize=initialize, GPTModel=model, forward_step=forward_step),
     ):
         return train(rank, flags, **options)
 

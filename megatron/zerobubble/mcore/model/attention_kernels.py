@@ -17,6 +17,7 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.model.attention_masks import MaskRule, once_per_tensor
@@ -74,7 +75,8 @@ def attend(
     options |= {"scale": attention.scale, "dropout_p": attention.dropout}
     if num_heads != key.size(1):
         sizes = query.size(3), value.size(3)
-        if _knows_groups(query.device.type, query.dtype, sizes, has_mask="attn_mask" in options, backend=attention.backend):
+        has_entries = "attn_mask" in options and not isinstance(options["attn_mask"], CausalBias)
+        if _knows_groups(query.device.type, query.dtype, sizes, has_mask=has_entries, backend=attention.backend):
             options["enable_gqa"] = True
         else:
             key, value = (each.repeat_interleave(num_heads // each.size(1), dim=1) for each in (key, value))
