@@ -41,7 +41,7 @@ def _losses(path: Path) -> list[dict[str, float]]:
 
 def _printed(said: str) -> list[tuple[str, ...]]:
     """Losses and gradient norm of each progress line, as printed."""
-    names = ("loss", "grad norm", "seq_load_balancing_loss", "mtp_1 loss")
+    names = ("loss", "seq_load_balancing_loss", "mtp_1 loss", "grad norm")
     return re.findall(".*".join(rf"\| {name} (\S+) " for name in names), said)
 
 
