@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from megatron.zerobubble.errors import SplitError
 from tests.mcore.test_warm_up import _first_uses
 from tests.optimizer.support import Scenario, compare
 from tests.support.ranks import RankPool
+from tests.support.transformer_engine import chosen_version
 from tests.support.transformer_engine.gpt import EngineCase, EngineMoeCase, EngineTrainer, compare_engine
 
 SCHEDULES = [
@@ -111,7 +113,12 @@ FP8 = [
 @pytest.mark.parametrize("case", FP8, ids=str)
 @pytest.mark.sampled(0.34)
 def test_quantized_operands(engine_ranks: RankPool, case: EngineCase) -> None:
-    """W reads what F and B quantized, with their scales; that later microbatches have changed the scales makes no difference."""
+    """W reads what F and B quantized, with their scales; that later microbatches have changed the scales makes no difference.
+
+    Not with delayed scaling and recomputation: each recomputed forward advances the scales, in the order of the schedule.
+    """
+    if case.recompute is not None and Version(chosen_version()) < Version("2.20"):
+        pytest.skip("Transformer Engine 2.8 fails in attention, without a pipeline, too")
     _assert_equal(engine_ranks, case)
 
 
@@ -128,6 +135,12 @@ OPTIMISTIC = [
     Scenario(
         "clipped, delayed scales",
         replace(ZB_H2, dtype=BF16, fp8="hybrid", fp8_history=4, clip_grad=1e3, fuses=True),
+        spikes={(3, 1): 1e4},
+        redone=(3,),
+    ),
+    Scenario(
+        "clipped, delayed scales, recomputed",
+        replace(ZB_H2, dtype=BF16, fp8="hybrid", fp8_history=4, clip_grad=1e3, fuses=True, recompute="full"),
         spikes={(3, 1): 1e4},
         redone=(3,),
     ),

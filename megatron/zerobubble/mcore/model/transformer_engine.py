@@ -10,6 +10,7 @@ these, the output layer, so without apex Transformer Engine's layers would write
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,13 @@ from typing import Any
 from packaging.version import Version
 from torch import Tensor, nn
 
-__all__ = ["OLDEST_TRANSFORMER_ENGINE", "fusion_without_apex", "mark_deferred_biases", "scaling_tensors"]
+__all__ = [
+    "OLDEST_TRANSFORMER_ENGINE",
+    "forget_scales_for_recomputation",
+    "fusion_without_apex",
+    "mark_deferred_biases",
+    "scaling_tensors",
+]
 
 OLDEST_TRANSFORMER_ENGINE = Version("2.8.0")
 """The first release whose deferred weight gradients may overlap with their reduction over the data-parallel replicas. Before 2.7
@@ -50,6 +57,21 @@ def scaling_tensors(chunks: Sequence[nn.Module]) -> Iterator[Tensor]:
             states = [recipes.get(key) for key in ("scaling_fwd", "scaling_bwd")]
             found = [getattr(state, name, None) for state in states for name in ("scale", "amax_history")]
             yield from (tensor for tensor in found if isinstance(tensor, Tensor))
+
+
+def forget_scales_for_recomputation() -> None:
+    """Drop the scales that FP8 with delayed scaling keeps from each forward for the forward that recomputes it in B.
+
+    They wait in queues without labels. Those of forwards that will be rerun would be taken for those of the new ones.
+    """
+    for name in ("quantization", "fp8"):  # the latter up to 2.8
+        module = sys.modules.get(f"transformer_engine.pytorch.{name}")
+        manager = getattr(module, "FP8GlobalStateManager", None)
+        if manager is not None:
+            state = getattr(manager, "quantization_state", manager)
+            for queue in getattr(state, "fp8_tensors_recompute_buffer", ()):
+                queue.clear()
+            return
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import random as mcore_random
 from torch import Tensor, nn
 
 from megatron.zerobubble.mcore.compat import mtp_entries, router_loss_sums
-from megatron.zerobubble.mcore.model.transformer_engine import scaling_tensors
+from megatron.zerobubble.mcore.model.transformer_engine import forget_scales_for_recomputation, scaling_tensors
 
 __all__ = ["Replayed", "Rewind"]
 
@@ -68,6 +68,7 @@ class Rewind:
     def rewind(self) -> None:
         """Restore the state, in place, so that the forwards can be rerun."""
         mcore_random._set_all_rng_states(*self._random_states)
+        forget_scales_for_recomputation()
         for tensor, copy in self._written:
             tensor.copy_(copy)
         known = {id(tensor) for tensor, _ in self._written}
