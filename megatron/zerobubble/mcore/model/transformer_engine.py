@@ -13,10 +13,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
-from torch import Tensor, nn
+
+if TYPE_CHECKING:  # flags are checked before torch is loaded
+    from torch import Tensor, nn
 
 __all__ = [
     "OLDEST_TRANSFORMER_ENGINE",
@@ -51,12 +53,29 @@ def scaling_tensors(chunks: Sequence[nn.Module]) -> Iterator[Tensor]:
 
     They are no buffers of their modules. Without FP8, and before the first forward, there are none.
     """
+    import torch
+
     for chunk in chunks:
         for module in chunk.modules():
             recipes = getattr(module, "fp8_meta", None) or {}
             states = [recipes.get(key) for key in ("scaling_fwd", "scaling_bwd")]
             found = [getattr(state, name, None) for state in states for name in ("scale", "amax_history")]
-            yield from (tensor for tensor in found if isinstance(tensor, Tensor))
+            yield from (tensor for tensor in found if isinstance(tensor, torch.Tensor))
+
+
+def forget_scales_for_recomputation() -> None:
+    """Drop the scales that FP8 with delayed scaling keeps from each forward for the forward that recomputes it in B.
+
+    They wait in queues without labels. Those of forwards that will be rerun would be taken for those of the new ones.
+    """
+    for name in ("quantization", "fp8"):  # the latter up to 2.8
+        module = sys.modules.get(f"transformer_engine.pytorch.{name}")
+        manager = getattr(module, "FP8GlobalStateManager", None)
+        if manager is not None:
+            state = getattr(manager, "quantization_state", manager)
+            for queue in getattr(state, "fp8_tensors_recompute_buffer", ()):
+                queue.clear()
+            return
 
 
 def forget_scales_for_recomputation() -> None:
