@@ -78,21 +78,6 @@ def forget_scales_for_recomputation() -> None:
             return
 
 
-def forget_scales_for_recomputation() -> None:
-    """Drop the scales that FP8 with delayed scaling keeps from each forward for the forward that recomputes it in B.
-
-    They wait in queues without labels. Those of forwards that will be rerun would be taken for those of the new ones.
-    """
-    for name in ("quantization", "fp8"):  # the latter up to 2.8
-        module = sys.modules.get(f"transformer_engine.pytorch.{name}")
-        manager = getattr(module, "FP8GlobalStateManager", None)
-        if manager is not None:
-            state = getattr(manager, "quantization_state", manager)
-            for queue in getattr(state, "fp8_tensors_recompute_buffer", ()):
-                queue.clear()
-            return
-
-
 @contextmanager
 def fusion_without_apex(config: Any) -> Iterator[list[Any]]:
     """While it is open, a model of Transformer Engine's layers can be built with `gradient_accumulation_fusion` without apex.
