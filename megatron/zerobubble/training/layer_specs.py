@@ -127,7 +127,7 @@ def _set_latent_attention(layer: ModuleSpec, config: TransformerConfig, *, has_e
     layer.submodules.self_attention.module = LatentSelfAttention
     attention = layer.submodules.self_attention.submodules
     core = core_attention(config)
-    attention.core_attention = core if core is TorchDotProductAttention else LatentDotProductAttention
+    attention.core_attention = core if issubclass(core, TorchDotProductAttention) else LatentDotProductAttention
     names = {} if has_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     if config.qk_layernorm:
         attention.q_layernorm = attention.kv_layernorm = LocalNorm

@@ -25,6 +25,7 @@ from megatron.zerobubble.profiling.profiler import Profiler
 from tests.optimizer.support import Scenario
 from tests.optimizer.support import compare as compare_with_synchronous_steps
 from tests.support.gpt import Case, Difference, Trainer, compare
+from tests.support.mla import MlaCase
 from tests.support.moe import MoeCase
 from tests.support.mtp import MtpCase
 from tests.support.ranks import RankPool
@@ -34,6 +35,7 @@ ZBV = replace(ZB_H1, schedule="zbv", num_chunks=2)
 V_HALF = replace(ZBV, schedule="v-half")
 TENSOR = replace(ZB_H1, schedule="stock", num_ranks=1, tensor_parallel=2)
 MOE = MoeCase("zb-h1", 2, 4, context_parallel=2, num_layers=4, num_steps=2, adam_eps=1.0, layer_freq=(1, 1, 1, 1))
+MLA = MlaCase("zbv", 2, 4, num_chunks=2, context_parallel=2, num_layers=4, num_steps=2, adam_eps=1.0)
 MTP = MtpCase("zbv", 2, 4, num_chunks=2, context_parallel=2, num_layers=4, num_steps=2, adam_eps=1.0, num_mtp_layers=1)
 
 CASES = [
@@ -48,6 +50,8 @@ CASES = [
     MOE,
     replace(MOE, expert_parallel=2, schedule="zbv", num_chunks=2, z_loss_coeff=0.1, shared=True),
     replace(MTP, per_token_loss=True),
+    MLA,
+    replace(MLA, schedule="zb-h1", num_chunks=1, rope_type="rope", qk_layernorm=True),
 ]
 
 
