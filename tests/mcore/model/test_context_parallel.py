@@ -36,7 +36,7 @@ V_HALF = replace(ZBV, schedule="v-half")
 TENSOR = replace(ZB_H1, schedule="stock", num_ranks=1, tensor_parallel=2)
 MOE = MoeCase("zb-h1", 2, 4, context_parallel=2, num_layers=4, num_steps=2, adam_eps=1.0, layer_freq=(1, 1, 1, 1))
 MLA = MlaCase("zbv", 2, 4, num_chunks=2, context_parallel=2, num_layers=4, num_steps=2, adam_eps=1.0)
-MTP = MtpCase("zbv", 2, 4, num_chunks=2, context_parallel=2, num_layers=4, num_steps=2, adam_eps=1.0, num_mtp_layers=1)
+MTP = MtpCase("zb-h2", 2, 4, context_parallel=2, num_layers=4, num_steps=2, adam_eps=1.0, num_mtp_layers=1)
 
 CASES = [
     pytest.param(replace(ZBV, llama=True, tied=True), marks=pytest.mark.smoke),
@@ -49,7 +49,6 @@ CASES = [
     replace(ZB_H1, llama=True, recompute="selective"),
     MOE,
     replace(MOE, expert_parallel=2, schedule="zbv", num_chunks=2, z_loss_coeff=0.1, shared=True),
-    replace(MTP, per_token_loss=True),
     MLA,
     replace(MLA, schedule="zb-h1", num_chunks=1, rope_type="rope", qk_layernorm=True),
 ]
@@ -57,8 +56,7 @@ CASES = [
 
 def _assert_close(differences: list[Difference], bound: float, case: Case) -> None:
     for rank, difference in enumerate(differences):
-        if not isinstance(case, MtpCase):  # MTP layers log the mean over a rank's own tokens
-            assert difference.losses < bound, rank
+        assert difference.losses < bound, rank
         if not case.distributed_optimizer:  # otherwise a rank has only its share of the sums
             assert difference.gradients < bound, (rank, difference.gradient_name)
         assert difference.weights < bound, (rank, difference.weight_name)
@@ -81,6 +79,12 @@ def test_the_same_bits_as_stock_1f1b(four_ranks: RankPool, schedule: str, featur
     case = replace(ZB_H1, schedule=schedule, **features)
     for difference in four_ranks.run(compare, case, replace(case, schedule="stock")):
         assert (difference.losses, difference.gradients, difference.weights) == (0.0, 0.0, 0.0), difference
+
+
+def test_mtp_layers_look_over_the_ends_of_slices_as_in_stock_1f1b(four_ranks: RankPool) -> None:
+    """1e-6: the gradients of embedding and output layer are summed in another order. Not against whole sequences: megatron-core
+    divides the loss of an MTP layer by a rank's own number of tokens, of which the last one has none to predict."""
+    _assert_close(four_ranks.run(compare, MTP, replace(MTP, schedule="stock")), 1e-6, MTP)
 
 
 # -- collectives --------------------------------------------------------------------------------------------------------------
