@@ -16,6 +16,8 @@
 #   MASTER_ADDR MASTER_PORT             rendezvous address, with several machines
 #   HIDDEN_SIZE LAYERS ATTENTION_HEADS SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR
 #   MODEL=deepseek-like                 multi-latent attention, experts with a shared one behind a dense layer, an MTP layer
+#   TRANSFORMER_IMPL=transformer_engine Transformer Engine's layers, on GPUs; FP8_FORMAT=hybrid or e4m3 with them
+#   ATTENTION_BACKEND                   auto, flash, fused, unfused or local
 #   DATA_PATH (or DATASET)              path prefix of an indexed dataset (tools/preprocess_data.py)
 #   RUN_DIR                             directory of checkpoints and metrics; runs/<schedule> by default
 #   LAUNCHER=slurm                      be one rank that srun started, without torchrun (pretrain_zero_bubble.slurm sets it)
@@ -101,6 +103,9 @@ elif [[ -n "${MODEL:-}" ]]; then
     echo "MODEL is $MODEL; it must be deepseek-like or unset" >&2
     exit 2
 fi
+[[ -n "${TRANSFORMER_IMPL:-}" ]] && model+=(--transformer-impl "$TRANSFORMER_IMPL")
+[[ -n "${FP8_FORMAT:-}" ]] && model+=(--fp8-format "$FP8_FORMAT")
+[[ -n "${ATTENTION_BACKEND:-}" ]] && model+=(--attention-backend "$ATTENTION_BACKEND")
 data="${DATA_PATH:-${DATASET:-$here/data/python-stdlib}}"
 run="${RUN_DIR:-$here/runs/$name${MODEL:+-$MODEL}}"
 

@@ -106,3 +106,15 @@ def test_the_deepseek_like_model_has_flags_that_go_together(cluster: Cluster, te
 def test_an_unknown_model_is_an_error(cluster: Cluster) -> None:
     done = cluster.run(SCRIPT, environment=cluster.environment(MODEL="bert"))
     assert (done.returncode, done.stderr) == (2, "MODEL is bert; it must be deepseek-like or unset\n")
+
+
+def test_kinds_of_layers_have_switches(cluster: Cluster) -> None:
+    started(cluster, GPUS="0", TRANSFORMER_IMPL="transformer_engine", FP8_FORMAT="hybrid", ATTENTION_BACKEND="unfused")
+    arguments = cluster.rank_arguments(None)
+    switches = {"--transformer-impl": "transformer_engine", "--fp8-format": "hybrid", "--attention-backend": "unfused"}
+    assert {flag: arguments[arguments.index(flag) + 1] for flag in switches} == switches
+
+
+def test_without_switches_the_trainer_chooses_the_layers(cluster: Cluster) -> None:
+    started(cluster, GPUS="0")
+    assert not {"--transformer-impl", "--fp8-format", "--attention-backend"} & set(cluster.rank_arguments(None))

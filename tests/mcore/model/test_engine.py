@@ -17,7 +17,7 @@ from tests.mcore.test_warm_up import _first_uses
 from tests.optimizer.support import Scenario, compare
 from tests.support.ranks import RankPool
 from tests.support.transformer_engine import chosen_version
-from tests.support.transformer_engine.gpt import EngineCase, EngineMoeCase, EngineTrainer, compare_engine
+from tests.support.transformer_engine.gpt import EngineCase, EngineMlaCase, EngineMoeCase, EngineTrainer, compare_engine
 
 SCHEDULES = [
     EngineCase("zb-h1", 2, 4, fuses=True),
@@ -99,6 +99,21 @@ def test_experts_in_grouped_linears(engine_ranks: RankPool, case: EngineMoeCase)
     counts = _assert_equal(engine_ranks, case)
     grouped = {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
     assert grouped <= set(counts) if case.grouped else "TEColumnParallelLinear" in counts
+
+
+LATENT = [
+    EngineMlaCase("zb-h2", 2, 4, num_layers=4, qk_layernorm=True, fuses=True),
+    EngineMlaCase("zbv", 2, 4, num_chunks=2, num_layers=4, q_lora_rank=None, rope_type="rope"),
+    EngineMlaCase("v-half", 2, 4, num_chunks=2, num_layers=4, recompute="full", fuses=True),
+    EngineMlaCase("zb-h1", 4, 6, num_layers=4, dtype=BF16, fuses=True),
+]
+
+
+@pytest.mark.parametrize("case", LATENT, ids=str)
+@pytest.mark.sampled(0.25)
+def test_multi_latent_attention(engine_ranks: RankPool, case: EngineMlaCase) -> None:
+    counts = _assert_equal(engine_ranks, case)
+    assert counts.keys() >= {"TELinear", "TERowParallelLinear"}
 
 
 FP8 = [

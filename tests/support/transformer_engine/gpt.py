@@ -1,4 +1,4 @@
-"""The small GPT of `tests.support.gpt` and `moe` with megatron-core's own Transformer Engine layer specs.
+"""The small GPT of `tests.support.gpt`, `moe` and `mla` with megatron-core's own Transformer Engine layer specs.
 
 Runs inside the ranks of a pool that `install` prepared. The reference is the same model without a pipeline, with weight gradients
 that Transformer Engine computes in its backward.
@@ -17,9 +17,10 @@ from megatron.core import parallel_state
 from megatron.zerobubble.mcore.model.wgrad_split import deferring_modules
 from megatron.zerobubble.training.layer_specs import stage_layers
 from tests.support.gpt import Case, Difference, Tensors, Trainer, difference, unpipelined
+from tests.support.mla import MlaCase, MlaTrainer
 from tests.support.moe import MoeCase, MoeTrainer
 
-__all__ = ["EngineCase", "EngineMoeCase", "compare_engine"]
+__all__ = ["EngineCase", "EngineMlaCase", "EngineMoeCase", "compare_engine"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,24 @@ class EngineMoeCase(MoeCase):
         return EngineMoeTrainer(self, initial)
 
 
+@dataclass(frozen=True)
+class EngineMlaCase(MlaCase):
+    """With multi-latent attention."""
+
+    fuses: bool = False
+
+    def __str__(self) -> str:
+        return "-".join([super().__str__(), *["fused"] * self.fuses])
+
+    @property
+    def unpipelined(self) -> Case:
+        """Without a pipeline; sequences stay shared."""
+        return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None)
+
+    def trainer(self, initial: Tensors | None = None) -> Trainer:
+        return EngineMlaTrainer(self, initial)
+
+
 def _engine_config(config: Any, **changes: Any) -> Any:
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
     return type(config)(**(fields | {"transformer_impl": "transformer_engine"} | changes))
@@ -94,6 +113,15 @@ class EngineTrainer(Trainer):
         super().close()
 
 
+class EngineMlaTrainer(MlaTrainer):
+    """Trains an `EngineMlaCase`."""
+
+    case: EngineMlaCase
+
+    def _config(self) -> Any:
+        return _engine_config(super()._config(), gradient_accumulation_fusion=self.case.fuses)
+
+
 class EngineMoeTrainer(MoeTrainer):
     """Trains an `EngineMoeCase`."""
 
@@ -117,7 +145,7 @@ class EngineMoeTrainer(MoeTrainer):
             yield f"{rest}.{last}", parameter
 
 
-def compare_engine(rank: int, case: EngineCase | EngineMoeCase) -> tuple[Difference, dict[str, int], list[str]]:
+def compare_engine(rank: int, case: EngineCase | EngineMlaCase | EngineMoeCase) -> tuple[Difference, dict[str, int], list[str]]:
     """Train `case` and its reference.
 
     Returns:
