@@ -11,6 +11,10 @@ MCORE ?=
 # The share of those test files that make test-releases runs, drawn at random, on the newest or oldest release
 SAMPLE ?= 0.15
 USE_MCORE := tests/mcore tests/optimizer tests/training
+# Releases of Transformer Engine whose Python runs on the CPU in tests: make test takes the newest, make test-te both
+TE_OLDEST := 2.8.0
+TE_NEWEST := 2.20.2
+USE_TE := tests/wgrad/test_deferring.py tests/mcore/model/test_engine.py tests/training/test_engine_runs.py
 # For make playground: PLAYGROUND="--port 9000 --open"
 PLAYGROUND ?=
 SOURCES := megatron tools tests pretrain_gpt.py
@@ -19,7 +23,7 @@ PYTEST  := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 QUICK   := not gpu and not multi_gpu and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train lint format type test test-slow test-releases test-gpu bench-gpu bench playground check-upstream docs dist wheels clean
+.PHONY: te-python help setup data train lint format type test test-slow test-te test-releases test-gpu bench-gpu bench playground check-upstream docs dist wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -51,7 +55,7 @@ format: setup  ## fix and format the sources with ruff
 type: setup  ## only mypy --strict
 	$(BIN)/mypy
 
-test: setup  ## all tests that need no GPU; with MCORE=0.19.2 those that use megatron-core, on that release
+test: setup te-python  ## all tests that need no GPU; with MCORE=0.19.2 those that use megatron-core, on that release
 ifeq ($(MCORE),)
 	$(PYTEST) -m "$(QUICK)"
 else
@@ -62,7 +66,17 @@ test-slow: setup  ## the tests that take minutes, and those that use megatron-co
 	$(BIN)/python -m pytest -m "slow"
 	$(MAKE) test MCORE=$$($(BIN)/python -m tools.releases other)
 
-test-releases: setup  ## a smoke test on each supported release of megatron-core, and a sample of all tests on the other end
+# Without a network the tests that need it are skipped; in CI they fail
+te-python: setup
+	-@$(BIN)/python -m tools.releases te $(TE_NEWEST) >/dev/null
+
+test-te: setup  ## all tests of Transformer Engine's layers, with its Python of 2.8 and of 2.20.2
+	for version in $(TE_OLDEST) $(TE_NEWEST); do \
+	  $(BIN)/python -m tools.releases te $$version || exit 1; \
+	  ZB_TEST_TRANSFORMER_ENGINE=$$version $(PYTEST) $(USE_TE) -m "not gpu and not multi_gpu" || exit 1; \
+	done
+
+test-releases: setup te-python  ## a smoke test on each supported release of megatron-core, and a sample of all tests on the other end
 	$(BIN)/python -m tools.releases smoke --workers $(TEST_WORKERS)
 	folder="$$($(BIN)/python -m tools.releases path other)" && PYTHONPATH="$$folder" $(PYTEST) $(USE_MCORE) -m "$(QUICK)" --sample-files $(SAMPLE)
 

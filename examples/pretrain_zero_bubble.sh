@@ -10,11 +10,14 @@
 #   ENABLE_ZERO_BUBBLE=1|0              ZB-H1 | megatron-core's own 1F1B
 #   ZERO_BUBBLE_MAX_PENDING_BACKWARD    1p (ZB-H1), 2p (ZB-H2) or a number of microbatches; ZERO_BUBBLE_MEM_LIMIT is the same
 #   INTERLEAVED_1F1B=1                  megatron-core's own interleaved 1F1B, one layer per chunk
-#   PIPELINE_SIZE TP_SIZE               pipeline- and tensor-parallel size; the remaining ranks are data parallel
+#   PIPELINE_SIZE TP_SIZE CP_SIZE       pipeline-, tensor- and context-parallel size; the remaining ranks are data parallel
 #   GPUS_PER_NODE                       ranks per machine
 #   WORLD_SIZE (or NNODES) RANK         number of machines, and the number of this one
 #   MASTER_ADDR MASTER_PORT             rendezvous address, with several machines
 #   HIDDEN_SIZE LAYERS ATTENTION_HEADS SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR
+#   MODEL=deepseek-like                 multi-latent attention, experts with a shared one behind a dense layer, an MTP layer
+#   TRANSFORMER_IMPL=transformer_engine Transformer Engine's layers, on GPUs; FP8_FORMAT=hybrid or e4m3 with them
+#   ATTENTION_BACKEND                   auto, flash, fused, unfused or local
 #   DATA_PATH (or DATASET)              path prefix of an indexed dataset (tools/preprocess_data.py)
 #   RUN_DIR                             directory of checkpoints and metrics; runs/<schedule> by default
 #   LAUNCHER=slurm                      be one rank that srun started, without torchrun (pretrain_zero_bubble.slurm sets it)
@@ -45,8 +48,9 @@ else # a pipeline needs two devices; with one GPU or none the ranks share the CP
     ranks_per_node="${GPUS_PER_NODE:-4}"
 fi
 ranks=$((nodes * ranks_per_node))
-tensor="${TP_SIZE:-1}"
-pipeline="${PIPELINE_SIZE:-$((ranks / tensor))}"
+tensor="${TP_SIZE:-1}" context="${CP_SIZE:-1}"
+pipeline="${PIPELINE_SIZE:-$((ranks / tensor / context))}"
+replicas=$((ranks / tensor / context / pipeline))
 
 # -- the schedule -------------------------------------------------------------------------------------------------------
 pending="${ZERO_BUBBLE_MAX_PENDING_BACKWARD:-${ZERO_BUBBLE_MEM_LIMIT:-}}"
@@ -69,7 +73,7 @@ fi
 if [[ $backend == nccl ]]; then
     hidden="${HIDDEN_SIZE:-2048}" layers="${LAYERS:-$((pipeline * 4))}" heads="${ATTENTION_HEADS:-16}" length="${SEQ_LENGTH:-2048}"
     micro="${MICRO_BATCH_SIZE:-1}" iterations="${TRAIN_ITERS:-200}" lr="${LR:-3e-4}"
-    batch="${GLOBAL_BATCH_SIZE:-$((ranks / tensor / pipeline * pipeline * 3 * micro))}"
+    batch="${GLOBAL_BATCH_SIZE:-$((replicas * pipeline * 3 * micro))}"
     device=()
     is_on "${FP32:-}" || device+=(--bf16)
     # shellcheck source=examples/gpu_environment.sh
@@ -78,16 +82,32 @@ if [[ $backend == nccl ]]; then
 else
     hidden="${HIDDEN_SIZE:-128}" layers="${LAYERS:-$((pipeline * 2))}" heads="${ATTENTION_HEADS:-4}" length="${SEQ_LENGTH:-256}"
     micro="${MICRO_BATCH_SIZE:-2}" iterations="${TRAIN_ITERS:-120}" lr="${LR:-2e-3}"
-    # shellcheck disable=SC2017 # the quotient is the number of data-parallel replicas
-    batch="${GLOBAL_BATCH_SIZE:-$((ranks / tensor / pipeline * 8 * micro))}"
+    batch="${GLOBAL_BATCH_SIZE:-$((replicas * 8 * micro))}"
     device=(--exit-duration-in-mins 3.5)
     # A short run: profile and re-plan early, and briefly.
     [[ $name == zb* ]] && device+=(--zero-bubble-pipeline-timers-start-iter 20 --zero-bubble-planning-seconds 2)
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     export CUDA_VISIBLE_DEVICES= # the sizes above are for the CPU; with gloo, ranks would use visible GPUs
 fi
+model=()
+if [[ "${MODEL:-}" == deepseek-like ]]; then
+    head=$((hidden / heads))
+    model=(--multi-latent-attention --q-lora-rank $((hidden / 2)) --kv-lora-rank $((hidden / 4)) --qk-layernorm
+        --qk-head-dim "$head" --qk-pos-emb-head-dim $((head / 2)) --v-head-dim "$head"
+        --num-experts 8 --moe-layer-freq "[0]+[1]*$((layers - 1))" --moe-ffn-hidden-size $((hidden / 2))
+        --moe-shared-expert-intermediate-size $((hidden / 2)) --moe-token-dispatcher-type alltoall --moe-router-dtype fp32
+        --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5
+        --moe-router-num-groups 4 --moe-router-group-topk 2 --mtp-num-layers 1 --untie-embeddings-and-output-weights)
+    ((tensor > 1)) && model+=(--sequence-parallel)
+elif [[ -n "${MODEL:-}" ]]; then
+    echo "MODEL is $MODEL; it must be deepseek-like or unset" >&2
+    exit 2
+fi
+[[ -n "${TRANSFORMER_IMPL:-}" ]] && model+=(--transformer-impl "$TRANSFORMER_IMPL")
+[[ -n "${FP8_FORMAT:-}" ]] && model+=(--fp8-format "$FP8_FORMAT")
+[[ -n "${ATTENTION_BACKEND:-}" ]] && model+=(--attention-backend "$ATTENTION_BACKEND")
 data="${DATA_PATH:-${DATASET:-$here/data/python-stdlib}}"
-run="${RUN_DIR:-$here/runs/$name}"
+run="${RUN_DIR:-$here/runs/$name${MODEL:+-$MODEL}}"
 
 # -- go -----------------------------------------------------------------------------------------------------------------
 if [[ "$launcher" == slurm ]]; then
@@ -111,10 +131,11 @@ fi
 
 exec "${start[@]}" "$here/pretrain_gpt.py" \
     --distributed-backend "$backend" "${device[@]}" \
-    --tensor-model-parallel-size "$tensor" --pipeline-model-parallel-size "$pipeline" "${schedule[@]}" \
+    --tensor-model-parallel-size "$tensor" --context-parallel-size "$context" \
+    --pipeline-model-parallel-size "$pipeline" "${schedule[@]}" \
     --num-layers "$layers" --hidden-size "$hidden" --num-attention-heads "$heads" --seq-length "$length" \
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear \
-    --hidden-dropout 0 --attention-dropout 0 \
+    --hidden-dropout 0 --attention-dropout 0 "${model[@]}" \
     --micro-batch-size "$micro" --global-batch-size "$batch" --train-iters "$iterations" \
     --lr "$lr" --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95 \
     --data-path "$data" --split 98,2,0 --tokenizer-type ByteLevelTokenizer \

@@ -18,6 +18,7 @@ import pytest
 import megatron.zerobubble.mcore  # noqa: F401 -- first: makes megatron.core importable without triton
 from megatron.zerobubble.mcore.compat import imported_version
 from tests.support.ranks import RankPool
+from tests.support.transformer_engine import chosen_version, unpacked
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -88,6 +89,22 @@ def _pool(size: int, **options: Any) -> Iterator[RankPool]:
 def four_ranks() -> Iterator[RankPool]:
     """Four gloo ranks, started once."""
     yield from _pool(4)
+
+
+@pytest.fixture(scope="session")
+def engine_wheel() -> None:
+    """Skips what needs Transformer Engine's Python where it was not fetched; in CI that is a failure."""
+    if unpacked() is None:
+        reason = f"Transformer Engine's Python was not fetched: python -m tools.releases te {chosen_version()}"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def engine_ranks(engine_wheel: None) -> Iterator[RankPool]:
+    """Four gloo ranks with Transformer Engine's Python, started once per file."""
+    yield from _pool(4, prepare="tests.support.transformer_engine")
 
 
 @pytest.fixture(scope="module")

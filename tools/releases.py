@@ -6,10 +6,14 @@
     python -m tools.releases other             prints the newest tried release, or the oldest where the newest is installed
     python -m tools.releases smoke             runs the tests marked `smoke` on every release between the oldest and the newest
     python -m tools.releases check-upstream    the same on PyPI's newest release, tried or not
+    python -m tools.releases te 2.20.2         fetches the Python of a release of Transformer Engine, and prints its folder
 
 Nothing is installed: the wheel is unpacked into `.megatron-core/VERSION`, which comes first on the path of the tests. The newer
 releases are wheels for Python 3.12, but all their Python sources compile on 3.11; their one binary, the helper that builds
 indices of datasets, is compiled from the source that the wheel has beside it.
+
+Transformer Engine's wheel holds its Python alone, which tests run on the CPU (`tests.support.transformer_engine`); it is unpacked
+into `.transformer-engine/VERSION`.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ WHEELS_FOR = "3.12"
 
 _ROOT = Path(__file__).resolve().parents[1]
 _UNPACKED = _ROOT / ".megatron-core"
-_WHEEL = re.compile(r"megatron_core-([^-]+)-.*\.whl")
+_TRANSFORMER_ENGINE = _ROOT / ".transformer-engine"
+_WHEEL = re.compile(r"\w+-([^-]+)-.*\.whl")
 
 
 class ReleaseError(Exception):
@@ -60,7 +65,7 @@ def folder_of(version: str) -> Path | None:
         return folder
     _UNPACKED.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=_UNPACKED, prefix="fetching-") as place:
-        wheel, found = _fetch(version, Path(place))
+        wheel, found = _fetch("megatron-core", version, Path(place))
         if found == installed_version("megatron-core"):
             return None
         folder = _UNPACKED / found
@@ -75,11 +80,33 @@ def other_end() -> str:
     return TRIED[0] if installed_version("megatron-core") == TRIED[-1] else TRIED[-1]
 
 
-def _fetch(version: str, place: Path) -> tuple[Path, str]:
+def transformer_engine(version: str) -> Path:
+    """The folder with the Python of this release of Transformer Engine, fetched if it is not there yet.
+
+    Raises:
+        ReleaseError: PyPI has no such wheel.
+    """
+    folder = _TRANSFORMER_ENGINE / version
+    if folder.is_dir():
+        return folder
+    _TRANSFORMER_ENGINE.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=_TRANSFORMER_ENGINE, prefix="fetching-") as place:
+        wheel, _ = _fetch("transformer_engine", version, Path(place))
+        unpacked = Path(place) / "unpacked"
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(unpacked)
+        with contextlib.redirect_stdout(io.StringIO()):
+            compileall.compile_dir(unpacked / "transformer_engine" / "pytorch", quiet=2)
+        if not folder.is_dir():
+            unpacked.rename(folder)
+    return folder
+
+
+def _fetch(package: str, version: str, place: Path) -> tuple[Path, str]:
     """(the wheel, its version)."""
-    _progress(f"fetching megatron-core {version} from PyPI")
+    _progress(f"fetching {package} {version} from PyPI")
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", str(place))
-    what = "megatron-core" if version == "newest" else f"megatron-core=={version}"
+    what = package if version == "newest" else f"{package}=={version}"
     done = subprocess.run(
         [*pip, "--only-binary=:all:", "--python-version", WHEELS_FOR, what], capture_output=True, text=True, check=False
     )
@@ -175,6 +202,8 @@ def main(arguments: list[str] | None = None) -> int:
         "path", help="print the folder of a release, to be put first on PYTHONPATH; nothing if it is installed"
     )
     path.add_argument("version")
+    te = commands.add_parser("te", help="fetch the Python of a release of Transformer Engine, and print its folder")
+    te.add_argument("version")
     commands.add_parser("other", help="print the newest tried release, or the oldest where the newest is installed")
     between = commands.add_parser("smoke", help="run the smoke tests on releases")
     between.add_argument("versions", nargs="*", help="default: all between the oldest and the newest")
@@ -185,6 +214,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if flags.command == "path":
             print(folder_of(flags.version) or "")
+            return 0
+        if flags.command == "te":
+            print(transformer_engine(flags.version))
             return 0
         if flags.command == "other":
             print(other_end())

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.zerobubble.mcore.build import build_chunks as build_chunks
+    from megatron.zerobubble.mcore.model.attention import TorchDotProductAttention as TorchDotProductAttention
+    from megatron.zerobubble.mcore.model.attention import use_torch_attention as use_torch_attention
     from megatron.zerobubble.mcore.post_validation.optimizer import post_validation as post_validation
     from megatron.zerobubble.mcore.stock_loop.patches import uninstall as uninstall
     from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule as PipelineSchedule
@@ -26,6 +28,7 @@ _HOMES = {
     "PipelineSchedule": "mcore.zb_schedules",
     "PostValidation": "optimizer.post_validation",
     "ScheduleSpec": "plan.schedule_spec",
+    "TorchDotProductAttention": "mcore.model.attention",
     "Verdict": "optimizer.post_validation",
     "add_zero_bubble_args": "overlay",
     "build_chunks": "mcore.build",
@@ -33,6 +36,7 @@ _HOMES = {
     "post_validation": "mcore.post_validation.optimizer",
     "schedule_spec": "plan.registry",
     "uninstall": "mcore.stock_loop.patches",
+    "use_torch_attention": "mcore.model.attention",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -32,8 +32,8 @@ _SUPPORTED = (
     *("enable_zero_bubble", "zero_bubble_max_pending_backward", "zero_bubble_v_schedule", "zero_bubble_schedule"),
     *("zero_bubble_v_schedule_mem_setup", "zero_bubble_memory_limit", "zero_bubble_load_plan"),
     *("zero_bubble_pipeline_timers_start_iter", "zero_bubble_pipeline_timers_end_iter", "zero_bubble_replan_interval"),
-    *("zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas", "enable_optimizer_post_validation"),
-    *("post_validation_patience", "post_validation_rollback", "post_validation_snapshot"),
+    *("zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas", "zero_bubble_torch_attention"),
+    *("enable_optimizer_post_validation", "post_validation_patience", "post_validation_rollback", "post_validation_snapshot"),
 )
 """Fields of `ZeroBubbleConfig` that a stock training loop supports."""
 
@@ -68,6 +68,7 @@ def install(
     plan: str | None = None,
     optimizer_post_validation: bool = False,
     weights_seed: int | None = None,
+    torch_attention: bool = False,
 ) -> None:
     """Make a training loop that is written for megatron-core run a zero-bubble schedule. Every rank must call it.
 
@@ -90,6 +91,8 @@ def install(
             nothing. After the last iteration call `uninstall`, evaluate or save, which validate the last step.
         weights_seed: draw each first weight by this seed and its name, so that every schedule and parallel layout begins with the
             same weights; None: as megatron-core does, where they depend on the rank. Goes with `args`, too.
+        torch_attention: replace megatron-core's own attention in the models that DistributedDataParallel wraps by torch's fused
+            attention, which keeps no scores (`use_torch_attention`).
 
     Raises:
         CompatibilityError: the installed megatron-core is not supported; the message lists the differences.
@@ -102,10 +105,11 @@ def install(
         "zero_bubble_memory_limit": None if memory_limit is None else str(memory_limit),
         "zero_bubble_load_plan": plan,
         "enable_optimizer_post_validation": optimizer_post_validation,
+        "zero_bubble_torch_attention": torch_attention,
     }
     if args is None:
         config = ZeroBubbleConfig(**given)
-        if config.schedule == "stock" and schedule is None and not optimizer_post_validation:
+        if config.schedule == "stock" and schedule is None and not (optimizer_post_validation or torch_attention):
             raise ConfigError("install has no schedule to install: give schedule, max_pending_backward, plan, or parsed flags")
     else:
         if any(value not in (None, False) for value in given.values()):
@@ -173,6 +177,11 @@ def _check_supported(config: ZeroBubbleConfig) -> None:
             )
     if config.schedule == "stock" and config.enable_optimizer_post_validation:
         raise ConfigError("--enable-optimizer-post-validation needs a schedule of this package: choose one, or leave it out")
+    if config.schedule == "stock" and config.zero_bubble_torch_attention:
+        raise ConfigError(
+            "--zero-bubble-torch-attention needs a schedule of this package: choose one, or call "
+            "megatron.zerobubble.use_torch_attention with the model"
+        )
     if config.schedule == AUTO:
         raise ConfigError(
             f"schedule {AUTO} builds the model once to profile it, which a stock training loop cannot do, and the loop's chunks "
@@ -196,6 +205,7 @@ def _install(config: ZeroBubbleConfig, weights_seed: int | None) -> None:
             planning_seconds=config.zero_bubble_planning_seconds,
             p2p_max_ctas=config.zero_bubble_p2p_max_ctas,
             weights_seed=weights_seed,
+            torch_attention=config.zero_bubble_torch_attention,
             memory_limit=None
             if limit is None or limit.is_relative
             else ByteLimit(total_bytes=limit.total_bytes, ranks_on_host=launch.ranks_on_host),

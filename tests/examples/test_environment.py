@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zerobubble.training.arguments import settings_from_argv
 from tests.support.cluster import Cluster
 
 SCRIPT = "pretrain_zero_bubble.sh"
@@ -72,6 +73,14 @@ def test_several_machines_under_torchrun(cluster: Cluster) -> None:
     assert arguments[arguments.index("--pipeline-model-parallel-size") + 1] == "8"
 
 
+def test_the_pipeline_has_the_ranks_that_the_other_sizes_leave(cluster: Cluster) -> None:
+    started(cluster, GPUS="0", GPUS_PER_NODE="8", TP_SIZE="2", CP_SIZE="2")
+    arguments = cluster.rank_arguments(None)
+    given = {flag: arguments[arguments.index(flag) + 1] for flag in ("--context-parallel-size", "--pipeline-model-parallel-size")}
+    assert given == {"--context-parallel-size": "2", "--pipeline-model-parallel-size": "2"}
+    assert arguments[arguments.index("--global-batch-size") + 1] == "16", "one replica, eight microbatches of two"
+
+
 def test_the_slurm_launcher_outside_of_a_step_is_an_error(cluster: Cluster) -> None:
     done = cluster.run(SCRIPT, environment=cluster.environment(LAUNCHER="slurm"))
     assert done.returncode != 0
@@ -81,3 +90,31 @@ def test_the_slurm_launcher_outside_of_a_step_is_an_error(cluster: Cluster) -> N
 def test_an_unknown_launcher_is_an_error(cluster: Cluster) -> None:
     done = cluster.run(SCRIPT, environment=cluster.environment(LAUNCHER="mpi"))
     assert (done.returncode, done.stderr) == (2, "LAUNCHER is mpi; it must be torchrun or slurm\n")
+
+
+@pytest.mark.parametrize("tensor", ["1", "2"])
+def test_the_deepseek_like_model_has_flags_that_go_together(cluster: Cluster, tensor: str) -> None:
+    started(cluster, GPUS="0", MODEL="deepseek-like", TP_SIZE=tensor)
+    arguments = cluster.rank_arguments(None)
+    flags = arguments[arguments.index("--distributed-backend") :]
+    place = flags.index("--data-path")
+    settings = settings_from_argv([*flags[:place], *flags[place + 2 :], "--mock-data"], world_size=4)
+    assert settings.mla.multi_latent_attention
+    assert settings.moe_layer_pattern == (0, *(1,) * (settings.num_layers - 1))
+
+
+def test_an_unknown_model_is_an_error(cluster: Cluster) -> None:
+    done = cluster.run(SCRIPT, environment=cluster.environment(MODEL="bert"))
+    assert (done.returncode, done.stderr) == (2, "MODEL is bert; it must be deepseek-like or unset\n")
+
+
+def test_kinds_of_layers_have_switches(cluster: Cluster) -> None:
+    started(cluster, GPUS="0", TRANSFORMER_IMPL="transformer_engine", FP8_FORMAT="hybrid", ATTENTION_BACKEND="unfused")
+    arguments = cluster.rank_arguments(None)
+    switches = {"--transformer-impl": "transformer_engine", "--fp8-format": "hybrid", "--attention-backend": "unfused"}
+    assert {flag: arguments[arguments.index(flag) + 1] for flag in switches} == switches
+
+
+def test_without_switches_the_trainer_chooses_the_layers(cluster: Cluster) -> None:
+    started(cluster, GPUS="0")
+    assert not {"--transformer-impl", "--fp8-format", "--attention-backend"} & set(cluster.rank_arguments(None))

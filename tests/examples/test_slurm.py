@@ -74,7 +74,7 @@ def test_without_a_signal_a_finished_run_is_not_requeued(cluster: Cluster) -> No
     assert not cluster.calls("scancel")
 
 
-@pytest.mark.parametrize("num_signals", [1, 3])
+@pytest.mark.parametrize("num_signals", [1, 3, 40])
 def test_a_signal_stops_the_ranks_and_requeues_the_job(cluster: Cluster, num_signals: int) -> None:
     code, output = cluster.run_until_signaled(
         SCRIPT, environment=cluster.batch_environment(TRAINER="stop"), num_signals=num_signals

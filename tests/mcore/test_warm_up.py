@@ -71,6 +71,7 @@ def _first_uses(rank: int, case: Case) -> tuple[list[str], set[str], set[str]]:
         (Case("zb-h1", 2, 4, tensor_parallel=2), ["tp"]),
         (Case("zb-h1", 2, 4, overlap_grad_reduce=True), ["gradients in buffers"]),
         (Case("zbv", 2, 4, num_chunks=2, distributed_optimizer=True, shard_gradients=2), ["gradients in buffers"]),
+        (Case("zbv", 2, 4, num_chunks=2, context_parallel=2), ["cp"]),
         (MoeCase("zb-h1", 2, 4, expert_parallel=2), ["ep", "tp_dp_cp"]),
         (Case("zb-h1", 4, 4), []),
     ],

@@ -15,6 +15,7 @@ from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdic
 from tests.support.gpt import Case, Trainer
 from tests.support.moe import MoeCase, MoeTrainer
 from tests.support.mtp import MtpCase, MtpTrainer
+from tests.support.transformer_engine.gpt import EngineCase, EngineTrainer
 
 ITERATIONS = 12
 BASE = Case(schedule="zb-h2", num_ranks=2, num_microbatches=4, num_layers=4, dropout=0.1, clip_grad=1e3)
@@ -132,8 +133,12 @@ class _MtpTrainer(_Trainer, MtpTrainer):
     """Its history has the MTP losses, too."""
 
 
+class _EngineTrainer(_Trainer, EngineTrainer):
+    """Of Transformer Engine's layers."""
+
+
 def _trainer(scenario: Scenario) -> _Trainer:
-    kinds: dict[type[Case], type[_Trainer]] = {MoeCase: _MoeTrainer, MtpCase: _MtpTrainer}
+    kinds: dict[type[Case], type[_Trainer]] = {MoeCase: _MoeTrainer, MtpCase: _MtpTrainer, EngineCase: _EngineTrainer}
     return kinds.get(type(scenario.case), _Trainer)(scenario)
 
 

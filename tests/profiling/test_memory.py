@@ -15,11 +15,13 @@ from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.profiling.memory import MemoryMeter
 from megatron.zerobubble.profiling.profile import combine, unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
-from tests.support.gpt import Case, Trainer
+from tests.support.gpt import Case
+from tests.support.mla import MlaCase
 from tests.support.ranks import RankPool
 
 LINEAR = Case("zb-h1", 4, 8, num_layers=8, dropout=0.1)
 V = replace(LINEAR, schedule="zbv", num_chunks=2)
+LATENT = MlaCase("zb-h1", 4, 8, num_layers=8)
 
 
 def test_what_is_alive_counts_once_and_as_long() -> None:
@@ -56,7 +58,7 @@ def test_what_passes_need_is_counted_above_what_is_held_around_them() -> None:
 
 
 def _measure(rank: int, case: Case) -> dict[str, Any]:
-    trainer = Trainer(case)
+    trainer = case.trainer()
     trainer.forward_backward(0)  # tables and masks that stay
     trainer.zero_gradients()
     profiler = trainer.schedule.hooks.profiler = Profiler(torch.device("cpu"))
@@ -74,6 +76,8 @@ def _measure(rank: int, case: Case) -> dict[str, Any]:
         LINEAR,
         V,
         replace(LINEAR, recompute="full"),
+        LATENT,
+        pytest.param(replace(LATENT, recompute="mla_up_proj"), marks=pytest.mark.slow),
         pytest.param(replace(V, recompute="full"), marks=pytest.mark.slow),
         pytest.param(replace(V, recompute="block"), marks=pytest.mark.slow),
     ],

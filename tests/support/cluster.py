@@ -19,7 +19,7 @@ from pathlib import Path
 __all__ = ["ROOT", "Cluster"]
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 200.0
 _RECORD = 'printf "%s\\n" "${0##*/} $*" >>"$DOUBLES/calls"\n'
 
 _SCONTROL = """

@@ -27,7 +27,9 @@ from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
+from megatron.zerobubble.mcore.model.attention import core_attention
 from megatron.zerobubble.mcore.model.layout import embedding_ranks, pipeline_layout
+from megatron.zerobubble.mcore.model.sequence_parts import SequenceParts, slices
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_spec
@@ -74,7 +76,9 @@ class Case:
     sequence_parallel: bool = False
     context_parallel: int = 1
     attention: bool = True
-    """False where sequences are shared: megatron-core's local attention takes whole ones."""
+    """False leaves attention out of the layers."""
+    own_attention: bool = False
+    """Whether layers have megatron-core's own attention in place of torch's."""
     wgrad: WgradPolicy = field(default_factory=WgradPolicy)
     reduce_in_fp32: bool = True
     """Whether main gradients are float32, whatever the dtype."""
@@ -95,6 +99,8 @@ class Case:
             extras.append(f"tp{self.tensor_parallel}")
         if self.shard_gradients:
             extras.append(f"shard{self.shard_gradients}")
+        if self.context_parallel > 1:
+            extras.append(f"cp{self.context_parallel}")
         if self.sequence_parallel:
             extras.append("sp")
             extras.append(self.wgrad.gather.value)
@@ -302,6 +308,8 @@ class Trainer:
         if self.case.sequence_parallel:
             return stage_layers(self.config, vp_stage=vp_stage)
         layer = get_gpt_layer_local_spec(normalization=self.config.normalization)
+        if not self.case.own_attention:
+            layer.submodules.self_attention.submodules.core_attention = core_attention(self.config)
         if not self.case.attention:
             layer.submodules.self_attention, layer.submodules.self_attn_bda = IdentityOp, IdentityFuncOp
         return layer
@@ -381,8 +389,9 @@ class Trainer:
             yield self._part(text[:, :-1]), self._part(text[:, 1:])
 
     def _part(self, sequences: torch.Tensor) -> torch.Tensor:
-        """This context-parallel rank's part of [batch, sequence]."""
-        return sequences.chunk(self.case.context_parallel, dim=1)[parallel_state.get_context_parallel_rank()].contiguous()
+        """This context-parallel rank's slices of [batch, sequence]."""
+        parts = SequenceParts(rank=parallel_state.get_context_parallel_rank(), size=self.case.context_parallel)
+        return slices(sequences, parts, dim=1)
 
     def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         """megatron-core's contract: the output and a loss function."""
@@ -393,6 +402,9 @@ class Trainer:
         def loss_func(per_token: torch.Tensor) -> tuple[Any, ...]:
             total = per_token.float().sum()
             mean = total.detach() / per_token.numel()
+            if self.case.context_parallel > 1:  # to be compared with that of whole sequences
+                dist.all_reduce(mean, group=parallel_state.get_context_parallel_group())
+                mean /= self.case.context_parallel
             if self.case.per_token_loss:
                 return total, torch.tensor(per_token.numel(), dtype=torch.int, device=per_token.device), {"lm loss": mean}
             return total / per_token.numel() / self.case.context_parallel, {"lm loss": mean}

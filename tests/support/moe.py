@@ -105,7 +105,7 @@ class MoeTrainer(Trainer):
         return type(config)(**(fields | changes))
 
     def _layers(self, vp_stage: int | None) -> Any:
-        if self.case.sequence_parallel:
+        if self.case.sequence_parallel or self.case.context_parallel > 1:
             return stage_layers(self.config, vp_stage=vp_stage)
         return get_gpt_decoder_block_spec(
             self.config, use_transformer_engine=False, normalization=self.config.normalization, vp_stage=vp_stage

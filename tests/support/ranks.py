@@ -34,12 +34,14 @@ class RankPool:
         size: of the world.
         backend: of its process groups.
         on_gpu: rank r takes GPU r, or with fewer GPUs than ranks shares them; otherwise all are on the CPU.
+        prepare: a module whose `install()` every rank calls before it imports megatron-core.
     """
 
-    def __init__(self, size: int, *, backend: str = "gloo", on_gpu: bool = False) -> None:
+    def __init__(self, size: int, *, backend: str = "gloo", on_gpu: bool = False, prepare: str | None = None) -> None:
         self.size = size
         self._backend = backend
         self._on_gpu = on_gpu
+        self._prepare = prepare
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: Any = None
@@ -114,10 +116,10 @@ class RankPool:
             pipe.recv()
 
     def _arguments(self, pipe: Connection, rank: int) -> tuple[Any, ...]:
-        return pipe, rank, self.size, self._store.port, self._backend, self._on_gpu
+        return pipe, rank, self.size, self._store.port, self._backend, self._on_gpu, self._prepare
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_gpu: bool) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_gpu: bool, prepare: str | None = None) -> None:
     os.environ.update(
         OMP_NUM_THREADS="1",
         TORCHDYNAMO_DISABLE="1",
@@ -126,6 +128,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_g
     )
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
+    if prepare is not None:
+        importlib.import_module(prepare).install()
     import torch
     import torch.distributed as dist
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.zerobubble.mcore.compat import SUPPORTED
+from megatron.zerobubble.mcore.model.transformer_engine import OLDEST_TRANSFORMER_ENGINE
+from tests.support import transformer_engine
 from tools import releases
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +53,8 @@ def test_a_wheel_is_fetched_once_and_its_helper_compiled(unpacked: Path, tmp_pat
     wheel = wheel_of(tmp_path, source='#include <pybind11/pybind11.h>\nPYBIND11_MODULE(helpers_cpp, m) { m.attr("there") = 1; }')
     fetched: list[str] = []
 
-    def fetch(version: str, place: Path) -> tuple[Path, str]:
+    def fetch(package: str, version: str, place: Path) -> tuple[Path, str]:
+        assert package == "megatron-core"
         fetched.append(version)
         return wheel, "9.9.0"
 
@@ -66,7 +69,7 @@ def test_nothing_is_left_of_a_wheel_that_does_not_compile(
     unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wheel = wheel_of(tmp_path, source="not C++")
-    monkeypatch.setattr(releases, "_fetch", lambda version, place: (wheel, "9.9.0"))
+    monkeypatch.setattr(releases, "_fetch", lambda package, version, place: (wheel, "9.9.0"))
     with pytest.raises(releases.ReleaseError, match=r"helpers\.cpp does not compile"):
         releases.folder_of("9.9.0")
     assert list(unpacked.iterdir()) == []
@@ -80,6 +83,32 @@ def test_a_release_that_does_not_exist_is_one_line(unpacked: Path, monkeypatch: 
     monkeypatch.setattr(subprocess, "run", pip)
     with pytest.raises(releases.ReleaseError, match=r"pip cannot download megatron-core==9\.9: ERROR: No matching distribution"):
         releases.folder_of("9.9")
+
+
+def test_the_python_of_transformer_engine_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = tmp_path / "transformer_engine-2.9.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("transformer_engine/pytorch/__init__.py", "")
+    fetched: list[str] = []
+
+    def fetch(package: str, version: str, place: Path) -> tuple[Path, str]:
+        fetched.append(f"{package} {version}")
+        return wheel, version
+
+    monkeypatch.setattr(releases, "_TRANSFORMER_ENGINE", tmp_path / "engine")
+    monkeypatch.setattr(releases, "_fetch", fetch)
+    folder = releases.transformer_engine("2.9.0")
+    assert releases.transformer_engine("2.9.0") == folder == tmp_path / "engine" / "2.9.0"
+    assert fetched == ["transformer_engine 2.9.0"]
+    assert (folder / "transformer_engine" / "pytorch" / "__init__.py").is_file()
+    assert [path.name for path in (tmp_path / "engine").iterdir()] == ["2.9.0"], "nothing is left behind"
+
+
+def test_the_oldest_and_newest_transformer_engine_are_the_same_everywhere() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"TE_OLDEST := {transformer_engine.OLDEST}\n" in makefile
+    assert f"TE_NEWEST := {transformer_engine.NEWEST}\n" in makefile
+    assert str(OLDEST_TRANSFORMER_ENGINE) == transformer_engine.OLDEST
 
 
 def test_the_smoke_test_covers_the_model_the_optimizer_a_loop_and_a_job() -> None:

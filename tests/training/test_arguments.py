@@ -20,6 +20,7 @@ BASE = (
 )
 P4 = "--pipeline-model-parallel-size 4 "
 V = "--zero-bubble-v-schedule "
+CP = "--context-parallel-size 2 "
 PADDED = "--allow-padding-num-layers "
 LAYOUT = "--pipeline-model-parallel-layout "
 EARLY = "--enable-optimizer-post-validation "
@@ -218,12 +219,30 @@ def test_batch_and_data_parallelism() -> None:
         ("--tokenizer-type HuggingFaceTokenizer", 4, "needs --tokenizer-model"),
         ("--vocab-size 100", 4, "--vocab-size 100 is too small for ByteLevelTokenizer"),
         ("--transformer-impl transformer_engine", 4, "needs the package transformer_engine, which is not installed"),
+        ("--attention-backend local --transformer-impl transformer_engine", 4, "is megatron-core's own attention"),
+        ("--attention-backend fused --distributed-backend gloo", 4, "fused needs CUDA.*choose auto"),
+        ("--attention-backend flash --distributed-backend gloo", 4, "--attention-dropout 0.1 needs CUDA"),
+        ("--attention-backend local --zero-bubble-torch-attention", 4, "leave one of them out"),
+        ("--attention-backend slow", 4, "argument --attention-backend: invalid choice"),
         ("--save-interval 5", 4, "--save-interval and --async-save need --save DIR"),
         ("--split 90,ten", 4, "--split '90,ten' must be up to three proportions"),
         ("--data-path x", 4, "--mock-data and --data-path are both given"),
         ("--lr much", 4, "argument --lr: invalid float value: 'much'"),
         ("--optimizer adagrad", 4, "argument --optimizer: invalid choice: 'adagrad'"),
-        ("--context-parallel-size 2", 4, "--context-parallel-size 2 is not supported: megatron-core's local"),
+        ("--context-parallel-size 0", 4, "--context-parallel-size 0 must be greater than 0"),
+        (CP + "--seq-length 66", 4, "--seq-length 66 is not divisible by 2 x --context-parallel-size 2 = 4: .* 64 would be"),
+        ("--context-parallel-size 3", 4, "4 rank.* x --context-parallel-size 3 = 3; start it with torchrun --nproc-per-node 3"),
+        ("--cp-comm-type p2p", 4, "--cp-comm-type needs --context-parallel-size of at least 2, got 1"),
+        (CP + "--cp-comm-type ring", 4, "--cp-comm-type ring: ring is not one of p2p, all_gather, a2a, a2a\\+p2p"),
+        (
+            CP + "--cp-comm-type a2a",
+            4,
+            "--cp-comm-type a2a is Transformer Engine's: with --transformer-impl local .* give all_gather",
+        ),
+        (CP + "--cp-comm-type all_gather all_gather all_gather", 4, "--cp-comm-type has 3 values; give one, or one for each of"),
+        (CP + "--attention-backend local", 4, "--attention-backend local needs whole sequences; choose auto, flash, fused or"),
+        (CP + "--cp-comm-type a2a+p2p", 4, "a2a\\+p2p and --hierarchical-context-parallel-sizes need each other"),
+        (CP + "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4, "2 2 multiply to 4, --context-par.* is 2"),
         ("--zero-bubble-wgrad-gather some", 4, "--zero-bubble-wgrad-gather"),
         (P4 + "--zero-bubble-wgrad-gather keep --enable-zero-bubble", 4, "it needs --sequence-parallel"),
         ("--zero-bubble-v", 4, "unrecognized arguments: --zero-bubble-v"),

@@ -1,8 +1,12 @@
-"""Modules that keep back weight gradients themselves, here doubles of Transformer Engine's, under the W of the store."""
+"""Modules that keep back weight gradients themselves under the W of the store: Transformer Engine's Linear and GroupedLinear.
+
+They run in a process of their own, on `tests.support.transformer_engine`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,25 +16,37 @@ from megatron.zerobubble.errors import WeightGradStoreError
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import WeightGradStore
-from tests.support.te_double import TransformerEngineContractDouble as Double
+from tests.support.ranks import RankPool
 
 MICROBATCHES = 4
-SPLITS = (3, 0, 5)
+SPLITS = [3, 0, 5]
+"""Tokens of each expert."""
+
+
+@pytest.fixture(scope="module")
+def engine(engine_wheel: None) -> Iterator[RankPool]:
+    """One rank with Transformer Engine."""
+    pool = RankPool(1, prepare="tests.support.transformer_engine")
+    yield pool
+    pool.stop()
 
 
 class Experts(nn.Module):
-    """Two grouped linears, as a grouped MLP has, and one that returns its bias."""
+    """Two grouped linears, as a grouped MLP has, and one linear that returns its bias."""
 
     def __init__(self, *, delay: bool, fuse: bool) -> None:
         super().__init__()
-        how = {"delay_wgrad_compute": delay, "fuse_wgrad_accumulation": fuse}
-        self.fc1 = Double(8, 12, num_gemms=len(SPLITS), bias=True, **how)
-        self.fc2 = Double(12, 8, num_gemms=len(SPLITS), **how)
-        self.out = Double(8, 8, bias=True, return_bias=True, **how)
+        import transformer_engine.pytorch as te
+
+        how: dict[str, Any] = {"delay_wgrad_compute": delay, "fuse_wgrad_accumulation": fuse, "device": "cpu"}
+        self.fc1 = te.GroupedLinear(len(SPLITS), 8, 12, bias=True, **how)
+        self.fc2 = te.GroupedLinear(len(SPLITS), 12, 8, bias=False, **how)
+        self.out = te.Linear(8, 8, bias=True, return_bias=True, **how)
 
     def forward(self, x: Tensor) -> Tensor:
         output, bias = self.out(self.fc2(torch.relu(self.fc1(x, SPLITS)), SPLITS))
-        return output + bias
+        total: Tensor = output + bias
+        return total
 
 
 def _like_ddp(model: nn.Module, ready: list[str]) -> None:
@@ -49,7 +65,8 @@ def _like_ddp(model: nn.Module, ready: list[str]) -> None:
 
     for module in model.modules():
         for parameter in module._parameters.values():
-            assert parameter is not None
+            if parameter is None or parameter.numel() == 0:  # an absent bias
+                continue
             parameter.main_grad = torch.zeros_like(parameter)
             parameter.grad_added_to_main_grad = False
             if getattr(parameter, "skip_backward_post_hook", False):
@@ -90,10 +107,12 @@ def _b(model: nn.Module, store: WeightGradStore, x: Tensor, microbatch: int, *, 
     store.end()
 
 
-@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
-@pytest.mark.parametrize("behind", [0, 1, MICROBATCHES - 1])
-def test_same_bits_as_the_fused_backward(fuse: bool, behind: int) -> None:
-    """W runs `behind` microbatches after B; every hook runs once a W, the last one in the last."""
+def _assert_expected(model: Experts, fuse: bool) -> None:
+    for name, gradient in _expected(fuse).items():
+        assert torch.equal(model.get_parameter(name).main_grad, gradient), name
+
+
+def _behind(_rank: int, fuse: bool, behind: int) -> None:
     model, store, ready = _deferred(fuse)
     for microbatch, x in enumerate(_batches()):
         _b(model, store, x, microbatch)
@@ -106,24 +125,33 @@ def test_same_bits_as_the_fused_backward(fuse: bool, behind: int) -> None:
         store.run(0, microbatch)
     store.check_empty()
     assert len(ready) == MICROBATCHES * len(list(model.parameters()))
-    assert not model.fc1.queue
-    for name, gradient in _expected(fuse).items():
-        assert torch.equal(model.get_parameter(name).main_grad, gradient), name
+    assert model.fc1.wgrad_store.context.empty()
+    _assert_expected(model, fuse)
 
 
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
-def test_the_classic_backward_computes_at_once(fuse: bool) -> None:
+@pytest.mark.parametrize("behind", [0, 1, MICROBATCHES - 1])
+def test_same_bits_as_the_fused_backward(engine: RankPool, fuse: bool, behind: int) -> None:
+    """W runs `behind` microbatches after B; every hook runs once a W, the last one in the last."""
+    engine.run(_behind, fuse, behind)
+
+
+def _at_once(_rank: int, fuse: bool) -> None:
     model, store, ready = _deferred(fuse)
     for microbatch, x in enumerate(_batches()):
         _b(model, store, x, microbatch, fused=True)
         assert len(ready) == (microbatch + 1) * len(list(model.parameters()))
     store.check_empty()
-    for name, gradient in _expected(fuse).items():
-        assert torch.equal(model.get_parameter(name).main_grad, gradient), name
+    _assert_expected(model, fuse)
 
 
-def test_a_recomputed_forward_counts_once() -> None:
-    model, store, _ = _deferred(False)
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+def test_the_classic_backward_computes_at_once(engine: RankPool, fuse: bool) -> None:
+    engine.run(_at_once, fuse)
+
+
+def _recomputed(_rank: int) -> None:
+    model, store, ready = _deferred(False)
     for microbatch, x in enumerate(_batches()):
         loss = torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=True).square().sum()
         store.begin(0, microbatch, fused=False)
@@ -131,17 +159,20 @@ def test_a_recomputed_forward_counts_once() -> None:
         store.end()
     for microbatch in range(MICROBATCHES):
         store.run(0, microbatch)
-    assert model.fc1.num_computed == MICROBATCHES
-    for name, gradient in _expected(False).items():
-        assert torch.equal(model.get_parameter(name).main_grad, gradient), name
+    assert len(ready) == MICROBATCHES * len(list(model.parameters()))
+    _assert_expected(model, False)
 
 
-def test_what_would_be_wrong_is_an_error() -> None:
+def test_a_recomputed_forward_counts_once(engine: RankPool) -> None:
+    engine.run(_recomputed)
+
+
+def _wrong(_rank: int) -> None:
     model, store, _ = _deferred(False)
     first, second, *_ = _batches()
     with pytest.raises(WeightGradStoreError, match=r"reached the split weight \w+ outside of any B"):
         model(first).sum().backward()
-    model.out.queue.clear()
+    model.out.wgrad_store.context.queue.clear()
     _b(model, store, first, 0)
     _b(model, store, second, 1)
     with pytest.raises(WeightGradStoreError, match=r"chunk 0, microbatch 1: \w+ computes .* first in.*oldest is .*microbatch 0"):
@@ -151,3 +182,7 @@ def test_what_would_be_wrong_is_an_error() -> None:
     _b(model, store, first, 0)
     with pytest.raises(WeightGradStoreError, match="out has a weight without main_grad"):
         store.run(0, 0)
+
+
+def test_what_would_be_wrong_is_an_error(engine: RankPool) -> None:
+    engine.run(_wrong)

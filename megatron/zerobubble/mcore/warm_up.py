@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 __all__ = ["warm_up_groups"]
 
@@ -36,9 +38,25 @@ def warm_up_groups(config: Any, chunks: Sequence[Any], device: torch.device) -> 
             used.add(id(group))
             names.append(name)
             dist.all_reduce(torch.zeros(1, device=device), group=group)
+    context = parallel_state.get_context_parallel_group()
+    if context.size() > 1:
+        names += _warm_up_context(config, context, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return names
+
+
+def _warm_up_context(config: Any, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """What context parallelism uses beside the collectives of its group; returns what it is for, as `warm_up_groups`."""
+    if (
+        device.type == "cuda"
+    ):  # rotary embeddings pin an index in the first F; that may wait for the device, unless a block is free
+        torch.zeros(2, dtype=torch.int64, pin_memory=True)
+    if getattr(config, "mtp_num_layers", None) is None:
+        return []
+    # MTP layers shift tokens over the ends of slices: transfers between neighbors, on pairs of ranks of the world's group.
+    roll_tensor(torch.zeros(1, 2, device=device), shifts=-1, dims=-1, cp_group=group)
+    return ["neighbors in cp"]
 
 
 def _groups(config: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, dist.ProcessGroup | None]]:
@@ -46,6 +64,8 @@ def _groups(config: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, dist.Proc
     names = ["tp", "cp"]
     if getattr(config, "num_moe_experts", None) is not None:
         names += ["ep", "expt_tp", "tp_ep", "tp_cp", "tp_dp_cp"]  # dispatchers, and the auxiliary losses of routers
+    if getattr(config, "fp8", None) is not None:  # Transformer Engine reduces magnitudes at the end of a forward, and in backward
+        names.append("tp_cp" if getattr(config, "tp_only_amax_red", False) else "tp_dp_cp")
     yield from ((name, getattr(known, name, None)) for name in names)
     if any(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False) for chunk in chunks):
         for kind in ("buffers", "expert_parallel_buffers"):

@@ -16,7 +16,9 @@ from megatron.zerobubble.training.config.batch import BatchConfig
 from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
 from megatron.zerobubble.training.config.data import DataConfig
 from megatron.zerobubble.training.config.flags import add_group, from_namespace
+from megatron.zerobubble.training.config.fp8 import Fp8Config
 from megatron.zerobubble.training.config.logging import LoggingConfig
+from megatron.zerobubble.training.config.mla import MlaConfig
 from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
 from megatron.zerobubble.training.config.moe import MoeConfig
 from megatron.zerobubble.training.config.optim import OptimConfig
@@ -30,12 +32,14 @@ __all__ = ["build_parser", "exit_with_error", "parse_arguments", "settings_from_
 
 _GROUPS = {
     "model": ModelConfig,
+    "mla": MlaConfig,
     "moe": MoeConfig,
     "batch": BatchConfig,
     "parallel": ParallelConfig,
     "zero_bubble": ZeroBubbleConfig,
     "optim": OptimConfig,
     "precision": PrecisionConfig,
+    "fp8": Fp8Config,
     "data": DataConfig,
     "run": RunConfig,
     "checkpoint": CheckpointConfig,

@@ -64,9 +64,16 @@ def forward_step_provider(setup: ModelSetup) -> ForwardStep:
     Returns:
         (data iterator, model chunk) -> (output, loss function).
     """
+    from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model
 
+    from megatron.zerobubble.mcore.model.sequence_parts import SequenceParts
     from megatron.zerobubble.training.data.samples import next_batch
+
+    context = parallel_state.get_context_parallel_group()
+    parts = SequenceParts(rank=context.rank(), size=context.size())
+    # With the mean over a microbatch ranks share its loss by their numbers of tokens, of which loss masks can leave any.
+    shared = context if context.size() > 1 and not setup.settings.optim.calculate_per_token_loss else None
 
     def forward_step(data_iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
@@ -76,25 +83,30 @@ def forward_step_provider(setup: ModelSetup) -> ForwardStep:
             embeds=stage.pre_process or stage.mtp_process,
             is_last_stage=stage.post_process,
             needs_mask=setup.settings.data.reset_attention_mask,
+            parts=parts,
         )
         output = chunk(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, loss_mask=batch.loss_mask)
-        return output, partial(loss_function, batch.loss_mask)
+        return output, partial(loss_function, batch.loss_mask, shared_over=shared)
 
     return forward_step
 
 
 def loss_function(
-    loss_mask: torch.Tensor | None, losses: torch.Tensor
+    loss_mask: torch.Tensor | None, losses: torch.Tensor, *, shared_over: torch.distributed.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one microbatch of b samples of s tokens.
 
     Args:
         loss_mask: [b, s], float32, 1 for tokens whose loss counts, else 0.
         losses: [b, s], cross entropy per token in nats.
+        shared_over: the context-parallel group, all ranks of which must call this: s is then this rank's share of the sequence.
+            None with --calculate-per-token-loss, which adds up losses and tokens of all ranks.
 
     Returns:
         The sum of losses, the number of tokens, and both stacked under `step.LOSS` for the log. The schedule averages the first
-        two over the microbatch, or with --calculate-per-token-loss over the global batch.
+        two over the microbatch, or with --calculate-per-token-loss over the global batch. With `shared_over` the first is times
+        the number of its ranks and the second the sum over them: the quotients of the ranks, averaged as DDP averages gradients,
+        are the mean over all tokens.
     """
     import torch
 
@@ -103,4 +115,8 @@ def loss_function(
     assert loss_mask is not None, "only the last stage computes the loss, and it reads samples"
     total = (losses.float() * loss_mask).sum()
     num_tokens = loss_mask.sum().to(torch.int)
-    return total, num_tokens, {LOSS: torch.stack([total.detach(), num_tokens.to(total.dtype)])}
+    report = {LOSS: torch.stack([total.detach(), num_tokens.to(total.dtype)])}
+    if shared_over is not None:
+        torch.distributed.all_reduce(num_tokens, group=shared_over)
+        total = total * shared_over.size()
+    return total, num_tokens, report

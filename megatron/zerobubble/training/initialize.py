@@ -163,6 +163,7 @@ def _check_gloo_on_gpus(settings: Settings, *, is_shared: bool) -> None:
     parallel, remedy = settings.parallel, "use NCCL, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
     refused = {
         "--sequence-parallel all-gathers and reduce-scatters activations": parallel.sequence_parallel,
+        "--context-parallel-size all-gathers keys and values": parallel.context_parallel_size > 1,
         "--use-distributed-optimizer all-gathers and reduce-scatters shards": parallel.use_distributed_optimizer,
         "megatron-core's own schedules send CUDA tensors (choose --zero-bubble-schedule 1f1b instead)": (
             settings.pipeline_size > 1 and settings.zero_bubble.schedule == "stock"
@@ -229,7 +230,7 @@ def _release_nccl_memory_early() -> None:
 def set_up_model_parallel(settings: Settings, **embedding_ranks: Any) -> None:
     """Make megatron-core's process groups and seed every random number generator. All ranks must call this.
 
-    Seeds are Megatron-LM's: different per pipeline rank, the same for all data-parallel replicas.
+    Seeds are Megatron-LM's: different per pipeline rank, the same for all data-parallel replicas and context-parallel ranks.
 
     Args:
         settings: parallel sizes and seed.
@@ -243,6 +244,8 @@ def set_up_model_parallel(settings: Settings, **embedding_ranks: Any) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=settings.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pipeline_size,
+        context_parallel_size=settings.parallel.context_parallel_size,
+        hierarchical_context_parallel_sizes=list(settings.parallel.hierarchical_context_parallel_sizes) or None,
         virtual_pipeline_model_parallel_size=settings.virtual_pipeline_size,
         expert_model_parallel_size=settings.moe.expert_model_parallel_size,
         expert_tensor_parallel_size=settings.moe.expert_tensor_parallel_size,

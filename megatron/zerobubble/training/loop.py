@@ -312,10 +312,11 @@ class _Run:
 
     def _description(self) -> str:
         """The first log line: schedule, parallel sizes, batch, precision, device."""
-        settings = self.settings
+        settings, context = self.settings, self.settings.parallel.context_parallel_size
         return (
             f"training with {self._schedule_name()}: {settings.world_size} ranks = {settings.pipeline_size} pipeline x "
-            f"{settings.parallel.tensor_model_parallel_size} tensor x {settings.data_parallel_size} data, "
+            f"{settings.parallel.tensor_model_parallel_size} tensor x {f'{context} context x ' if context > 1 else ''}"
+            f"{settings.data_parallel_size} data, "
             f"{settings.num_microbatches} microbatches of {settings.batch.micro_batch_size} x {settings.model.seq_length} "
             f"tokens, {settings.precision.name} on {'CPU' if self.job.host.enabled else 'GPU'}"
         )

@@ -5,6 +5,7 @@ Names that differ in megatron-core, and choices that depend on the device, are t
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron.zerobubble.training.config.model import ModelConfig
 from megatron.zerobubble.training.config.settings import Settings
@@ -52,16 +54,20 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
     model, parallel, dtype = settings.model, settings.parallel, parameter_dtype(settings)
     interleaves = settings.virtual_pipeline_size is not None and settings.zero_bubble.schedule == "stock"
     overlaps = interleaves and parallel.overlap_p2p_communication
-    return TransformerConfig(
+    config_class = MLATransformerConfig if settings.mla.multi_latent_attention else TransformerConfig
+    return config_class(
         **_shape(settings),
+        **_latent_attention(settings),
         **_activation(model),
         **_experts(settings),
+        **settings.fp8.model_options(),
         **_kernels(model, on_gpu=on_gpu),
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pipeline_size,
         virtual_pipeline_model_parallel_size=settings.virtual_pipeline_size,
         pipeline_model_parallel_layout=layout,
         sequence_parallel=parallel.sequence_parallel,
+        **_context(settings),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         fp16=settings.precision.fp16,
@@ -88,9 +94,29 @@ def _shape(settings: Settings) -> dict[str, Any]:
         "layernorm_epsilon": model.norm_epsilon,
         "recompute_modules": list(model.recompute_modules) or None,
         "num_query_groups": model.num_query_groups if model.group_query_attention else None,
+        "attention_backend": AttnBackend[model.attention_backend],
         "persist_layer_norm": False,
         "cuda_graph_scope": [],
     }
+
+
+def _context(settings: Settings) -> dict[str, Any]:
+    parallel = settings.parallel
+    kinds = list(parallel.cp_comm_type) or ["all_gather" if settings.model.transformer_impl == "local" else "p2p"]
+    return {
+        "context_parallel_size": parallel.context_parallel_size,
+        "hierarchical_context_parallel_sizes": list(parallel.hierarchical_context_parallel_sizes) or None,
+        # megatron-core takes a string for all layers and a list for each.
+        "cp_comm_type": kinds[0] if len(kinds) == 1 else kinds,
+    }
+
+
+def _latent_attention(settings: Settings) -> dict[str, Any]:
+    mla = settings.mla
+    if not mla.multi_latent_attention:
+        return {}
+    given = dataclasses.asdict(mla) | {name: getattr(settings.model, name) for name in ("rotary_base", "rotary_percent")}
+    return {name: value for name, value in given.items() if (name, value) != ("rope_type", None)}
 
 
 def _experts(settings: Settings) -> dict[str, Any]:

@@ -43,8 +43,12 @@ def check_settings(settings: Settings) -> None:
     _check_layers(settings)
     _check_batch(settings)
     _check_plan(settings)
+    _check_attention(settings)
     _check_tensor_parallel(settings)
+    _check_context_parallel(settings)
+    _check_latent_attention(settings)
     _check_experts(settings)
+    _check_fp8(settings)
     _check_installed(settings)
     _check_optimizer(settings)
     _check_gradients(settings)
@@ -60,8 +64,9 @@ def _check_world(settings: Settings) -> None:
         raise ConfigError(
             f"the job has {settings.world_size} rank(s), which is not divisible by --tensor-model-parallel-size "
             f"{parallel.tensor_model_parallel_size} x --pipeline-model-parallel-size "
-            f"{parallel.pipeline_model_parallel_size} = {size}; start it with torchrun --nproc-per-node {size}, "
-            "or a multiple of it"
+            f"{parallel.pipeline_model_parallel_size}"
+            + (f" x --context-parallel-size {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else "")
+            + f" = {size}; start it with torchrun --nproc-per-node {size}, or a multiple of it"
         )
 
 
@@ -239,6 +244,27 @@ def _check_writable(flag: str, given: str, folder: Path) -> None:
         raise ConfigError(f"{flag} {given}: {folder} is not a writable directory")
 
 
+def _check_attention(settings: Settings) -> None:
+    """Raise unless torch has the kernels of --attention-backend on this device."""
+    model = settings.model
+    if model.attention_backend == "local" and settings.zero_bubble.zero_bubble_torch_attention:
+        raise ConfigError(
+            "--attention-backend local is megatron-core's own attention, and --zero-bubble-torch-attention replaces it: leave "
+            "one of them out"
+        )
+    if settings.parallel.distributed_backend != "gloo" or model.transformer_impl != "local":
+        return
+    if model.attention_backend == "fused":
+        raise ConfigError(
+            "--attention-backend fused needs CUDA, and --distributed-backend is gloo: choose auto, flash, unfused or local"
+        )
+    if model.attention_backend == "flash" and model.attention_dropout > 0:
+        raise ConfigError(
+            f"--attention-backend flash with --attention-dropout {model.attention_dropout} needs CUDA, and --distributed-backend "
+            "is gloo: give --attention-dropout 0, or choose auto"
+        )
+
+
 def _check_tensor_parallel(settings: Settings) -> None:
     gather = settings.zero_bubble.zero_bubble_wgrad_gather
     if gather is not None and (settings.zero_bubble.schedule == "stock" or not settings.parallel.sequence_parallel):
@@ -248,6 +274,10 @@ def _check_tensor_parallel(settings: Settings) -> None:
         )
     model, size = settings.model, settings.parallel.tensor_model_parallel_size
     needs = {"--num-attention-heads": model.num_attention_heads}
+    if settings.mla.multi_latent_attention and model.transformer_impl == "local":
+        needs["--kv-lora-rank plus --qk-pos-emb-head-dim"] = settings.mla.kv_lora_rank + settings.mla.qk_pos_emb_head_dim
+        if settings.mla.q_lora_rank is not None:
+            needs["--q-lora-rank"] = settings.mla.q_lora_rank
     if model.group_query_attention:
         needs["--num-query-groups"] = model.num_query_groups
     if model.ffn_hidden_size is not None:
@@ -257,6 +287,70 @@ def _check_tensor_parallel(settings: Settings) -> None:
     for flag, value in needs.items():
         if value % size:
             raise ConfigError(f"{flag} {value} is not divisible by --tensor-model-parallel-size {size}")
+
+
+def _check_context_parallel(settings: Settings) -> None:
+    parallel, model = settings.parallel, settings.model
+    size, kinds = parallel.context_parallel_size, parallel.cp_comm_type
+    if size == 1:
+        return
+    flag = f"--context-parallel-size {size}"
+    if model.seq_length % (2 * size):
+        near = model.seq_length // (2 * size) * 2 * size or 2 * size
+        raise ConfigError(
+            f"--seq-length {model.seq_length} is not divisible by 2 x {flag} = {2 * size}: each rank holds two slices of equal "
+            f"length; {near} would be"
+        )
+    tensor = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and model.seq_length // size % tensor:
+        raise ConfigError(
+            f"--seq-length {model.seq_length} over {flag} is {model.seq_length // size} tokens per rank, which "
+            f"--sequence-parallel cannot divide over --tensor-model-parallel-size {tensor}"
+        )
+    if MAMBA in (model.hybrid_layer_pattern or ""):
+        raise ConfigError(
+            f"{flag} shards sequences, and Mamba layers ({MAMBA} in --hybrid-layer-pattern) need whole ones: leave one out"
+        )
+    if len(kinds) not in (0, 1, settings.num_layers):
+        raise ConfigError(f"--cp-comm-type has {len(kinds)} values; give one, or one for each of {settings.num_layers} layers")
+    if model.attention_backend == "local":
+        raise ConfigError(f"{flag}: --attention-backend local needs whole sequences; choose auto, flash, fused or unfused")
+    others = sorted(set(kinds) - {"all_gather"})
+    if model.transformer_impl == "local" and others:
+        raise ConfigError(
+            f"--cp-comm-type {others[0]} is Transformer Engine's: with --transformer-impl local keys and values are "
+            "all-gathered; give all_gather, or leave it out"
+        )
+
+
+def _check_latent_attention(settings: Settings) -> None:
+    mla, model = settings.mla, settings.model
+    if not mla.multi_latent_attention:
+        if "mla_up_proj" in model.recompute_modules:
+            raise ConfigError("--recompute-modules mla_up_proj needs --multi-latent-attention")
+        return
+    problems = {
+        "--group-query-attention: its heads share a latent vector instead of keys and values": model.group_query_attention,
+        "--rotary-interleaved, which it does by itself": model.rotary_interleaved,
+        "--rotary-seq-len-interpolation-factor; give --rotary-scaling-factor": (
+            model.rotary_seq_len_interpolation_factor is not None
+        ),
+        "--add-qkv-bias: its projections have no bias": model.add_qkv_bias,
+        "--hybrid-layer-pattern": model.hybrid_layer_pattern is not None,
+    }
+    for problem, is_given in problems.items():
+        if is_given:
+            raise ConfigError(f"--multi-latent-attention does not go with {problem}")
+    size = settings.parallel.tensor_model_parallel_size
+    if size > 1 and not settings.parallel.sequence_parallel:
+        raise ConfigError(
+            f"--multi-latent-attention with --tensor-model-parallel-size {size} needs --sequence-parallel: without it nothing "
+            "sums the gradient of the key that all heads share over the tensor-parallel ranks"
+        )
+    if model.qk_layernorm and mla.q_lora_rank is None and model.transformer_impl == "local":
+        raise ConfigError(
+            "--qk-layernorm with --multi-latent-attention normalizes low-rank queries: give --q-lora-rank, or leave it out"
+        )
 
 
 def _check_experts(settings: Settings) -> None:
@@ -284,6 +378,31 @@ def _check_experts(settings: Settings) -> None:
     if settings.zero_bubble.schedule == AUTO and len(set(pattern)) > 1:
         raise ConfigError(
             "--zero-bubble-schedule auto needs layers of one kind, and --moe-layer-freq makes two; choose a schedule by name"
+        )
+
+
+def _check_fp8(settings: Settings) -> None:
+    fp8, model = settings.fp8, settings.model
+    if fp8.fp8_format is None:
+        return
+    flag = f"--fp8-format {fp8.fp8_format}"
+    if model.transformer_impl != "transformer_engine":
+        raise ConfigError(f"{flag} needs --transformer-impl transformer_engine, not {model.transformer_impl}")
+    if not (settings.precision.bf16 or settings.precision.fp16):
+        raise ConfigError(f"{flag} needs --bf16 or --fp16: FP8 GEMMs add up to 16-bit results")
+    if fp8.fp8_param_gather and not settings.parallel.use_distributed_optimizer:
+        raise ConfigError("--fp8-param-gather needs --use-distributed-optimizer")
+    if fp8.fp8_recipe == "delayed":
+        for module in sorted({"moe_act", "layernorm"} & set(model.recompute_modules)):
+            raise ConfigError(
+                f"--recompute-modules {module} does not go with --fp8-recipe delayed, whose scales would advance twice: leave it "
+                "out, or choose tensorwise"
+            )
+    most = settings.num_layers // settings.pipeline_size
+    ends = max(fp8.num_layers_at_start_in_bf16, fp8.num_layers_at_end_in_bf16)
+    if fp8.first_last_layers_bf16 and ends > most:
+        raise ConfigError(
+            f"--first-last-layers-bf16 with {ends} layers at one end: at most the {most} layer(s) of a pipeline rank stay in bf16"
         )
 
 
@@ -354,7 +473,7 @@ def _check_gradients(settings: Settings) -> None:
         return
     problems = {
         "needs --use-distributed-optimizer, which steps on shards": not parallel.use_distributed_optimizer,
-        f"shards over data-parallel ranks, and there is {settings.data_parallel_size}": settings.data_parallel_size < 2,
+        f"shards over data-parallel ranks, and there is {settings.gradient_reduction_size}": settings.gradient_reduction_size < 2,
         "needs --untie-embeddings-and-output-weights: tied weights all-reduce whole gradients over two stages": (
             not model.untie_embeddings_and_output_weights
         ),

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from megatron.zerobubble.mcore.stock_loop import patches as installing
 from tests.support.gpt import _destroy_groups
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
 from tests.support.ranks import RankPool
-from tests.support.stock import EXAMPLE, example, train, train_hybrid, train_mtp
+from tests.support.stock import EXAMPLE, example, train, train_hybrid, train_mtp, train_shared
 from tests.training.launch import launch
 
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
@@ -75,6 +76,32 @@ def test_the_same_losses_as_without(four_ranks: RankPool, stock: str, more: str,
 
 
 @pytest.mark.parametrize(
+    ("stock", "more", "options"),
+    [
+        (f"{TWO} --overlap-grad-reduce", "--enable-zero-bubble --zero-bubble-torch-attention", {}),
+        (f"{CHUNKS} --tie-embeddings-and-output-weights", "", {"schedule": "zbv", "torch_attention": True}),
+    ],
+    ids=["zb-h1-flag", "zbv"],
+)
+@pytest.mark.sampled(0.5)
+def test_the_same_losses_with_torchs_attention(four_ranks: RankPool, stock: str, more: str, options: dict[str, Any]) -> None:
+    """1e-5 after four steps: the sums of the softmax are made in another order."""
+    stock = f"--num-layers 4 --hidden-size 32 --train-iters 4 {stock}"
+    expected, found = four_ranks.run(train, stock), four_ranks.run(_train_and_count, f"{stock} {more}", options)
+    actual, calls = [history for history, _ in found], [count for _, count in found]
+    torch.testing.assert_close(torch.tensor(_losses(actual)), torch.tensor(_losses(expected)), rtol=1e-5, atol=1e-5)
+    assert all(calls), "every rank has attention, and all of it is torch's"
+
+
+def _train_and_count(rank: int, flags: str, options: dict[str, Any]) -> tuple[Any, int]:
+    """`_train`, and the number of calls of torch's attention."""
+    original = torch.nn.functional.scaled_dot_product_attention
+    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", side_effect=original) as watched:
+        history = _train(rank, flags, options)
+    return history, watched.call_count
+
+
+@pytest.mark.parametrize(
     ("stock", "options"),
     [
         (f"{TWO} --tie-embeddings-and-output-weights --overlap-grad-reduce", {"max_pending_backward": "2p"}),
@@ -91,6 +118,27 @@ def test_the_same_losses_with_mtp_layers(four_ranks: RankPool, stock: str, optio
     expected, actual = (_losses(four_ranks.run(train_mtp, *each)) for each in ((plain, {}), (flags, options)))
     assert len(actual) == len(expected) > 0
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stock", "options"),
+    [
+        (f"{TWO} --overlap-grad-reduce --use-distributed-optimizer", {"schedule": "zb-h1", "optimizer_post_validation": True}),
+        (f"{CHUNKS} --calculate-per-token-loss", {"schedule": "zbv"}),
+    ],
+    ids=["zb-h1-optimistic", "zbv-per-token"],
+)
+@pytest.mark.sampled(0.5)
+def test_the_same_losses_with_context_parallelism(four_ranks: RankPool, stock: str, options: dict[str, Any]) -> None:
+    """Bit for bit; and those of the first iteration, as means over two ranks, those of whole sequences within rounding.
+
+    Later ones differ: there two replicas read different samples.
+    """
+    flags = f"{stock} --num-layers 4 --hidden-size 32 --train-iters 4"
+    expected, actual = (_losses(four_ranks.run(train_shared, flags, each)) for each in ({}, options))
+    assert actual == expected
+    whole = _losses(four_ranks.run(train, flags))
+    torch.testing.assert_close(torch.tensor(actual).mean(dim=0)[0], torch.tensor(whole[0][0]), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
@@ -216,6 +264,7 @@ def test_flags_that_choose_no_schedule_install_nothing() -> None:
         (lambda: megatron.zerobubble.install(schedule="zbw"), "zbw.*zbv"),
         (lambda: megatron.zerobubble.install(schedule="auto"), "auto builds the model once to profile it"),
         (lambda: megatron.zerobubble.install(optimizer_post_validation=True), "needs a schedule of this package"),
+        (lambda: megatron.zerobubble.install(torch_attention=True), "torch-attention needs a schedule of this package"),
         (lambda: megatron.zerobubble.install(schedule="zb-h1", memory_limit="8GiB"), "zb-h1 has a fixed order"),
         (
             lambda: megatron.zerobubble.install(argparse.Namespace(enable_zero_bubble=True, zero_bubble_trace="x")),

@@ -23,8 +23,10 @@ with quiet_third_parties():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.spec_utils import build_module
 
+    from megatron.zerobubble.mcore.model.attention import core_attention
     from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
     from megatron.zerobubble.training.layer_specs import LocalNorm
 
@@ -57,6 +59,7 @@ class LayerStack(nn.Module):
         spec = get_gpt_layer_local_spec(normalization=config.normalization)
         spec.submodules.input_layernorm = LocalNorm
         spec.submodules.pre_mlp_layernorm = LocalNorm
+        spec.submodules.self_attention.submodules.core_attention = core_attention(config)
         self.layers = nn.ModuleList(build_module(spec, config=config, layer_number=n + 1) for n in range(config.num_layers))
         self.rotary: Tensor | None = None
         if shape.is_llama:
@@ -80,6 +83,7 @@ class Stack:
         device: device of weights and activations.
         host: the installed host-device layer.
         kernel: kernel of W; None keeps megatron-core's own full backward.
+        attention: the layers' attention: megatron-core's own (local), or torch's.
     """
 
     def __init__(
@@ -90,10 +94,11 @@ class Stack:
         device: torch.device,
         host: HostDevice,
         kernel: WgradKernel | None,
+        attention: AttnBackend = AttnBackend.auto,
     ) -> None:
         self.store = None if kernel is None else WeightGradStore(kernel)
         with host.on_host():
-            config = _config(shape, count, dtype, on_gpu=device.type == "cuda")
+            config = _config(shape, count, dtype, attention, on_gpu=device.type == "cuda")
             model = LayerStack(shape, config).to(device)
             if model.rotary is not None:
                 model.rotary = model.rotary.to(device)
@@ -134,7 +139,7 @@ class Stack:
         del self.chunk
 
 
-def _config(shape: LayerShape, count: int, dtype: torch.dtype, *, on_gpu: bool) -> TransformerConfig:
+def _config(shape: LayerShape, count: int, dtype: torch.dtype, attention: AttnBackend, *, on_gpu: bool) -> TransformerConfig:
     kind: dict[str, Any] = {}
     if shape.is_llama:
         kind = {
@@ -156,6 +161,7 @@ def _config(shape: LayerShape, count: int, dtype: torch.dtype, *, on_gpu: bool) 
         fp16=dtype is torch.float16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        attention_backend=attention,
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=on_gpu and softmax,

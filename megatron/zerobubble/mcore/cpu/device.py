@@ -1,6 +1,6 @@
 """The host-device layer: stock megatron-core on a machine without CUDA, with gloo.
 
-megatron-core names `cuda` in about two hundred places. Four small, explicit measures make it run on the CPU and gloo:
+megatron-core names `cuda` in about two hundred places. Five small, explicit measures make it run on the CPU and gloo:
 
 1. **Replaced functions.** While installed, the few functions of `torch.cuda` that megatron-core calls (`current_device`,
    `synchronize`, `get_rng_state` ...) and the RNG accessors of `megatron.core.tensor_parallel.random` are replaced by CPU
@@ -14,7 +14,8 @@ megatron-core names `cuda` in about two hundred places. Four small, explicit mea
    It forwards to the torch module by `__getattr__`, with `zeros` and `ones` redirected. So the stock schedules, our baseline, run
    at their own speed: the overhead is one attribute look-up, a fraction of a microsecond per microbatch. The modules of experts
    and DDP's buckets get one with inert streams, too (`cpu.streams`).
-4. **One all-gather of weights at a time** per process group, because gloo crashes with two (`cpu.gathers`).
+4. **Rotary positions of context-parallel ranks** without an index in pinned memory, which needs a driver.
+5. **One all-gather of weights at a time** per process group, because gloo crashes with two (`cpu.gathers`).
 
 Invariants: importing this file changes nothing; `install` is idempotent and checks that every name it replaces exists;
 `uninstall` restores exactly what was there; with ``enabled=False`` (on GPUs) every method does nothing.
@@ -37,6 +38,7 @@ from torch.overrides import TorchFunctionMode
 from megatron.zerobubble.errors import CompatibilityError
 from megatron.zerobubble.mcore.compat import SUPPORTED
 from megatron.zerobubble.mcore.cpu.gathers import one_at_a_time
+from megatron.zerobubble.mcore.cpu.rotary import own_positions
 from megatron.zerobubble.mcore.cpu.streams import InertStream, cuda_without_streams, split_sizes_on_host
 
 __all__ = ["HostDevice", "quiet_third_parties"]
@@ -147,6 +149,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
         moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         buckets = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+        rotary = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
+        yarn = importlib.import_module("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding")
     functions: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch.cuda, "current_device", _current_device),
         (torch.cuda, "set_device", _nothing),
@@ -164,6 +168,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     stand_in, without_streams = _TorchOnHost(), _TorchOnHost(cuda_without_streams())
     return [
         *((owner, name, _Replacement(function)) for owner, name, function in functions),
+        *((owner, "get_pos_emb_on_this_cp_rank", own_positions) for owner in (rotary, yarn)),
         (schedules, "torch", stand_in),
         (transformer_utils, "torch", stand_in),
         (moe_utils, "torch", stand_in),

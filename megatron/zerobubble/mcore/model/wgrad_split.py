@@ -36,7 +36,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import SplitError
-from megatron.zerobubble.mcore.model.transformer_engine import OLDEST_TRANSFORMER_ENGINE
+from megatron.zerobubble.mcore.model.transformer_engine import OLDEST_TRANSFORMER_ENGINE, mark_deferred_biases
 from megatron.zerobubble.wgrad.deferring import DeferringModule
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
@@ -89,6 +89,7 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
             setattr(linear, _SHARE_OF_B, owner.weight.register_post_accumulate_grad_hook(_add_share_of_b))
         names.append(split.name)
     for name, module in deferring_modules(chunk):
+        mark_deferred_biases(module)
         deferred = {f"{name}.{key}": weight for key, weight in _own_parameters(module) if _is_deferred(weight)}
         driven = DeferringModule(name, module.backward_dw, tuple(deferred.values()))
         setattr(module, _FORWARD_HOOK, module.register_forward_hook(partial(_defer_in_backward, store, driven)))

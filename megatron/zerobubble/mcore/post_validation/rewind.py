@@ -1,7 +1,7 @@
 """Rerunning forwards: the same microbatches, the same random numbers, and nothing counted twice.
 
-Besides activations, a forward changes the buffers of its modules (a router's number of tokens per expert) and what megatron-core
-collects for logging (auxiliary losses of routers, MTP losses). Both are restored.
+Besides activations, a forward changes the buffers of its modules (a router's number of tokens per expert), the scales of FP8 with
+delayed scaling, and what megatron-core collects for logging (auxiliary losses of routers, MTP losses). All are restored.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import random as mcore_random
 from torch import Tensor, nn
 
 from megatron.zerobubble.mcore.compat import mtp_entries, router_loss_sums
+from megatron.zerobubble.mcore.model.transformer_engine import forget_scales_for_recomputation, scaling_tensors
 
 __all__ = ["Replayed", "Rewind"]
 
@@ -59,13 +60,15 @@ class Rewind:
     def __init__(self, iterators: Sequence[Any], chunks: Sequence[nn.Module]) -> None:
         self._iterators = [iterator for iterator in iterators if iterator is not None]
         self._random_states = mcore_random._get_all_rng_states()
-        written = [*(buffer for chunk in chunks for _, buffer in chunk.named_buffers()), *_logged()]
+        buffers = (buffer for chunk in chunks for _, buffer in chunk.named_buffers())
+        written = [*buffers, *scaling_tensors(chunks), *_logged()]
         self._written = [(tensor, tensor.clone()) for tensor in written]
 
     @torch.no_grad()
     def rewind(self) -> None:
         """Restore the state, in place, so that the forwards can be rerun."""
         mcore_random._set_all_rng_states(*self._random_states)
+        forget_scales_for_recomputation()
         for tensor, copy in self._written:
             tensor.copy_(copy)
         known = {id(tensor) for tensor, _ in self._written}

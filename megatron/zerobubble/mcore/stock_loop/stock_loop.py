@@ -33,6 +33,7 @@ from megatron.zerobubble.mcore.build import check_config, make_store
 from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.ddp.wrap import order_wgrads_by_bucket
 from megatron.zerobubble.mcore.memory import state_bytes, usable_bytes
+from megatron.zerobubble.mcore.model.attention import use_torch_attention
 from megatron.zerobubble.mcore.model.embeddings import Finalize, FinalizeGradients, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.hybrid import check_hybrid, place_stack
 from megatron.zerobubble.mcore.model.layout import StageLayout
@@ -84,6 +85,8 @@ class StockLoopOptions:
     """About how long one rank then searches for a better order."""
     p2p_max_ctas: int | None = None
     """Most CTAs of a transfer between stages on NCCL; None leaves it to NCCL."""
+    torch_attention: bool = False
+    """Whether torch's attention replaces megatron-core's own."""
     post_validation: PostValidationOptions | None = None
     """How optimizer steps are taken optimistically; None: by megatron-core's own `step`."""
     memory_limit: ByteLimit | None = None
@@ -242,7 +245,7 @@ class StockLoop:
         """Split the chunk, and return the configuration with which DDP must wrap it.
 
         Raises:
-            ConfigError: the schedule does not go with the loop's settings.
+            ConfigError: the schedule, or torch's attention, does not go with the loop's settings.
             SplitError: a weight's gradient cannot be deferred.
         """
         spec = self.options.spec(
@@ -251,6 +254,8 @@ class StockLoop:
         )
         check_config(config, spec)
         check_hybrid(module)
+        if self.options.torch_attention:
+            use_torch_attention(module)
         release_unused_head(module)
         if self.options.weights_seed is not None:
             draw_by_name([module], seed=self.options.weights_seed)

@@ -46,7 +46,7 @@ _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_
 _SCHEDULER = "opt_param_scheduler"
 _MODEL_FLAGS = (
     *("num_layers", "hybrid_layer_pattern", "hidden_size", "num_attention_heads"),
-    *("swiglu", "normalization", "position_embedding_type"),
+    *("swiglu", "normalization", "position_embedding_type", "multi_latent_attention"),
 )
 _OWN_OPTIMIZER = "optimizer of this rank"
 """Key of the optimizer's sharded tensors, apart from the common state, whose parts may be those of another rank."""
@@ -143,7 +143,7 @@ def _load_from(training_state: TrainingState, directory: Path) -> RestoredProgre
     if loads_optimizer:
         _check_optimizer(common, training_state, directory)
     layout = _layout(training_state)
-    same_layout = all(layout[name] == size for name, size in header["layout"].items())
+    same_layout = all(layout[name] == size for name, size in ({"context": 1} | header["layout"]).items())
     loads_rng = flags.load_rng and not flags.finetune and same_layout and header["has_rng"]
     with training_state.on_host():
         wanted = _model_state(training_state)
@@ -217,6 +217,7 @@ def _layout(training_state: TrainingState) -> dict[str, Any]:
     return {
         "pipeline": settings.pipeline_size,
         "tensor": settings.parallel.tensor_model_parallel_size,
+        "context": settings.parallel.context_parallel_size,
         "data": settings.data_parallel_size,
         "chunks": settings.num_chunks,
         "stages": settings.stage_layers(training_state.schedule.spec.placement).text,
@@ -226,7 +227,11 @@ def _layout(training_state: TrainingState) -> dict[str, Any]:
 def _header(training_state: TrainingState) -> dict[str, Any]:
     settings = training_state.settings
     hybrid = settings.hybrid_pattern(training_state.schedule.spec.placement)
-    own = {"num_layers": settings.num_layers, "hybrid_layer_pattern": None if hybrid is None else hybrid.layers}
+    own = {
+        "num_layers": settings.num_layers,
+        "hybrid_layer_pattern": None if hybrid is None else hybrid.layers,
+        "multi_latent_attention": settings.mla.multi_latent_attention,
+    }
     return {
         "format": _FORMAT,
         "layout": _layout(training_state),
@@ -315,8 +320,8 @@ def _load_optimizer(training_state: TrainingState, state: dict[str, Any], *, ask
 def _rng_state() -> dict[str, ShardedTensor]:
     """States of the random number generators that training uses: torch's, and those of megatron-core's RNG tracker.
 
-    Byte tensors (uint8), sharded by the rank's position in the layout. Python's and numpy's generators are not saved: training
-    does not use them.
+    Byte tensors (uint8), sharded by the rank's position in the layout; context-parallel ranks have the same. Python's and numpy's
+    generators are not saved: training does not use them.
     """
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
     states = {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state(), **tracker}
@@ -337,7 +342,8 @@ def _at_this_place(key: str, data: torch.Tensor) -> ShardedTensor:
         (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()),
     )
     offsets = [(axis, rank, size) for axis, (rank, size) in enumerate(places)]
-    return ShardedTensor.from_rank_offsets(key, data, *offsets, prepend_axis_num=len(offsets))
+    replica = parallel_state.get_context_parallel_rank()
+    return ShardedTensor.from_rank_offsets(key, data, *offsets, replica_id=replica, prepend_axis_num=len(offsets))
 
 
 def without_optimizer(common: dict[str, Any]) -> dict[str, Any]:

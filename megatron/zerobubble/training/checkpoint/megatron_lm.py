@@ -103,6 +103,7 @@ def header_of(common: dict[str, Any], *, names: tuple[str, ...]) -> dict[str, An
         "layout": {
             "pipeline": flags.get("pipeline_model_parallel_size", 1),
             "tensor": flags.get("tensor_model_parallel_size", 1),
+            "context": flags.get("context_parallel_size", 1),
         },
         "model": {name: flags[name] for name in names if flags.get(name) is not None},
         "iteration": common["iteration"],
@@ -130,7 +131,7 @@ def rng_object() -> ShardedObject:
         [states],
         (parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()),
         (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
-        replica_id=parallel_state.get_data_parallel_rank(),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
 
 

@@ -11,6 +11,9 @@ parameter groups        at the top            under ``optimizer``      under ``o
 steps                   ``common_step``       ``common_step``          ``step``, in each group
 ======================  ====================  =======================  ==============================
 
+The steps are those of torch's optimizers. Adam of Transformer Engine and apex (FusedAdam) has ``step``, a whole number, in each
+group under all kinds, and accepts no other.
+
 With expert parallelism there are two optimizers, one for dense weights and one for experts, stored under the keys 0 and 1;
 without it one optimizer, without a key, has both. So these parts are requested, and assembled, one by one. If the checkpoint has
 one part and two are needed, experts get parameter groups like those of dense weights. The common state is that of the first rank,
@@ -31,6 +34,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training.checkpoint.torch_optimizer import is_torch_optimizer
 
 __all__ = ["OptimizerKind", "ask_for", "stored_kind", "translate"]
 
@@ -90,6 +94,8 @@ def translate(loaded: dict[int, Any], *, asked: dict[int, Any], common: dict[Any
         shared = copy.deepcopy(_by_part(common).get(index)) or _for_experts(_by_part(common)[0], _groups(asked[index]))
         state = merge(shared, loaded.get(index, {}))
         parts[index] = _translate_part(state, stored=stored_kind(common), own=_kind_of(part), step=step)
+        if step is not None and not is_torch_optimizer(part.optimizer):
+            _count_in_groups(parts[index], own=_kind_of(part), step=int(step))
     return parts if len(parts) > 1 else parts[0]
 
 
@@ -157,6 +163,14 @@ def _translate_part(state: dict[str, Any], *, stored: OptimizerKind, own: Optimi
         own_group.update(group)  # except `params`, the indices of this rank's parameters
     read.setdefault("state", {})["common_step"] = torch.tensor(step)
     return state
+
+
+def _count_in_groups(state: dict[str, Any], *, own: OptimizerKind, step: int) -> None:
+    """Give Adam's step count as a fused optimizer has it: in each parameter group, and nowhere else."""
+    inner = state if own is OptimizerKind.PLAIN else state["optimizer"]
+    inner.get("state", {}).pop("common_step", None)
+    for group in inner["param_groups"]:
+        group["step"] = step
 
 
 def _step(dense: dict[str, Any], stored: OptimizerKind) -> float | None:

@@ -22,7 +22,12 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-__all__ = ["load_state", "prepare_to_load", "prepare_to_save"]
+__all__ = ["is_torch_optimizer", "load_state", "prepare_to_load", "prepare_to_save"]
+
+
+def is_torch_optimizer(inner: Any) -> bool:
+    """Whether the optimizer inside of megatron-core's is torch's own Adam or SGD, not one of Transformer Engine or apex."""
+    return isinstance(inner, torch.optim.Adam | torch.optim.SGD)
 
 
 def prepare_to_save(optimizer: Any) -> None:
@@ -69,7 +74,7 @@ def load_state(optimizer: Any, state: dict[str, Any]) -> None:
 def _torch_optimizers(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
     """(megatron-core's optimizer, torch's optimizer in it) for each part of the chain that uses torch's Adam or SGD."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.SGD):
+        if is_torch_optimizer(part.optimizer):
             yield part, part.optimizer
 
 

@@ -78,9 +78,14 @@ class ModelConfig:
     init_method_std: float = 0.02
     """Standard deviation of the normal distribution of the initial weights."""
     apply_query_key_layer_scaling: bool = False
-    """Scale attention scores by 1 / layer number."""
+    """Scale attention scores by 1 / layer number in the precision of the model, and back in fp32. Only matters with
+    --attention-backend local and --fp16."""
     attention_softmax_in_fp32: bool = False
-    """Run attention masking and softmax in fp32."""
+    """With --attention-backend local: run attention masking and softmax in fp32. Other kernels always do."""
+    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = "auto"
+    """Kernels that may compute attention. With --transformer-impl local these are torch's: flash attention (flash), cuDNN's or
+    memory-efficient ones (fused, on GPUs), plain operations (unfused), or any (auto); local is megatron-core's own attention,
+    which keeps the scores of every query and key in memory. With transformer_engine they are Transformer Engine's."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Layer implementation: megatron-core's own (local), or Transformer Engine's, which must be installed and needs CUDA."""
     use_cpu_initialization: bool = False
@@ -94,8 +99,8 @@ class ModelConfig:
     recompute_num_layers: int | None = None
     """With --recompute-granularity full: layers per checkpointed unit (uniform), or recomputed layers per stage (block)."""
     recompute_modules: tuple[str, ...] = ()
-    """With --recompute-granularity selective: the submodules to recompute, of core_attn, mlp, moe, shared_experts and layernorm.
-    Default: core_attn."""
+    """With --recompute-granularity selective: the submodules to recompute, of core_attn, mla_up_proj, mlp, moe, shared_experts
+    and layernorm. Default: core_attn."""
     mtp_num_layers: int | None = None
     """Number of multi-token prediction (MTP) layers. They run on the stage that computes the loss, and each predicts one more
     future token. Default: none."""
@@ -104,7 +109,8 @@ class ModelConfig:
     gradient_accumulation_fusion: bool = True
     """Do not fuse gradient accumulation into the wgrad GEMM. By default Apex's kernel does, on GPUs where Apex is installed."""
     masked_softmax_fusion: bool = True
-    """Do not use Apex's fused attention softmax. By default it is used on GPUs where Apex is installed."""
+    """With --attention-backend local: do not use Apex's fused attention softmax. By default it is used on GPUs where Apex is
+    installed."""
     bias_gelu_fusion: bool = True
     """Do not fuse bias and GELU into one kernel. By default they are fused, on GPUs."""
     bias_swiglu_fusion: bool = True
@@ -136,6 +142,11 @@ class ModelConfig:
             )
         if self.swiglu and self.squared_relu:
             raise ConfigError("--swiglu and --squared-relu are both given; the MLP has one activation")
+        if self.attention_backend == "local" and self.transformer_impl == "transformer_engine":
+            raise ConfigError(
+                "--attention-backend local is megatron-core's own attention, which --transformer-impl transformer_engine does "
+                "not have; choose auto, flash, fused or unfused"
+            )
         self._check_layers()
         self._check_mtp()
         self._check_recompute()
@@ -179,11 +190,16 @@ class ModelConfig:
         if self.recompute_modules and self.recompute_granularity != "selective":
             raise ConfigError("--recompute-modules needs --recompute-granularity selective")
         for name in self.recompute_modules:
-            one_of(name, ("core_attn", "mlp", "moe", "shared_experts", "layernorm"), "--recompute-modules")
+            one_of(name, ("core_attn", "mla_up_proj", "mlp", "moe", "shared_experts", "layernorm"), "--recompute-modules")
         if "layernorm" in self.recompute_modules and self.transformer_impl == "local":
             raise ConfigError(
                 "--recompute-modules layernorm needs --transformer-impl transformer_engine: megatron-core recomputes "
                 "normalization layers with its modules; leave layernorm out"
+            )
+        if "mlp" in self.recompute_modules and self.add_bias_linear:
+            raise ConfigError(
+                "--recompute-modules mlp needs --disable-bias-linear: the MLP returns a bias of its own, which megatron-core's "
+                "recomputation would take for a result, and the backward pass would never end"
             )
         is_one_by_one = (self.recompute_method, self.recompute_num_layers) == ("uniform", 1)
         if self.mtp_num_layers is not None and self.recompute_granularity == "full" and not is_one_by_one:

@@ -14,7 +14,9 @@ from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
 from megatron.zerobubble.training.config.batch import BatchConfig
 from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
 from megatron.zerobubble.training.config.data import DataConfig
+from megatron.zerobubble.training.config.fp8 import Fp8Config
 from megatron.zerobubble.training.config.logging import LoggingConfig
+from megatron.zerobubble.training.config.mla import MlaConfig
 from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
 from megatron.zerobubble.training.config.moe import MoeConfig, layer_pattern
 from megatron.zerobubble.training.config.optim import OptimConfig
@@ -34,12 +36,16 @@ class Settings:
 
     model: ModelConfig
     """Model architecture."""
+    mla: MlaConfig
+    """Multi-latent attention."""
     moe: MoeConfig
     """Mixture of experts."""
     precision: PrecisionConfig
     """Precision and loss scaling."""
+    fp8: Fp8Config
+    """GEMMs in FP8."""
     parallel: ParallelConfig
-    """Tensor, pipeline and data parallelism."""
+    """Tensor, pipeline, context and data parallelism."""
     zero_bubble: ZeroBubbleConfig
     """Pipeline schedule, planner and post-validation."""
     batch: BatchConfig
@@ -64,13 +70,18 @@ class Settings:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks per data-parallel replica of the model: tensor-parallel size * pipeline size."""
-        return self.parallel.tensor_model_parallel_size * self.pipeline_size
+        """Ranks per data-parallel replica of the model: tensor-parallel size * pipeline size * context-parallel size."""
+        return self.parallel.tensor_model_parallel_size * self.pipeline_size * self.parallel.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of data-parallel replicas of the model."""
+        """Number of data-parallel replicas of the model, each of which reads samples of its own."""
         return self.world_size // self.model_parallel_size
+
+    @property
+    def gradient_reduction_size(self) -> int:
+        """Ranks over which each gradient is reduced and optimizer state is sharded: data-parallel and context-parallel ones."""
+        return self.data_parallel_size * self.parallel.context_parallel_size
 
     @property
     def expert_tensor_parallel_size(self) -> int:

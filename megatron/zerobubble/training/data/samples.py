@@ -4,7 +4,9 @@ Every rank that needs a batch reads it itself: the sampler is a pure function of
 the ranks of a tensor-parallel group, and the first and last stage of a pipeline, read the same samples without a broadcast.
 A run that continues from a checkpoint continues in the data where it stopped.
 
-Shapes: b microbatch size, s sequence length.
+The ranks of a context-parallel group read the same samples, too, and each takes its slices of every sequence.
+
+Shapes: b microbatch size, s sequence length on this rank, S whole sequence length (s times the context-parallel size).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import DataLoader, Sampler
 
+from megatron.zerobubble.mcore.model.sequence_parts import WHOLE, SequenceParts, slices
 from megatron.zerobubble.training.config.settings import Settings
 
 __all__ = ["Batch", "ConsumedSamples", "Datasets", "build_datasets", "chunk_iterators", "chunk_reads", "next_batch"]
@@ -52,7 +55,7 @@ class Batch:
     loss_mask: torch.Tensor | None = None
     """[b, s], float32: 1 for tokens whose loss counts, else 0."""
     attention_mask: torch.Tensor | None = None
-    """[b, 1, s, s], bool, True where attention is forbidden. None: causal."""
+    """[b, 1, s, S], bool, True where attention is forbidden. None: causal."""
 
 
 class ConsumedSamples(Sampler[list[int]]):
@@ -168,9 +171,15 @@ def chunk_iterators(
 
 
 def next_batch(
-    iterator: DataIterator | None, *, device: torch.device, embeds: bool, is_last_stage: bool, needs_mask: bool
+    iterator: DataIterator | None,
+    *,
+    device: torch.device,
+    embeds: bool,
+    is_last_stage: bool,
+    needs_mask: bool,
+    parts: SequenceParts = WHOLE,
 ) -> Batch:
-    """Read the next microbatch and copy the tensors that the stage needs to the device.
+    """Read the next microbatch and copy the tensors that the stage needs, in the slices of this rank, to the device.
 
     Args:
         iterator: samples of this model chunk; None if it reads none.
@@ -178,6 +187,7 @@ def next_batch(
         embeds: whether the stage embeds tokens: the first one, and one with MTP layers.
         is_last_stage: whether the stage computes the loss.
         needs_mask: whether the stage needs an attention mask, which is not simply causal (--reset-attention-mask).
+        parts: which slices of a sequence this rank holds; by default all of it.
     """
     if iterator is None:
         return Batch()
@@ -189,4 +199,5 @@ def next_batch(
         wanted += ["labels", "loss_mask"]
     if needs_mask:
         wanted += ["attention_mask"]
-    return Batch(**{name: sample[name].to(device, non_blocking=True) for name in wanted})
+    own = {name: slices(sample[name], parts, dim=2 if name == "attention_mask" else 1) for name in wanted}
+    return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in own.items()})

@@ -33,7 +33,7 @@ class AuxLosses:
     def __init__(self, settings: Settings) -> None:
         self._routers = self._router_losses(settings)
         self._num_mtp_layers = settings.model.mtp_num_layers or 0
-        self._num_replicas = settings.data_parallel_size * settings.parallel.tensor_model_parallel_size
+        self._num_replicas = settings.gradient_reduction_size * settings.parallel.tensor_model_parallel_size
         self._clear()
 
     @staticmethod
@@ -46,10 +46,10 @@ class AuxLosses:
             num_layers += settings.model.mtp_num_layers or 0  # MTP layers are like the last layer
         losses = {}
         for kind, weight in zip(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff, strict=True):
-            if weight:  # a tensor-parallel rank sums over its own tokens; in the global loss, so does a replica
+            if weight:  # a tensor- or context-parallel rank sums over its own tokens; in the global loss, so does a replica
                 losses[_ROUTER_LOSSES[kind]] = num_layers * (1 if kind == "global_aux_loss" else settings.data_parallel_size)
         if moe.moe_z_loss_coeff is not None:
-            losses["z_loss"] = num_layers * settings.data_parallel_size * settings.parallel.tensor_model_parallel_size
+            losses["z_loss"] = num_layers * settings.gradient_reduction_size * settings.parallel.tensor_model_parallel_size
         return losses
 
     @torch.no_grad()

@@ -1,0 +1,88 @@
+"""The small GPT of `gpt`, with multi-latent attention (MLA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import MLATransformerConfig
+
+from megatron.zerobubble.mcore.model.mla import LatentDotProductAttention
+from megatron.zerobubble.training.layer_specs import stage_layers
+from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
+
+
+@dataclass(frozen=True)
+class MlaCase(Case):
+    """One comparison of a model with multi-latent attention."""
+
+    q_lora_rank: int | None = 24
+    qk_layernorm: bool = False
+    rope_type: str = "yarn"
+    v_head_dim: int = 6
+    """Differs from the size of a query head, 12."""
+    own_attention: bool = False
+    """Whether scores are computed by megatron-core's attention, in place of torch's. In the spec and not by `attention_backend`:
+    megatron-core writes that into the environment of the process, once."""
+
+    def __str__(self) -> str:
+        words = [super().__str__(), f"q{self.q_lora_rank}", self.rope_type]
+        return "-".join(words + ["qknorm"] * self.qk_layernorm + [self.recompute or ""]).rstrip("-")
+
+    def trainer(self, initial: Tensors | None = None) -> Trainer:
+        return MlaTrainer(self, initial)
+
+
+class MlaTrainer(Trainer):
+    """Trains an `MlaCase`."""
+
+    case: MlaCase
+
+    def _config(self) -> Any:
+        case = self.case
+        is_own = "mla_up_proj" in (case.recompute or "")  # megatron-core takes it for no other attention
+        self.case = replace(case, recompute=None) if is_own else case
+        config, self.case = super()._config(), case
+        fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+        changes = {
+            "multi_latent_attention": True,
+            "q_lora_rank": case.q_lora_rank,
+            "kv_lora_rank": 16,
+            "qk_head_dim": 8,
+            "qk_pos_emb_head_dim": 4,
+            "v_head_dim": case.v_head_dim,
+            "qk_layernorm": case.qk_layernorm,
+            "rope_type": case.rope_type,
+            "rotary_scaling_factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "mscale_all_dim": 0.5,
+        }
+        if is_own:
+            changes |= {"recompute_granularity": "selective", "recompute_modules": (case.recompute or "").split()}
+        return MLATransformerConfig(**(fields | changes))
+
+    def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+        layers = stage_layers(self.config, vp_stage=vp_stage)
+        for layer in layers.layer_specs if self.case.own_attention else ():
+            layer.submodules.self_attention.submodules.core_attention = LatentDotProductAttention
+        return GPTModel(
+            config=self.config,
+            transformer_layer_spec=layers,
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=self.case.tied,
+            position_embedding_type="rope",
+            vp_stage=vp_stage,
+        )
+
+
+def own_part(whole: Any, parameter: Any) -> Any:
+    """This tensor-parallel rank's part of a tensor of an undivided model; the tensor itself if the parameter is not divided."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    parts = whole.chunk(parallel_state.get_tensor_model_parallel_world_size(), dim=parameter.partition_dim)
+    return parts[parallel_state.get_tensor_model_parallel_rank()]

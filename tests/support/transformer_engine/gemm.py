@@ -1,0 +1,105 @@
+"""GEMMs of the extension, single and grouped, of plain and of quantized operands.
+
+Layouts are those of cuBLAS, which reads row-major matrices as their transposes. So with `transa` alone (TN) the result is B A^T
+(forward: B is the input, A the weight), with neither (NN) B A (dgrad), and with `transb` alone (NT) B^T A (wgrad).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tests.support.transformer_engine.float8 import dense, torch_dtype
+
+__all__ = ["generic_gemm", "te_general_grouped_gemm"]
+
+
+def generic_gemm(
+    a: Any,
+    transa: bool,
+    b: Any,
+    transb: bool,
+    out: Tensor | None,
+    quantizer: Any,
+    out_dtype: Any,
+    bias: Tensor | None,
+    bias_dtype: Any,
+    gelu: bool,
+    gelu_in: Any,
+    grad: bool,
+    _workspace: Any,
+    _workspace_size: int,
+    accumulate: bool,
+    _split_accumulator: bool,
+    *,
+    comm_overlap: Any = None,
+    extra_output: Any = None,
+    alpha: float = 1.0,
+    **_: Any,
+) -> tuple[Any, Tensor | None, None, None]:
+    """(the result, the gradient of the bias, the input of GELU, the output of an overlapped collective)."""
+    if gelu or comm_overlap is not None or extra_output is not None or alpha != 1.0:
+        raise NotImplementedError("GEMM with GELU, userbuffers, an extra output, or a factor")
+    left, right = dense(b), dense(a)
+    result = _multiply(left, transb, right, transa)
+    bias_gradient = None
+    if grad and bias is not None:
+        bias_gradient = left.reshape(-1, left.shape[-1]).sum(dim=0).to(torch_dtype(bias_dtype))
+    elif bias is not None:
+        result = result + bias.to(result.dtype)
+    return _written(result, out, quantizer, out_dtype, accumulate), bias_gradient, None, None
+
+
+def te_general_grouped_gemm(
+    a: Sequence[Any],
+    transa: bool,
+    b: Sequence[Any],
+    transb: bool,
+    out: list[Tensor],
+    out_dtype: Any,
+    m_splits: Sequence[int] | None,
+    bias: list[Tensor],
+    _bias_dtype: Any,
+    single_output: bool,
+    _gelu_inputs: Any,
+    grad: bool,
+    _workspaces: Any,
+    _workspace_size: int,
+    accumulate: bool,
+    _split_accumulator: bool,
+    _sm_count: int,
+) -> list[Tensor]:
+    """One GEMM per pair, into `out`: one tensor each, or with `single_output` rows of the first. Returns `bias`.
+
+    Without `accumulate` a pair without tokens leaves zeros.
+    """
+    places = list(out[0].split(list(m_splits or ()))) if single_output else list(out)
+    for number, (one, other) in enumerate(zip(a, b, strict=True)):
+        left, right = dense(other), dense(one)
+        result = _multiply(left, transb, right, transa)
+        if bias[number].numel():
+            if grad:
+                bias[number].copy_(left.reshape(-1, left.shape[-1]).sum(dim=0))
+            else:
+                result = result + bias[number].to(result.dtype)
+        _written(result, places[number], None, out_dtype, accumulate)
+    return bias
+
+
+def _multiply(left: Tensor, transposes_left: bool, right: Tensor, transposes_right: bool) -> Tensor:
+    if transposes_left:
+        return left.reshape(-1, left.shape[-1]).t().matmul(right.reshape(-1, right.shape[-1]))
+    return left.matmul(right.t() if transposes_right else right)
+
+
+def _written(result: Tensor, out: Tensor | None, quantizer: Any, out_dtype: Any, accumulate: bool) -> Any:
+    if quantizer is not None:
+        return quantizer.quantize(result, out=out)
+    if out is None:
+        return result if out_dtype is None else result.to(torch_dtype(out_dtype))
+    if out.data_ptr() == 0 and out.numel():
+        raise RuntimeError("the output of a GEMM has no memory")
+    result = result.view(out.shape)
+    return out.add_(result) if accumulate else out.copy_(result)

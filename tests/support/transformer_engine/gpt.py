@@ -1,0 +1,177 @@
+"""The small GPT of `tests.support.gpt`, `moe` and `mla` with megatron-core's own Transformer Engine layer specs.
+
+Runs inside the ranks of a pool that `install` prepared. The reference is the same model without a pipeline, with weight gradients
+that Transformer Engine computes in its backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.zerobubble.mcore.model.wgrad_split import deferring_modules
+from megatron.zerobubble.training.layer_specs import stage_layers
+from tests.support.gpt import Case, Difference, Tensors, Trainer, difference, unpipelined
+from tests.support.mla import MlaCase, MlaTrainer
+from tests.support.moe import MoeCase, MoeTrainer
+
+__all__ = ["EngineCase", "EngineMlaCase", "EngineMoeCase", "compare_engine"]
+
+
+@dataclass(frozen=True)
+class EngineCase(Case):
+    """One comparison of a model of Transformer Engine's layers."""
+
+    fuses: bool = False
+    """Whether its GEMMs add to `main_grad` (`gradient_accumulation_fusion`)."""
+    fp8: str | None = None
+    """`e4m3` or `hybrid`."""
+    fp8_recipe: str = "delayed"
+    fp8_param: bool = False
+    fp8_history: int = 1
+    """Length of the history of magnitudes, of which the largest is taken."""
+
+    def __str__(self) -> str:
+        words = [super().__str__(), *["fused"] * self.fuses, *["fp8param"] * self.fp8_param]
+        words += [f"{self.fp8}-{self.fp8_recipe}"] if self.fp8 else []
+        words += [f"history{self.fp8_history}"] if self.fp8_history > 1 else []
+        return "-".join(words + ([f"recompute-{self.recompute.replace(' ', '-')}"] if self.recompute else []))
+
+    @property
+    def unpipelined(self) -> Case:
+        """Without a pipeline; sequences stay shared."""
+        return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None)
+
+    def trainer(self, initial: Tensors | None = None) -> Trainer:
+        return EngineTrainer(self, initial)
+
+
+@dataclass(frozen=True)
+class EngineMoeCase(MoeCase):
+    """With experts in grouped linears."""
+
+    fuses: bool = False
+    grouped: bool = True
+
+    def __str__(self) -> str:
+        return "-".join([super().__str__(), *["fused"] * self.fuses, *["grouped"] * self.grouped])
+
+    def trainer(self, initial: Tensors | None = None) -> Trainer:
+        return EngineMoeTrainer(self, initial)
+
+
+@dataclass(frozen=True)
+class EngineMlaCase(MlaCase):
+    """With multi-latent attention."""
+
+    fuses: bool = False
+
+    def __str__(self) -> str:
+        return "-".join([super().__str__(), *["fused"] * self.fuses])
+
+    @property
+    def unpipelined(self) -> Case:
+        """Without a pipeline; sequences stay shared."""
+        return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None)
+
+    def trainer(self, initial: Tensors | None = None) -> Trainer:
+        return EngineMlaTrainer(self, initial)
+
+
+def _engine_config(config: Any, **changes: Any) -> Any:
+    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    return type(config)(**(fields | {"transformer_impl": "transformer_engine"} | changes))
+
+
+class EngineTrainer(Trainer):
+    """Trains an `EngineCase`."""
+
+    case: EngineCase
+
+    def _config(self) -> Any:
+        case = self.case
+        options: dict[str, Any] = {"gradient_accumulation_fusion": case.fuses}
+        if case.fp8 is not None:
+            options |= {"fp8": case.fp8, "fp8_recipe": case.fp8_recipe, "fp8_param": case.fp8_param}
+            options |= {"fp8_amax_history_len": case.fp8_history, "fp8_amax_compute_algo": "max"}
+        return _engine_config(super()._config(), **options)
+
+    def _layers(self, vp_stage: int | None) -> Any:
+        return stage_layers(self.config, vp_stage=vp_stage)
+
+    def close(self) -> None:
+        """Also forget the scales of FP8 and their process groups, which Transformer Engine keeps for the whole process."""
+        if self.case.fp8 is not None:
+            from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+            FP8GlobalStateManager.reset()
+        super().close()
+
+
+class EngineMlaTrainer(MlaTrainer):
+    """Trains an `EngineMlaCase`."""
+
+    case: EngineMlaCase
+
+    def _config(self) -> Any:
+        return _engine_config(super()._config(), gradient_accumulation_fusion=self.case.fuses)
+
+
+class EngineMoeTrainer(MoeTrainer):
+    """Trains an `EngineMoeCase`."""
+
+    case: EngineMoeCase
+
+    def _config(self) -> Any:
+        case = self.case
+        return _engine_config(super()._config(), gradient_accumulation_fusion=case.fuses, moe_grouped_gemm=case.grouped)
+
+    def _layers(self, vp_stage: int | None) -> Any:
+        return stage_layers(self.config, vp_stage=vp_stage)
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """A rank's grouped linears number their own experts from 0; the reference numbers all."""
+        first = parallel_state.get_expert_model_parallel_rank() * (self.case.num_experts // self.case.expert_parallel)
+        for name, parameter in super().parameters():
+            rest, _, last = name.rpartition(".")
+            number = last.removeprefix("weight")
+            if rest.endswith((".experts.linear_fc1", ".experts.linear_fc2")) and number.isdigit():
+                last = f"weight{first + int(number)}"
+            yield f"{rest}.{last}", parameter
+
+
+def compare_engine(rank: int, case: EngineCase | EngineMlaCase | EngineMoeCase) -> tuple[Difference, dict[str, int], list[str]]:
+    """Train `case` and its reference.
+
+    Returns:
+        The differences; how often each module that defers computed its weight gradients, by the name of its class; and the names
+        of the modules whose queue was not empty afterwards.
+    """
+    initial, expected = unpipelined(case.unpipelined)
+    trainer = case.trainer(initial)
+    counts: Counter[str] = Counter()
+    deferring = [(name, module) for chunk in trainer.built.chunks for name, module in deferring_modules(chunk)]
+    for _, module in deferring:
+        _count(counts, module)
+    actual = trainer.train()
+    left = [name for name, module in deferring if not module.wgrad_store.context.empty()]
+    trainer.close()
+    return difference(actual, expected), dict(counts), left
+
+
+def _count(counts: Counter[str], module: Any) -> None:
+    """Count in `counts` how often the hooks behind the weight gradients of the module run, a weight gradient for each."""
+    kind = type(module).__name__
+    counts[f"{kind} modules"] += 1
+    weight = next(iter(module.parameters()))
+
+    def hook() -> None:
+        assert weight.grad is None or weight.main_grad is not None
+        counts[kind] += 1
+
+    module.register_wgrad_accumulation_and_reduce_hooks(hook)

@@ -1,0 +1,23 @@
+"""Starts `pretrain_gpt.py` on Transformer Engine's real Python (`install`), with fused accumulation as on GPUs.
+
+torchrun --nproc-per-node 2 tests/support/transformer_engine/pretrain.py --transformer-impl transformer_engine ...
+"""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import megatron.zerobubble.mcore  # noqa: F401 - first: makes megatron.core importable without triton
+from tests.support.transformer_engine import install
+
+if __name__ == "__main__":
+    install()
+    from megatron.zerobubble.training import mcore_config
+
+    kernels = mcore_config._kernels
+    mcore_config._kernels = lambda model, *, on_gpu: {  # type: ignore[assignment]
+        **kernels(model, on_gpu=on_gpu),
+        "gradient_accumulation_fusion": model.gradient_accumulation_fusion,
+    }
+    runpy.run_path(str(Path(__file__).resolve().parents[3] / "pretrain_gpt.py"), run_name="__main__")

@@ -1,0 +1,93 @@
+"""Jobs that train a small model like DeepSeek-V3, started as a user starts them.
+
+Multi-latent attention, a dense first layer, then experts in groups with a shared one, sigmoid scores with a bias per expert that
+is updated from the load, and an MTP layer.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.launch import TINY_BATCH, TINY_MODEL, metrics, train
+
+ATTENTION: list[Any] = [
+    *("--multi-latent-attention", "--q-lora-rank", 24, "--kv-lora-rank", 16, "--qk-head-dim", 8, "--qk-pos-emb-head-dim", 4),
+    *("--v-head-dim", 6, "--qk-layernorm", "--rotary-scaling-factor", 4, "--original-max-position-embeddings", 8),
+]
+EXPERTS: list[Any] = [
+    *("--num-experts", 8, "--moe-layer-freq", "[0]+[1]*3", "--moe-ffn-hidden-size", 16, "--moe-router-topk", 2),
+    *("--moe-shared-expert-intermediate-size", 16, "--moe-router-score-function", "sigmoid", "--moe-router-dtype", "fp32"),
+    *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", 1e-2, "--moe-router-topk-scaling-factor", 2.5),
+    *("--moe-router-num-groups", 4, "--moe-router-group-topk", 2, "--moe-router-load-balancing-type", "seq_aux_loss"),
+    *("--moe-aux-loss-coeff", 1e-2, "--moe-token-dispatcher-type", "alltoall"),
+]
+JOB: list[Any] = [
+    *(*TINY_MODEL, *TINY_BATCH, *ATTENTION, *EXPERTS, "--mtp-num-layers", 1, "--position-embedding-type", "rope"),
+    *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", "--untie-embeddings-and-output-weights"),
+    *("--hidden-dropout", 0, "--attention-dropout", 0, "--train-iters", 6, "--eval-iters", 0),
+    *("--pipeline-model-parallel-size", 2),
+]
+POST_VALIDATED = ["--enable-zero-bubble", "--enable-optimizer-post-validation"]
+
+
+def _losses(path: Path) -> list[dict[str, float]]:
+    names = ("loss", "grad_norm", "seq_load_balancing_loss", "mtp_1 loss")
+    return [{name: fields[name] for name in names} for _, fields in sorted(metrics(path).items())]
+
+
+def _printed(said: str) -> list[tuple[str, ...]]:
+    """Losses and gradient norm of each progress line, as printed."""
+    names = ("loss", "seq_load_balancing_loss", "mtp_1 loss", "grad norm")
+    return re.findall(".*".join(rf"\| {name} (\S+) " for name in names), said)
+
+
+@pytest.fixture(scope="module")
+def stock(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """megatron-core's own 1F1B: its directory, with a checkpoint at iteration 3, and what it printed."""
+    folder = tmp_path_factory.mktemp("stock")
+    files = ["--data-path", corpus, "--save", folder, "--save-interval", 3, "--metrics-jsonl", folder / "metrics.jsonl"]
+    return folder, train([*JOB, *files])
+
+
+def test_zero_bubble_prints_the_losses_of_stock_1f1b(stock: tuple[Path, str], corpus: str, tmp_path: Path) -> None:
+    """From the first iteration on, with optimistic steps. The MTP layer uses the head a second time, and W adds the two
+    gradients one after the other: the unprinted digits agree to 1e-5."""
+    folder, expected = stock
+    said = train([*JOB, *POST_VALIDATED, "--data-path", corpus, "--metrics-jsonl", tmp_path / "metrics.jsonl"])
+    assert len(_printed(expected)) == 6, expected
+    assert _printed(said) == _printed(expected)
+    ours, theirs = _losses(tmp_path / "metrics.jsonl"), _losses(folder / "metrics.jsonl")
+    assert ours[-1]["loss"] < ours[0]["loss"] - 0.3, "it learns"
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(yours, rel=1e-5)
+
+
+def test_a_checkpoint_continues_under_v(stock: tuple[Path, str], corpus: str, tmp_path: Path) -> None:
+    """Saved by stock 1F1B, continued by ZBV, with the experts' bias: without it other experts would be chosen."""
+    folder, _ = stock
+    load = ["--load", folder, "--ckpt-step", 3, "--data-path", corpus, "--metrics-jsonl", tmp_path / "metrics.jsonl"]
+    train([*JOB, "--zero-bubble-v-schedule", *load])
+    for mine, yours in zip(_losses(tmp_path / "metrics.jsonl"), _losses(folder / "metrics.jsonl")[3:], strict=True):
+        assert mine == pytest.approx(yours, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_expert_and_tensor_parallel_on_four_ranks(corpus: str, tmp_path: Path) -> None:
+    """Two ranks per stage share experts, and heads along with the sequence; optimistic steps under V. Saved, continued bit for
+    bit, and continued on two ranks by ZB-H2 with all of the model on each."""
+    on_four = [*JOB, "--data-path", corpus, "--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]
+    on_four += ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-tensor-parallel-size", 1]
+    on_four += ["--expert-model-parallel-size", 2, "--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj"]
+    load = ["--load", tmp_path / "save", "--ckpt-step", 3]
+    whole, again, other = (tmp_path / f"{name}.jsonl" for name in ("whole", "again", "other"))
+    train([*on_four, "--save", tmp_path / "save", "--save-interval", 3, "--metrics-jsonl", whole], num_ranks=4)
+    train([*on_four, *load, "--metrics-jsonl", again], num_ranks=4)
+    on_two = [*JOB, "--data-path", corpus, "--zero-bubble-max-pending-backward", "2p", *load, "--metrics-jsonl", other]
+    train(on_two, num_ranks=2)
+    assert _losses(again) == _losses(whole)[3:]
+    for mine, yours in zip(_losses(other), _losses(whole)[3:], strict=True):
+        assert mine == pytest.approx(yours, rel=1e-3)
