@@ -1,6 +1,6 @@
-"""The command `zerobubble plan|pareto|show|compare|export|import|playground|train|run`.
+"""The command `zerobubble plan|pareto|show|compare|export|import|playground|train|run|bench`.
 
-Only `train` and `run` import torch. These two and `playground` have their own parsers; the other commands share this one.
+Only `train`, `run` and `bench` import torch. These and `playground` have their own parsers; the other commands share this one.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     commands.add_parser("playground", help="plan schedules in the browser, on this machine only", add_help=False)
     commands.add_parser("train", help="train a GPT: pretrain_gpt.py for an installation without a checkout", add_help=False)
     commands.add_parser("run", help="run a training script of others, such as Megatron-LM's, unedited", add_help=False)
+    commands.add_parser("bench", help="compare schedules on one training job: time, memory, losses", add_help=False)
     return parser
 
 
@@ -82,7 +83,18 @@ def _run(argv: list[str]) -> int:
     return run(argv)
 
 
-_WITH_OWN_PARSER: dict[str, Callable[[list[str]], int]] = {"playground": _playground, "train": _train, "run": _run}
+def _bench(argv: list[str]) -> int:
+    from megatron.zerobubble.cli.bench import main as run
+
+    return run(argv)
+
+
+_WITH_OWN_PARSER: dict[str, Callable[[list[str]], int]] = {
+    "playground": _playground,
+    "train": _train,
+    "run": _run,
+    "bench": _bench,
+}
 
 
 if __name__ == "__main__":

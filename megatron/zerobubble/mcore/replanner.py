@@ -148,6 +148,11 @@ class Replanner:
         """The costs measured in the last window; None before the first one has ended."""
         return self._costs
 
+    @property
+    def unit_bytes(self) -> float:
+        """Bytes of one unit of the costs' activation memory; 0 before the first window has ended."""
+        return self._unit_bytes
+
     def before(self, iteration: int, num_microbatches: int) -> None:
         """Call before an iteration, with its number of microbatches."""
         if self._profiler is None and self._window.holds(iteration):

@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     from megatron.zerobubble.mcore.cpu.device import HostDevice
     from megatron.zerobubble.training.resilience.failure import Store
 
-__all__ = ["Job", "Launch", "choose_device", "job_store", "join_job", "read_launch", "set_up_logging", "set_up_model_parallel"]
+__all__ = [
+    "Job",
+    "Launch",
+    "choose_device",
+    "job_store",
+    "join_job",
+    "read_launch",
+    "set_up_logging",
+    "set_up_model_parallel",
+    "share_store",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +199,35 @@ def computes(dtype: torch.dtype, device: torch.device) -> bool:
         return False
 
 
-def join_job(settings: Settings, launch: Launch, host: HostDevice) -> Job:
-    """Initialize the default process group and the job's store. All ranks must call this."""
+def share_store(launch: Launch) -> Store:
+    """A store for processes that train nothing themselves and start the ranks of several jobs, one after the other.
+
+    Without torchrun rank 0 hosts it on MASTER_PORT. The ranks of the jobs connect to it as they do to torchrun's. All ranks must
+    call this.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+    from torch.distributed.rendezvous import rendezvous
+
+    store: Any
+    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+    else:
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size))
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    shared: Any = c10d.PrefixStore("jobs", store)
+    return shared
+
+
+def join_job(settings: Settings, launch: Launch, host: HostDevice, *, name: str = "job") -> Job:
+    """Initialize the default process group and the job's store. All ranks must call this.
+
+    Args:
+        settings: backend and timeout.
+        launch: which rank this process is.
+        host: its device.
+        name: tells this job from others on the same store.
+    """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
     from torch.distributed.rendezvous import rendezvous
@@ -205,14 +242,14 @@ def join_job(settings: Settings, launch: Launch, host: HostDevice) -> Job:
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     c10d.init_process_group(
         backend,
-        store=c10d.PrefixStore("process_group", store),
+        store=c10d.PrefixStore(f"{name}/process_group", store),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,
         # With a device every later group would be made by a split over the whole world, the four of the links among them.
         device_id=host.device if backend == "nccl" and settings.parallel.eager_nccl_communicators else None,
     )
-    shared: Any = c10d.PrefixStore("job", store)  # `clone` is missing in torch's stubs
+    shared: Any = c10d.PrefixStore(name, store)  # `clone` is missing in torch's stubs
     return Job(launch=launch, host=host, store=shared)
 
 

@@ -143,24 +143,54 @@ def render_comparison(
         captions: captions of the two panels.
         width_px: width of the picture in pixels.
     """
-    plan_begin, plan_end = extent(planned)
-    begin = recorded.begin_ms
-    visible = {*SPAN_COLORS, *_EXCHANGE_COLORS}
-    shown = (span.end_ms for rank in recorded.ranks for span in rank.spans if span.activity in visible)
-    end = max(extent(recorded.rows)[1], *shown, begin)
-    length = max(plan_end - plan_begin, end - begin)
-    scale = _scale(length, width_px)
-    ranks = [RankTimeline(ops=tuple(row)) for row in planned]
-    above = _Panel(ranks=ranks, begin_ms=plan_begin, length_ms=length, scale=scale, top=_TOP + _CAPTION)
-    below = _Panel(
-        ranks=recorded.ranks, begin_ms=begin, length_ms=length, scale=scale, top=above.bottom + _AXIS + _CAPTION + _GAP
-    )
-    body = []
-    for panel, caption in zip((above, below), captions, strict=True):
-        body.append(f"<text x='{_LEFT}' y='{panel.top - 8}' font-weight='bold'>{escape(caption)}</text>")
-        body.extend(panel.draw())
-    body.extend(_legend([*ranks, *recorded.ranks], below.bottom + 28))
-    return _document(body, title=title, subtitle=subtitle, width_px=width_px, height=below.bottom + 58)
+    panels = [
+        Panel(caption=captions[0], ranks=tuple(RankTimeline(ops=tuple(row)) for row in planned)),
+        Panel(caption=captions[1], ranks=recorded.ranks),
+    ]
+    return render_panels(panels, title=title, subtitle=subtitle, width_px=width_px)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One timeline of several on the same axis."""
+
+    caption: str
+    """The line above it."""
+    ranks: Sequence[RankTimeline]
+    """One row per rank. Spans are shown from the first op of all ranks on."""
+
+    @property
+    def rows(self) -> Rows:
+        """The ops alone, per rank."""
+        return tuple(rank.ops for rank in self.ranks)
+
+    @property
+    def length_ms(self) -> float:
+        """From the first op to the end of the last op, or of the last span that is shown."""
+        begin, end = extent(self.rows)
+        visible = {*SPAN_COLORS, *_EXCHANGE_COLORS}
+        return max([end, *(span.end_ms for rank in self.ranks for span in rank.spans if span.activity in visible)]) - begin
+
+
+def render_panels(panels: Sequence[Panel], *, title: str = "", subtitle: str = "", width_px: int = 1200) -> str:
+    """A standalone SVG document: timelines below each other on the same axis, each from its first op on.
+
+    Args:
+        panels: the timelines, at least one.
+        title: title of the picture.
+        subtitle: a smaller line below the title.
+        width_px: width of the picture in pixels.
+    """
+    length = max(panel.length_ms for panel in panels)
+    top, body = _TOP + _CAPTION, []
+    for panel in panels:
+        begin, _ = extent(panel.rows)
+        drawn = _Panel(ranks=panel.ranks, begin_ms=begin, length_ms=length, scale=_scale(length, width_px), top=top)
+        body.append(f"<text x='{_LEFT}' y='{top - 8}' font-weight='bold'>{escape(panel.caption)}</text>")
+        body.extend(drawn.draw())
+        bottom, top = drawn.bottom, drawn.bottom + _AXIS + _CAPTION + _GAP
+    body.extend(_legend([rank for panel in panels for rank in panel.ranks], bottom + 28))
+    return _document(body, title=title, subtitle=subtitle, width_px=width_px, height=bottom + 58)
 
 
 def _scale(length_ms: float, width_px: int) -> float:

@@ -173,6 +173,10 @@ class Settings:
             parallel = replace(parallel, num_virtual_stages_per_pipeline_rank=num_chunks)
         return replace(self, zero_bubble=zero_bubble, parallel=parallel)
 
+    def without_layout(self) -> Settings:
+        """These settings without --pipeline-model-parallel-layout: layers are spread evenly."""
+        return replace(self, parallel=replace(self.parallel, pipeline_model_parallel_layout=None))
+
     @property
     def placement(self) -> Placement:
         """The placement of stages on pipeline ranks: V or interleaved."""

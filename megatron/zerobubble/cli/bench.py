@@ -1,0 +1,79 @@
+"""`zerobubble bench`: one training job under several schedules, side by side.
+
+Under torchrun or srun this process is one rank. With `--nproc-per-node N` as its first argument it starts N ranks on this
+machine; without either it is a job of one rank. A rank trains nothing itself: it starts a process for each block
+(`training.bench.workers`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megatron.zerobubble.cli.ranks import start_ranks, take_count
+from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.training.arguments import exit_with_error
+from megatron.zerobubble.training.bench.options import Options, parse_options
+from megatron.zerobubble.training.bench.progress import Progress
+from megatron.zerobubble.training.initialize import read_launch, share_store
+
+_PROG = "zerobubble bench"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare, or start the ranks that compare.
+
+    Args:
+        argv: `--nproc-per-node N` (optional, first), options of the comparison and flags of pretrain_gpt.py; None takes those of
+            the process.
+
+    Returns:
+        The exit code of one rank: 2 after a user error, 1 if no contender could be measured, 130 after an interruption. Starting
+        several ranks replaces this process and does not return.
+    """
+    try:
+        count, flags = take_count(sys.argv[1:] if argv is None else argv)
+        if count is not None:
+            _checked(flags, world_size=count)  # one line for a bad flag, before any rank starts
+    except UserError as error:
+        print(f"{_PROG}: error: {error}", file=sys.stderr)
+        return 2
+    if count is not None:
+        return start_ranks(count, __spec__.name, flags)
+    try:
+        launch = read_launch()
+    except ConfigError as error:
+        exit_with_error(error, rank=0, prog=_PROG)
+    try:
+        options = _checked(flags, world_size=launch.world_size)
+    except UserError as error:
+        exit_with_error(error, rank=launch.rank, prog=_PROG)
+    with Progress(options.num_iterations, is_quiet=launch.rank != 0) as progress:
+        names = ", ".join(options.settings)
+        progress.say(f"{len(options.settings)} contenders ({names}) x {options.rounds} rounds on {launch.world_size} ranks")
+
+        from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
+
+        with quiet_third_parties():
+            from megatron.zerobubble.training.bench.bench import compare
+            from megatron.zerobubble.training.bench.workers import Workers
+
+            workers = Workers(launch, share_store(launch), options.directory / "logs")
+            return compare(options, launch, workers, argv=flags, progress=progress)
+
+
+def _checked(flags: Sequence[str], *, world_size: int) -> Options:
+    """The options; the directory for the report exists and can be written to."""
+    options = parse_options(flags, world_size=world_size, prog=_PROG)
+    try:
+        (options.directory / "logs").mkdir(parents=True, exist_ok=True)
+        probe = options.directory / ".writable"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--bench-dir {options.directory}: cannot write there: {error.strerror}") from None
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

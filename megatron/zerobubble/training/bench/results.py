@@ -1,0 +1,273 @@
+"""What the blocks of a comparison say: speed-ups with intervals, what the planner predicted, the verdict. Imports no torch.
+
+In every round each contender runs one block. The speed-up of a contender over the baseline is estimated from the ratios of their
+block times in the same round: the geometric mean, with Student's interval for the mean of their logarithms. Blocks of one round
+are close in time, so that a machine which is slow for minutes slows both.
+
+A prediction is the simulator's time for the contender's order with measured times of the passes, plus the measured time of the
+optimizer step. Stages that were not measured under the contender itself, as with megatron-core's own schedules, get theirs from
+the parts of the model as measured under another contender (`plan.partition.part_costs`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Estimate", "Outcome", "Row", "Table", "interval", "speed_up"]
+
+_T_975: tuple[float, ...] = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
+_T_975 += (2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+"""Student's t at 0.975 for 1 to 30 degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.6.7.2."""
+_NORMAL_975 = 1.960
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its 95 % confidence interval; `low` and `high` are None with a single measurement."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def is_above_one(self) -> bool:
+        """Whether the whole interval is above 1."""
+        return self.low is not None and self.low > 1.0
+
+
+def interval(values: Sequence[float]) -> Estimate:
+    """The mean of positive measurements and Student's 95 % interval for it, both on a logarithmic scale."""
+    logs = [math.log(value) for value in values]
+    mean = statistics.fmean(logs)
+    if len(logs) < 2:
+        return Estimate(math.exp(mean))
+    freedom = len(logs) - 1
+    quantile = _T_975[freedom - 1] if freedom <= len(_T_975) else _NORMAL_975
+    half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
+    return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def speed_up(baseline: Mapping[int, float], contender: Mapping[int, float]) -> Estimate | None:
+    """How many times as fast a contender is as the baseline.
+
+    Args:
+        baseline: round -> seconds per iteration.
+        contender: round -> seconds per iteration. Only rounds with both count; None if there is none.
+    """
+    rounds = sorted(baseline.keys() & contender.keys())
+    return interval([baseline[each] / contender[each] for each in rounds]) if rounds else None
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What is known of one contender so far."""
+
+    name: str
+    """As in --contenders."""
+    ran: str | None = None
+    """The schedule that `auto` chose; None otherwise."""
+    seconds: dict[int, float] = field(default_factory=dict)
+    """Round -> seconds per iteration."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """Round -> loss of the last iteration."""
+    failure: str | None = None
+    """Why it cannot run, or stopped running; one line."""
+    note: str | None = None
+    """What differs from the job as given; one line."""
+    predicted_ms: float | None = None
+    """Predicted time per iteration."""
+    bubble: float | None = None
+    """Measured bubble rate of the recorded iteration; None where it was not recorded."""
+    predicted_bubble: float | None = None
+    """Bubble rate of the plan with measured pass times."""
+    activation_bytes: int | None = None
+    """Measured peak of what the passes allocate, on the rank with the most."""
+    predicted_activation_bytes: float | None = None
+    """The plan's peak activation memory on the rank with the most, from the measured memory of each pass."""
+    state_bytes: int | None = None
+    """Weights, gradients and optimizer state on the rank with the most."""
+    allocated_bytes: int | None = None
+    """Peak of everything that the allocator had given out; None on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One contender in the table."""
+
+    outcome: Outcome
+    ms: Estimate | None
+    """Milliseconds per iteration; None if no block has ended."""
+    speed_up: Estimate | None
+    """Over the baseline."""
+    predicted_speed_up: float | None
+    """Over the baseline, by the planner."""
+    tokens_per_s: float | None
+    tokens_per_s_per_rank: float | None
+    tflops_per_rank: float | None
+    """Floating-point operations of the model per second and rank, in 10^12; None if they are not known."""
+    utilization: float | None
+    """Model FLOPs utilization: `tflops_per_rank` over --peak-tflops; None without it."""
+    memory_ratio: float | None
+    """Peak memory over the baseline's: everything allocated, or on the CPU state and activations."""
+
+    @property
+    def reached(self) -> float | None:
+        """The share of the predicted speed-up that was measured."""
+        if self.speed_up is None or not self.predicted_speed_up:
+            return None
+        return self.speed_up.value / self.predicted_speed_up
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak memory of the fullest rank: everything allocated, or on the CPU state and activations."""
+        return _peak(self.outcome)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The comparison so far."""
+
+    rows: tuple[Row, ...]
+    baseline: str
+    """The contender that speed-ups are relative to."""
+    num_ranks: int
+    num_cores: int | None
+    """CPU cores that the ranks of this machine share; None on GPUs."""
+    pipeline_size: int
+    interleaved: Mapping[int, float]
+    """Virtual stages per rank -> predicted time of interleaved 1F1B in ms, for those that were not among the contenders."""
+
+    @staticmethod
+    def of(
+        outcomes: Sequence[Outcome],
+        *,
+        baseline: str,
+        tokens: int,
+        flops: float | None,
+        peak_tflops: float | None,
+        num_ranks: int,
+        num_cores: int | None,
+        pipeline_size: int,
+        interleaved: Mapping[int, float] | None = None,
+    ) -> Table:
+        """The table of what is known.
+
+        Args:
+            outcomes: one per contender.
+            baseline: name of the one that speed-ups are relative to.
+            tokens: per iteration, of all ranks together.
+            flops: floating-point operations of the model per iteration, of all ranks together.
+            peak_tflops: what one device can do, in 10^12 floating-point operations per second.
+            num_ranks: ranks of the job.
+            num_cores: CPU cores that the ranks of one machine share; None on GPUs.
+            pipeline_size: pipeline ranks.
+            interleaved: predicted times of interleaved 1F1B with other numbers of virtual stages.
+        """
+        (base,) = [outcome for outcome in outcomes if outcome.name == baseline]
+        rows = []
+        for outcome in outcomes:
+            ms = interval([1000.0 * each for each in outcome.seconds.values()]) if outcome.seconds else None
+            rate = None if ms is None else tokens / ms.value * 1000.0
+            tflops = None if flops is None or ms is None else flops / ms.value / 1e9 / num_ranks
+            predicted = None
+            if base.predicted_ms is not None and outcome.predicted_ms:
+                predicted = base.predicted_ms / outcome.predicted_ms
+            own, theirs = _peak(outcome), _peak(base)
+            rows.append(
+                Row(
+                    outcome=outcome,
+                    ms=ms,
+                    speed_up=speed_up(base.seconds, outcome.seconds),
+                    predicted_speed_up=predicted,
+                    tokens_per_s=rate,
+                    tokens_per_s_per_rank=None if rate is None else rate / num_ranks,
+                    tflops_per_rank=tflops,
+                    utilization=None if tflops is None or peak_tflops is None else tflops / peak_tflops,
+                    memory_ratio=own / theirs if own is not None and theirs else None,
+                )
+            )
+        return Table(
+            rows=tuple(rows),
+            baseline=baseline,
+            num_ranks=num_ranks,
+            num_cores=num_cores,
+            pipeline_size=pipeline_size,
+            interleaved=dict(interleaved or {}),
+        )
+
+    def same_losses(self) -> str:
+        """A sentence about the losses of the last iteration of every contender's first block."""
+        last = {row.outcome.name: row.outcome.losses[min(row.outcome.losses)] for row in self.rows if row.outcome.losses}
+        if len(last) < 2:
+            return ""
+        low, high = min(last.values()), max(last.values())
+        if low == high:
+            return f"All contenders have the same loss after the same iterations: {low:.6f}."
+        apart = (high - low) / abs(low) if low else math.inf
+        if apart <= 1e-5:
+            return f"The losses of all contenders agree to {apart:.0e}: their sums are formed in another order."
+        names = ", ".join(f"{name} {value:.6f}" for name, value in last.items())
+        return f"The losses after the same iterations differ by {apart:.1e}: {names}. Dropout and --init-by-rank do this."
+
+    def verdict(self) -> str:
+        """The result in one or two sentences."""
+        ran = [row for row in self.rows if row.ms is not None]
+        if not ran:
+            return "No contender ran."
+        if len(ran) == 1:
+            return f"Only {ran[0].outcome.name} ran; there is nothing to compare."
+        base = next((row for row in ran if row.outcome.name == self.baseline), None)
+        if base is None:
+            return f"The baseline {self.baseline} did not run; there are no speed-ups."
+        best = max((row for row in ran if row.speed_up is not None), key=lambda row: row.speed_up.value if row.speed_up else 0.0)
+        if best is base or best.speed_up is None or not best.speed_up.is_above_one:
+            return self._no_gain(base, best)
+        where = "" if best.memory_ratio is None else f" at {best.memory_ratio:.2f} times its memory"
+        text = f"{_name(best)} is {best.speed_up.value:.2f} times as fast as {base.outcome.name}{where}."
+        return text + self._alternative(best)
+
+    def _no_gain(self, base: Row, best: Row) -> str:
+        if best.speed_up is not None and best.speed_up.low is None and best is not base:
+            return (
+                f"{_name(best)} was {best.speed_up.value:.2f} times as fast as {base.outcome.name} in one round, which is no "
+                "evidence yet: more --rounds give an interval."
+            )
+        text = f"No contender is measurably faster than {base.outcome.name}"
+        if self.pipeline_size == 1:
+            return f"{text}: with one pipeline rank there is no bubble to fill."
+        if self.num_cores is not None and self.num_cores < self.num_ranks:
+            return (
+                f"{text}: {self.num_ranks} ranks share {self.num_cores} CPU cores, so a waiting rank lends its core to another. "
+                "Give every rank a core of its own to see a schedule's effect."
+            )
+        if base.outcome.predicted_bubble is not None:
+            return (
+                f"{text}: only {base.outcome.predicted_bubble:.1%} of its passes are bubble with these pass times, so there is "
+                "little to gain. Fewer microbatches or more pipeline ranks have more."
+            )
+        return f"{text}."
+
+    def _alternative(self, best: Row) -> str:
+        """Whether interleaved 1F1B would do as well."""
+        if best.outcome.predicted_ms is None or _name(best).startswith("interleaved"):
+            return ""
+        close = {v: ms for v, ms in self.interleaved.items() if ms <= 1.01 * best.outcome.predicted_ms}
+        if not close:
+            return ""
+        least = min(close)
+        return f" By prediction interleaved 1F1B with {least} chunks per rank (interleaved-1f1b:{least}) would do as well."
+
+
+def _name(row: Row) -> str:
+    return row.outcome.name if row.outcome.ran is None else f"{row.outcome.name} ({row.outcome.ran})"
+
+
+def _peak(outcome: Outcome) -> int | None:
+    if outcome.allocated_bytes is not None:
+        return outcome.allocated_bytes
+    if outcome.state_bytes is None or outcome.activation_bytes is None:
+        return None
+    return outcome.state_bytes + outcome.activation_bytes
