@@ -24,7 +24,6 @@ from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
 __all__ = [
     "ddp_config",
     "optimizer_config",
-    "padded_vocab_size",
     "parameter_dtype",
     "scheduler",
     "transformer_config",
@@ -35,12 +34,6 @@ __all__ = [
 def parameter_dtype(settings: Settings) -> torch.dtype:
     """The dtype of parameters and of the activations and gradients sent between stages."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.precision.name]
-
-
-def padded_vocab_size(settings: Settings, vocab_size: int) -> int:
-    """`vocab_size`, padded to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size."""
-    multiple = settings.model.make_vocab_size_divisible_by * settings.parallel.tensor_model_parallel_size
-    return (vocab_size + multiple - 1) // multiple * multiple
 
 
 def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) -> TransformerConfig:
@@ -136,9 +129,7 @@ def _experts(settings: Settings) -> dict[str, Any]:
         "num_moe_experts": moe.num_experts,
         "expert_tensor_parallel_size": settings.expert_tensor_parallel_size,
         "moe_layer_freq": list(settings.moe_layer_pattern),
-        "moe_ffn_hidden_size": moe.moe_ffn_hidden_size
-        or _activation(settings.model)["ffn_hidden_size"]
-        or 4 * settings.model.hidden_size,
+        "moe_ffn_hidden_size": moe.moe_ffn_hidden_size or settings.model.mlp_width,
         # megatron-core takes a scalar for one kind and a list for several.
         "moe_router_load_balancing_type": kinds[0] if len(kinds) == 1 else kinds,
         "moe_aux_loss_coeff": weights[0] if len(weights) == 1 else weights,
@@ -147,11 +138,9 @@ def _experts(settings: Settings) -> dict[str, Any]:
 
 def _activation(model: ModelConfig) -> dict[str, Any]:
     if model.swiglu:
-        width = model.ffn_hidden_size or max(1, int(4 * model.hidden_size * 2 / 3) // 64) * 64
-        return {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True, "ffn_hidden_size": width}
-    if model.squared_relu:
-        return {"activation_func": squared_relu, "ffn_hidden_size": model.ffn_hidden_size}
-    return {"activation_func": torch.nn.functional.gelu, "ffn_hidden_size": model.ffn_hidden_size}
+        return {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True, "ffn_hidden_size": model.mlp_width}
+    function = squared_relu if model.squared_relu else torch.nn.functional.gelu
+    return {"activation_func": function, "ffn_hidden_size": model.mlp_width}
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ def build_training_state(
         setup = ModelSetup(
             settings=settings,
             config=config,
-            padded_vocab_size=mcore_config.padded_vocab_size(settings, vocab_size),
+            padded_vocab_size=settings.padded_vocab_size(vocab_size),
             device=job.host.device,
         )
         built = build_chunks(

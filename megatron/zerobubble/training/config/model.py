@@ -151,6 +151,18 @@ class ModelConfig:
         self._check_mtp()
         self._check_recompute()
 
+    @property
+    def mlp_width(self) -> int:
+        """Intermediate width of the MLP: --ffn-hidden-size or its default."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return max(1, int(4 * self.hidden_size * 2 / 3) // 64) * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head: --kv-channels or its default."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
     def _check_layers(self) -> None:
         if self.hybrid_layer_pattern is None:
             if self.num_layers is None:

@@ -126,6 +126,11 @@ class Settings:
         """Samples per iteration."""
         return self.batch.global_batch_size or self.batch.micro_batch_size * self.data_parallel_size
 
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """`vocab_size`, padded to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size."""
+        multiple = self.model.make_vocab_size_divisible_by * self.parallel.tensor_model_parallel_size
+        return -(-vocab_size // multiple) * multiple
+
     @property
     def num_microbatches(self) -> int:
         """Microbatches per iteration and data-parallel rank, m."""
