@@ -42,7 +42,7 @@ def markdown(table: Table, about: Mapping[str, Any]) -> str:
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     remarks = [f"{row.outcome.name}: {row.outcome.failure}" for row in table.rows if row.outcome.failure is not None]
     remarks += [f"{row.outcome.name}: {row.outcome.note}" for row in table.rows if row.outcome.note is not None]
-    parts = [text, table.verdict(), table.same_losses(), *remarks]
+    parts = [text, table.verdict(), table.noise(), table.same_losses(), *remarks]
     parts += ["\n".join(f"- {name}: {value}" for name, value in about.items())]
     return "\n\n".join(filter(None, parts)) + "\n"
 

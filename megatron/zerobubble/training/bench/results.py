@@ -23,6 +23,9 @@ _T_975 += (2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064,
 """Student's t at 0.975 for 1 to 30 degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.6.7.2."""
 _NORMAL_975 = 1.960
 
+_NOISY = 1.25
+"""Ratio of the longest to the shortest time of one contender above which the report warns."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -212,6 +215,21 @@ class Table:
         names = ", ".join(f"{name} {value:.6f}" for name, value in last.items())
         return f"The losses after the same iterations differ by {apart:.1e}: {names}. Dropout and --init-by-rank do this."
 
+    def noise(self) -> str:
+        """A warning if the same contender's time differs much between rounds; else empty."""
+        spreads = {
+            row.outcome.name: max(row.outcome.seconds.values()) / min(row.outcome.seconds.values())
+            for row in self.rows
+            if len(row.outcome.seconds) > 1
+        }
+        worst = max(spreads, key=lambda name: spreads[name], default=None)
+        if worst is None or spreads[worst] < _NOISY:
+            return ""
+        return (
+            f"The machine was not quiet: {worst} took {spreads[worst]:.1f} times as long in one round as in another. Read the "
+            "intervals, and repeat with nothing else running, or with more --rounds."
+        )
+
     def verdict(self) -> str:
         """The result in one or two sentences."""
         ran = [row for row in self.rows if row.ms is not None]
@@ -236,11 +254,13 @@ class Table:
                 "evidence yet: more --rounds give an interval."
             )
         text = f"No contender is measurably faster than {base.outcome.name}"
+        if self.noise():
+            return f"{text} on this machine, which was not quiet."
         if self.pipeline_size == 1:
             return f"{text}: with one pipeline rank there is no bubble to fill."
         if self.num_cores is not None and self.num_cores < self.num_ranks:
             return (
-                f"{text}: {self.num_ranks} ranks share {self.num_cores} CPU cores, so a waiting rank lends its core to another. "
+                f"{text}: {self.num_ranks} ranks share {_cores(self.num_cores)}, so a waiting rank lends its core to another. "
                 "Give every rank a core of its own to see a schedule's effect."
             )
         if base.outcome.predicted_bubble is not None:
@@ -259,6 +279,10 @@ class Table:
             return ""
         least = min(close)
         return f" By prediction interleaved 1F1B with {least} chunks per rank (interleaved-1f1b:{least}) would do as well."
+
+
+def _cores(count: int) -> str:
+    return f"{count} CPU cores" if count > 1 else "one CPU core"
 
 
 def _name(row: Row) -> str:
