@@ -1,7 +1,8 @@
 """Fixtures shared by all tests, and random sampling of parametrized tests.
 
-A test with the mark `sampled(share)` runs a random share of its cases, at least one; the rest run with `-m slow`. The seed is in
-the header; ZB_TEST_SEED=N repeats a run. `--sample-files 0.3` runs a random 30 % of the test files, by the same seed.
+A test with the mark `sampled(share)` runs a random share of its cases, at least one; the rest run with `-m slow`. Tests with
+`sampled(share, group=NAME)`, in whatever files, are drawn from together: that is for whole jobs. The seed is in the header;
+ZB_TEST_SEED=N repeats a run. `--sample-files 0.3` runs a random 30 % of the test files, by the same seed.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.path in drawn]
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled") is not None:
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        mark = item.get_closest_marker("sampled")
+        if mark is not None:
+            tests.setdefault(mark.kwargs.get("group") or item.nodeid.partition("[")[0], []).append(item)
     for name, cases in tests.items():
         mark = cases[0].get_closest_marker("sampled")
         assert mark is not None

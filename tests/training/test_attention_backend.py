@@ -29,6 +29,7 @@ def test_torchs_attention_is_the_default() -> None:
     assert settings().model.attention_backend == "auto"
 
 
+@pytest.mark.sampled(0.4, group="whole jobs")
 def test_jobs_with_and_without_torchs_attention_learn_the_same(corpus: str, tmp_path: Path) -> None:
     """1e-5 after six steps: the sums of the softmax are made in another order. One job masks documents, as the data says."""
     zbv = ["--pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule", "--reset-attention-mask"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ MEASURING += ["--zero-bubble-planning-seconds", "0.1"]
 NAMES = ("loss", "grad_norm", "validation_loss")
 
 
+@pytest.mark.sampled(0.4, group="whole jobs")
 def test_shared_sequences_train_as_whole_ones(corpus: str, tmp_path: Path) -> None:
     """megatron-core's 1F1B on shared sequences; there, too, a searched schedule with optimistic steps that are rolled back and a
     new plan; and its checkpoint, continued on whole sequences. Not the same bits: sums over a sequence are taken in two parts,
@@ -31,14 +33,21 @@ def test_shared_sequences_train_as_whole_ones(corpus: str, tmp_path: Path) -> No
     shared = Job(tmp_path / "shared", [*flags, *SHARED, *OPTIMISTIC, *MEASURING, *saves], num_ranks=4)
     assert shared.said.count("re-planned with profiled timings") == 1
     assert shared.said.count("clipped by post-validation") > 0
-    assert _curves(shared) == pytest.approx(_curves(whole), rel=1e-6)
-    assert _curves(stock) == pytest.approx(_curves(whole), rel=1e-6)
+    assert _curves(shared) == _close(_curves(whole))
+    assert _curves(stock) == _close(_curves(whole))
     loads = ["--load", str(tmp_path / "checkpoints"), "--ckpt-step", "3", "--enable-zero-bubble"]
     continued = Job(tmp_path / "continued", [*flags, *loads])
     assert sorted(continued.metrics) == [4, 5, 6]
-    assert _curves(continued) == pytest.approx(
-        {name: value for name, value in _curves(whole).items() if int(name[-1]) > 3}, rel=1e-6
-    )
+    assert _curves(continued) == _close({name: value for name, value in _curves(whole).items() if int(name[-1]) > 3})
+
+
+def _close(curves: dict[str, float]) -> dict[str, Any]:
+    """Losses and the first gradient norm within 1e-6. Later norms are of weights that Adam has stepped: where a moment is near
+    zero it turns the rounding of a gradient into a step of its own size."""
+    return {
+        name: pytest.approx(value, rel=1e-5 if name.startswith("grad_norm") and name != "grad_norm 1" else 1e-6)
+        for name, value in curves.items()
+    }
 
 
 def _curves(job: Job) -> dict[str, float]:

@@ -65,12 +65,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(0.4)
 def test_a_run_on_the_fake_device_has_the_bits_of_the_cpu(run: Any, name: str, tmp_path: Path) -> None:
     assert run(name).metrics == metrics_of(tmp_path, CASES[name], is_fake=False)
     assert len(run(name).metrics) == ITERATIONS
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "gloo" not in name])
+@pytest.mark.sampled(0.25)
 def test_the_host_waits_once_in_an_iteration_and_never_in_the_passes(run: Any, name: str) -> None:
     """Once per rank, in the step. One more begins the recording of the second iteration, and one is for the progress line.
 
@@ -123,6 +125,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.sampled(0.4)
 def test_a_fault_fails_the_job(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZB_FAKE_CUDA_FAULT", fault)
     # Long enough for the watchdog, which looks once a second; what it was refused fails the job at its end.

@@ -85,7 +85,10 @@ def test_a_malformed_layer_pattern(text: str) -> None:
         ),
         (P2 + "--recompute-granularity selective --recompute-modules mlp", "--recompute-modules mlp needs --disable-bias-linear"),
         (P2 + "--recompute-modules mlp", "--recompute-modules needs --recompute-granularity selective"),
-        (P2 + "--recompute-granularity selective --recompute-modules mpl", "'mpl' is unknown; choose from core_attn, mlp"),
+        (
+            P2 + "--recompute-granularity selective --recompute-modules mpl",
+            "'mpl' is unknown; choose from core_attn, mla_up_proj",
+        ),
     ],
 )
 def test_flags_that_exclude_each_other(flags: str, message: str) -> None:

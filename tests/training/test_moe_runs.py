@@ -33,6 +33,7 @@ def _assert_equal(ours: list[dict[str, float]], theirs: list[dict[str, float]], 
         assert mine == pytest.approx(yours, rel=rel), iteration
 
 
+@pytest.mark.sampled(0.4, group="whole jobs")
 def test_experts_and_an_mtp_layer_under_zbv_and_stock_1f1b(corpus: str, tmp_path: Path) -> None:
     """Tied embeddings, three router losses, optimistic steps. Stock 1F1B continues from iteration 2, where both have the same
     weights; gradients of the tied weight are summed in another order, which grows over the steps: 1e-4. Under the default --split

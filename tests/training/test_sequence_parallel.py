@@ -42,6 +42,7 @@ def unpipelined(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("num_ranks", "flags"),
     [(2, "--zero-bubble-v-schedule"), *(pytest.param(4, flags, marks=pytest.mark.slow) for flags in ON_FOUR)],
 )
+@pytest.mark.sampled(0.4, group="whole jobs")
 def test_a_pipeline_has_the_losses_of_the_model_without_one(
     num_ranks: int, flags: str, unpipelined: Path, corpus: str, tmp_path: Path
 ) -> None:

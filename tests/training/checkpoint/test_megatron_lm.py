@@ -42,6 +42,7 @@ def as_megatron_lm(training_state: TrainingState, folder: Path, **changes: Any) 
 
 
 @pytest.mark.parametrize("flags", [[], ["--bf16", "--use-distributed-optimizer"]], ids=["plain", "distributed-bf16"])
+@pytest.mark.sampled(0.4, group="whole jobs")
 def test_its_checkpoint_continues_bit_for_bit(flags: list[str], tmp_path: Path) -> None:
     """With dropout: the states of the generators are read, too."""
     with training_state_of(0, [*DROPOUT, *flags]) as (training_state, _):
@@ -53,6 +54,7 @@ def test_its_checkpoint_continues_bit_for_bit(flags: list[str], tmp_path: Path) 
         assert train(training_state, first=3, last=4) == expected
 
 
+@pytest.mark.sampled(0.4, group="whole jobs")
 def test_ours_has_what_its_loop_reads(tmp_path: Path) -> None:
     """Names and meaning are those that Megatron-LM's `load_checkpoint` looks up."""
     with training_state_of(0, ["--save", str(tmp_path), "--use-distributed-optimizer"]) as (training_state, store):
