@@ -23,7 +23,7 @@ def table(*outcomes: Outcome, baseline: str = "stock-1f1b", **more: Any) -> Tabl
 
 def outcome(name: str, *seconds: float, **more: Any) -> Outcome:
     """A contender with one block per round."""
-    losses = {number: 2.5 for number in range(len(seconds))}
+    losses = dict.fromkeys(range(len(seconds)), 2.5)
     return Outcome(name=name, seconds=dict(enumerate(seconds)), losses=losses, **more)
 
 
@@ -96,8 +96,10 @@ def test_the_verdict_names_the_fastest_with_its_memory() -> None:
 def test_the_verdict_knows_when_interleaving_would_do_as_well() -> None:
     base = outcome("stock-1f1b", *QUIET, predicted_ms=2000.0)
     fast = outcome("zbv", *(each / 1.25 for each in QUIET), predicted_ms=1600.0)
-    assert table(base, fast, interleaved={2: 1700.0, 4: 1610.0, 8: 1590.0}).verdict().endswith(
-        "By prediction interleaved 1F1B with 4 chunks per rank (interleaved-1f1b:4) would do as well."
+    assert (
+        table(base, fast, interleaved={2: 1700.0, 4: 1610.0, 8: 1590.0})
+        .verdict()
+        .endswith("By prediction interleaved 1F1B with 4 chunks per rank (interleaved-1f1b:4) would do as well.")
     )
     assert "interleaved" not in table(base, fast, interleaved={2: 1700.0}).verdict()
 

@@ -1,0 +1,129 @@
+"""`zerobubble bench` as a user starts it: real training blocks on two ranks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.launch import ROOT, environment, launch_warm
+
+MODEL = ["--pipeline-model-parallel-size", "2", "--num-layers", "8", "--hidden-size", "32", "--num-attention-heads", "4"]
+MODEL += ["--seq-length", "32", "--micro-batch-size", "1", "--global-batch-size", "4", "--lr", "1e-2", "--mock-data"]
+MODEL += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "64", "--hidden-dropout", "0", "--attention-dropout", "0"]
+BENCH = Path(__file__).with_name("bench_rank.py")
+
+
+def bench(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run on two ranks, as under torchrun."""
+    return launch_warm([*MODEL, *flags, "--bench-dir", folder], num_ranks=2, script=BENCH)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """One comparison, one of whose contenders cannot run."""
+    folder = tmp_path_factory.mktemp("bench")
+    flags = ["--rounds", "2", "--timed-iters", "2", "--peak-tflops", "1", "--zero-bubble-planning-seconds", "0.1"]
+    return bench(folder, "--contenders", "stock-1f1b,zbv+pv,auto,interleaved-1f1b:8", *flags), folder
+
+
+def rows(folder: Path) -> dict[str, Any]:
+    """bench.json's contenders by name."""
+    return {row["name"]: row for row in json.loads((folder / "bench.json").read_text())["contenders"]}
+
+
+def test_it_ends_with_a_table_and_files(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    result, folder = done
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "| contender | ms/iteration | 95 %" in result.stdout
+    assert "2 rounds, 2 timed iterations per block" in result.stdout
+    assert {each.name for each in folder.iterdir()} == {"bench.md", "bench.json", "bench.html", "bench.png", "logs"}
+    assert "zbv+pv, round 1: " in result.stderr
+    assert "left] stock-1f1b, round 2:" in result.stderr
+
+
+def test_all_contenders_train_the_same_model(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    """Drawn by name, on the same samples, without dropout: the first blocks end with the same loss."""
+    found = rows(done[1])
+    losses = {found[name]["losses"]["0"] for name in ("stock-1f1b", "zbv+pv", "auto")}
+    assert max(losses) == pytest.approx(min(losses), rel=1e-6)
+    for name in ("stock-1f1b", "zbv+pv", "auto"):
+        assert set(found[name]["seconds"]) == {"0", "1"}
+
+
+def test_what_is_measured_and_predicted(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    found = rows(done[1])
+    for name in ("stock-1f1b", "zbv+pv", "auto"):
+        row = found[name]
+        assert row["predicted_ms"] > 0
+        assert 0 <= row["predicted_bubble"] < 1
+        assert row["activation_bytes"] > 0
+        assert row["state_bytes"] > 0
+        assert row["allocated_bytes"] is None, "the CPU has no allocator that counts"
+        assert row["utilization"] == pytest.approx(row["tflops_per_rank"])
+        assert row["predicted_activation_bytes"] == pytest.approx(row["activation_bytes"], rel=0.5)
+    assert found["stock-1f1b"]["speed_up"]["value"] == 1.0
+    assert found["auto"]["ran"] is not None
+    assert found["interleaved-1f1b:8"]["failure"].startswith("--num-layers 8")
+
+
+def test_the_page_shows_every_contender(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    page = (done[1] / "bench.html").read_text()
+    assert page.count("bubble") >= 3
+    for name in ("stock-1f1b: ", "zbv+pv: measured", "auto: measured"):
+        assert name in page
+
+
+@pytest.mark.slow
+def test_an_interrupted_comparison_reports_what_it_has(tmp_path: Path) -> None:
+    flags = [*MODEL, "--contenders", "zb-h1,1f1b", "--rounds", "50", "--bench-dir", str(tmp_path)]
+    start = [sys.executable, "-u", "-m", "megatron.zerobubble.cli.bench", "--nproc-per-node", "2", *flags]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    job = subprocess.Popen(start, cwd=ROOT, env=environment(), **pipes)
+    until, lines = time.monotonic() + 200, []
+    assert job.stdout is not None
+    for line in job.stdout:
+        lines.append(line)
+        if "round 2:" in line or time.monotonic() > until:
+            break
+    job.send_signal(signal.SIGINT)
+    rest, _ = job.communicate(timeout=60)
+    output = "".join(lines) + rest
+    assert "interrupted: this is what was measured so far" in output
+    assert "| zb-h1 |" in rest, output
+    assert len(rows(tmp_path)["zb-h1"]["seconds"]) >= 1
+
+
+@pytest.mark.sampled(0.4, group="whole jobs")
+def test_a_contender_that_fails_is_a_row(tmp_path: Path) -> None:
+    """There is no GPU to run on, which each rank finds out when it begins the block."""
+    flags = ["--contenders", "zb-h1,zbv", "--rounds", "3", "--timed-iters", "1", "--distributed-backend", "nccl"]
+    result = bench(tmp_path, *flags)
+    assert result.returncode == 1
+    assert "zb-h1, round 1: failed: --distributed-backend nccl needs a GPU per rank" in result.stderr
+    assert "zbv: --distributed-backend nccl needs a GPU per rank" in result.stdout
+    assert "no contender has ended a block; the ranks' output is in" in result.stdout
+
+
+def test_wrong_flags_are_one_line_before_any_rank_starts() -> None:
+    start = [
+        sys.executable,
+        "-m",
+        "megatron.zerobubble.cli.main",
+        "bench",
+        "--nproc-per-node",
+        "2",
+        *MODEL,
+        "--contenders",
+        "zbx",
+    ]
+    result = subprocess.run(start, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=environment())
+    assert result.returncode == 2
+    assert result.stderr.startswith("zerobubble bench: error: --contenders: 'zbx' is unknown; ")
+    assert result.stderr.count("\n") == 1
