@@ -1,14 +1,13 @@
 """Whole jobs with the same seed train the same model, whatever the schedule, the pipeline size and the tensor-parallel size.
 
-Every layout is compared with one rank that runs no pipeline. Where only the pipeline differs, sums are formed in the same order
-and the losses are the same bits. Tensor-parallel and data-parallel ranks form them in another, and so is the gradient norm where
-gradients are clipped; there a tolerance is stated.
+Every layout is compared with one rank that runs no pipeline, and those that form all sums in the order of a pipeline with stock
+1F1B's, bit for bit. One rank adds the two gradients of tied embeddings in another order than a pipeline, tensor-parallel and
+data-parallel ranks form other sums, and the gradient norm is a sum over stages: there a tolerance is stated.
 """
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -16,56 +15,105 @@ from tests.training.launch import TINY_BATCH, TINY_MODEL, metrics, train
 
 ITERATIONS = 50
 RUN = [*TINY_MODEL, "--num-layers", "8", *TINY_BATCH, "--lr", "1e-3", "--train-iters", ITERATIONS, "--eval-iters", "0"]
-RUN += ["--hidden-dropout", "0", "--attention-dropout", "0", "--split", "100,0,0", "--clip-grad", "0"]
+RUN += ["--split", "100,0,0", "--clip-grad", "0"]
+NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 
-LAYOUTS = {
-    "1f1b-p2": (2, ["--pipeline-model-parallel-size", 2]),
-    "interleaved-p2": (2, ["--pipeline-model-parallel-size", 2, "--num-layers-per-virtual-pipeline-stage", 2]),
-    "zb-h1-p4": (4, ["--pipeline-model-parallel-size", 4, "--enable-zero-bubble"]),
-    "zb-h2-p2": (2, ["--pipeline-model-parallel-size", 2, "--enable-zero-bubble", "--zero-bubble-max-pending-backward", "2p"]),
-    "zbv-p1": (1, ["--zero-bubble-v-schedule"]),
-    "zbv-p4": (4, ["--pipeline-model-parallel-size", 4, "--zero-bubble-v-schedule"]),
-    "v-half-p2": (
-        2,
-        ["--pipeline-model-parallel-size", 2, "--zero-bubble-v-schedule", "--zero-bubble-v-schedule-mem-setup", "half"],
-    ),
-    "zbv-p2-clip": (2, ["--pipeline-model-parallel-size", 2, "--zero-bubble-v-schedule", "--clip-grad", "1"]),
-    "1f1b-p2-tp2": (4, ["--pipeline-model-parallel-size", 2, "--tensor-model-parallel-size", 2]),
-    "zbv-p2-tp2": (4, ["--pipeline-model-parallel-size", 2, "--tensor-model-parallel-size", 2, "--zero-bubble-v-schedule"]),
-    "zb-h1-p2-dp2": (4, ["--pipeline-model-parallel-size", 2, "--enable-zero-bubble", "--use-distributed-optimizer"]),
-    "tp2-dp2": (4, ["--tensor-model-parallel-size", 2]),
+V = "--zero-bubble-v-schedule"
+P2, P4 = ("--pipeline-model-parallel-size", 2), ("--pipeline-model-parallel-size", 4)
+TP2 = ("--tensor-model-parallel-size", 2)
+
+Flags = tuple[object, ...]
+SAME_BITS: dict[str, tuple[int, Flags]] = {
+    "1f1b-p4": (4, P4),
+    "interleaved-p2": (2, (*P2, "--num-layers-per-virtual-pipeline-stage", 2)),
+    "zb-h1-p4": (4, (*P4, "--enable-zero-bubble")),
+    "zb-h2-p2": (2, (*P2, "--enable-zero-bubble", "--zero-bubble-max-pending-backward", "2p")),
+    "zbv-p4": (4, (*P4, V)),
+    "v-half-p2": (2, (*P2, V, "--zero-bubble-v-schedule-mem-setup", "half")),
 }
+OTHER_SUMS: dict[str, tuple[int, Flags]] = {
+    "1f1b-p2-tp2": (4, (*P2, *TP2)),
+    "zbv-p2-tp2": (4, (*P2, *TP2, V)),
+    "zb-h1-p2-dp2": (4, (*P2, "--enable-zero-bubble", "--use-distributed-optimizer")),
+    "tp2-dp2": (4, TP2),
+}
+STOCK = (2, P2)
 
-
-def _losses(folder: Path, corpus: str, num_ranks: int, flags: list[object]) -> list[float]:
-    file = folder / "metrics.jsonl"
-    train([*RUN, *flags, "--data-path", corpus, "--metrics-jsonl", file], num_ranks=num_ranks)
-    return [fields["loss"] for _, fields in sorted(metrics(file).items())]
+Losses = Callable[[int, Flags], list[float]]
 
 
 @pytest.fixture(scope="module")
-def alone(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one rank without a pipeline."""
-    losses = _losses(tmp_path_factory.mktemp("alone"), corpus, 1, [])
-    assert len(losses) == ITERATIONS
-    assert losses[-1] < losses[0] - 0.5, "it learns, so that the weights matter"
-    return losses
+def losses(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Losses:
+    """(number of ranks, flags) -> the loss of every iteration. Each job runs once."""
+    known: dict[tuple[int, Flags], list[float]] = {}
+
+    def of(num_ranks: int, flags: Flags) -> list[float]:
+        if (num_ranks, flags) not in known:
+            file = tmp_path_factory.mktemp("job") / "metrics.jsonl"
+            train([*RUN, *flags, "--data-path", corpus, "--metrics-jsonl", file], num_ranks=num_ranks)
+            known[num_ranks, flags] = [fields["loss"] for _, fields in sorted(metrics(file).items())]
+        return known[num_ranks, flags]
+
+    return of
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_pipeline_has_the_losses_of_the_model_without_one(losses: Losses) -> None:
+    alone = losses(1, (*NO_DROPOUT,))
+    assert len(alone) == ITERATIONS
+    assert alone[-1] < alone[0] - 0.5, "it learns, so that the weights matter"
+    assert losses(STOCK[0], (*STOCK[1], *NO_DROPOUT)) == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", SAME_BITS)
 @pytest.mark.sampled(0.2)
-def test_every_layout_has_the_same_losses(name: str, alone: list[float], corpus: str, tmp_path: Path) -> None:
-    num_ranks, flags = LAYOUTS[name]
-    losses = _losses(tmp_path, corpus, num_ranks, flags)
-    if any(word in name for word in ("tp", "dp", "clip")):
-        assert losses == pytest.approx(alone, rel=1e-6)
-    else:
-        assert losses == alone
+def test_every_schedule_and_pipeline_size_has_the_bits_of_stock_1f1b(name: str, losses: Losses) -> None:
+    num_ranks, flags = SAME_BITS[name]
+    assert losses(num_ranks, (*flags, *NO_DROPOUT)) == losses(STOCK[0], (*STOCK[1], *NO_DROPOUT))
 
 
-def test_by_rank_another_pipeline_is_another_model(alone: list[float], corpus: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", OTHER_SUMS)
+@pytest.mark.sampled(0.2)
+def test_other_layouts_have_the_same_losses(name: str, losses: Losses) -> None:
+    num_ranks, flags = OTHER_SUMS[name]
+    assert losses(num_ranks, (*flags, *NO_DROPOUT)) == pytest.approx(losses(1, (*NO_DROPOUT,)), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_so_has_a_clipped_run(losses: Losses) -> None:
+    clipped = (*NO_DROPOUT, "--clip-grad", "1")
+    assert losses(2, (*P2, V, *clipped)) == pytest.approx(losses(1, clipped), rel=1e-6)
+
+
+WITH_DROPOUT: dict[str, tuple[int, Flags]] = {
+    "1f1b-p2": STOCK,
+    **{name: SAME_BITS[name] for name in ("interleaved-p2", "zb-h1-p4", "zbv-p4", "v-half-p2")},
+    "zbv-p2-recomputed": (2, (*P2, V, "--recompute-granularity", "full", "--recompute-method", "uniform")),
+    "zbv-p2-optimistic": (2, (*P2, V, "--enable-optimizer-post-validation", "--clip-grad", "1")),
+    "zb-h1-p2-dp2": OTHER_SUMS["zb-h1-p2-dp2"],
+    "zbv-p2-tp2": (4, (*OTHER_SUMS["zbv-p2-tp2"][1], "--attention-dropout", "0")),
+}
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+@pytest.mark.sampled(0.2)
+def test_dropout_by_layer_and_sample_is_that_of_the_model_without_a_pipeline(name: str, losses: Losses) -> None:
+    num_ranks, flags = WITH_DROPOUT[name]
+    same: Flags = ("--layout-independent-dropout",)
+    same += ("--attention-dropout", "0") if "tp2" in name else ()
+    same += ("--clip-grad", "1") if "optimistic" in name else ()
+    assert losses(num_ranks, (*flags, *same)) == pytest.approx(losses(1, same), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_otherwise_dropout_depends_on_the_layout(losses: Losses) -> None:
+    """The masks do something, and by rank they differ."""
+    assert losses(1, ("--layout-independent-dropout",))[1] != losses(1, (*NO_DROPOUT,))[1]
+    assert losses(4, (*P4, V))[0] != losses(*STOCK)[0]
+
+
+def test_by_rank_another_pipeline_is_another_model(losses: Losses) -> None:
     """Megatron-LM's way, on request."""
-    flags = [*LAYOUTS["zbv-p1"][1], "--init-by-rank", "--train-iters", 1, "--lr-decay-iters", ITERATIONS]
-    (loss,) = _losses(tmp_path, corpus, 1, flags)
-    assert math.isclose(loss, alone[0], rel_tol=0.1)
-    assert loss != alone[0]
+    (first,) = losses(2, (*P2, V, *NO_DROPOUT, "--init-by-rank", "--train-iters", 1, "--lr-decay-iters", ITERATIONS))
+    expected = losses(STOCK[0], (*STOCK[1], *NO_DROPOUT))[0]
+    assert first == pytest.approx(expected, rel=0.1)
+    assert first != expected

@@ -226,6 +226,7 @@ class _Run:
         if self.replanner is not None:
             self.replanner.before(self.iterations_here, get_num_microbatches())
         begin = self.marks.now()
+        self.trainer.begin_dropout(self.progress.consumed_samples)
         results = self.trainer.iterate(data_iterator)
         end = self.marks.now()
         samples = get_current_running_global_batch_size()

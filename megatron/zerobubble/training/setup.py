@@ -20,6 +20,7 @@ from megatron.core.timers import Timers
 from megatron.zerobubble.mcore.build import build_chunks
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
 from megatron.zerobubble.mcore.model.layout import pipeline_layout
+from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
@@ -126,6 +127,10 @@ def build_training_state(
     )
     if settings.watchdog_s is not None:
         schedule.hooks.watch = Watch(job.host.device)
+    layout_dropout = None
+    if settings.run.layout_independent_dropout:
+        check_layout_dropout(config)
+        layout_dropout = LayoutDropout(built.chunks, seed=settings.run.seed, device=job.host.device)
     return TrainingState(
         settings=settings,
         chunks=built.chunks,
@@ -135,6 +140,7 @@ def build_training_state(
         scheduler=scheduler,
         forward_step=forward_step_provider(setup),
         timers=timers,
+        layout_dropout=layout_dropout,
         device=job.host.device,
         on_host=job.host.on_host,
     )

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size, get_num_microbatches
 
+from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
 from megatron.zerobubble.plan.timeline import Activity
 from megatron.zerobubble.training.config.settings import Settings
@@ -52,6 +54,8 @@ class TrainingState:
     """Runs one microbatch through one model chunk."""
     timers: Any
     """megatron-core's Timers."""
+    layout_dropout: LayoutDropout | None = None
+    """Draws dropout masks by layer and sample; None: megatron-core's way."""
     device: torch.device
     """Device of this rank's parameters and activations."""
     on_host: Callable[[], AbstractContextManager[object]]
@@ -142,6 +146,13 @@ class Trainer:
             training_state.post_validation.step()
             if not training_state.post_validation.is_unvalidated:
                 self._record_verdict(training_state.post_validation.validate())
+
+    def begin_dropout(self, consumed_samples: int) -> None:
+        """With --layout-independent-dropout, call before each iteration with the samples consumed so far by all ranks."""
+        dropout, settings = self._training_state.layout_dropout, self._training_state.settings
+        if dropout is not None:
+            size, rank = settings.batch.micro_batch_size, parallel_state.get_data_parallel_rank()
+            dropout.begin(first_sample=consumed_samples + rank * size, samples_apart=settings.data_parallel_size * size)
 
     def flush(self) -> list[StepResult]:
         """Validate the last step, so that the weights are those of the synchronous optimizer. All ranks must call this.

@@ -176,6 +176,7 @@ class _Block:
         self._last: StepResult | None = None
         self._costs: CostModel | None = None
         self._unit_bytes = 0.0
+        self._consumed = 0
         if request.is_first and not state.schedule.spec.is_stock:
             self._replanner = make_replanner(state, PlanFileWriter(None), ranks_on_host=launch.ranks_on_host)
             self._profiler = Profiler(state.device) if self._replanner is None else None
@@ -216,7 +217,7 @@ class _Block:
         if is_first and iteration == WARM_UP - 1:
             self._keep(trainer.flush())
             trainer = Trainer(replace(self._state, schedule=_Metered(schedule, self._meter)))
-        self._keep(trainer.iterate(data_iterator))
+        self._iterate(trainer, data_iterator)
         if is_first and iteration == WARM_UP - 1:
             self._keep(trainer.flush())
             self._trainer = Trainer(self._state)
@@ -246,11 +247,16 @@ class _Block:
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(self._request.num_timed):
-            self._keep(self._trainer.iterate(data_iterator))
+            self._iterate(self._trainer, data_iterator)
             self._tick()
         self._keep(self._trainer.flush())
         self._synchronize()
         return time.perf_counter() - begin
+
+    def _iterate(self, trainer: Trainer, data_iterator: Any) -> None:
+        trainer.begin_dropout(self._consumed)
+        self._keep(trainer.iterate(data_iterator))
+        self._consumed += self._state.settings.global_batch_size
 
     def _synchronize(self) -> None:
         if self._state.device.type == "cuda":

@@ -34,6 +34,10 @@ class RunConfig:
     init_by_rank: bool = False
     """Draw initial weights in Megatron-LM's way: another schedule, pipeline size or tensor-parallel size then begins with other
     weights. By default each is drawn by --seed and its name, so that all layouts begin with the same ones."""
+    layout_independent_dropout: bool = False
+    """Draw dropout masks by --seed, layer and sample, so that every schedule, pipeline size and data-parallel size has the same
+    ones. By default each rank draws them in the order of its passes. Needs --attention-dropout 0 with tensor parallelism, and no
+    dropout with sequence or context parallelism."""
     check_for_nan_in_loss_and_grad: bool = True
     """Continue training after a loss or gradient norm that is not finite. By default the run stops."""
     manual_gc: bool = False
