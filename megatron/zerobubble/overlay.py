@@ -68,6 +68,7 @@ def install(
     plan: str | None = None,
     optimizer_post_validation: bool = False,
     weights_seed: int | None = None,
+    dropout_seed: int | None = None,
     torch_attention: bool = False,
 ) -> None:
     """Make a training loop that is written for megatron-core run a zero-bubble schedule. Every rank must call it.
@@ -91,6 +92,9 @@ def install(
             nothing. After the last iteration call `uninstall`, evaluate or save, which validate the last step.
         weights_seed: draw each first weight by this seed and its name, so that every schedule and parallel layout begins with the
             same weights; None: as megatron-core does, where they depend on the rank. Goes with `args`, too.
+        dropout_seed: draw dropout masks by this seed, the layer, and the number of the microbatch's first sample, counted from
+            the first iteration after this call, so that every schedule has the same ones; None: as megatron-core does, in the
+            order of each rank's passes. Goes with `args`, too.
         torch_attention: replace megatron-core's own attention in the models that DistributedDataParallel wraps by torch's fused
             attention, which keeps no scores (`use_torch_attention`).
 
@@ -117,7 +121,7 @@ def install(
         config = _from_flags(args)
     _check_supported(config)
     if config.schedule != "stock":
-        _install(config, weights_seed)
+        _install(config, weights_seed=weights_seed, dropout_seed=dropout_seed)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -190,7 +194,7 @@ def _check_supported(config: ZeroBubbleConfig) -> None:
         )
 
 
-def _install(config: ZeroBubbleConfig, weights_seed: int | None) -> None:
+def _install(config: ZeroBubbleConfig, *, weights_seed: int | None, dropout_seed: int | None) -> None:
     from megatron.zerobubble.mcore.replanner import Window
     from megatron.zerobubble.mcore.stock_loop.optimistic_steps import PostValidationOptions
     from megatron.zerobubble.mcore.stock_loop.patches import install_options
@@ -205,6 +209,7 @@ def _install(config: ZeroBubbleConfig, weights_seed: int | None) -> None:
             planning_seconds=config.zero_bubble_planning_seconds,
             p2p_max_ctas=config.zero_bubble_p2p_max_ctas,
             weights_seed=weights_seed,
+            dropout_seed=dropout_seed,
             torch_attention=config.zero_bubble_torch_attention,
             memory_limit=None
             if limit is None or limit.is_relative

@@ -23,6 +23,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron.zerobubble.errors import ConfigError
 
@@ -62,7 +63,7 @@ class LayoutDropout:
     """Seeds the generators of one rank before every layer of its chunks.
 
     Args:
-        chunks: this rank's model chunks; hooks are added for good. They do nothing in evaluation.
+        chunks: this rank's model chunks, which get hooks. They do nothing in evaluation.
         seed: of the run, the same on all ranks.
         device: of the model.
 
@@ -73,6 +74,7 @@ class LayoutDropout:
     def __init__(self, chunks: Sequence[nn.Module], *, seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device
         self._first_sample, self._stride = 0, 0
+        self._hooks: list[RemovableHandle] = []
         for chunk in chunks:
             self._hook(chunk)
 
@@ -98,9 +100,14 @@ class LayoutDropout:
             )
         begins = [] if embedding is None else [embedding]
         for module in [*begins, model.decoder]:
-            module.register_forward_pre_hook(partial(self._begin_microbatch, layers[0] if layers else None))
-        for layer in layers:
-            layer.register_forward_pre_hook(self._begin_layer)
+            hook = partial(self._begin_microbatch, layers[0] if layers else None)
+            self._hooks.append(module.register_forward_pre_hook(hook))
+        self._hooks += [layer.register_forward_pre_hook(self._begin_layer) for layer in layers]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _begin_microbatch(self, layer: Any, module: nn.Module, _: object) -> None:
         """Seed by the microbatch. megatron-core's schedules, and ours, set its number on every layer."""

@@ -37,6 +37,7 @@ from megatron.zerobubble.mcore.model.attention import use_torch_attention
 from megatron.zerobubble.mcore.model.embeddings import Finalize, FinalizeGradients, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.hybrid import check_hybrid, place_stack
 from megatron.zerobubble.mcore.model.layout import StageLayout
+from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
 from megatron.zerobubble.mcore.model.named_weights import draw_by_name, remember_from
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
 from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
@@ -94,6 +95,9 @@ class StockLoopOptions:
     weights_seed: int | None = None
     """Seed of first weights that are drawn by name (`named_weights`); None: as megatron-core drew them."""
 
+    dropout_seed: int | None = None
+    """Seed of dropout masks that are drawn by layer and sample (`layout_dropout`); None: as megatron-core draws them."""
+
     @property
     def is_v(self) -> bool:
         """Whether the first and the last stage are on the same rank."""
@@ -148,7 +152,10 @@ class _Running:
     """Under V: sends the results of the last stage to the last pipeline rank."""
     steps: OptimisticSteps | None
     """With post-validation: the model's optimizer steps."""
+    dropout: LayoutDropout | None
+    """Draws dropout masks by layer and sample, if that was asked for."""
     iterations: int = 0
+    """Training iterations so far."""
 
 
 class StockLoop:
@@ -314,8 +321,14 @@ class StockLoop:
         if forward_only and running.steps is not None:
             running.steps.flush()
         replanner = None if forward_only else running.replanner
-        if replanner is not None:
+        if not forward_only:
+            if running.dropout is not None:
+                size = given["micro_batch_size"]
+                apart = parallel_state.get_data_parallel_world_size() * size
+                own = running.iterations * num_microbatches * apart + parallel_state.get_data_parallel_rank() * size
+                running.dropout.begin(first_sample=own, samples_apart=apart)
             running.iterations += 1
+        if replanner is not None:
             replanner.before(running.iterations, num_microbatches)
         if self.options.is_v:
             forward_step_func = self.questions.answering(forward_step_func, chunks)
@@ -364,7 +377,12 @@ class StockLoop:
         steps = None
         if self.options.post_validation is not None:
             steps = OptimisticSteps(self.options.post_validation, schedule, chunks)
-        running = _Running(list(chunks), schedule, self._make_replanner(schedule, chunks, num_microbatches), relay, steps)
+        dropout = None
+        if self.options.dropout_seed is not None:
+            check_layout_dropout(get_model_config(chunks[0]))
+            dropout = LayoutDropout(chunks, seed=self.options.dropout_seed, device=schedule.device)
+        replanner = self._make_replanner(schedule, chunks, num_microbatches)
+        running = _Running(list(chunks), schedule, replanner, relay, steps, dropout)
         self._running.append(running)
         return running
 
@@ -442,6 +460,8 @@ class StockLoop:
             running.schedule.close()
             if running.relay is not None:
                 running.relay.close()
+            if running.dropout is not None:
+                running.dropout.remove()
         for each in self._adopted:
             remove_split(each.module)
         for config, given, ours in self._finalizers:
