@@ -101,6 +101,35 @@ def _train_and_count(rank: int, flags: str, options: dict[str, Any]) -> tuple[An
     return history, watched.call_count
 
 
+SEEDED = [
+    (f"{TWO} --tie-embeddings-and-output-weights", {"schedule": "zb-h1", "optimizer_post_validation": True}),
+    (CHUNKS, {"schedule": "zbv"}),
+    (f"{CHUNKS} --bf16", {"schedule": "zb-interleaved"}),
+]
+
+
+@pytest.mark.parametrize(("flags", "options"), SEEDED, ids=["zb-h1-tied-optimistic", "zbv", "interleaved-bf16"])
+@pytest.mark.sampled(0.34)
+def test_weights_and_dropout_masks_by_name_are_those_of_1f1b(four_ranks: RankPool, flags: str, options: dict[str, Any]) -> None:
+    """Bit for bit, in two replicas. The loop seeds every rank alike, so that another number of chunks draws other weights."""
+    seeds = {"weights_seed": 7, "dropout_seed": 8}
+    one_chunk = flags.replace(CHUNKS, TWO)
+    sizes = "--num-layers 4 --hidden-size 32 --train-iters 4"
+    expected = _losses(four_ranks.run(_train_with_dropout, f"{sizes} {one_chunk}", {"schedule": "1f1b"} | seeds))
+    actual = _losses(four_ranks.run(_train_with_dropout, f"{sizes} {flags}", options | seeds))
+    assert len(expected) == 2
+    assert expected[0] != expected[1]
+    assert actual == expected
+
+
+def _train_with_dropout(rank: int, flags: str, options: dict[str, Any]) -> Any:
+    def configured(**given: Any) -> TransformerConfig:
+        return TransformerConfig(**(given | {"hidden_dropout": 0.1, "attention_dropout": 0.1}))
+
+    with mock.patch.object(example(), "TransformerConfig", configured):
+        return _train(rank, flags, options)
+
+
 @pytest.mark.parametrize(
     ("stock", "options"),
     [
