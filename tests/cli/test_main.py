@@ -78,4 +78,4 @@ def test_train_starts_its_ranks_and_trains(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "training with the ZBV schedule: 2 ranks" in done.stdout
-    assert done.stdout.count("| consumed samples") == 2
+    assert done.stdout.count("| consumed samples:") == 2

@@ -96,7 +96,7 @@ def test_a_run_learns_and_logs(stock: Job) -> None:
     assert {iteration for iteration, fields in stock.metrics.items() if "validation_loss" in fields} == {4, 6}
     for part in (
         "training with megatron-core's own 1F1B schedule: 2 ranks = 2 pipeline x 1 tensor x 1 data, 4 microbatches",
-        "iteration      6/6 | consumed samples 48",
+        "iteration        6/       6 | consumed samples:           48",
         f"validation loss at iteration 6: {stock.metrics[6]['validation_loss']:.4f} (ppl ",
         "done: 6 iterations, schedule: megatron-core's own 1F1B schedule",
         "tokens per second",

@@ -35,6 +35,7 @@ from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.data.tokenizers import build_tokenizer
+from megatron.zerobubble.training.flops import flops_per_sample
 from megatron.zerobubble.training.garbage import GarbageCollection
 from megatron.zerobubble.training.initialize import (
     Job,
@@ -45,6 +46,7 @@ from megatron.zerobubble.training.initialize import (
     set_up_model_parallel,
 )
 from megatron.zerobubble.training.metrics.logger import IterationRecord, MetricsLogger
+from megatron.zerobubble.training.metrics.memory import log_memory
 from megatron.zerobubble.training.metrics.trace import report_pipeline
 from megatron.zerobubble.training.planning.auto import choose_schedule
 from megatron.zerobubble.training.planning.balance import log_balance
@@ -168,8 +170,13 @@ class _Run:
             if restored is not None:
                 self.progress = Progress(restored.iteration, restored.consumed_samples)
         self.metrics = MetricsLogger(
-            self.settings, rank=job.launch.rank, start_iteration=self.progress.iteration, timers=training_state.timers
+            self.settings,
+            rank=job.launch.rank,
+            start_iteration=self.progress.iteration,
+            timers=training_state.timers,
+            flops_per_sample=flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
         )
+        self.has_logged_memory = False
 
     def run(self) -> None:
         """Iterate, evaluate, save, log a summary."""
@@ -215,6 +222,9 @@ class _Run:
                 self._evaluate()
             elif is_last or logs_progress:
                 self.metrics.log()
+            if not self.has_logged_memory and (is_last or logs_progress):
+                self.has_logged_memory = True
+                log_memory(progress.iteration)
             if saves:
                 self._save()
             if is_last:
