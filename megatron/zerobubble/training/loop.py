@@ -202,13 +202,13 @@ class _Run:
         run, logs, progress = self.settings.run, self.settings.logging, self.progress
         self.training_state.schedule.recordings.choose(self.settings.zero_bubble.trace_iterations, done=progress.iteration)
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
-        while progress.iteration < run.train_iters:
+        while progress.iteration < self.settings.train_iters:
             self._iterate(data_iterator)
             self.garbage.after_iteration(progress.iteration)
             self._replan()
             if self.saver is not None:
                 self.saver.poll(progress.iteration)
-            is_last = self._exits_early() or progress.iteration == run.train_iters
+            is_last = self._exits_early() or progress.iteration == self.settings.train_iters
             interval = self.settings.checkpoint.save_interval
             evaluates = run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0)
             evaluates = evaluates and not self.early_exit.is_urgent
@@ -305,7 +305,7 @@ class _Run:
             return True
         if not self.early_exit.is_due(self.progress.iteration):
             return False
-        if self.progress.iteration < run.train_iters:  # scripts that start the job again look for this line
+        if self.progress.iteration < self.settings.train_iters:  # scripts that start the job again look for this line
             why = "on SIGTERM" if self.early_exit.is_urgent else "--exit-duration-in-mins"
             _log.info("exiting at iteration %d (%s)", self.progress.iteration, why)
         return True

@@ -167,15 +167,32 @@ def _check_transformer_engine(settings: Settings) -> None:
 def _check_optimizer(settings: Settings) -> None:
     if settings.optim.optimizer == "sgd" and settings.parallel.use_distributed_optimizer:
         raise ConfigError("--use-distributed-optimizer shards Adam's state; leave it out with --optimizer sgd")
-    warmup, decay = settings.lr_warmup_iters, settings.lr_decay_iters
+    _check_lr_units(settings)
+    warmup, decay, annealing = settings.lr_warmup_samples, settings.lr_decay_samples, settings.lr_wsd_decay_samples
+    unit, size = ("samples", 1) if settings.run.train_samples is not None else ("iterations", settings.global_batch_size)
+    name = "iters" if unit == "iterations" else unit
     if warmup >= decay:
         raise ConfigError(
-            f"the learning rate warm-up of {warmup:g} iterations must be shorter than the decay of {decay} "
-            "(--lr-decay-iters, by default --train-iters)"
+            f"the learning rate warm-up of {warmup / size:g} {unit} must be shorter than the decay of {decay // size} "
+            f"(--lr-decay-{name}, by default --train-{name})"
         )
-    annealing = settings.optim.lr_wsd_decay_iters
     if settings.optim.lr_decay_style == "WSD" and annealing is not None and annealing > decay:
-        raise ConfigError(f"--lr-wsd-decay-iters {annealing} is longer than the decay of {decay} iterations")
+        raise ConfigError(f"--lr-wsd-decay-{name} {annealing // size} is longer than the decay of {decay // size} {unit}")
+
+
+def _check_lr_units(settings: Settings) -> None:
+    """Raise unless the learning rate's schedule is in the unit of the run's length."""
+    optim = settings.optim
+    given = {
+        "iters": {"decay": optim.lr_decay_iters, "warmup": optim.lr_warmup_iters, "wsd-decay": optim.lr_wsd_decay_iters},
+        "samples": {"decay": optim.lr_decay_samples, "warmup": optim.lr_warmup_samples, "wsd-decay": optim.lr_wsd_decay_samples},
+    }
+    right, wrong = ("iters", "samples") if settings.run.train_samples is None else ("samples", "iters")
+    for name, value in given[wrong].items():
+        if value:
+            raise ConfigError(f"--lr-{name}-{wrong} needs --train-{wrong}; with --train-{right} give --lr-{name}-{right}")
+    if settings.run.train_samples is not None and not settings.train_iters:
+        raise ConfigError(f"--train-samples {settings.run.train_samples} is less than one batch; give at least its size")
 
 
 def _check_gradients(settings: Settings) -> None:
