@@ -47,6 +47,7 @@ from megatron.zerobubble.training.initialize import (
 )
 from megatron.zerobubble.training.metrics.logger import IterationRecord, MetricsLogger
 from megatron.zerobubble.training.metrics.memory import log_memory
+from megatron.zerobubble.training.metrics.step_profiler import StepProfiler
 from megatron.zerobubble.training.metrics.trace import report_pipeline
 from megatron.zerobubble.training.planning.auto import choose_schedule
 from megatron.zerobubble.training.planning.balance import log_balance
@@ -109,9 +110,9 @@ def pretrain(
         )
         host = choose_device(settings, launch)
     except UserError as error:
-        exit_with_error(error, rank=launch.rank, prog=prog)
+        exit_with_error(error, rank=launch.rank, prog=prog, error_file=launch.error_file)
     job = join_job(settings, launch, host)
-    with JobGuard(job.store, launch.rank) as guard:
+    with JobGuard(job.store, launch.rank, error_file=launch.error_file) as guard:
         if settings.zero_bubble.schedule == AUTO:
             settings = choose_schedule(
                 settings,
@@ -176,6 +177,7 @@ class _Run:
             timers=training_state.timers,
             flops_per_sample=flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
         )
+        self.step_profiler = StepProfiler(self.settings.logging, rank=job.launch.rank)
         self.has_logged_memory = False
 
     def run(self) -> None:
@@ -203,7 +205,9 @@ class _Run:
         self.training_state.schedule.recordings.choose(self.settings.zero_bubble.trace_iterations, done=progress.iteration)
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
         while progress.iteration < self.settings.train_iters:
+            self.step_profiler.before(progress.iteration)
             self._iterate(data_iterator)
+            self.step_profiler.after(progress.iteration)
             self.garbage.after_iteration(progress.iteration)
             self._replan()
             if self.saver is not None:
@@ -229,6 +233,7 @@ class _Run:
                 self._save()
             if is_last:
                 break
+        self.step_profiler.close()
 
     def _iterate(self, data_iterator: Any) -> None:
         self._ramp_up()
