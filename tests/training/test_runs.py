@@ -100,8 +100,9 @@ def test_a_run_learns_and_logs(stock: Job) -> None:
         f"validation loss at iteration 6: {stock.metrics[6]['validation_loss']:.4f} (ppl ",
         "done: 6 iterations, schedule: megatron-core's own 1F1B schedule",
         "tokens per second",
-        "bubble: ",
-        f"checkpoint: {stock.checkpoints / 'iter_0000006'}",
+        "of iteration 4 (",
+        f"  loss        {stock.metrics[6]['loss']:.4f} (last iteration), {stock.metrics[6]['validation_loss']:.4f} (validation)",
+        f"  checkpoint  {stock.checkpoints / 'iter_0000006'}",
     ):
         assert part in stock.said, stock.said
 

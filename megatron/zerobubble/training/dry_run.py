@@ -12,7 +12,7 @@ from typing import Any
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import AUTO, make_plan
-from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of, schedule_spec
+from megatron.zerobubble.plan.registry import executed_plan, initial_plan, stock_plan
 from megatron.zerobubble.plan.render.summary import headline, measures
 from megatron.zerobubble.plan.render.text import render_text
 from megatron.zerobubble.plan.search.search import SearchOptions
@@ -22,7 +22,7 @@ from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.flops import iteration_flops
 from megatron.zerobubble.training.memory_estimate import estimate_memory, stage_weights
 
-__all__ = ["dry_run_report", "settings_lines", "stock_plan"]
+__all__ = ["dry_run_report", "settings_lines"]
 
 _GIB, _WIDTH, _MOST_DRAWN = 2.0**30, 160, 400
 """Bytes, columns of a timeline, and passes of a rank up to which it is drawn."""
@@ -77,16 +77,9 @@ def _shown(value: Any, field: dataclasses.Field[Any]) -> str:
     return " ".join(map(str, value)) or "-" if isinstance(value, tuple) else "-" if value is None else str(value)
 
 
-def stock_plan(num_ranks: int, num_microbatches: int, *, num_chunks: int) -> Plan:
-    """The order of megatron-core's own schedule: 1F1B, or interleaved 1F1B with several stages per rank."""
-    name = "1f1b" if num_chunks == 1 else "interleaved-1f1b"
-    spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=None if num_chunks == 1 else num_chunks)
-    return plan_of(spec, num_microbatches)
-
-
 def _plan(settings: Settings) -> Plan:
     if settings.zero_bubble.schedule == "stock":
-        return stock_plan(settings.pipeline_size, settings.num_microbatches, num_chunks=settings.num_chunks)
+        return stock_plan(settings.num_microbatches, num_ranks=settings.pipeline_size, num_chunks=settings.num_chunks)
     spec = settings.schedule_spec
     return executed_plan(spec, initial_plan(spec, settings.num_microbatches))
 

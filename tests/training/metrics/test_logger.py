@@ -234,10 +234,10 @@ def test_only_rank_0_writes(jsonl: Path) -> None:
 def test_speed_leaves_out_the_first_iteration(logger: MetricsLogger) -> None:
     logger.add(replace(record(1), elapsed_ms=lambda: 100_000.0))
     logger.log()
-    assert logger.tokens_per_second() is None
+    assert logger.totals.num_timed == 0
     logger.add(record(2))
     logger.log()
-    assert logger.tokens_per_second() == 64.0
+    assert (logger.totals.num_timed, logger.totals.seconds, logger.totals.samples_per_s) == (1, 0.5, 4.0)
 
 
 @pytest.mark.parametrize(

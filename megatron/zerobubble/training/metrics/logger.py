@@ -24,6 +24,7 @@ from megatron.zerobubble.training.metrics.aux_losses import AuxLosses
 from megatron.zerobubble.training.metrics.curves import Curves
 from megatron.zerobubble.training.metrics.memory import memory_scalars
 from megatron.zerobubble.training.metrics.progress_line import progress_line, tflops_per_gpu
+from megatron.zerobubble.training.metrics.summary import Totals
 from megatron.zerobubble.training.step import StepResult, mean_losses
 
 __all__ = ["IterationRecord", "MetricsLogger"]
@@ -94,7 +95,8 @@ class MetricsLogger:
         self._flops_per_sample = flops_per_sample
         self._pending: list[IterationRecord] = []
         self._num_corrected = 0
-        self._speeds: list[tuple[int, float]] = []
+        self.totals = Totals(flops_per_sample=flops_per_sample)
+        """For the summary of the run."""
         self._aux_losses = AuxLosses(settings)
         self._resources = ExitStack()
         self._jsonl: IO[str] | None = None
@@ -156,7 +158,7 @@ class MetricsLogger:
             losses = mean_losses(torch.stack([record.result.loss for record in records]))
             for record, loss in zip(records, losses, strict=True):
                 record.loss, record.seconds = loss, record.elapsed_ms() / 1000.0
-                self._speeds.append((record.samples, record.seconds))
+                self.totals.add(samples=record.samples, seconds=record.seconds, loss=loss)
             settings = self._settings
             samples = sum(record.samples for record in records)
             aux_losses = self._aux_losses.take(samples // (settings.batch.micro_batch_size * settings.data_parallel_size))
@@ -165,6 +167,7 @@ class MetricsLogger:
         if objects:
             objects[-1] |= aux_losses  # means since the last progress line
         if validation_loss is not None:
+            self.totals.last_validation_loss = validation_loss
             if not objects:
                 objects = [{"iteration": iteration, "schedule": self._settings.zero_bubble.schedule}]
             objects[-1]["validation_loss"] = validation_loss
@@ -180,14 +183,6 @@ class MetricsLogger:
         if self._curves is not None:
             self._curves.add(values, iteration)
             self._curves.flush()
-
-    def tokens_per_second(self) -> float | None:
-        """Mean tokens per second of all ranks together, over the iterations logged without the first, which warms up; None before
-        the second."""
-        if len(self._speeds) < 2:
-            return None
-        samples, seconds = map(sum, zip(*self._speeds[1:], strict=True))
-        return self._settings.model.seq_length * samples / seconds
 
     def _log_progress(self, records: list[IterationRecord], aux_losses: Mapping[str, float]) -> None:
         settings, last = self._settings, records[-1]

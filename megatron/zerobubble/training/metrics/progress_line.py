@@ -60,7 +60,7 @@ def progress_line(
         f"global batch size: {last.samples:5d}",
         f"lm loss: {sum(losses) / len(losses):.6E}",
         *(f"{name}: {value:.6E}" for name, value in aux_losses.items()),
-        f"loss scale: {float(result.loss_scale):.1f}",
+        f"loss scale: {float(result.loss_scale) if settings.precision.fp16 else 1.0:.1f}",
     ]
     if result.grad_norm is not None:
         parts.append(f"grad norm: {result.grad_norm:.3f}")
