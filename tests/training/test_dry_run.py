@@ -33,7 +33,7 @@ def settings(flags: str = "", *, world_size: int = 1) -> Settings:
 @pytest.mark.parametrize(
     ("flags", "plan"),
     [
-        ("", "1f1b: 4 pipeline ranks (PP), 8 microbatches per iteration, 1 stage(s) per rank (loop)"),
+        ("", "1f1b: 4 pipeline ranks (PP), 8 microbatches per iteration, 1 stage(s) per rank (linear)"),
         ("--num-virtual-stages-per-pipeline-rank 2 ", "interleaved-1f1b: 4 pipeline ranks (PP), 8 microbatches"),
         ("--zero-bubble-v-schedule ", "zbv: 4 pipeline ranks (PP), 8 microbatches per iteration, 2 stage(s) per rank (V)"),
         ("--zero-bubble-schedule auto ", "schedule auto: chosen for equal passes; a run profiles the model first"),

@@ -119,7 +119,16 @@ def test_a_ramp_up_has_more_iterations_in_as_many_samples() -> None:
     """Batches of 2 up to 8 samples, of 4 up to 16, of 6 up to 24, then of 8; megatron-core's calculator, sample by sample."""
     from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
-    calculator = RampupBatchsizeNumMicroBatchesCalculator(0, 8, 1, 1, False, 2, 2, 24)
+    calculator = RampupBatchsizeNumMicroBatchesCalculator(
+        global_batch_size=8,
+        micro_batch_size=1,
+        data_parallel_size=1,
+        decrease_batch_size_if_needed=False,
+        rank=0,
+        start_global_batch_size=2,
+        batch_size_increment=2,
+        ramup_samples=24,
+    )
     for samples in (1, 2, 7, 23, 24, 26, 40, 100):
         consumed = iterations = 0
         while True:

@@ -188,8 +188,8 @@ class PipelineSchedule:
     def timelines(self) -> list[Timeline]:
         """The chosen iterations of this pipeline that ran, or else the last recorded one, on the clock of its first rank.
 
-        Every rank must call it, between two iterations. Empty if nothing was recorded: before a second iteration, and with a stock
-        schedule on one rank.
+        Every rank must call it, between two iterations. Empty if nothing was recorded: before a second iteration, and with a
+        stock schedule on one rank.
         """
         group = parallel_state.get_pipeline_model_parallel_group()
         return self.recordings.gather(group, num_ranks=self.spec.num_ranks)

@@ -1,8 +1,8 @@
 """Choose which iterations of a run are recorded, and keep the recordings.
 
 By default a few early training iterations and then every `RECORD_EVERY`-th are recorded, and the last of these recordings is
-kept: that of a short run is not from its start, where iterations are slower. Iterations that were chosen by number are all recorded and
-kept. An iteration ends when the next one begins: the optimizer step belongs to it.
+kept: that of a short run is not from its start, where iterations are slower. Iterations that were chosen by
+number are all recorded and kept. An iteration ends when the next one begins: the optimizer step belongs to it.
 
 The clock of a rank on another host drifts, so its offset to rank 0's clock is measured soon after a recorded iteration, but never
 between two recorded ones: the measurement makes the ranks wait for each other, which must not show in a recording.

@@ -37,14 +37,14 @@ def test_the_root_cause_is_our_line(tmp_path: Path) -> None:
 def test_a_rank_that_raises_leaves_its_traceback(tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     store = torch.distributed.HashStore()
-    with JobGuard(store, 3, leave=lambda code: None, stream=io.StringIO(), error_file=str(file)):
+    with pytest.raises(IndexError), JobGuard(store, 3, leave=lambda code: None, stream=io.StringIO(), error_file=str(file)):
         raise IndexError("list index out of range")
     assert read_error_file(file) == "rank 3 failed: IndexError: list index out of range"
     printed = summary(file)
     assert "Traceback (most recent call last):" in printed
     assert "IndexError: list index out of range" in printed
     other = tmp_path / "other.json"
-    with JobGuard(store, 4, leave=lambda code: None, stream=io.StringIO(), error_file=str(other)):
+    with pytest.raises(ConnectionError), JobGuard(store, 4, leave=lambda code: None, stream=io.StringIO(), error_file=str(other)):
         raise ConnectionError("reset")
     assert not other.exists(), "rank 3 failed first"
 
