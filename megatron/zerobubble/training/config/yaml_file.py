@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def with_yaml_flags(argv: Sequence[str], parser: argparse.ArgumentParser) -> lis
 
 
 def _file(argv: Sequence[str]) -> str | None:
-    for word, following in zip(argv, [*argv[1:], None], strict=True):
+    for word, following in itertools.zip_longest(argv, argv[1:]):
         if word.startswith(f"{FLAG}="):
             return word.partition("=")[2]
         if word == FLAG:
