@@ -12,8 +12,9 @@
 #   INTERLEAVED_1F1B=1                  megatron-core's own interleaved 1F1B, one layer per chunk
 #   PIPELINE_SIZE TP_SIZE CP_SIZE       pipeline-, tensor- and context-parallel size; the remaining ranks are data parallel
 #   GPUS_PER_NODE                       ranks per machine
-#   WORLD_SIZE (or NNODES) RANK         number of machines, and the number of this one
-#   MASTER_ADDR MASTER_PORT             rendezvous address, with several machines
+#   NNODES NODE_RANK                    number of machines, and the number of this one (not needed if MASTER_ADDR is its name)
+#   MASTER_ADDR MASTER_PORT             rendezvous address, with several machines; RDZV_ID names the job there
+#   MAX_RESTARTS                        times that torchrun starts all ranks again after a failure, from the latest checkpoint
 #   HIDDEN_SIZE LAYERS ATTENTION_HEADS SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR
 #   MODEL=deepseek-like                 multi-latent attention, experts with a shared one behind a dense layer, an MTP layer
 #   TRANSFORMER_IMPL=transformer_engine Transformer Engine's layers, on GPUs; FP8_FORMAT=hybrid or e4m3 with them
@@ -39,7 +40,13 @@ if [[ "$launcher" != torchrun && "$launcher" != slurm ]]; then
 fi
 gpus=0
 command -v nvidia-smi >/dev/null && gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)"
-nodes="${NNODES:-${WORLD_SIZE:-1}}"
+nodes="${NNODES:-}" node_rank="${NODE_RANK:-}" older=()
+if [[ "$launcher" == torchrun ]]; then # RANK and WORLD_SIZE are machines in scripts of the papers, and processes in schedulers
+    [[ -z "$nodes" && "${WORLD_SIZE:-1}" != 1 ]] && nodes="$WORLD_SIZE" older+=("WORLD_SIZE=$WORLD_SIZE (give NNODES)")
+    [[ -z "$node_rank" && -n "${RANK:-}" && -n "$nodes" && "${RANK:-}" -lt "${nodes:-1}" ]] && ((nodes > 1)) && node_rank="$RANK" older+=("RANK=$RANK (give NODE_RANK)")
+    ((${#older[@]})) && echo "warning: numbers of machines are taken from ${older[*]}; schedulers set these to processes" >&2
+fi
+nodes="${nodes:-1}"
 if ((gpus * nodes >= 2)); then
     backend=nccl
     ranks_per_node="${GPUS_PER_NODE:-$gpus}"
@@ -119,14 +126,19 @@ if [[ "$launcher" == slurm ]]; then
 else
     start=("${python_bin}torchrun" --nproc-per-node "$ranks_per_node")
     if ((nodes > 1)); then
-        start+=(--nnodes "$nodes" --node-rank "${RANK:?set RANK to the number of this machine}"
-            --master-addr "${MASTER_ADDR:?set MASTER_ADDR to the first machine}" --master-port "${MASTER_PORT:-29500}")
+        start+=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-id "${RDZV_ID:-zero-bubble}"
+            --rdzv-endpoint "${MASTER_ADDR:?set MASTER_ADDR to the first machine}:${MASTER_PORT:-29500}")
+        [[ -n "$node_rank" ]] && start+=(--rdzv-conf "is_host=$((node_rank == 0))")
     elif [[ -n "${MASTER_PORT:-}" ]]; then
         start+=(--master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "$MASTER_PORT")
     else
         start+=(--standalone) # takes a free port
     fi
-    unset WORLD_SIZE RANK # here they count machines; torchrun sets them to count ranks
+    if is_on "${MAX_RESTARTS:-}"; then
+        start+=(--max-restarts "$MAX_RESTARTS")
+        device+=(--load "$run/checkpoints")
+    fi
+    unset WORLD_SIZE RANK # torchrun sets them
 fi
 
 exec "${start[@]}" "$here/pretrain_gpt.py" \

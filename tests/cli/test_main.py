@@ -78,4 +78,32 @@ def test_train_starts_its_ranks_and_trains(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "training with the ZBV schedule: 2 ranks" in done.stdout
-    assert done.stdout.count("| consumed samples") == 2
+    assert done.stdout.count("| consumed samples:") == 2
+
+
+def test_the_reason_of_a_failed_job_is_the_last_line(tmp_path: Path) -> None:
+    """Flags that only a rank can refuse, once it knows its device. torchrun's summary above names it as the root cause."""
+    flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--train-iters", "2", "--distributed-backend", "gloo"]
+    flags += ["--ddp-average-in-collective", "--overlap-grad-reduce"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron.zerobubble.cli.main", "train", "--nproc-per-node", "2", *flags],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env={**environment(), "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+    )
+    assert done.returncode != 0
+    line = (
+        "zerobubble train: error: --ddp-average-in-collective: gloo sums and cannot average; leave it out, gradients are scaled"
+    )
+    assert done.stderr.splitlines()[-1].startswith(line), done.stderr
+    cause = done.stderr[done.stderr.index("Root Cause") :]
+    assert line in cause.splitlines()[6], "the traceback field of the summary"
+
+
+def test_a_dry_run_starts_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--train-iters", "2", "--pipeline-model-parallel-size", "2"]
+    assert main(["train", "--nproc-per-node", "4", *flags, "--dry-run"]) == 0
+    assert "job: 4 ranks = 2 pipeline x 1 tensor x 1 context x 2 data" in capsys.readouterr().out

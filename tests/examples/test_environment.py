@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zerobubble.training.arguments import settings_from_argv
-from tests.support.cluster import Cluster
+from tests.support.cluster import ROOT, Cluster
 
 SCRIPT = "pretrain_zero_bubble.sh"
 VARIABLES = ("CUDA_MODULE_LOADING", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
@@ -63,14 +63,41 @@ def test_without_two_gpus_ranks_run_on_the_cpu_and_nothing_is_set(cluster: Clust
     assert cluster.rank_arguments(None)[:3] == ["--nproc-per-node", "4", "--standalone"]
 
 
-def test_several_machines_under_torchrun(cluster: Cluster) -> None:
-    """With the variables of the papers' own scripts, which count machines."""
-    started_with = started(cluster, GPUS="8", WORLD_SIZE="2", RANK="1", MASTER_ADDR="node0", PIPELINE_SIZE="8", TP_SIZE="2")
-    arguments = cluster.rank_arguments(None)
-    expected = "--nproc-per-node 8 --nnodes 2 --node-rank 1 --master-addr node0 --master-port 29500"
-    assert arguments[:10] == expected.split()
-    assert not {"WORLD_SIZE", "RANK"} & set(started_with), "torchrun sets them to count ranks"
+RENDEZVOUS = "--nproc-per-node 8 --nnodes 2 --rdzv-backend c10d --rdzv-id zero-bubble --rdzv-endpoint node0:29500 "
+
+
+@pytest.mark.parametrize(("rank", "is_host"), [("0", "1"), ("1", "0"), ("", None)])
+def test_several_machines_under_torchrun(cluster: Cluster, rank: str, is_host: str | None) -> None:
+    """A scheduler's RANK and WORLD_SIZE, which count processes, change nothing. Without NODE_RANK torchrun compares names."""
+    processes = {"WORLD_SIZE": "16", "RANK": "9"}
+    sizes = {"PIPELINE_SIZE": "8", "TP_SIZE": "2"}
+    given = cluster.environment(GPUS="8", NNODES="2", NODE_RANK=rank, MASTER_ADDR="node0", **sizes)
+    given |= processes
+    done = cluster.run(SCRIPT, environment=given)
+    assert (done.returncode, done.stderr) == (0, "")
+    arguments, environment = cluster.rank_arguments(None), cluster.rank_environment(None)
+    expected = RENDEZVOUS + ("" if is_host is None else f"--rdzv-conf is_host={is_host} ")
+    assert " ".join(arguments).startswith(expected + str(ROOT))
+    assert not {"WORLD_SIZE", "RANK"} & set(environment), "torchrun sets them"
     assert arguments[arguments.index("--pipeline-model-parallel-size") + 1] == "8"
+
+
+def test_the_variables_of_the_papers_scripts_count_machines_with_a_warning(cluster: Cluster) -> None:
+    environment = cluster.environment(GPUS="8", WORLD_SIZE="2", RANK="1", MASTER_ADDR="node0")
+    done = cluster.run(SCRIPT, environment=environment)
+    assert done.returncode == 0
+    assert done.stderr == (
+        "warning: numbers of machines are taken from WORLD_SIZE=2 (give NNODES) RANK=1 (give NODE_RANK); schedulers set these "
+        "to processes\n"
+    )
+    assert " ".join(cluster.rank_arguments(None)).startswith(RENDEZVOUS + "--rdzv-conf is_host=0 ")
+
+
+def test_restarts_continue_from_the_latest_checkpoint(cluster: Cluster) -> None:
+    started(cluster, GPUS="0", MAX_RESTARTS="3", RUN_DIR="/run/1")
+    arguments = cluster.rank_arguments(None)
+    assert arguments[:5] == ["--nproc-per-node", "4", "--standalone", "--max-restarts", "3"]
+    assert arguments[arguments.index("--load") + 1] == "/run/1/checkpoints" == arguments[arguments.index("--save") + 1]
 
 
 def test_the_pipeline_has_the_ranks_that_the_other_sizes_leave(cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ import torch
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.timeline import RankTimeline
 from megatron.zerobubble.profiling.recorder import OpRecorder
-from megatron.zerobubble.profiling.recordings import RECORD_EVERY, Recordings
+from megatron.zerobubble.profiling.recordings import EARLY, RECORD_EVERY, Recordings
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -42,10 +42,10 @@ class Run:
         return 100.0 * self.log.count("compared")
 
 
-def test_by_default_the_second_and_every_twentieth_after_it_and_the_last_is_kept() -> None:
+def test_by_default_a_few_early_ones_and_every_twentieth_and_the_last_is_kept() -> None:
     run = Run()
     run.iterate(*range(1, 2 * RECORD_EVERY))
-    assert run.recorded() == ["recorded 2", f"recorded {RECORD_EVERY + 2}"]
+    assert run.recorded() == [f"recorded {number}" for number in (*EARLY, RECORD_EVERY + 2)]
     (timeline,) = run.recordings.gather(None, num_ranks=1)
     assert timeline.iteration == RECORD_EVERY + 2
     assert timeline.plan is PLAN
@@ -69,6 +69,12 @@ def test_chosen_iterations_that_did_not_run_leave_the_last_recorded_one() -> Non
     run.recordings.choose([99], done=0)
     run.iterate(1, 2, 3)
     assert [timeline.iteration for timeline in run.recordings.gather(None, num_ranks=1)] == [2]
+
+
+def test_a_short_run_keeps_none_of_its_first_iterations() -> None:
+    run = Run()
+    run.iterate(*range(1, 11))
+    assert [timeline.iteration for timeline in run.recordings.gather(None, num_ranks=1)] == [7]
 
 
 def test_a_disturbed_iteration_is_recorded_only_if_chosen() -> None:

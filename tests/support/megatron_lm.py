@@ -30,7 +30,7 @@ WITHOUT_KERNELS = (
 )
 """What a machine without CUDA needs besides."""
 
-_LOGGED = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ")
+LOGGED = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ")
 MISSING = (
     "megatron-core has Megatron-LM's training loop, megatron.training, from 0.17 on: put one of these, or a checkout of "
     "Megatron-LM, first on PYTHONPATH"
@@ -42,7 +42,7 @@ _VALIDATED = re.compile(r"validation loss at (.*?) \| lm loss value: (\S+) ")
 def logged(text: str) -> dict[str, tuple[str, ...]]:
     """What the loop printed, digit by digit: iteration -> (loss, gradient norm), and evaluation -> (loss,)."""
     return {
-        **{number: (loss, norm) for number, loss, norm in _LOGGED.findall(text)},
+        **{number: (loss, norm) for number, loss, norm in LOGGED.findall(text)},
         **{where: (loss,) for where, loss in _VALIDATED.findall(text)},
     }
 

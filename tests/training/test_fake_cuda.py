@@ -74,7 +74,7 @@ def test_a_run_on_the_fake_device_has_the_bits_of_the_cpu(run: Any, name: str, t
 @pytest.mark.parametrize("name", [name for name in CASES if "gloo" not in name])
 @pytest.mark.sampled(0.25)
 def test_the_host_waits_once_in_an_iteration_and_never_in_the_passes(run: Any, name: str) -> None:
-    """Once per rank, in the step. One more begins the recording of the second iteration, and one is for the progress line.
+    """Once per rank, in the step. One more begins the recording of an iteration, and one is for the progress line.
 
     Without a snapshot the host also asks whether the step could be rolled back at all.
     """
@@ -89,11 +89,11 @@ def test_the_host_waits_once_in_an_iteration_and_never_in_the_passes(run: Any, n
         assert len(asks) == (1 if "inverse" in name else 0), "the last rank takes no optimistic step"
         assert len(waits) == len(reads) + len(asks), waits
         extra = found.waits("around the passes", iteration)
-        assert len(extra) == (2 if iteration == 2 else 0), extra
+        assert len(extra) == (2 if iteration in (2, 4) else 0), extra
         assert all("marks.py" in wait for wait in extra)
-    line = found.waits("between")
+    line = [wait for wait in found.waits("between") if "log_memory" not in wait]  # once in a run
     assert len(line) == (4 if "fp16" in name else 2), "one progress line on each rank; it shows the loss scale, too"
-    assert all("mean_losses" in wait or "_log_progress" in wait for wait in line)
+    assert all("mean_losses" in wait or "progress_line" in wait for wait in line)
 
 
 def test_no_other_thread_waits_for_the_device(run: Any) -> None:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: `--nproc-per-node N` (optional, first), zero-bubble flags, the script and its flags; None takes the process's.
 
     Returns:
-        The exit code of one rank. Starting several ranks replaces this process and does not return.
+        The exit code of one rank, or of torchrun with several.
     """
     launch = None
     try:
@@ -63,7 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if count is None:
             return _run(args, launch)
     except UserError as error:
-        exit_with_error(error, rank=0 if launch is None else launch.rank, prog=_PROG)
+        exit_with_error(
+            error,
+            rank=0 if launch is None else launch.rank,
+            prog=_PROG,
+            error_file=None if launch is None else launch.error_file,
+        )
     return start_ranks(count, _MODULE, words)
 
 
@@ -108,7 +113,7 @@ def _run(args: argparse.Namespace, launch: Launch) -> int:
         install(args)
         from megatron.zerobubble.training.resilience.failure import JobGuard
 
-        with JobGuard(job_store(launch), launch.rank):
+        with JobGuard(job_store(launch), launch.rank, error_file=launch.error_file):
             runpy.run_path(args.script, run_name="__main__")
     return 0
 

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: `--nproc-per-node N` (optional, first) and flags of pretrain_gpt.py; None takes those of the process.
 
     Returns:
-        The exit code of one rank. Starting several ranks replaces this process and does not return.
+        The exit code of one rank, or of torchrun with several.
     """
     try:
         count, flags = take_count(sys.argv[1:] if argv is None else argv)
@@ -35,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if count is None:
         run(model_provider, forward_step_provider, argv=flags, prog=_PROG)
         return 0
-    parse_arguments(flags, rank=0, world_size=count, prog=_PROG)  # one line for a bad flag, before any rank starts
+    settings = parse_arguments(flags, rank=0, world_size=count, prog=_PROG)  # one line for a bad flag, before any rank starts
+    if settings.run.dry_run:
+        run(model_provider, forward_step_provider, argv=[*flags, "--dry-run-world-size", str(settings.world_size)], prog=_PROG)
+        return 0
     return start_ranks(count, __spec__.name, flags)
 
 

@@ -2,7 +2,8 @@
 
     ScheduleSpec -> Plan (planned and validated once per number of microbatches) -> Program (transfers placed) -> IterationRunner
 
-With the schedule "stock" the function *is* megatron-core's own, untouched: the baseline.
+With the schedule "stock" megatron-core's own function runs, untouched: the baseline. In iterations that are recorded its timers
+are (`stock_recording`).
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from megatron.zerobubble.mcore.iteration_runner import IterationHooks, Iteration
 from megatron.zerobubble.mcore.post_validation.rewind import Replayed
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.stage_work import Iteration
+from megatron.zerobubble.mcore.stock_recording import PipelineGroupLinks, recorded_passes
 from megatron.zerobubble.mcore.warm_up import warm_up_groups
 from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.registry import executed_plan, initial_plan
+from megatron.zerobubble.plan.registry import executed_plan, initial_plan, stock_plan
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.timeline import Activity, Timeline
 from megatron.zerobubble.plan.transforms import forward_only as only_forward
@@ -186,8 +188,8 @@ class PipelineSchedule:
     def timelines(self) -> list[Timeline]:
         """The chosen iterations of this pipeline that ran, or else the last recorded one, on the clock of its first rank.
 
-        Every rank must call it, between two iterations. Empty if nothing was recorded: under stock schedules, and before a
-        second iteration.
+        Every rank must call it, between two iterations. Empty if nothing was recorded: before a second iteration, and with a
+        stock schedule on one rank.
         """
         group = parallel_state.get_pipeline_model_parallel_group()
         return self.recordings.gather(group, num_ranks=self.spec.num_ranks)
@@ -201,7 +203,9 @@ class PipelineSchedule:
             self.hooks.token_count = None
 
     def _clock_offset_ms(self) -> float:
-        assert self._links is not None
+        if self._links is None:  # stock
+            group = PipelineGroupLinks(parallel_state.get_pipeline_model_parallel_group())
+            return clock_offset_ms(group, rank=self._rank, num_ranks=self.spec.num_ranks, device=self.device)
         return clock_offset_ms(self._links, rank=self._rank, num_ranks=self.spec.num_ranks, device=self.device)
 
     # -- the call ---------------------------------------------------------------------------------------------------------
@@ -210,9 +214,22 @@ class PipelineSchedule:
     def forward_backward_func(self) -> Callable[..., list[Any]]:
         """What a training loop calls; the keywords are megatron-core's."""
         if self.spec.is_stock:
-            function: Callable[..., list[Any]] = schedules.get_forward_backward_func()
-            return function
+            return schedules.get_forward_backward_func() if self.spec.num_ranks == 1 else self._stock_forward_backward
         return self._forward_backward
+
+    def _stock_forward_backward(self, *, num_microbatches: int, forward_only: bool = False, **others: Any) -> list[Any]:
+        """megatron-core's own function, with its passes recorded if it is the turn of this iteration."""
+        function: Callable[..., list[Any]] = schedules.get_forward_backward_func()
+        recorder = None
+        if not forward_only:
+            if num_microbatches not in self._plans:
+                sizes = {"num_ranks": self.spec.num_ranks, "num_chunks": self.spec.num_chunks}
+                self._plans[num_microbatches] = stock_plan(num_microbatches, **sizes)
+            recorder = self.recordings.begin(self._plans[num_microbatches])
+        if recorder is None:
+            return function(num_microbatches=num_microbatches, forward_only=forward_only, **others)
+        with recorded_passes(self._config, recorder, self._plans[num_microbatches].ops[self._rank]):
+            return function(num_microbatches=num_microbatches, forward_only=forward_only, **others)
 
     def _forward_backward(
         self,

@@ -378,6 +378,13 @@ def initial_plan(spec: ScheduleSpec, num_microbatches: int) -> Plan:
     return plan_of(spec, num_microbatches, options=options)
 
 
+def stock_plan(num_microbatches: int, *, num_ranks: int, num_chunks: int) -> Plan:
+    """The order of megatron-core's own schedule: 1F1B, or interleaved 1F1B with several stages per rank."""
+    if num_chunks == 1:
+        return plan_of(schedule_spec("1f1b", num_ranks=num_ranks), num_microbatches)
+    return plan_of(schedule_spec("interleaved-1f1b", num_ranks=num_ranks, num_chunks=num_chunks), num_microbatches)
+
+
 def executed_plan(spec: ScheduleSpec, plan: Plan) -> Plan:
     """The plan that training executes: with sharded gradients, Ws run in groups of `spec.shard_gradients` microbatches."""
     if spec.shard_gradients is None:

@@ -1,7 +1,8 @@
 """Choose which iterations of a run are recorded, and keep the recordings.
 
-By default every `RECORD_EVERY`-th training iteration is recorded, and the last of these recordings is kept. Iterations that were
-chosen by number are all recorded and kept. An iteration ends when the next one begins: the optimizer step belongs to it.
+By default a few early training iterations and then every `RECORD_EVERY`-th are recorded, and the last of these recordings is
+kept: that of a short run is not from its start, where iterations are slower. Iterations that were chosen by
+number are all recorded and kept. An iteration ends when the next one begins: the optimizer step belongs to it.
 
 The clock of a rank on another host drifts, so its offset to rank 0's clock is measured soon after a recorded iteration, but never
 between two recorded ones: the measurement makes the ranks wait for each other, which must not show in a recording.
@@ -21,6 +22,9 @@ from megatron.zerobubble.profiling.recorder import OpRecorder
 RECORD_EVERY = 20
 """Default number of training iterations from one recorded to the next. Recording costs two clock readings per op and two per
 transfer."""
+
+EARLY = (2, 4, 7, 12)
+"""Numbers, counted from the start of the run, of the early iterations that are recorded by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class Recordings:
         self._recorder = recorder
         self._clock_offset_ms = clock_offset_ms
         self.every = RECORD_EVERY
-        """Training iterations from one recorded to the next. The first is recorded only if it was chosen."""
+        """Training iterations from one recorded to the next, from the second on. The first is recorded only if it was chosen."""
         self._chosen: frozenset[int] = frozenset()
         self._iteration = self._count = 0
         self._current: tuple[int, Plan, bool] | None = None
@@ -77,7 +81,7 @@ class Recordings:
         self._iteration += 1
         self._count += 1
         # Not the first iteration unless it was chosen: it pays for every allocation.
-        is_due = self._count > 1 and (self._count - 2) % self.every == 0
+        is_due = self._count in EARLY or (self._count > 1 and (self._count - 2) % self.every == 0)
         if self._iteration in self._chosen or (is_due and not is_disturbed):
             self._current = self._iteration, plan, is_disturbed
             self._recorder.clear()

@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from megatron.zerobubble.errors import ConfigError, UserError
@@ -25,7 +26,10 @@ from megatron.zerobubble.training.config.optim import OptimConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 from megatron.zerobubble.training.config.run import RunConfig
 from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.config.suggestions import unknown_flags_message
+from megatron.zerobubble.training.config.yaml_file import with_yaml_flags
 from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.training.resilience.error_file import write_error_file
 from megatron.zerobubble.training.validate import check_settings
 
 __all__ = ["build_parser", "exit_with_error", "parse_arguments", "settings_from_argv"]
@@ -82,20 +86,29 @@ def settings_from_argv(argv: Sequence[str], *, world_size: int, prog: str = _PRO
 
     Args:
         argv: the flags.
-        world_size: number of ranks of the job.
+        world_size: number of ranks of the job. --dry-run plans for another one: for its own flag's, and without torchrun for
+            one data-parallel replica.
         prog: program name in the usage.
 
     Raises:
         UserError: a flag is wrong; the message is one line.
     """
-    namespace = build_parser(prog=prog).parse_args(argv)
+    parser = build_parser(prog=prog)
+    namespace, unknown = parser.parse_known_args(with_yaml_flags(argv, parser))
+    if unknown:
+        raise ConfigError(f"{unknown_flags_message(unknown, parser._option_string_actions)} (--help lists all flags)")
     groups: dict[str, Any] = {name: from_namespace(config_class, namespace) for name, config_class in _GROUPS.items()}
     settings = Settings(**groups, world_size=world_size)
+    if settings.run.dry_run:
+        default = world_size if world_size > 1 else settings.model_parallel_size
+        settings = replace(settings, world_size=settings.run.dry_run_world_size or default)
     check_settings(settings)
     return settings
 
 
-def parse_arguments(argv: Sequence[str] | None = None, *, rank: int, world_size: int, prog: str = _PROG) -> Settings:
+def parse_arguments(
+    argv: Sequence[str] | None = None, *, rank: int, world_size: int, prog: str = _PROG, error_file: str | None = None
+) -> Settings:
     """Parse and check the command line of this process.
 
     Args:
@@ -103,6 +116,7 @@ def parse_arguments(argv: Sequence[str] | None = None, *, rank: int, world_size:
         rank: this process' rank. Only rank 0 reports an error.
         world_size: number of ranks of the job.
         prog: program name in the usage and in the error line.
+        error_file: where torchrun expects the reason of a failure.
 
     Raises:
         SystemExit: a flag is wrong (exit code 2), or --help was printed (exit code 0).
@@ -110,20 +124,22 @@ def parse_arguments(argv: Sequence[str] | None = None, *, rank: int, world_size:
     try:
         return settings_from_argv(sys.argv[1:] if argv is None else argv, world_size=world_size, prog=prog)
     except UserError as error:
-        exit_with_error(error, rank=rank, prog=prog)
+        exit_with_error(error, rank=rank, prog=prog, error_file=error_file)
 
 
-def exit_with_error(error: UserError, *, rank: int, prog: str = _PROG) -> NoReturn:
+def exit_with_error(error: UserError, *, rank: int, prog: str = _PROG, error_file: str | None = None) -> NoReturn:
     """Print a user error once per job, on rank 0, and exit with code 2.
 
     Args:
         error: its message is printed.
         rank: this process' rank. Other ranks wait a few seconds, so that rank 0 reports before torchrun ends the job.
         prog: program name in front of the message.
+        error_file: where torchrun expects the reason of this rank's failure, to show it at the end as the root cause.
     """
     if rank != 0:
         time.sleep(_GRACE_S)
     else:
+        write_error_file(error_file, f"{prog}: error: {error}")
         sys.stderr.write(f"{prog}: error: {error}\n")
         sys.stderr.flush()
     sys.exit(2)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.training.arguments import exit_with_error, parse_arguments
 from megatron.zerobubble.training.initialize import read_launch
 
 if TYPE_CHECKING:
+    from megatron.zerobubble.training.config.settings import Settings
+    from megatron.zerobubble.training.initialize import Launch
     from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider
 
 __all__ = ["run"]
@@ -38,7 +41,10 @@ def run(
         launch = read_launch()
     except ConfigError as error:
         exit_with_error(error, rank=0, prog=prog)
-    settings = parse_arguments(argv, rank=launch.rank, world_size=launch.world_size, prog=prog)
+    settings = parse_arguments(argv, rank=launch.rank, world_size=launch.world_size, prog=prog, error_file=launch.error_file)
+    if settings.run.dry_run:
+        _dry_run(settings, launch, prog=prog)
+        return
 
     from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 
@@ -46,3 +52,22 @@ def run(
         from megatron.zerobubble.training.loop import pretrain
 
         pretrain(settings, launch, model_provider=model_provider, forward_step_provider=forward_step_provider, prog=prog)
+
+
+def _dry_run(settings: Settings, launch: Launch, *, prog: str) -> None:
+    """Print the report of --dry-run, on rank 0 of the job."""
+    if launch.rank != 0:
+        return
+    from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
+
+    with quiet_third_parties():
+        from megatron.zerobubble.training.data.tokenizers import build_tokenizer
+        from megatron.zerobubble.training.dry_run import dry_run_report
+
+        data = settings.data
+        try:
+            tokenizer = build_tokenizer(data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size)
+            report = dry_run_report(settings, vocab_size=tokenizer.vocab_size)
+        except UserError as error:
+            exit_with_error(error, rank=launch.rank, prog=prog, error_file=launch.error_file)
+    sys.stdout.write(f"{report}\n")

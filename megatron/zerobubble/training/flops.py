@@ -26,17 +26,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, MAMBA, HybridPattern
+from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, MAMBA
 from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.layer_sizes import (
+    MAMBA_STATE,
+    attention_widths,
+    kinds_per_layer,
+    layer_weights,
+    mamba_width,
+    routed_weights,
+)
 
 __all__ = ["Flops", "flops_per_sample", "iteration_flops"]
 
 _BACKWARD_AND_FORWARD = 3
 """GEMMs of a training step per GEMM of its forward pass: F, B and W."""
-
-_MAMBA_STATE, _MAMBA_HEAD, _MAMBA_GROUPS, _MAMBA_EXPAND, _MAMBA_CONV = 128, 64, 8, 2, 4
-"""megatron-core's defaults, which no flag of ours changes: states per channel N, channels per head, groups G, e = expand * h,
-width of the convolution c."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,72 +81,24 @@ def flops_per_sample(settings: Settings, *, vocab_size: int) -> Flops:
         vocab_size: the tokenizer's vocabulary size, before padding.
     """
     model = settings.model
-    kinds = _layers(settings)
-    num_mtp_layers = model.mtp_num_layers or 0
-    kinds += kinds[-2:] * num_mtp_layers  # the layer inside an MTP layer is like the model's last one
+    layers, num_mtp_layers = kinds_per_layer(settings), model.mtp_num_layers or 0
+    kinds = "".join(layers) + layers[-1] * num_mtp_layers  # the layer inside an MTP layer is like the model's last one
     linears = sum(_linear_macs(settings, kind) for kind in kinds) + num_mtp_layers * 2 * model.hidden_size**2
     heads = (1 + num_mtp_layers) * model.hidden_size * settings.padded_vocab_size(vocab_size)
     each = 2.0 * _BACKWARD_AND_FORWARD * model.seq_length
     return Flops(linears=each * linears, scores=each * kinds.count("*") * _score_macs(settings), head=each * heads)
 
 
-def _layers(settings: Settings) -> str:
-    """The kinds of all layers, in the letters of --hybrid-layer-pattern; a transformer layer of a GPT is two."""
-    pattern = settings.model.hybrid_layer_pattern
-    if pattern is not None:
-        return HybridPattern.parse(pattern).layers
-    return "".join("*" + (EXPERTS if has_experts else "-") for has_experts in settings.moe_layer_pattern)
-
-
 def _linear_macs(settings: Settings, kind: str) -> int:
-    """Multiply-adds per token of the weights of one layer, forward."""
-    if kind == "*":
-        return _latent_macs(settings) if settings.mla.multi_latent_attention else _attention_macs(settings)
+    """Multiply-adds per token of the weights of one layer, forward, and of Mamba's recurrence."""
+    macs = layer_weights(settings, kind)
     if kind == EXPERTS:
-        return _expert_macs(settings)
-    return _mamba_macs(settings) if kind == MAMBA else _mlp_macs(settings, settings.model.mlp_width)
-
-
-def _attention_macs(settings: Settings) -> int:
-    model = settings.model
-    queries = model.num_attention_heads * model.head_width
-    keys = model.num_query_groups * model.head_width if model.group_query_attention else queries
-    return model.hidden_size * (2 * queries + 2 * keys)
-
-
-def _latent_macs(settings: Settings) -> int:
-    hidden, heads, mla = settings.model.hidden_size, settings.model.num_attention_heads, settings.mla
-    queries = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
-    from_tokens = hidden * queries if mla.q_lora_rank is None else (hidden + queries) * mla.q_lora_rank
-    keys_and_values = heads * (mla.qk_head_dim + mla.v_head_dim)
-    down = hidden * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
-    return from_tokens + down + mla.kv_lora_rank * keys_and_values + heads * mla.v_head_dim * hidden
+        macs += settings.moe.moe_router_topk * routed_weights(settings)
+    return macs + (3 * mamba_width(settings) * MAMBA_STATE if kind == MAMBA else 0)
 
 
 def _score_macs(settings: Settings) -> float:
     """Multiply-adds per token of the scores and of the weighted values of one attention layer: on average a token sees half of
     the sequence."""
-    model, mla = settings.model, settings.mla
-    query, value = model.head_width, model.head_width
-    if mla.multi_latent_attention:
-        query, value = mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim
-    return model.num_attention_heads * (query + value) * model.seq_length / 2.0
-
-
-def _mlp_macs(settings: Settings, width: int) -> int:
-    return settings.model.hidden_size * width * (3 if settings.model.swiglu else 2)
-
-
-def _expert_macs(settings: Settings) -> int:
-    moe, hidden = settings.moe, settings.model.hidden_size
-    shared = moe.moe_shared_expert_intermediate_size or 0
-    routed = moe.moe_router_topk * _mlp_macs(settings, moe.moe_ffn_hidden_size or settings.model.mlp_width)
-    gate = hidden if shared and moe.moe_shared_expert_gate else 0
-    return routed + _mlp_macs(settings, shared) + gate + hidden * (moe.num_experts or 0)
-
-
-def _mamba_macs(settings: Settings) -> int:
-    hidden = settings.model.hidden_size
-    inner, states = _MAMBA_EXPAND * hidden, _MAMBA_GROUPS * _MAMBA_STATE
-    projections = hidden * (2 * inner + 2 * states + inner // _MAMBA_HEAD) + inner * hidden
-    return projections + _MAMBA_CONV * (inner + 2 * states) + 3 * inner * _MAMBA_STATE
+    queries, _, values = attention_widths(settings)
+    return (queries + values) * settings.model.seq_length / 2.0

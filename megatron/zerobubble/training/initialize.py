@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
@@ -32,11 +33,14 @@ __all__ = [
     "choose_device",
     "job_store",
     "join_job",
+    "launcher_environment",
     "read_launch",
     "set_up_logging",
     "set_up_model_parallel",
     "share_store",
 ]
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,8 @@ class Launch:
     """Number of ranks of the job."""
     has_threads_set: bool
     """Whether OMP_NUM_THREADS is set."""
+    error_file: str | None = None
+    """Where torchrun expects the reason of this rank's failure; None without torchrun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +97,13 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         ranks_on_host=max(1, number("LOCAL_WORLD_SIZE", number("WORLD_SIZE", 1))),
         world_size=number("WORLD_SIZE", 1),
         has_threads_set="OMP_NUM_THREADS" in environment,
+        error_file=environment.get(_ERROR_FILE),
     )
+
+
+def launcher_environment(error_file: Path) -> dict[str, str]:
+    """The environment of a torchrun that leaves the reason of a failed job in `error_file`."""
+    return {**os.environ, _ERROR_FILE: str(error_file)}
 
 
 def job_store(launch: Launch) -> Store:
@@ -153,6 +165,10 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
         raise ConfigError(
             f"--{settings.precision.name} is given, but the device {host.device} cannot multiply {settings.precision.name} "
             "matrices; leave it out to train in fp32"
+        )
+    if settings.logging.profile and not settings.logging.use_pytorch_profiler and host.enabled:
+        raise ConfigError(
+            "--profile starts nsys, which needs CUDA, and this is the CPU: add --use-pytorch-profiler, or leave it out"
         )
     host.install()
     if host.enabled:

@@ -7,7 +7,6 @@ iterate; evaluate; save; log a summary. User errors that need no other rank are 
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,12 +28,12 @@ from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.training.arguments import exit_with_error
-from megatron.zerobubble.training.checkpoint.directory import iteration_directory
 from megatron.zerobubble.training.checkpoint.load import load_checkpoint
 from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.data.tokenizers import build_tokenizer
+from megatron.zerobubble.training.flops import flops_per_sample
 from megatron.zerobubble.training.garbage import GarbageCollection
 from megatron.zerobubble.training.initialize import (
     Job,
@@ -45,6 +44,9 @@ from megatron.zerobubble.training.initialize import (
     set_up_model_parallel,
 )
 from megatron.zerobubble.training.metrics.logger import IterationRecord, MetricsLogger
+from megatron.zerobubble.training.metrics.memory import log_memory
+from megatron.zerobubble.training.metrics.step_profiler import StepProfiler
+from megatron.zerobubble.training.metrics.summary import description, summary_lines
 from megatron.zerobubble.training.metrics.trace import report_pipeline
 from megatron.zerobubble.training.planning.auto import choose_schedule
 from megatron.zerobubble.training.planning.balance import log_balance
@@ -107,9 +109,9 @@ def pretrain(
         )
         host = choose_device(settings, launch)
     except UserError as error:
-        exit_with_error(error, rank=launch.rank, prog=prog)
+        exit_with_error(error, rank=launch.rank, prog=prog, error_file=launch.error_file)
     job = join_job(settings, launch, host)
-    with JobGuard(job.store, launch.rank) as guard:
+    with JobGuard(job.store, launch.rank, error_file=launch.error_file) as guard:
         if settings.zero_bubble.schedule == AUTO:
             settings = choose_schedule(
                 settings,
@@ -168,12 +170,18 @@ class _Run:
             if restored is not None:
                 self.progress = Progress(restored.iteration, restored.consumed_samples)
         self.metrics = MetricsLogger(
-            self.settings, rank=job.launch.rank, start_iteration=self.progress.iteration, timers=training_state.timers
+            self.settings,
+            rank=job.launch.rank,
+            start_iteration=self.progress.iteration,
+            timers=training_state.timers,
+            flops_per_sample=flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
         )
+        self.step_profiler = StepProfiler(self.settings.logging, rank=job.launch.rank)
+        self.has_logged_memory = False
 
     def run(self) -> None:
         """Iterate, evaluate, save, log a summary."""
-        _log.info("%s", self._description())
+        _log.info("%s", description(self.settings, on_cpu=self.job.host.enabled))
         if not self.settings.run.skip_train:
             with self.garbage:
                 self._train()
@@ -195,13 +203,15 @@ class _Run:
         run, logs, progress = self.settings.run, self.settings.logging, self.progress
         self.training_state.schedule.recordings.choose(self.settings.zero_bubble.trace_iterations, done=progress.iteration)
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
-        while progress.iteration < run.train_iters:
+        while progress.iteration < self.settings.train_iters:
+            self.step_profiler.before(progress.iteration)
             self._iterate(data_iterator)
+            self.step_profiler.after(progress.iteration)
             self.garbage.after_iteration(progress.iteration)
             self._replan()
             if self.saver is not None:
                 self.saver.poll(progress.iteration)
-            is_last = self._exits_early() or progress.iteration == run.train_iters
+            is_last = self._exits_early() or progress.iteration == self.settings.train_iters
             interval = self.settings.checkpoint.save_interval
             evaluates = run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0)
             evaluates = evaluates and not self.early_exit.is_urgent
@@ -215,10 +225,14 @@ class _Run:
                 self._evaluate()
             elif is_last or logs_progress:
                 self.metrics.log()
+            if not self.has_logged_memory and (is_last or logs_progress):
+                self.has_logged_memory = True
+                log_memory(progress.iteration)
             if saves:
                 self._save()
             if is_last:
                 break
+        self.step_profiler.close()
 
     def _iterate(self, data_iterator: Any) -> None:
         self._ramp_up()
@@ -296,7 +310,7 @@ class _Run:
             return True
         if not self.early_exit.is_due(self.progress.iteration):
             return False
-        if self.progress.iteration < run.train_iters:  # scripts that start the job again look for this line
+        if self.progress.iteration < self.settings.train_iters:  # scripts that start the job again look for this line
             why = "on SIGTERM" if self.early_exit.is_urgent else "--exit-duration-in-mins"
             _log.info("exiting at iteration %d (%s)", self.progress.iteration, why)
         return True
@@ -311,37 +325,21 @@ class _Run:
             on_gpu=not self.job.host.enabled,
         )
 
-    def _description(self) -> str:
-        """The first log line: schedule, parallel sizes, batch, precision, device."""
-        settings, context = self.settings, self.settings.parallel.context_parallel_size
-        return (
-            f"training with {self._schedule_name()}: {settings.world_size} ranks = {settings.pipeline_size} pipeline x "
-            f"{settings.parallel.tensor_model_parallel_size} tensor x {f'{context} context x ' if context > 1 else ''}"
-            f"{settings.data_parallel_size} data, "
-            f"{settings.num_microbatches} microbatches of {settings.batch.micro_batch_size} x {settings.model.seq_length} "
-            f"tokens, {settings.precision.name} on {'CPU' if self.job.host.enabled else 'GPU'}"
-        )
-
-    def _schedule_name(self) -> str:
-        settings = self.settings
-        if settings.zero_bubble.schedule != "stock":
-            return f"the {settings.zero_bubble.schedule.upper()} schedule"
-        if settings.pipeline_size == 1:
-            return "no pipeline"
-        return f"megatron-core's own {'interleaved ' if settings.num_chunks > 1 else ''}1F1B schedule"
-
     def _summarize(self) -> None:
-        _log.info("done: %d iterations, schedule: %s", self.progress.iteration, self._schedule_name())
-        speed = self.metrics.tokens_per_second()
-        if speed is not None:
-            _log.info("speed: %.0f tokens per second", speed)
+        """Log the pipeline's report and, as the last thing, a table of the run. All ranks must call this."""
         memory = None if self.replanner is None else self.replanner.memory
-        if report_pipeline(self.training_state.schedule, self.settings, self.metrics, memory=memory):
-            self._warn_of_shared_cores()
+        seen = report_pipeline(self.training_state.schedule, self.settings, self.metrics, memory=memory)
         self._log_balance()
-        if self.settings.checkpoint.save is not None:
-            where = iteration_directory(self.settings.checkpoint.save, self.progress.iteration)
-            _log.info("checkpoint: %s", where)
+        lines = summary_lines(
+            self.settings,
+            self.metrics.totals,
+            iteration=self.progress.iteration,
+            seen=seen,
+            memory=memory,
+            on_cpu=self.job.host.enabled,
+        )
+        for line in lines:
+            _log.info("%s", line)
 
     def _log_balance(self) -> None:
         """With --zero-bubble-balance-stages, log which layers per stage would be faster. All ranks must call this."""
@@ -349,12 +347,6 @@ class _Run:
             return
         layers = self.settings.stage_layers(self.training_state.schedule.spec.placement)
         log_balance(self.training_state.schedule, layers, None if self.replanner is None else self.replanner.costs)
-
-    def _warn_of_shared_cores(self) -> None:
-        """If CPU ranks outnumber the cores they take turns on them, and no schedule can be faster than another."""
-        cores = os.cpu_count() or 1
-        if self.job.host.enabled and self.settings.world_size > cores:
-            _log.info("(%d ranks share %d CPU cores; waiting for a core counts as bubble)", self.settings.world_size, cores)
 
 
 def _tear_down(job: Job) -> None:

@@ -215,7 +215,7 @@ def optimizer_config(settings: Settings, *, timers: Any) -> OptimizerConfig:
 
 def scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
     """The schedule of learning rate and weight decay, in samples, as in Megatron-LM."""
-    optim, samples = settings.optim, settings.global_batch_size
+    optim = settings.optim
     start = optim.weight_decay if optim.start_weight_decay is None else optim.start_weight_decay
     end = optim.weight_decay if optim.end_weight_decay is None else optim.end_weight_decay
     return OptimizerParamScheduler(
@@ -223,15 +223,15 @@ def scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
         init_lr=optim.lr_warmup_init,
         max_lr=optim.lr,
         min_lr=optim.min_lr,
-        lr_warmup_steps=settings.lr_warmup_iters * samples,
-        lr_decay_steps=settings.lr_decay_iters * samples,
+        lr_warmup_steps=settings.lr_warmup_samples,
+        lr_decay_steps=settings.lr_decay_samples,
         lr_decay_style=optim.lr_decay_style,
         start_wd=start,
         end_wd=end,
-        wd_incr_steps=settings.run.train_iters * samples,
+        wd_incr_steps=settings.run.train_samples or settings.train_iters * settings.global_batch_size,
         wd_incr_style=optim.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=optim.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=optim.override_opt_param_scheduler,
-        wsd_decay_steps=None if optim.lr_wsd_decay_iters is None else optim.lr_wsd_decay_iters * samples,
+        wsd_decay_steps=settings.lr_wsd_decay_samples,
         lr_wsd_decay_style=optim.lr_wsd_decay_style,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zerobubble.errors import ExecutionError
-from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
+from megatron.zerobubble.errors import ConfigError, ExecutionError
+from megatron.zerobubble.mcore.compat import destroy_model_parallel
+from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.initialize import set_up_model_parallel
+from tests.support.megatron_lm import LOGGED
 
 with quiet_third_parties():
     from megatron.zerobubble.training.metrics.logger import IterationRecord, MetricsLogger
+    from megatron.zerobubble.training.metrics.memory import log_memory
     from megatron.zerobubble.training.step import StepResult
 
 FLAGS = (
@@ -101,8 +106,89 @@ def test_a_progress_line(logger: MetricsLogger, caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.INFO):
         logger.log()
     (line,) = caplog.messages
-    for part in ("2/10", "consumed samples 4", "loss 3.0000", "lr 3.333e-01", "64 tokens/s", "500.0 ms/iteration", "skipped 1"):
-        assert part in line, line
+    fields = dict(field.split(": ", 1) for field in re.sub(r"^\[.*?\] (iteration) ", r"\1: ", line).rstrip(" |").split(" | "))
+    assert {name: value.strip() for name, value in fields.items()} == {
+        "iteration": "2/      10",
+        "consumed samples": "4",
+        "elapsed time per iteration (ms)": "500.0",
+        "learning rate": "3.333333E-01",
+        "global batch size": "2",
+        "lm loss": "3.000000E+00",
+        "loss scale": "1.0",
+        "grad norm": "inf",
+        "number of skipped iterations": "1",
+        "number of nan iterations": "0",
+        "tokens/s": "64",
+        "tokens/s/GPU": "64",
+        "time left": "0:00:04",
+    }
+
+
+def test_a_parser_of_megatron_lms_lines_reads_ours(caplog: pytest.LogCaptureFixture) -> None:
+    """With --log-throughput; 1.5e12 FLOPs a sample, two samples in half a second."""
+    metrics = MetricsLogger(settings("--log-throughput"), rank=0, start_iteration=0, timers=None, flops_per_sample=1.5e12)
+    metrics.add(record(7))
+    with caplog.at_level(logging.INFO):
+        metrics.log()
+    found = LOGGED.findall(caplog.messages[0])
+    assert [(int(number), float(loss), float(norm)) for number, loss, norm in found] == [(7, 3.0, 0.1)]
+    assert "| elapsed time per iteration (ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 6.0 | learning" in caplog.messages[0]
+
+
+def test_tflops_per_gpu_in_the_json_lines(jsonl: Path) -> None:
+    flags = f"--metrics-jsonl {jsonl}"
+    metrics = MetricsLogger(settings(flags), rank=0, start_iteration=0, timers=None, flops_per_sample=1.5e12)
+    metrics.add(record(1))
+    metrics.log()
+    metrics.close()
+    assert read(jsonl)[0]["tflops_per_gpu"] == 6.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--log-memory-to-tensorboard", "--log-memory-to-tensorboard needs --tensorboard-dir DIR"),
+        ("--log-timers-to-tensorboard", "--log-timers-to-tensorboard needs --tensorboard-dir DIR"),
+        ("--log-timers-to-tensorboard --tensorboard-dir x", "needs --timing-log-level 1 or 2"),
+    ],
+)
+def test_curves_need_a_place(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(flags)
+
+
+def test_memory_and_timers_as_curves(tmp_path: Path) -> None:
+    """megatron-core's timers write to a SummaryWriter only."""
+    from megatron.core.timers import Timers
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = f"--tensorboard-dir {tmp_path} --log-memory-to-tensorboard --log-timers-to-tensorboard --timing-log-level 1"
+    with HostDevice():
+        timers = Timers(1, "max")
+        timers("optimizer", log_level=1).start(barrier=False)
+        timers("optimizer").stop()
+        metrics = MetricsLogger(settings(flags), rank=0, start_iteration=0, timers=timers)
+        metrics.add(record(5))
+        metrics.log()
+        metrics.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    for name in ("optimizer-time", "mem-max-resident-bytes"):
+        assert [(point.step, point.value > 0) for point in events.Scalars(name)] == [(5, True)]
+
+
+def test_memory_of_the_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    """On the CPU, the resident memory of the processes."""
+    with HostDevice() as host, host.on_host(), caplog.at_level(logging.INFO):
+        set_up_model_parallel(settings())
+        try:
+            log_memory(3)
+        finally:
+            destroy_model_parallel()
+    (line,) = caplog.messages
+    found = re.fullmatch(r"\[Rank 0\] \(after 3 iterations\) memory \(MB\) \| max resident: ([0-9.]+)", line)
+    assert found, line
+    assert 100.0 < float(found[1]) < 20_000.0, "torch alone takes that much"
 
 
 def test_what_is_not_finite_becomes_null(logger: MetricsLogger, jsonl: Path) -> None:
@@ -148,10 +234,10 @@ def test_only_rank_0_writes(jsonl: Path) -> None:
 def test_speed_leaves_out_the_first_iteration(logger: MetricsLogger) -> None:
     logger.add(replace(record(1), elapsed_ms=lambda: 100_000.0))
     logger.log()
-    assert logger.tokens_per_second() is None
+    assert logger.totals.num_timed == 0
     logger.add(record(2))
     logger.log()
-    assert logger.tokens_per_second() == 64.0
+    assert (logger.totals.num_timed, logger.totals.seconds, logger.totals.samples_per_s) == (1, 0.5, 4.0)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
             raise ConfigError(f"{flag} {value} must be {least} or more")
     if args.peak_tflops is not None and not 0 < args.peak_tflops < float("inf"):
         raise ConfigError(f"--peak-tflops {args.peak_tflops} must be greater than 0 and finite")
-    job = settings_from_argv(["--train-iters", _TRAIN_ITERS, *rest], world_size=world_size, prog=prog)
+    has_length = any(word.partition("=")[0] in ("--train-iters", "--train-samples", "--yaml-cfg") for word in rest)
+    job = settings_from_argv(rest if has_length else ["--train-iters", _TRAIN_ITERS, *rest], world_size=world_size, prog=prog)
     settings, notes, refused = _settings(contenders, job, num_warm_up + num_timed)
     if len(settings) < 1:
         raise ConfigError(f"no contender can run: {'; '.join(f'{name}: {why}' for name, why in refused.items())}")

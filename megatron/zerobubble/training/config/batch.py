@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.config.require import positive
 
-__all__ = ["BatchConfig"]
+__all__ = ["BatchConfig", "iterations_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +30,24 @@ class BatchConfig:
                 f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))} must be three numbers above 0: "
                 "start batch size, increment, and samples until --global-batch-size is reached"
             )
+
+
+def iterations_of(samples: int, global_batch_size: int, rampup: tuple[int, ...] = ()) -> int:
+    """How many whole iterations `samples` fill.
+
+    Args:
+        samples: samples of the run, --train-samples.
+        global_batch_size: samples per iteration, after the ramp-up.
+        rampup: --rampup-batch-size: first batch size, increment, and samples until the last; empty: no ramp-up.
+    """
+    iterations = consumed = 0
+    if rampup:
+        first, increment, over = rampup
+        per_increment = over / ((global_batch_size - first) // increment)
+        while consumed <= over:  # megatron-core's calculator: a batch belongs to the step in which it begins
+            batch = min(global_batch_size, first + increment * int(consumed / per_increment))
+            if consumed + batch > samples:
+                return iterations
+            consumed += batch
+            iterations += 1
+    return iterations + (samples - consumed) // global_batch_size

@@ -28,16 +28,23 @@ class OptimConfig:
     """Learning rate decay function. WSD is warm-up, stable, decay: constant until the last --lr-wsd-decay-iters iterations."""
     lr_decay_iters: int | None = None
     """Number of iterations over which the learning rate decays. Default: --train-iters."""
+    lr_decay_samples: int | None = None
+    """With --train-samples: number of samples over which the learning rate decays. Default: --train-samples."""
     lr_warmup_iters: int = 0
     """Number of iterations of linear learning rate warm-up."""
+    lr_warmup_samples: int = 0
+    """With --train-samples: number of samples of linear learning rate warm-up."""
     lr_warmup_fraction: float | None = None
-    """Length of the learning rate warm-up as a fraction of --lr-decay-iters, instead of --lr-warmup-iters."""
+    """Length of the learning rate warm-up as a fraction of --lr-decay-iters or --lr-decay-samples, instead of --lr-warmup-iters
+    or --lr-warmup-samples."""
     lr_warmup_init: float = 0.0
     """Initial learning rate of the warm-up."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """With --lr-decay-style WSD: decay function of the annealing phase."""
     lr_wsd_decay_iters: int | None = None
     """With --lr-decay-style WSD: number of iterations of the annealing phase."""
+    lr_wsd_decay_samples: int | None = None
+    """With --lr-decay-style WSD and --train-samples: number of samples of the annealing phase."""
     decoupled_lr: float | None = None
     """Separate maximum learning rate for the input and output layer. Default: --lr."""
     decoupled_min_lr: float | None = None
@@ -70,17 +77,28 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         positive(self, "lr", "lr_decay_iters", "lr_wsd_decay_iters", "adam_eps", "decoupled_lr")
-        not_negative(self, "min_lr", "lr_warmup_iters", "lr_warmup_init", "weight_decay", "clip_grad", "decoupled_min_lr")
+        positive(self, "lr_decay_samples", "lr_wsd_decay_samples")
+        not_negative(
+            self,
+            "min_lr",
+            "lr_warmup_iters",
+            "lr_warmup_samples",
+            "lr_warmup_init",
+            "weight_decay",
+            "clip_grad",
+            "decoupled_min_lr",
+        )
         not_negative(self, "start_weight_decay", "end_weight_decay")
         within(self, 0.0, 1.0, "adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction")
         if self.min_lr > self.lr:
             raise ConfigError(f"--min-lr {self.min_lr} is larger than --lr {self.lr}")
         if self.lr_warmup_init > self.lr:
             raise ConfigError(f"--lr-warmup-init {self.lr_warmup_init} is larger than --lr {self.lr}")
-        if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
-            raise ConfigError("--lr-warmup-fraction and --lr-warmup-iters are both given; choose one")
-        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
-            raise ConfigError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
+        for flag, value in (("iters", self.lr_warmup_iters), ("samples", self.lr_warmup_samples)):
+            if self.lr_warmup_fraction is not None and value:
+                raise ConfigError(f"--lr-warmup-fraction and --lr-warmup-{flag} are both given; choose one")
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None and self.lr_wsd_decay_samples is None:
+            raise ConfigError("--lr-decay-style WSD needs --lr-wsd-decay-iters, or with --train-samples --lr-wsd-decay-samples")
         if self.decoupled_min_lr is not None and self.decoupled_lr is None:
             raise ConfigError("--decoupled-min-lr needs --decoupled-lr")
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.config.require import not_negative, positive
@@ -14,8 +14,11 @@ __all__ = ["RunConfig"]
 class RunConfig:
     """Run control."""
 
-    train_iters: int
-    """Number of iterations to train."""
+    train_iters: int | None = None
+    """Number of iterations to train. Required, unless --train-samples is given."""
+    train_samples: int | None = None
+    """Number of samples to train, instead of --train-iters: whole iterations, of which --rampup-batch-size makes more. The
+    learning rate then follows --lr-decay-samples and --lr-warmup-samples."""
     eval_interval: int = 1000
     """Iterations between evaluations on validation samples; the last iteration is always followed by one."""
     eval_iters: int = 100
@@ -48,8 +51,28 @@ class RunConfig:
     manual_gc_eval: bool = True
     """With --manual-gc, do not collect before and after each evaluation. By default it does."""
 
+    yaml_cfg: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """YAML file with flags: names with underscores or as on the command line, in sections or not; a switch is true or false.
+    The command line overrides it. Needs the package pyyaml."""
+    dry_run: bool = False
+    """Check the flags, print the settings, the plan, the stages and the memory that each rank is predicted to need, and end. It
+    needs neither torchrun nor a GPU nor other ranks."""
+    dry_run_world_size: int | None = None
+    """With --dry-run, the number of ranks of the job. Default: that of the environment variable WORLD_SIZE, or else one
+    data-parallel replica."""
+
     def __post_init__(self) -> None:
+        self._check_length()
+        if self.dry_run_world_size is not None and not self.dry_run:
+            raise ConfigError("--dry-run-world-size needs --dry-run; a job takes its number of ranks from torchrun")
+        positive(self, "train_samples", "dry_run_world_size")
         positive(self, "train_iters", "eval_interval", "exit_interval", "exit_duration_in_mins", "seed")
         not_negative(self, "eval_iters", "manual_gc_interval")
         if not self.manual_gc and (self.manual_gc_interval or not self.manual_gc_eval):
             raise ConfigError("--manual-gc-interval and --no-manual-gc-eval need --manual-gc: add it, or leave them out")
+
+    def _check_length(self) -> None:
+        if self.train_iters is None and self.train_samples is None:
+            raise ConfigError("--train-iters N is required (or --train-samples N, which counts samples instead)")
+        if self.train_iters is not None and self.train_samples is not None:
+            raise ConfigError("--train-iters and --train-samples are both given; choose one")

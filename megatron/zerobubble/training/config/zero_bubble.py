@@ -87,10 +87,10 @@ class ZeroBubbleConfig:
     off."""
     zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
     """Directory to write a trace to at the end of the run: trace.json (for Perfetto), report.json, and per recorded iteration its
-    plan and a timeline of measured vs. planned. See docs/reading-the-trace.md."""
+    plan and a timeline of measured vs. planned; with stock schedules, too. See docs/reading-the-trace.md."""
     zero_bubble_trace_iterations: str | None = field(default=None, metadata={"metavar": "N[,N...]"})
-    """With --zero-bubble-trace: iterations to record, numbered as in progress lines. Default: the last recorded one; the second
-    iteration is recorded, and every twentieth after it."""
+    """With --zero-bubble-trace: iterations to record, numbered as in progress lines. Default: the last recorded one; the
+    second, fourth, seventh and twelfth iteration are recorded, and every twentieth from the second on."""
 
     zero_bubble_watchdog_seconds: float | None = None
     """Watchdog timeout in seconds: if a rank spends longer than this in one op or waiting for one message, every rank logs what

@@ -109,7 +109,7 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
     if config.split_matrix is not None:  # splits that are not read are not built: test samples, and validation samples without evaluation
         train, valid, _ = config.split_matrix
         config.split_matrix = [train, valid if run.eval_iters > 0 else None, None]
-    sizes = [max(1, iterations * settings.global_batch_size) for iterations in (run.train_iters, run.eval_iters, 0)]
+    sizes = [max(1, iterations * settings.global_batch_size) for iterations in (settings.train_iters, run.eval_iters, 0)]
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
     if data.data_cache_path is None:  # mutes warnings that indices of synthetic and of blended data are not cached
         for name in ("gpt_dataset", "blended_dataset"):

@@ -39,6 +39,11 @@ class Curves:
         if self._run is not None:
             self._resources.callback(self._run.finish)
 
+    @property
+    def events(self) -> Any | None:
+        """TensorBoard's SummaryWriter, for megatron-core's timers; None without --tensorboard-dir."""
+        return self._events
+
     def add(self, values: Mapping[str, Any], iteration: int) -> None:
         """Add a point at `iteration` for each of `values` that is a number; others are ignored."""
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}

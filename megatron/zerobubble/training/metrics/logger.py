@@ -22,6 +22,9 @@ from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.metrics.aux_losses import AuxLosses
 from megatron.zerobubble.training.metrics.curves import Curves
+from megatron.zerobubble.training.metrics.memory import memory_scalars
+from megatron.zerobubble.training.metrics.progress_line import progress_line, tflops_per_gpu
+from megatron.zerobubble.training.metrics.summary import Totals
 from megatron.zerobubble.training.step import StepResult, mean_losses
 
 __all__ = ["IterationRecord", "MetricsLogger"]
@@ -55,8 +58,10 @@ class IterationRecord:
     loss: float = field(default=math.nan)
     """Mean loss per token over all ranks."""
 
-    def to_json(self, settings: Settings) -> dict[str, Any]:
-        """The JSON object of this iteration in --metrics-jsonl."""
+    def to_json(self, settings: Settings, *, flops_per_sample: float | None = None) -> dict[str, Any]:
+        """The JSON object of this iteration in --metrics-jsonl; with TFLOP/s if the FLOPs of a sample are given."""
+        flops = None if flops_per_sample is None else flops_per_sample * self.samples
+        rate = {} if flops is None else {"tflops_per_gpu": tflops_per_gpu(flops, self.seconds, world_size=settings.world_size)}
         return {
             "iteration": self.iteration,
             "loss": self.loss,
@@ -67,6 +72,7 @@ class IterationRecord:
             "tokens_per_s": self.samples * settings.model.seq_length / self.seconds,
             "iteration_ms": self.seconds * 1000.0,
             "schedule": settings.zero_bubble.schedule,
+            **rate,
         }
 
 
@@ -78,14 +84,19 @@ class MetricsLogger:
         rank: this rank.
         start_iteration: iterations done by earlier runs; above 0 an existing --metrics-jsonl file is appended to.
         timers: megatron-core's Timers, logged with every progress line.
+        flops_per_sample: FLOPs of one sample, for TFLOP/s; None leaves them out.
     """
 
-    def __init__(self, settings: Settings, *, rank: int, start_iteration: int, timers: Any) -> None:
+    def __init__(
+        self, settings: Settings, *, rank: int, start_iteration: int, timers: Any, flops_per_sample: float | None = None
+    ) -> None:
         self._settings = settings
         self._timers = timers
+        self._flops_per_sample = flops_per_sample
         self._pending: list[IterationRecord] = []
-        self._num_skipped = self._num_corrected = 0
-        self._speeds: list[tuple[int, float]] = []
+        self._num_corrected = 0
+        self.totals = Totals(flops_per_sample=flops_per_sample)
+        """For the summary of the run."""
         self._aux_losses = AuxLosses(settings)
         self._resources = ExitStack()
         self._jsonl: IO[str] | None = None
@@ -109,7 +120,7 @@ class MetricsLogger:
 
             self._resources.enter_context(logging_redirect_tqdm())
             self._bar = self._resources.enter_context(
-                tqdm(total=self._settings.run.train_iters, initial=start_iteration, unit="it", desc="training")
+                tqdm(total=self._settings.train_iters, initial=start_iteration, unit="it", desc="training")
             )
 
     def close(self) -> None:
@@ -123,7 +134,6 @@ class MetricsLogger:
             ExecutionError: the gradient norm is not finite although the optimizer stepped.
         """
         self._pending.append(record)
-        self._num_skipped += not record.result.is_stepped
         if record.result.rolled_back is not None:
             self._num_corrected += 1
             _log.info("%s", _correction(record.iteration, record.result))
@@ -148,15 +158,16 @@ class MetricsLogger:
             losses = mean_losses(torch.stack([record.result.loss for record in records]))
             for record, loss in zip(records, losses, strict=True):
                 record.loss, record.seconds = loss, record.elapsed_ms() / 1000.0
-                self._speeds.append((record.samples, record.seconds))
+                self.totals.add(samples=record.samples, seconds=record.seconds, loss=loss)
             settings = self._settings
             samples = sum(record.samples for record in records)
             aux_losses = self._aux_losses.take(samples // (settings.batch.micro_batch_size * settings.data_parallel_size))
             self._log_progress(records, aux_losses)
-        objects = [record.to_json(self._settings) for record in records]
+        objects = [record.to_json(self._settings, flops_per_sample=self._flops_per_sample) for record in records]
         if objects:
             objects[-1] |= aux_losses  # means since the last progress line
         if validation_loss is not None:
+            self.totals.last_validation_loss = validation_loss
             if not objects:
                 objects = [{"iteration": iteration, "schedule": self._settings.zero_bubble.schedule}]
             objects[-1]["validation_loss"] = validation_loss
@@ -173,37 +184,23 @@ class MetricsLogger:
             self._curves.add(values, iteration)
             self._curves.flush()
 
-    def tokens_per_second(self) -> float | None:
-        """Mean tokens per second of all ranks together, over the iterations logged without the first, which warms up; None before
-        the second."""
-        if len(self._speeds) < 2:
-            return None
-        samples, seconds = map(sum, zip(*self._speeds[1:], strict=True))
-        return self._settings.model.seq_length * samples / seconds
-
     def _log_progress(self, records: list[IterationRecord], aux_losses: Mapping[str, float]) -> None:
-        last, settings = records[-1], self._settings
-        losses = [record.loss for record in records if record.result.is_stepped] or [last.loss]
-        seconds = sum(record.seconds for record in records) / len(records)
-        tokens = settings.model.seq_length * sum(record.samples for record in records) / len(records)
-        parts = [
-            f"iteration {last.iteration:6d}/{settings.run.train_iters}",
-            f"consumed samples {last.consumed_samples}",
-            f"loss {sum(losses) / len(losses):.4f}",
-            *(f"{name} {value:.4f}" for name, value in aux_losses.items()),
-            f"lr {last.result.lr:.3e}",
-            "grad norm " + ("-" if last.result.grad_norm is None else f"{last.result.grad_norm:.3f}"),
-            f"{tokens / seconds:.0f} tokens/s",
-            f"{seconds * 1000.0:.1f} ms/iteration",
-            f"skipped {self._num_skipped}",
-        ]
-        if settings.zero_bubble.enable_optimizer_post_validation:
-            parts.append(f"corrected {self._num_corrected}")
-        if settings.precision.fp16:
-            parts.append(f"loss scale {float(last.result.loss_scale):g}")
-        if last.result.num_zeros is not None:
-            parts.append(f"zeros {last.result.num_zeros}")
-        _log.info(" | ".join(parts))
+        settings, last = self._settings, records[-1]
+        _log.info(
+            "%s",
+            progress_line(
+                settings,
+                records,
+                aux_losses=aux_losses,
+                flops_per_sample=self._flops_per_sample,
+                num_corrected=self._num_corrected,
+            ),
+        )
+        if settings.logging.log_memory_to_tensorboard:
+            self.add_curves(memory_scalars(), last.iteration)
+        if settings.logging.log_timers_to_tensorboard:
+            events = None if self._curves is None else self._curves.events
+            self._timers.write(list(_TIMERS), events, last.iteration, normalizer=len(records), reset=False)
         if settings.logging.timing_log_level > 0:
             text = self._timers.get_all_timers_string(list(_TIMERS), normalizer=len(records))
             if text:

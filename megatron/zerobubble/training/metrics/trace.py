@@ -24,15 +24,10 @@ __all__ = ["picture", "report_pipeline", "write_trace"]
 
 _log = logging.getLogger(__name__)
 
-_STOCK = (
-    "bubble: not measured with megatron-core's own schedules; for equal passes 1F1B idles "
-    "(p-1)/(m+p-1) of the time, divided by about v with v virtual stages per rank"
-)
-
 
 def report_pipeline(
     schedule: Any, settings: Settings, metrics: MetricsLogger, *, memory: Sequence[RankMemory] | None = None
-) -> bool:
+) -> PipelineReport | None:
     """Log the pipeline's bubble, add it to the curves, and with --zero-bubble-trace write the trace.
 
     Every rank must call it; rank 0 writes.
@@ -44,19 +39,16 @@ def report_pipeline(
         memory: memory per rank, if it was measured.
 
     Returns:
-        Whether a line about the bubble was logged.
+        The report of the last recorded iteration, on rank 0; None if none was recorded, and on other ranks.
     """
     timelines = schedule.timelines()
     if dist.get_rank() != 0:
-        return False
+        return None
     directory = settings.zero_bubble.zero_bubble_trace
     if not timelines:
         if directory is not None:
-            _log.warning("no trace: recording starts with the second iteration, and needs a schedule of this package")
-        if schedule.spec.is_stock and schedule.spec.num_ranks > 1:
-            _log.info("%s", _STOCK)
-            return True
-        return False
+            _log.warning("no trace: recording starts with the second iteration, and needs at least two pipeline ranks")
+        return None
     reports = [report(timeline) for timeline in timelines]
     for line in reports[-1].lines():
         _log.info("%s", line)
@@ -71,7 +63,7 @@ def report_pipeline(
             _log.warning("no trace of iterations %s: they did not run in this job", ", ".join(map(str, missing)))
         write_trace(timelines, reports, Path(directory), memory=memory)
         _log.info("trace: %s", directory)
-    return True
+    return reports[-1]
 
 
 def write_trace(

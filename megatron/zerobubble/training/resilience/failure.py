@@ -20,6 +20,7 @@ from typing import Protocol, TextIO
 import torch
 
 from megatron.zerobubble.errors import TransferError, UserError
+from megatron.zerobubble.training.resilience.error_file import write_error_file
 
 __all__ = ["JobGuard", "Store", "first_to_fail"]
 
@@ -55,6 +56,7 @@ class JobGuard:
         rank: this rank.
         leave: ends the process with an exit code, without exit handlers.
         stream: where to print the report; None: standard error.
+        error_file: where torchrun expects the reason of this rank's failure; None without torchrun.
     """
 
     def __init__(
@@ -64,11 +66,13 @@ class JobGuard:
         *,
         leave: Callable[[int], object] = os._exit,
         stream: TextIO | None = None,
+        error_file: str | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
         self._leave = leave
         self._stream = stream
+        self._error_file = error_file
         self.doing: Callable[[], str | None] = lambda: None
         """Returns what this rank is doing, as in "runs 3F0"; called when it fails. None: unknown."""
 
@@ -83,6 +87,8 @@ class JobGuard:
         report = _report(error, rank=self._rank, first=first, doing=self.doing())
         if report:
             stream.write(report)
+        if first == self._rank:
+            write_error_file(self._error_file, _line(error, rank=self._rank), details=report.strip())
         sys.stdout.flush()
         stream.flush()
         self._leave(2 if isinstance(error, UserError) else 1)
@@ -102,6 +108,13 @@ def _report(error: Exception, *, rank: int, first: int, doing: str | None) -> st
     if first != rank and _lost_a_peer(error):
         return f"rank {rank} stops{_while(doing)}: rank {first} failed first, see its traceback\n"
     return f"rank {rank} failed{_while(doing)}:\n" + "".join(traceback.format_exception(error))
+
+
+def _line(error: Exception, *, rank: int) -> str:
+    """The reason in one line."""
+    if isinstance(error, UserError):
+        return f"error: {error}"
+    return f"rank {rank} failed: " + traceback.format_exception_only(error)[-1].strip()
 
 
 def _while(doing: str | None) -> str:

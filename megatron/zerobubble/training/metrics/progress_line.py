@@ -1,0 +1,88 @@
+"""Progress lines in the log, field by field as Megatron-LM's training loop prints them, so that its parsers read ours::
+
+    [2026-01-31 12:00:00] iteration      200/   1000 | consumed samples:         3200 | elapsed time per iteration (ms): 812.5 |
+    throughput per GPU (TFLOP/s/GPU): 140.2 | learning rate: 1.000000E-04 | global batch size:    16 | lm loss: 5.554300E+00 |
+    loss scale: 1.0 | grad norm: 1.234 | number of skipped iterations:   0 | number of nan iterations:   0 | tokens/s: 80660 |
+    tokens/s/GPU: 10082 | time left: 0:10:50 |
+
+(one line). Its fields come first and in its order; those that only this package has follow.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from megatron.zerobubble.training.config.settings import Settings
+
+if TYPE_CHECKING:
+    from megatron.zerobubble.training.metrics.logger import IterationRecord
+
+__all__ = ["progress_line", "tflops_per_gpu", "time_left"]
+
+
+def progress_line(
+    settings: Settings,
+    records: Sequence[IterationRecord],
+    *,
+    aux_losses: Mapping[str, float],
+    flops_per_sample: float | None,
+    num_corrected: int,
+) -> str:
+    """The line about the iterations since the last one.
+
+    Args:
+        settings: the run.
+        records: the iterations, with their loss and time; at least one.
+        aux_losses: means of other losses.
+        flops_per_sample: FLOPs of one sample; None leaves out the throughput, which --log-throughput asks for.
+        num_corrected: optimistic steps that validation has corrected since the run began.
+    """
+    last, train_iters = records[-1], settings.train_iters
+    losses = [record.loss for record in records if record.result.is_stepped and math.isfinite(record.loss)] or [last.loss]
+    seconds = sum(record.seconds for record in records) / len(records)
+    samples = sum(record.samples for record in records) / len(records)
+    tokens_per_s = settings.model.seq_length * samples / seconds
+    result = last.result
+    parts = [
+        f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {last.iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {last.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {seconds * 1000.0:.1f}",
+    ]
+    if settings.logging.log_throughput and flops_per_sample is not None:
+        rate = tflops_per_gpu(flops_per_sample * samples, seconds, world_size=settings.world_size)
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {rate:.{1 if rate >= 1.0 else 6}f}")
+    parts += [
+        f"learning rate: {result.lr:.6E}",
+        f"global batch size: {last.samples:5d}",
+        f"lm loss: {sum(losses) / len(losses):.6E}",
+        *(f"{name}: {value:.6E}" for name, value in aux_losses.items()),
+        f"loss scale: {float(result.loss_scale) if settings.precision.fp16 else 1.0:.1f}",
+    ]
+    if result.grad_norm is not None:
+        parts.append(f"grad norm: {result.grad_norm:.3f}")
+    if result.num_zeros is not None:
+        parts.append(f"num zeros: {result.num_zeros}")
+    parts += [
+        f"number of skipped iterations: {sum(not record.result.is_stepped for record in records):3d}",
+        f"number of nan iterations: {sum(not math.isfinite(record.loss) for record in records):3d}",
+        f"tokens/s: {tokens_per_s:.0f}",
+        f"tokens/s/GPU: {tokens_per_s / settings.world_size:.0f}",
+        f"time left: {time_left(train_iters - last.iteration, seconds)}",
+    ]
+    if settings.zero_bubble.enable_optimizer_post_validation:
+        parts.append(f"corrected steps: {num_corrected}")
+    return " | ".join(parts) + " |"
+
+
+def tflops_per_gpu(flops: float, seconds: float, *, world_size: int) -> float:
+    """TFLOP/s per GPU (per rank on the CPU), of `flops` of the whole job in `seconds`."""
+    return flops / seconds / world_size / 1e12
+
+
+def time_left(num_iterations: int, seconds: float) -> timedelta:
+    """How long `num_iterations` take at `seconds` each, in whole seconds; evaluations and checkpoints come on top."""
+    return timedelta(seconds=round(num_iterations * seconds))

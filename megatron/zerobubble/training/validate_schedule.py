@@ -1,0 +1,153 @@
+"""Checks of schedule, stages, plan, trace and watchdog, across groups of flags. `validate.check_settings` calls them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.registry import plan_of, schedule_info, schedule_spec
+from megatron.zerobubble.plan.search.search import SearchOptions
+from megatron.zerobubble.plan.validate import validate
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
+
+__all__ = ["check_layers", "check_plan", "check_schedule", "check_trace", "check_watchdog"]
+
+
+def check_schedule(settings: Settings) -> None:
+    """Raise unless the schedule fits the pipeline size, the optimizer and interleaving."""
+    zero_bubble, parallel = settings.zero_bubble, settings.parallel
+    if zero_bubble.schedule == "stock":
+        if zero_bubble.enable_optimizer_post_validation:
+            raise ConfigError(
+                "--enable-optimizer-post-validation needs a schedule of this package: add --enable-zero-bubble or "
+                "--zero-bubble-schedule, or leave it out"
+            )
+        return
+    if zero_bubble.post_validation_rollback == "inverse" and settings.optim.optimizer != "adam":
+        raise ConfigError(
+            f"--post-validation-rollback inverse can roll back Adam only, and --optimizer is {settings.optim.optimizer}: "
+            "choose exact, or --optimizer adam"
+        )
+    flag = "--zero-bubble-v-schedule" if zero_bubble.zero_bubble_v_schedule else f"schedule {zero_bubble.schedule}"
+    is_loop = zero_bubble.schedule != AUTO and schedule_info(zero_bubble.schedule).placement == "loop"
+    if parallel.is_interleaved and not is_loop:
+        raise ConfigError(
+            f"{flag} cannot be combined with --num-layers-per-virtual-pipeline-stage or "
+            "--num-virtual-stages-per-pipeline-rank, which choose the interleaved schedule; leave one of them out"
+        )
+    if settings.pipeline_size < 2:
+        raise ConfigError(f"{flag} fills the pipeline bubble and needs --pipeline-model-parallel-size of at least 2, got 1")
+
+
+def check_layers(settings: Settings) -> None:
+    """Raise unless the layers divide over the stages."""
+    given, ranks = settings.parallel.num_layers_per_virtual_pipeline_stage, settings.pipeline_size
+    per_rank, over = divmod(settings.num_layers, ranks)
+    if given is not None and over == 0 and per_rank % given and not settings.parallel.allow_padding_num_layers:
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {given} does not divide the {per_rank} layers of a pipeline rank; "
+            f"choose from {', '.join(str(n) for n in range(1, per_rank + 1) if per_rank % n == 0)}"
+        )
+    layers = settings.stage_layers(settings.placement)
+    if given is not None and max(layers.per_stage) != given:
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {given}: {settings.num_layers} layers on {ranks} pipeline ranks make "
+            f"stages of {max(layers.per_stage)}; give that or less"
+        )
+    if settings.zero_bubble.zero_bubble_balance_stages and settings.zero_bubble.schedule == "stock":
+        raise ConfigError(
+            "--zero-bubble-balance-stages measures passes of this package's executor and needs a schedule of this package: add "
+            "--enable-zero-bubble, or for megatron-core's own order --zero-bubble-schedule 1f1b"
+        )
+
+
+def check_plan(settings: Settings) -> None:
+    """Generate the plan once, so that the planner's errors are reported before the job starts."""
+    zero_bubble = settings.zero_bubble
+    if zero_bubble.schedule == "stock":
+        return
+    if zero_bubble.schedule == AUTO:
+        spec = schedule_spec("zb", num_ranks=settings.pipeline_size, num_chunks=settings.num_chunks)
+    else:
+        spec = settings.schedule_spec
+    limit = settings.plan_memory_limit
+    options = None if limit is None else SearchOptions(memory_limit=limit, budget=0.0)
+    generated = plan_of(spec, settings.num_microbatches, options=options)
+    if zero_bubble.zero_bubble_save_plan is not None:
+        _check_writable(
+            "--zero-bubble-save-plan",
+            zero_bubble.zero_bubble_save_plan,
+            Path(zero_bubble.zero_bubble_save_plan).absolute().parent,
+        )
+    if zero_bubble.plan is not None:
+        _check_loaded(zero_bubble, zero_bubble.plan, generated)
+
+
+def _check_loaded(zero_bubble: ZeroBubbleConfig, plan: Plan, wanted: Plan) -> None:
+    """Raise unless a plan from a file fits the ranks, placement and microbatches of `wanted`, the plan of the chosen schedule."""
+    flag, limit = f"--zero-bubble-load-plan {zero_bubble.zero_bubble_load_plan}", zero_bubble.memory_limit
+    if plan.num_ranks != wanted.num_ranks:
+        raise ConfigError(
+            f"{flag}: the plan is for {plan.num_ranks} pipeline ranks, --pipeline-model-parallel-size is {wanted.num_ranks}"
+        )
+    if plan.placement != wanted.placement:
+        raise ConfigError(
+            f"{flag}: the plan's stages are on ranks {_listed(plan)} ({plan.placement.name} placement), those of schedule "
+            f"{wanted.schedule} on {_listed(wanted)} ({wanted.placement.name} placement); choose another schedule or plan"
+        )
+    if plan.num_microbatches != wanted.num_microbatches:
+        raise ConfigError(
+            f"{flag}: the plan is for {plan.num_microbatches} microbatches, this run has {wanted.num_microbatches} "
+            "(--global-batch-size over --micro-batch-size and the data-parallel size)"
+        )
+    try:
+        validate(plan, memory_limit=None if limit is None else limit.relative, costs=zero_bubble.plan_costs)
+    except PlanError as error:
+        raise type(error)(f"{flag}: {error}") from None
+
+
+def _listed(plan: Plan) -> str:
+    return ", ".join(map(str, plan.placement.stage_to_rank))
+
+
+def _check_writable(flag: str, given: str, folder: Path) -> None:
+    """Raise unless the directory `folder`, where `flag` writes at the end of the run, is writable."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{flag} {given}: {folder} is not a writable directory")
+
+
+def check_trace(settings: Settings) -> None:
+    """Raise now if the trace could not be written at the end of the run."""
+    zero_bubble = settings.zero_bubble
+    if zero_bubble.zero_bubble_trace is None:
+        return
+    late = sorted(number for number in zero_bubble.trace_iterations if number > settings.train_iters)
+    if late:
+        raise ConfigError(
+            f"--zero-bubble-trace-iterations: {', '.join(map(str, late))} come after the last one "
+            f"(--train-iters {settings.train_iters})"
+        )
+    folder = Path(zero_bubble.zero_bubble_trace).absolute()
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    _check_writable("--zero-bubble-trace", zero_bubble.zero_bubble_trace, existing)
+
+
+def check_watchdog(settings: Settings) -> None:
+    """Raise unless the watchdog has ops to watch, and acts before process groups time out."""
+    given, minutes = settings.zero_bubble.zero_bubble_watchdog_seconds, settings.parallel.distributed_timeout_minutes
+    if given is None or given == 0:
+        return
+    if settings.zero_bubble.schedule == "stock":
+        raise ConfigError(
+            f"--zero-bubble-watchdog-seconds {given:g} watches this package's executor and needs a schedule of this package: add "
+            "--enable-zero-bubble, or for megatron-core's own order --zero-bubble-schedule 1f1b"
+        )
+    if given >= 60 * minutes:
+        raise ConfigError(
+            f"--zero-bubble-watchdog-seconds {given:g} must be less than --distributed-timeout-minutes {minutes}, after which "
+            f"process groups time out anyway: at most {60 * minutes - 1}"
+        )
