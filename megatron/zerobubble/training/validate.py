@@ -19,6 +19,7 @@ from megatron.zerobubble.training.data.corpus import documents_of_splits, read_c
 from megatron.zerobubble.training.validate_model import (
     check_attention,
     check_context_parallel,
+    check_dropout,
     check_experts,
     check_fp8,
     check_hybrid,
@@ -51,6 +52,7 @@ def check_settings(settings: Settings) -> None:
     _check_batch(settings)
     check_plan(settings)
     check_attention(settings)
+    check_dropout(settings)
     check_tensor_parallel(settings)
     check_context_parallel(settings)
     check_latent_attention(settings)

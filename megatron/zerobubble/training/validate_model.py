@@ -12,6 +12,7 @@ from megatron.zerobubble.training.config.settings import Settings
 __all__ = [
     "check_attention",
     "check_context_parallel",
+    "check_dropout",
     "check_experts",
     "check_fp8",
     "check_hybrid",
@@ -44,6 +45,26 @@ def check_hybrid(settings: Settings) -> None:
     if zero_bubble.schedule == AUTO or zero_bubble.zero_bubble_balance_stages:
         other = "--zero-bubble-schedule auto" if zero_bubble.schedule == AUTO else "--zero-bubble-balance-stages"
         raise ConfigError(f"{other} needs layers of one kind, which {flag} does not have; leave it out")
+
+
+def check_dropout(settings: Settings) -> None:
+    """Raise if --layout-independent-dropout cannot make masks independent of the layout: each rank would draw its own."""
+    model, parallel = settings.model, settings.parallel
+    if not settings.run.layout_independent_dropout:
+        return
+    if model.attention_dropout > 0 and parallel.tensor_model_parallel_size > 1:
+        raise ConfigError(
+            "--layout-independent-dropout with tensor parallelism needs --attention-dropout 0: each rank has other heads, and "
+            "draws masks of its own for them"
+        )
+    if model.hidden_dropout > 0 and (parallel.sequence_parallel or parallel.context_parallel_size > 1):
+        other = (
+            "--sequence-parallel" if parallel.sequence_parallel else f"--context-parallel-size {parallel.context_parallel_size}"
+        )
+        raise ConfigError(
+            f"--layout-independent-dropout with {other} needs --hidden-dropout 0 and --attention-dropout 0: each rank has other "
+            "tokens, and draws masks of its own for them"
+        )
 
 
 def check_attention(settings: Settings) -> None:

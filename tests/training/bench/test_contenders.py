@@ -80,7 +80,13 @@ def test_only_the_passes_and_the_step_are_left_of_the_job() -> None:
     assert (own.run.train_iters, own.run.eval_iters, own.run.exit_duration_in_mins) == (9, 0, None)
     assert own.checkpoint.save is own.logging.metrics_jsonl is None
     assert own.batch.rampup_batch_size == ()
-    assert own.lr_decay_iters == 5000, "the learning rate is the whole job's"
+    assert own.lr_decay_samples == 5000 * 8, "the learning rate is the whole job's"
+
+
+def test_a_job_measured_in_samples_is_turned_into_iterations() -> None:
+    flags = "--train-samples 4000 --lr-warmup-samples 80 --lr-decay-samples 2400"
+    job = parse_options([*BENCH, *flags.split(), "--contenders", "zbv"], world_size=2, prog="bench").settings["zbv"]
+    assert (job.optim.lr_decay_iters, job.optim.lr_warmup_iters, job.run.train_samples) == (300, 10, None)
 
 
 @pytest.mark.parametrize(
