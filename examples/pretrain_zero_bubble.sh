@@ -22,6 +22,7 @@
 #   DATA_PATH (or DATASET)              path prefix of an indexed dataset (tools/preprocess_data.py)
 #   RUN_DIR                             directory of checkpoints and metrics; runs/<schedule> by default
 #   LAUNCHER=slurm                      be one rank that srun started, without torchrun (pretrain_zero_bubble.slurm sets it)
+#   BENCH=1                             compare schedules on this job (benchmark.sh), also in pretrain_zero_bubble.slurm
 #   EXIT_INTERVAL FP32=1                exit after this iteration; fp32 on GPUs too
 # On GPUs gpu_environment.sh is sourced; it leaves variables that are set.
 # Further arguments are passed to pretrain_gpt.py and override these: ... pretrain_zero_bubble.sh --train-iters 20
@@ -53,6 +54,9 @@ if ((gpus * nodes >= 2)); then
 else # a pipeline needs two devices; with one GPU or none the ranks share the CPU
     backend=gloo
     ranks_per_node="${GPUS_PER_NODE:-4}"
+    if [[ -n "${BENCH:-}" && -z "${GPUS_PER_NODE:-}" ]]; then # ranks that share cores show no schedule's gain
+        ranks_per_node="$(($(nproc) < 4 ? 2 : 4))"
+    fi
 fi
 ranks=$((nodes * ranks_per_node))
 tensor="${TP_SIZE:-1}" context="${CP_SIZE:-1}"
@@ -141,7 +145,13 @@ else
     unset WORLD_SIZE RANK # torchrun sets them
 fi
 
-exec "${start[@]}" "$here/pretrain_gpt.py" \
+if is_on "${BENCH:-}"; then
+    entry=(-m megatron.zerobubble.cli.bench --bench-dir "${RUN_DIR:-$here/runs/bench}")
+    export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+else
+    entry=("$here/pretrain_gpt.py")
+fi
+exec "${start[@]}" "${entry[@]}" \
     --distributed-backend "$backend" "${device[@]}" \
     --tensor-model-parallel-size "$tensor" --context-parallel-size "$context" \
     --pipeline-model-parallel-size "$pipeline" "${schedule[@]}" \

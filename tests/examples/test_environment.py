@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from megatron.zerobubble.training.arguments import settings_from_argv
+from megatron.zerobubble.training.bench.options import parse_options
 from tests.support.cluster import ROOT, Cluster
 
 SCRIPT = "pretrain_zero_bubble.sh"
@@ -91,6 +93,27 @@ def test_the_variables_of_the_papers_scripts_count_machines_with_a_warning(clust
         "to processes\n"
     )
     assert " ".join(cluster.rank_arguments(None)).startswith(RENDEZVOUS + "--rdzv-conf is_host=0 ")
+
+
+def test_the_benchmark_runs_the_same_job_under_other_schedules(cluster: Cluster) -> None:
+    """Its flags are those of a training run, and the comparison takes them."""
+    done = cluster.run("benchmark.sh", "--contenders", "stock-1f1b,zbv", environment=cluster.environment(GPUS="4"))
+    assert done.returncode == 0, done.stderr
+    arguments = cluster.rank_arguments(None)
+    place = arguments.index("-m")
+    assert arguments[place + 1 : place + 3] == ["megatron.zerobubble.cli.bench", "--bench-dir"]
+    flags = arguments[place + 2 :]
+    flags[flags.index("--data-path") + 1 : flags.index("--data-path") + 2] = ["--mock-data"]
+    flags.remove("--data-path")
+    for flag in ("--split",):
+        del flags[flags.index(flag) : flags.index(flag) + 2]
+    assert list(parse_options(flags, world_size=4, prog="bench").settings) == ["stock-1f1b", "zbv"]
+
+
+def test_the_benchmark_gives_each_cpu_rank_a_core(cluster: Cluster) -> None:
+    done = cluster.run("benchmark.sh", environment=cluster.environment(GPUS="0"))
+    assert done.returncode == 0, done.stderr
+    assert cluster.rank_arguments(None)[:2] == ["--nproc-per-node", "4" if (os.cpu_count() or 1) >= 4 else "2"]
 
 
 def test_restarts_continue_from_the_latest_checkpoint(cluster: Cluster) -> None:
