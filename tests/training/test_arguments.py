@@ -243,6 +243,13 @@ def test_batch_and_data_parallelism() -> None:
         (CP + "--attention-backend local", 4, "--attention-backend local needs whole sequences; choose auto, flash, fused or"),
         (CP + "--cp-comm-type a2a+p2p", 4, "a2a\\+p2p and --hierarchical-context-parallel-sizes need each other"),
         (CP + "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4, "2 2 multiply to 4, --context-par.* is 2"),
+        ("--layout-independent-dropout --tensor-model-parallel-size 2", 4, "tensor parallelism needs --attention-dropout 0"),
+        (
+            "--layout-independent-dropout --attention-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel",
+            4,
+            "with --sequence-parallel needs --hidden-dropout 0 and --attention-dropout 0",
+        ),
+        (CP + "--layout-independent-dropout", 4, "with context parallelism needs --hidden-dropout 0"),
         ("--zero-bubble-wgrad-gather some", 4, "--zero-bubble-wgrad-gather"),
         (P4 + "--zero-bubble-wgrad-gather keep --enable-zero-bubble", 4, "it needs --sequence-parallel"),
         ("--zero-bubble-v", 4, "unrecognized arguments: --zero-bubble-v"),
