@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from megatron.zerobubble.cli.parser import Parser
+from megatron.zerobubble.cli.progress import track
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.profiling.memory import MemoryMeter
@@ -244,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    results = [measure(kind, shape, args) for kind, shape in wanted]
+    results = [measure(kind, shape, args) for kind, shape in track(wanted, "kinds and sizes")]
     torch.set_num_threads(threads)
     about = {
         "device": "CPU, 1 thread",

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.zerobubble.cli.progress import track
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.communication import Message, Program, place_communication
 from megatron.zerobubble.plan.ir import Op
@@ -317,7 +318,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     try:
         measurements = [
-            row for schedule in args.schedule or ("1f1b", "zb-h1", "zb-h2", "zbv") for row in benchmark(schedule, args)
+            row
+            for schedule in track(args.schedule or ("1f1b", "zb-h1", "zb-h2", "zbv"), "schedules")
+            for row in benchmark(schedule, args)
         ]
     except UserError as error:
         parser.error(str(error))

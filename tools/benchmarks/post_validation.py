@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.zerobubble.cli.progress import track
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.optimizer.post_validation import GradientStatistics, PostValidation, Relay
 from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
@@ -162,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.num_ranks < 2 or args.iterations < 1 or args.repeats < 1:
         parser.error("--num-ranks must be 2 or more, --iterations and --repeats 1 or more")
     try:
-        rows = [measure(schedule, args) for schedule in args.schedule or ("zb-h2", "zbv")]
+        rows = [measure(schedule, args) for schedule in track(args.schedule or ("zb-h2", "zbv"), "schedules")]
     except UserError as error:
         parser.error(str(error))
     command = ["python", "-m", "tools.benchmarks.post_validation", *(sys.argv[1:] if argv is None else argv)]

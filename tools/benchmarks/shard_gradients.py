@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from megatron.zerobubble.cli.progress import track
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
@@ -219,7 +220,7 @@ def run(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         micro_batch_size=args.micro_batch_size,
     )
     results = {}
-    for schedule in args.schedule or ("zb-h1", "zbv"):
+    for schedule in track(args.schedule or ("zb-h1", "zbv"), "schedules"):
         schedule_info(schedule)
         request = Request(
             schedule=schedule,

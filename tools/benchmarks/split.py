@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from megatron.zerobubble.cli.parser import Parser
+from megatron.zerobubble.cli.progress import track
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.wgrad.gemm import WgradKernel, choose_kernel, working_kernels
 from tools.benchmarks.wgrad.report import ShapeResult, to_json, to_markdown
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         device = choose_device(args.device)
         shapes = [shape_named(name) for name in args.shape] if args.shape else list(SHAPES)
-        results = [benchmark(shape.scaled(args.scale), args, device) for shape in shapes]
+        results = [benchmark(shape.scaled(args.scale), args, device) for shape in track(shapes, "shapes")]
     except UserError as error:
         parser.error(str(error))
     where = about(args, device)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zerobubble.cli.parser import read_text
+from megatron.zerobubble.cli.progress import track, working
 from megatron.zerobubble.cli.published import REFERENCES, read_configs
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.plan.costs import CostModel
@@ -172,7 +173,8 @@ def _write_text(target: str, text: str) -> None:
 
 def run_plan(args: argparse.Namespace) -> None:
     """`plan`: generate or search a plan, simulate it, write it to files and show it."""
-    result = _result(args, args.memory_limit)
+    with working(f"planning {args.schedule}"):
+        result = _result(args, args.memory_limit)
     simulation = result.simulation
     if args.json is not None:
         _write_text(args.json, simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics()))
@@ -193,7 +195,7 @@ def run_pareto(args: argparse.Namespace) -> None:
     objective = Objective(args.objective)
     points: list[dict[str, Any]] = []
     best: Result | None = None
-    for limit in limits:
+    for limit in track(limits, "memory limits"):
         found = _result(args, limit)
         if best is None or objective.of(found.simulation) < objective.of(best.simulation):
             best = found

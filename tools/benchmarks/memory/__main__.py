@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from megatron.zerobubble.cli.parser import Parser
+from megatron.zerobubble.cli.progress import working
 from megatron.zerobubble.errors import ConfigError, UserError
 from tools.benchmarks.emulation import run_on_ranks
 from tools.benchmarks.memory.ledger import RankLedger, table
@@ -99,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         spec, sizes = check(args)
         device = choose_device(args.device, trial="--device cpu --num-iterations 12 --warmup 4 --hidden-size 64 --seq-length 32")
         on_gpu = device.type == "cuda"
-        ranks = run_on_ranks(serve, args.num_ranks, spec, sizes, args, on_gpu)
+        with working(f"{args.num_iterations} iterations of {spec.name}"):
+            ranks = run_on_ranks(serve, args.num_ranks, spec, sizes, args, on_gpu)
     except UserError as error:
         parser.error(str(error))
     about = {

@@ -32,6 +32,7 @@ import torch
 
 from megatron.zerobubble import __version__
 from megatron.zerobubble.cli.parser import Parser
+from megatron.zerobubble.cli.progress import working
 from megatron.zerobubble.cli.published import read_configs
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.plan.ir import Placement
@@ -186,7 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         check(args)
-        body = run_emulated(args) if args.emulate else run_real(args)
+        with working(f"{args.rounds} rounds of all contenders"):
+            body = run_emulated(args) if args.emulate else run_real(args)
     except UserError as error:
         parser.error(str(error))
     report: Row = {

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from megatron.zerobubble.cli.parser import Parser
+from megatron.zerobubble.cli.progress import track
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.wgrad.gemm import choose_kernel, working_kernels
 from tools.benchmarks.split import DTYPES, about, choose_device
@@ -238,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = choose_device(args.device)
         torch.set_num_threads(args.threads)
         card = CudaCard(device) if device.type == "cuda" else None
-        results = [benchmark(shape, args, device, card) for shape in shapes_of(args)]
+        results = [benchmark(shape, args, device, card) for shape in track(shapes_of(args), "shapes")]
     except UserError as error:
         parser.error(str(error))
     where = about(args, device, "tools.benchmarks.wgrad")
