@@ -18,10 +18,11 @@ from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_plan
 from megatron.zerobubble.playground.exports import Export, export, flags
 from megatron.zerobubble.playground.files import open_file, plan_result
-from megatron.zerobubble.playground.ladder import climb, pareto
+from megatron.zerobubble.playground.ladder import climb, pareto, seconds_by_effort
 from megatron.zerobubble.playground.limits import MAX_POINTS
-from megatron.zerobubble.playground.problem import read_object, read_problem
+from megatron.zerobubble.playground.problem import DEFAULT_OBJECTIVE, read_object, read_problem
 from megatron.zerobubble.playground.recorded import read_trace
+from megatron.zerobubble.playground.words import verdict
 
 Event = dict[str, Any]
 
@@ -36,15 +37,16 @@ def run_task(name: str, body: bytes) -> Iterator[Event]:
 
 def _search(body: bytes) -> Iterator[Event]:
     problem = read_problem(body)
-    yield {"event": "started"}
+    yield {"event": "started", "seconds": seconds_by_effort(problem)}
     shown: object = None
     for rung in climb(problem):
         event: Event = {"event": "best", "spent": rung.spent, "verdict": ""}
         if problem.schedule == AUTO and rung.spent == 1.0:
-            event["verdict"] = rung.result.verdict(problem.objective)
+            event["verdict"] = verdict(rung.result, problem.objective)
         if rung.result is not shown:
-            event["drawing"] = draw_plan(rung.result)
-            event["flags"] = flags(rung.result.simulation.plan, problem.objective)
+            plan = rung.result.simulation.plan
+            event["drawing"] = draw_plan(rung.result) | {"derived_from": problem.derived_from(plan.placement)}
+            event["flags"] = flags(plan, problem.objective)
         shown = rung.result
         yield event
 
@@ -106,9 +108,10 @@ def _plan_of(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _objective(given: dict[str, Any]) -> Objective:
     known = [objective.value for objective in Objective]
-    if given.get("objective", known[0]) not in known:
-        raise ConfigError(f"objective is {given['objective']!r:.80}; choose one of {', '.join(known)}")
-    return Objective(given.get("objective", known[0]))
+    value = given.get("objective", DEFAULT_OBJECTIVE.value)
+    if value not in known:
+        raise ConfigError(f"objective is {value!r:.80}; choose one of {', '.join(known)}")
+    return Objective(value)
 
 
 TASKS: dict[str, Callable[[bytes], Iterator[Event]]] = {

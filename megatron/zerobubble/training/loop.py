@@ -334,8 +334,9 @@ class _Run:
         speed = self.metrics.tokens_per_second()
         if speed is not None:
             _log.info("speed: %.0f tokens per second", speed)
-        memory = None if self.replanner is None else self.replanner.memory
-        if report_pipeline(self.training_state.schedule, self.settings, self.metrics, memory=memory):
+        memory, activations = (None, None) if self.replanner is None else (self.replanner.memory, self.replanner.activations)
+        schedule = self.training_state.schedule
+        if report_pipeline(schedule, self.settings, self.metrics, memory=memory, activations=activations):
             self._warn_of_shared_cores()
         self._log_balance()
         if self.settings.checkpoint.save is not None:

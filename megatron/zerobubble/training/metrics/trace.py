@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron.zerobubble.plan.costs import Activations
 from megatron.zerobubble.plan.render.svg import render_comparison
 from megatron.zerobubble.plan.render.trace import render_trace
 from megatron.zerobubble.plan.timeline import Timeline
@@ -31,7 +33,12 @@ _STOCK = (
 
 
 def report_pipeline(
-    schedule: Any, settings: Settings, metrics: MetricsLogger, *, memory: Sequence[RankMemory] | None = None
+    schedule: Any,
+    settings: Settings,
+    metrics: MetricsLogger,
+    *,
+    memory: Sequence[RankMemory] | None = None,
+    activations: Activations | None = None,
 ) -> bool:
     """Log the pipeline's bubble, add it to the curves, and with --zero-bubble-trace write the trace.
 
@@ -42,11 +49,12 @@ def report_pipeline(
         settings: whether and where to write the trace.
         metrics: receives the curves.
         memory: memory per rank, if it was measured.
+        activations: activation memory per stage, if it was measured; the reports and plans then have it.
 
     Returns:
         Whether a line about the bubble was logged.
     """
-    timelines = schedule.timelines()
+    timelines = [replace(timeline, activations=activations) for timeline in schedule.timelines()]
     if dist.get_rank() != 0:
         return False
     directory = settings.zero_bubble.zero_bubble_trace
