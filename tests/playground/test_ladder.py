@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.planner import make_plan
+from megatron.zerobubble.plan.planner import AUTO_MEMORY_LIMIT, make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions
-from megatron.zerobubble.playground.ladder import Rung, climb, pareto
+from megatron.zerobubble.playground.ladder import Rung, climb, pareto, seconds_by_effort
 from megatron.zerobubble.playground.problem import Problem, read_problem
 
 TIMES = {"forward_ms": 18.5, "backward_ms": 18.1, "wgrad_ms": 9.3, "comm_ms": 0.6, "activation_after_backward": 0.37}
@@ -61,6 +61,19 @@ def test_auto_begins_with_the_best_hand_written_schedule_and_states_its_choice()
     rungs = list(climb(problem("auto", effort="fast", memory_limit=1.0)))
     check(rungs, limit=1.0)
     assert "auto chose" in rungs[-1].result.verdict(Objective.MAKESPAN)
+
+
+def test_auto_means_the_same_limit_as_in_a_run() -> None:
+    check(list(climb(problem("auto", effort="fast"))), limit=AUTO_MEMORY_LIMIT)
+
+
+def test_times_of_efforts_follow_the_size_and_the_schedule() -> None:
+    small, large = seconds_by_effort(problem("zbv")), seconds_by_effort(problem("zbv", 64, 512))
+    assert list(small) == ["fast", "default", "max"]
+    assert 0 < small["fast"] < small["default"] < small["max"]
+    assert all(large[effort] > small[effort] for effort in small)
+    assert seconds_by_effort(problem("auto", 64, 512))["fast"] > large["fast"]
+    assert set(seconds_by_effort(problem("1f1b")).values()) == {0.0}
 
 
 def test_a_limit_that_nothing_keeps_is_refused() -> None:

@@ -29,7 +29,6 @@ from megatron.zerobubble.playground import limits
 from megatron.zerobubble.playground.drawing import KINDS
 from megatron.zerobubble.playground.guard import Guard
 from megatron.zerobubble.playground.pool import Busy, Pool, is_error, num_searches
-from megatron.zerobubble.playground.problem import DEFAULT_OBJECTIVE
 from megatron.zerobubble.playground.tasks import SEARCHES, TASKS
 
 _STATIC = Path(__file__).parent / "static"
@@ -105,7 +104,6 @@ async def _choices(request: Request) -> Response:
             "version": __version__,
             "schedules": [*schedules, auto],
             "objectives": [{"name": objective.value, "label": objective.label} for objective in reversed(Objective)],
-            "default_objective": DEFAULT_OBJECTIVE.value,
             "auto_memory_limit": AUTO_MEMORY_LIMIT,
             "num_searches": num_searches(),
             "efforts": ["drawn", *(effort.value for effort in Effort)],

@@ -22,7 +22,7 @@ from megatron.zerobubble.playground.ladder import climb, pareto, seconds_by_effo
 from megatron.zerobubble.playground.limits import MAX_POINTS
 from megatron.zerobubble.playground.problem import DEFAULT_OBJECTIVE, read_object, read_problem
 from megatron.zerobubble.playground.recorded import read_trace
-from megatron.zerobubble.playground.words import verdict
+from megatron.zerobubble.playground.words import titled, verdict
 
 Event = dict[str, Any]
 
@@ -60,7 +60,8 @@ def _pareto(body: bytes) -> Iterator[Event]:
         event: Event = {"event": "point", "memory_limit": limit}
         if result is not None:
             plan, costs, metrics = result.simulation.plan, result.simulation.costs, result.metrics()
-            event |= {"schedule": plan.schedule, "num_chunks": plan.placement.num_chunks, "metrics": metrics}
+            event |= {"schedule": plan.schedule, "title": titled(plan), "num_chunks": plan.placement.num_chunks}
+            event |= {"metrics": metrics, "derived_from": problem.derived_from(plan.placement)}
             event["plan"] = plan.to_json(costs=costs.to_json(), metrics=metrics)
         yield event
 

@@ -2,6 +2,7 @@
 
 import { listen } from "./api.js";
 import { make, table } from "./dom.js";
+import { milliseconds, percent } from "./numbers.js";
 import { problem, slot } from "./state.js";
 
 const LIMITS = [0.34, 0.5, 0.625, 0.75, 0.875, 1, 1.25, 1.5, 2];
@@ -78,9 +79,9 @@ export class Pareto {
     const line = (take) => d3.line((point) => x(point.memory_limit), (point) => y(take(point.metrics)))(this.points);
     svg.append("path").attr("class", "bound").attr("d", line((metrics) => metrics.bound_bubble_rate));
     svg.append("path").attr("class", "curve").attr("d", line((metrics) => metrics.bubble_rate));
-    const words = ({ memory_limit: limit, schedule, metrics }) =>
-      `memory at most ${limit}: ${schedule}, bubble ${(100 * metrics.bubble_rate).toFixed(2)} %, ` +
-      `${isSpan ? "span" : "makespan"} ${(isSpan ? metrics.span_ms : metrics.makespan_ms).toFixed(3)} ms`;
+    const words = ({ memory_limit: limit, title, metrics }) =>
+      `memory at most ${limit}: ${title}, bubble rate ${percent(metrics.bubble_rate)}, ` +
+      `${isSpan ? "span" : "makespan"} ${milliseconds(isSpan ? metrics.span_ms : metrics.makespan_ms)}`;
     const points = svg
       .selectAll("g.point")
       .data(this.points)
@@ -99,15 +100,15 @@ export class Pareto {
     points.append("circle").attr("class", "target").attr("r", 14);
     points.append("circle").attr("class", "dot").attr("r", 5.5);
     points.append("title").text(words);
-    const rows = this.points.map(({ memory_limit: limit, schedule, metrics }) => [
+    const rows = this.points.map(({ memory_limit: limit, title, metrics }) => [
       limit.toFixed(3),
-      schedule,
-      `${(100 * metrics.bubble_rate).toFixed(2)} %`,
-      `${(100 * metrics.bound_bubble_rate).toFixed(2)} %`,
+      title,
+      percent(metrics.bubble_rate),
+      percent(metrics.bound_bubble_rate),
     ]);
     const wasOpen = this.root.querySelector("details")?.open;
-    const head = ["memory ≤", "schedule", "bubble", "lower bound"];
-    const details = make("details", wasOpen ? { open: true } : {}, make("summary", {}, "As a table"), table("Pareto front, bubble vs. memory", head, rows));
+    const head = ["memory limit", "schedule", "bubble rate", "lower bound"];
+    const details = make("details", wasOpen ? { open: true } : {}, make("summary", {}, "As a table"), make("div", { class: "scroll" }, table("Pareto front, bubble vs. memory", head, rows)));
     return this.root.replaceChildren(svg.node(), details);
   }
 }
@@ -123,5 +124,5 @@ function axes(svg, x, y, width) {
     .attr("y", HEIGHT - 6)
     .attr("text-anchor", "end")
     .text("memory limit (1.0 = 1F1B on rank 0)");
-  svg.append("text").attr("class", "caption").attr("x", MARGIN.left + 8).attr("y", MARGIN.top + 6).text("bubble (dashed: lower bound)");
+  svg.append("text").attr("class", "caption").attr("x", MARGIN.left + 8).attr("y", MARGIN.top + 6).text("bubble rate (dashed: lower bound)");
 }
