@@ -16,11 +16,12 @@ from PIL import Image
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.render.trace import render_trace
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.recorded import read_trace
+from megatron.zerobubble.playground.words import milliseconds
 from megatron.zerobubble.profiling.report import report, reports_to_json
 from tests.playground.conftest import Server
 from tests.profiling.support import as_recorded
@@ -91,7 +92,8 @@ def test_the_form_plans_and_the_link_restores_it_in_another_page(opened: Open) -
         page.fill("[name=m]", "5")
         page.fill("[name=b]", "1.5")
         page.fill("[name=c]", "0.1")
-        page.select_option("[name=objective]", "makespan")
+        assert page.input_value("[name=objective]") == "makespan", "as in a run without post-validation"
+        page.select_option("[name=objective]", "span")
         page.click("#add")
         page.locator(".slot select").nth(2).select_option("zb")
         page.locator(".slot").nth(2).get_by_placeholder("1p").fill("2p")
@@ -100,15 +102,17 @@ def test_the_form_plans_and_the_link_restores_it_in_another_page(opened: Open) -
         page.locator(".slot input[type=range]").nth(1).fill("0.9")
         page.wait_for_function("() => document.querySelectorAll('.panel').length === 3")
         page.wait_for_selector("main[aria-busy=false]")
+        page.select_option("#baseline", label="B: ZBV")
         peak = float(cells(page, "peak activation memory")[1])
         assert peak <= 0.9 + 1e-9
         plan = build_plan("1f1b", num_ranks=3, num_microbatches=5)
         times = CostModel.uniform(plan.placement, backward_ms=1.5, comm_ms=0.1)
-        assert cells(page, "iteration time with the synchronous optimizer")[0] == f"{simulate(plan, times).makespan_ms:.3f} ms"
+        assert cells(page, "iteration time with the synchronous optimizer")[0] == milliseconds(simulate(plan, times).makespan_ms)
         reached = page.locator("#metrics").inner_text()
         with opened(page.url.partition("?")[2]) as other:
             other.wait_for_selector("main[aria-busy=false]")
             assert other.locator("#metrics").inner_text() == reached
+            assert other.locator("#baseline option:checked").inner_text() == "B: ZBV"
             other.locator(".slot .remove").first.click()
             assert other.locator(".panel").count() == 2
         assert page.locator(".panel").count() == 3, "the other page is another page"
@@ -162,7 +166,8 @@ def test_files_are_opened_and_a_trace_is_compared_with_its_plan(opened: Open) ->
         page.wait_for_selector("#notes:has-text('costs.json')")
         page.click("#stages-clear")
         for name, body, reason in (
-            ("broken.json", "{", "not JSON"),
+            ("broken.json", "{", "damaged JSON"),
+            ("timeline-9.svg", "<svg xmlns='http://www.w3.org/2000/svg'/>", "this is an SVG picture"),
             ("other.json", '{"a": 1}', "give a plan"),
             ("plan.json", text.replace('"num_ranks": 4', '"num_ranks": 5'), "num_ranks 5"),
             ("<img src=x onerror=alert(1)>.json", '{"format": "<b>"}', "<b>"),
@@ -208,10 +213,12 @@ def test_points_of_the_curve_can_be_chosen(opened: Open) -> None:
         point.focus()
         page.keyboard.press("Enter")
         page.wait_for_selector(".slot .status:has-text('plan of the Pareto front')")
-        schedule = words.split(": ")[1].split(",")[0]
-        assert page.locator(".panel h3").inner_text().split(":")[0].endswith(schedule)
-        assert f"bubble {cells(page, 'bubble')[0]}" in words
-        assert f"s={schedule}" in page.url
+        title = words.split(": ")[1].split(",")[0].split(" with ")[0]
+        assert page.locator(".panel h3").first.inner_text().split(":")[0].endswith("1F1B"), "the baseline stays"
+        assert page.locator(".panel h3").last.inner_text().split(":")[0].endswith(title)
+        assert f"bubble rate {cells(page, 'bubble rate')[1]}" in words
+        (name,) = [info.name for info in known_schedules() if info.title == title]
+        assert f"s=1f1b&s={name}" in page.url
 
 
 def test_the_keyboard_and_a_screen_reader_see_what_the_mouse_sees(opened: Open) -> None:
@@ -226,6 +233,14 @@ def test_the_keyboard_and_a_screen_reader_see_what_the_mouse_sees(opened: Open) 
         drawn = picture(page)
         page.keyboard.press("+")
         page.wait_for_function(f"before => {PICTURE} !== before", arg=drawn)
+        for _ in range(7):
+            page.keyboard.press("+")
+        page.wait_for_timeout(100)
+        chosen, shown = page.locator(".mark").bounding_box(), chart.bounding_box()
+        assert chosen is not None, "the selected pass stays in sight"
+        assert shown is not None
+        assert chosen["x"] >= shown["x"]
+        assert chosen["x"] + chosen["width"] <= shown["x"] + shown["width"] + 4
         zoomed = picture(page)
         page.keyboard.press("ArrowLeft")
         assert picture(page) not in (drawn, zoomed), "the pass before the last one is brought into sight"
@@ -238,6 +253,10 @@ def test_the_keyboard_and_a_screen_reader_see_what_the_mouse_sees(opened: Open) 
         page.wait_for_selector("#tip:has-text('F of microbatch 0')")
         page.locator(".alternative summary").click()
         page.wait_for_selector(".alternative pre")
+        assert page.locator(".alternative pre").evaluate("e => e.scrollWidth > e.clientWidth"), "it has a scroll bar of its own"
+        for width in (1280, 390):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.locator(".alternative tbody tr").count() == 4
         assert "rank 3" in page.locator(".alternative pre").inner_text()
         unnamed = page.evaluate(
@@ -246,6 +265,83 @@ def test_the_keyboard_and_a_screen_reader_see_what_the_mouse_sees(opened: Open) 
             ".map(e => e.outerHTML)"
         )
         assert unnamed == []
+
+
+def test_only_what_is_comparable_is_compared(opened: Open) -> None:
+    with opened(f"{SMALL}&s=1f1b&s=zbv&base=0") as page:
+        page.wait_for_selector("main[aria-busy=false]")
+        assert page.locator("#metrics .speed").inner_text() == (
+            "ZBV (B) is 1.31 times as fast as 1F1B (A), 1.50 with post-validation, at 1.00 times its memory."
+        )
+        assert cells(page, "speed-up, synchronous optimizer") == ["1.00×", "1.31×"]
+        assert page.locator("#metrics strong").count() > 0
+        for name, m, times, reason in (
+            ("other-m.json", 8, {}, "m = 8 instead of 6"),
+            ("other-costs.json", 6, {"forward_ms": 0.5}, "other costs"),
+            ("same.json", 6, {}, ""),
+        ):
+            plan = build_plan("zb-h1", num_ranks=4, num_microbatches=m)
+            drop(page, name, plan.to_json(costs=CostModel.uniform(plan.placement, **times).to_json()))
+            page.wait_for_selector(f"#metrics th:has-text('{name}')")
+            apart = page.locator("#metrics .apart").all_inner_texts()
+            assert apart == ([f"{name} (C) is not compared with 1F1B (A): {reason}."] if reason else [])
+            assert (cells(page, "speed-up, synchronous optimizer")[2] == "–") is bool(reason)
+            assert page.locator("#metrics td:nth-child(4) strong").count() == 0 or not reason
+            page.locator(".slot .remove").last.click()
+        drop(page, "same.json", plan.to_json())
+        page.wait_for_selector("#metrics th:has-text('same.json')")
+        page.select_option("#baseline", label="C: same.json")
+        assert cells(page, "speed-up, synchronous optimizer")[2] == "1.00×"
+        assert page.locator("#metrics .speed").count() == 2
+
+
+def test_a_report_of_zbv_keeps_the_comparison_with_1f1b(opened: Open) -> None:
+    with opened(f"{SMALL}&s=1f1b") as page:
+        drop(page, "report.json", reports_to_json([report(as_recorded("zbv", 4, 6))]))
+        page.wait_for_function("() => document.querySelectorAll('.panel').length === 2")
+        page.wait_for_selector("main[aria-busy=false]")
+        assert page.locator("#metrics .speed").inner_text().startswith("ZBV (B) is 1.")
+        derived = "A: costs of 4 stages, derived from those of 8: each is the sum of 2 consecutive ones."
+        assert page.locator("#metrics .hint").all_inner_texts() == [derived]
+
+
+COUNT = """
+window.painted = 0;
+const paint = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  if (this.canvas.classList.contains("passes") && this.textAlign === "center" && this.textBaseline === "middle") window.painted++;
+  return paint.call(this, text, x, y);
+};
+"""
+
+
+def test_microbatch_numbers_are_all_there_or_none(opened: Open) -> None:
+    """Twelve microbatches whose numbers of two digits need more space than the others."""
+    with opened("p=4&m=12&effort=drawn&s=zb-h1") as page:
+        page.evaluate(COUNT)
+        found = set()
+        for width in range(390, 1281, 89):
+            page.evaluate("window.painted = 0")
+            page.set_viewport_size({"width": width, "height": 900})
+            page.wait_for_timeout(100)
+            painted = page.evaluate("window.painted")
+            assert painted % (4 * 12 * 3) == 0, width
+            found.add(painted > 0)
+        assert found == {False, True}
+
+
+def test_times_of_efforts_are_for_the_size_on_the_page(opened: Open) -> None:
+    with opened(f"{SMALL}&s=1f1b&s=zbv") as page:
+        page.wait_for_selector("main[aria-busy=false]")
+        efforts = page.locator("[name=effort] option")
+        before = efforts.all_inner_texts()
+        assert before[0] == "hand-written schedule, no search"
+        assert all(re.search(r", about \d+ (s|min)$", text) for text in before[1:])
+        page.fill("[name=p]", "32")
+        page.fill("[name=m]", "128")
+        page.wait_for_function("text => document.querySelector('[name=effort]').options[1].textContent !== text", arg=before[1])
+        page.locator(".slot .remove").last.click()
+        assert efforts.nth(1).inner_text() == "fast, nothing to search"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -40,7 +40,6 @@ def test_a_run_s_trace_is_read_back_as_it_was(name: str) -> None:
 
 
 def test_measured_activations_travel_in_the_trace() -> None:
-    """Four ranks that hold alike, because a stage keeps less after B than before."""
     sizes = Activations(activation=(0.5,) * 8, activation_after_backward=(0.125,) * 8)
     run = replace(as_recorded("zbv", 4, 6), activations=sizes)
     body = json.loads(render_trace([run]))
@@ -109,7 +108,7 @@ def test_a_damaged_trace_is_refused_with_the_reason(change: Change, message: str
     [
         (
             b'<?xml version="1.0"?>\n<svg xmlns="x"><rect/></svg>',
-            "^this is an SVG picture, from which no plan can be read: drop the plan",
+            "^this is an SVG picture, from which no plan can be read: drop",
         ),
         (b"\xef\xbb\xbf<svg/>", "^this is an SVG picture"),
         (b"<!doctype html>", "^this is markup"),

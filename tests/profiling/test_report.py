@@ -29,13 +29,14 @@ def test_what_ran_as_planned_is_reported_so(name: str) -> None:
 
 
 def test_measured_activations_are_in_the_costs_of_the_report() -> None:
-    timeline = as_recorded("zbv", 4, 6)
+    timeline = as_recorded("zb-h1", 4, 9)
     assumed = report(timeline)
     assert assumed.simulation.costs.activation_after_backward == assumed.simulation.costs.activation
-    sizes = Activations(activation=(0.5,) * 8, activation_after_backward=(0.1,) * 8)
+    sizes = Activations(activation=(1.0,) * 4, activation_after_backward=(0.25,) * 4)
     seen = report(replace(timeline, activations=sizes))
     assert seen.simulation.costs == replace(assumed.simulation.costs, **vars(sizes))
-    assert max(seen.memory.predicted) < max(assumed.memory.predicted)
+    assert assumed.memory.predicted == (1.0, 1.0, 1.0, 1.0), "a W that waits holds as much as a microbatch before its B"
+    assert seen.memory.predicted == pytest.approx((1.0, 0.8125, 0.625, 0.4375))
 
 
 def test_the_json_form() -> None:
