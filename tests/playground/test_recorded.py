@@ -108,7 +108,7 @@ def test_a_damaged_trace_is_refused_with_the_reason(change: Change, message: str
     [
         (
             b'<?xml version="1.0"?>\n<svg xmlns="x"><rect/></svg>',
-            "^this is an SVG picture, from which no plan can be read: drop",
+            "^this is an SVG picture, not JSON: drop the plan, the trace.json or the report.json",
         ),
         (b"\xef\xbb\xbf<svg/>", "^this is an SVG picture"),
         (b"<!doctype html>", "^this is markup"),

@@ -103,7 +103,10 @@ async def _choices(request: Request) -> Response:
         {
             "version": __version__,
             "schedules": [*schedules, auto],
-            "objectives": [{"name": objective.value, "label": objective.label} for objective in reversed(Objective)],
+            "objectives": [
+                {"name": objective.value, "label": objective.label.removeprefix("with ").removeprefix("the ")}
+                for objective in reversed(Objective)
+            ],
             "auto_memory_limit": AUTO_MEMORY_LIMIT,
             "num_searches": num_searches(),
             "efforts": ["drawn", *(effort.value for effort in Effort)],

@@ -69,7 +69,7 @@ def _read(body: bytes) -> dict[str, Any]:
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{_described(body, error)}; {_TAKEN}") from None
+        raise ConfigError(_described(body, error)) from None
     if not isinstance(given, dict):
         raise ConfigError(f"the file is JSON, but a {type(given).__name__} and not an object; {_TAKEN}")
     return given
@@ -78,12 +78,12 @@ def _read(body: bytes) -> dict[str, Any]:
 def _described(body: bytes, error: Exception) -> str:
     text = body[:_MOST_SNIFFED].lstrip(b"\xef\xbb\xbf \t\r\n")
     if not text:
-        return "the file is empty"
+        return f"the file is empty; {_TAKEN}"
     if text.startswith((b"<svg", b"<?xml")) and b"<svg" in text:
-        return "this is an SVG picture, from which no plan can be read: drop the plan, trace or report that it was drawn from"
+        return "this is an SVG picture, not JSON: drop the plan, the trace.json or the report.json that it was drawn from"
     if not text.startswith((b"{", b"[")):
         found = next((name for start, name in _STARTS.items() if text.startswith(start)), None)
-        return f"this is {found}, not JSON" if found else "the file is not JSON"
+        return f"{f'this is {found}, not JSON' if found else 'the file is not JSON'}; {_TAKEN}"
     return f"the file is damaged JSON: {error}"
 
 
