@@ -216,7 +216,7 @@ def test_points_of_the_curve_can_be_chosen(opened: Open) -> None:
         title = words.split(": ")[1].split(",")[0].split(" with ")[0]
         assert page.locator(".panel h3").first.inner_text().split(":")[0].endswith("1F1B"), "the baseline stays"
         assert page.locator(".panel h3").last.inner_text().split(":")[0].endswith(title)
-        assert f"bubble rate {cells(page, 'bubble rate')[1]}" in words
+        assert f"makespan {cells(page, 'iteration time with the synchronous optimizer')[1]}" in words
         (name,) = [info.name for info in known_schedules() if info.title == title]
         assert f"s=1f1b&s={name}" in page.url
 

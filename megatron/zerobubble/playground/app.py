@@ -99,14 +99,15 @@ async def _choices(request: Request) -> Response:
         "takes_max_pending_backward": False,
         "description": "the best of all schedules within the memory limit, 1F1B's if none is given, as in a run",
     }
+    objectives = [
+        {"name": objective.value, "label": objective.label.removeprefix("with ").removeprefix("the ")}
+        for objective in reversed(Objective)
+    ]
     return JSONResponse(
         {
             "version": __version__,
             "schedules": [*schedules, auto],
-            "objectives": [
-                {"name": objective.value, "label": objective.label.removeprefix("with ").removeprefix("the ")}
-                for objective in reversed(Objective)
-            ],
+            "objectives": objectives,
             "auto_memory_limit": AUTO_MEMORY_LIMIT,
             "num_searches": num_searches(),
             "efforts": ["drawn", *(effort.value for effort in Effort)],
