@@ -130,15 +130,15 @@ def test_a_checkpoint_continues_with_another_schedule_and_optimizer_sharding(zb_
     """ZB-H1 -> ZBV: other stages on other ranks, where three layers per rank make stages of two and of one; the same losses up to
     the order of additions."""
     flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]
-    flags += ["--zero-bubble-balance-stages", "--zero-bubble-planning-seconds", "0"]
+    flags += ["--zero-bubble-balance-stages", "--zero-bubble-planning-seconds", "0.01"]
     flags += ["--zero-bubble-trace", str(tmp_path / "trace"), "--tensorboard-dir", str(tmp_path / "events")]
-    flags += ["--zero-bubble-pipeline-timers-start-iter", "4", "--zero-bubble-pipeline-timers-end-iter", "4"]
+    flags += ["--zero-bubble-pipeline-timers-start-iter", "1", "--zero-bubble-pipeline-timers-end-iter", "1"]
     continued = Job(tmp_path, [*flags, "--zero-bubble-v-schedule"])
     assert "training with the ZBV schedule" in continued.said
     assert "the layout differs from the checkpoint's: dropout continues with newly seeded generators" in continued.said
     assert len(re.findall(BALANCE, continued.said)) == 2, "when an iteration was recorded, and at the end"
     (seen,) = _check_trace(tmp_path / "trace", iterations=[5])
-    assert sum(seen["costs"]["activation_after_backward"]) < 0.95 * sum(seen["costs"]["activation"]), "measured in iteration 4"
+    assert sum(seen["costs"]["activation_after_backward"]) < 0.95 * sum(seen["costs"]["activation"]), "measured in iteration 4, the first of the job"
     assert json.loads((tmp_path / "trace" / "plan-5.json").read_text())["costs"] == seen["costs"]
     measured = seen["measured"]
     assert f"bubble: {measured['bubble_rate']:.1%} of iteration 5 ({measured['work_ms']:.0f} of " in continued.said
