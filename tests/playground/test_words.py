@@ -14,7 +14,16 @@ from megatron.zerobubble.playground.words import headline, measures, millisecond
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(2127.1534, "2127"), (12.0, "12.00"), (0.62504, "0.6250"), (1.375, "1.375"), (-3.14159, "-3.142"), (1e-13, "0"), (0.0, "0")],
+    [
+        (2127.1534, "2127"),
+        (12.0, "12.00"),
+        (0.62504, "0.6250"),
+        (1.375, "1.375"),
+        (-3.14159, "-3.142"),
+        (9.9999, "10.00"),
+        (1e-13, "0"),
+        (0.0, "0"),
+    ],
 )
 def test_numbers_have_four_digits(value: float, text: str) -> None:
     assert number(value) == text
@@ -22,7 +31,7 @@ def test_numbers_have_four_digits(value: float, text: str) -> None:
 
 def test_times_and_shares() -> None:
     assert [milliseconds(value) for value in (0.5273, 9999.0, 12345.6)] == ["0.5273 ms", "9999 ms", "12.35 s"]
-    assert [percent(share) for share in (0.2430, 0.0403, 0.0047, 1.0, 1e-17)] == ["24.3 %", "4.03 %", "0.47 %", "100 %", "0 %"]
+    assert [percent(share) for share in (0.2430, 0.0403, 0.0047, 0.9996, 1e-17)] == ["24.3 %", "4.03 %", "0.47 %", "100 %", "0 %"]
 
 
 def test_schedules_are_named_as_in_their_papers() -> None:

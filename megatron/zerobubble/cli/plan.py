@@ -55,7 +55,9 @@ def add_commands(commands: Any) -> None:
     plan.add_argument(
         "--max-pending-backward", help="most microbatches between F and W per rank, for zb: 1p, 2p or a number (default 1p)"
     )
-    plan.add_argument("--memory-limit", type=float, help="most activation memory per rank; 1.0, the default of auto, is 1F1B's rank 0")
+    plan.add_argument(
+        "--memory-limit", type=float, help="most activation memory per rank; 1.0 is 1F1B's rank 0, the default of auto"
+    )
     pareto = commands.add_parser("pareto", help="Pareto front, bubble vs. memory", epilog=EXAMPLES, formatter_class=raw)
     pareto.add_argument(
         "--memory-limits",

@@ -30,11 +30,8 @@ def titled(plan: Plan) -> str:
 
 
 def number(value: float) -> str:
-    """Four significant digits, and no digits that are whole numbers less."""
-    if abs(value) < _ZERO:
-        return "0"
-    decimals = _DIGITS - 1 - math.floor(math.log10(abs(value)))
-    return f"{value:.{max(0, decimals)}f}"
+    """Four significant digits; all of a larger whole number."""
+    return "0" if abs(value) < _ZERO else f"{value:.{_decimals(value, _DIGITS)}f}"
 
 
 def milliseconds(value: float) -> str:
@@ -45,9 +42,12 @@ def milliseconds(value: float) -> str:
 def percent(share: float) -> str:
     """A share as a percentage: three significant digits, at most two of them behind the point."""
     value = 100 * share
-    if abs(value) < 0.005:
-        return "0 %"
-    return f"{value:.{min(2, max(0, 2 - math.floor(math.log10(abs(value)))))}f} %"
+    return "0 %" if abs(value) < 0.005 else f"{value:.{min(2, _decimals(value, _DIGITS - 1))}f} %"
+
+
+def _decimals(value: float, digits: int) -> int:
+    rounded = float(f"{abs(value):.{digits - 1}e}")  # 9.9999 is written as 10.00
+    return max(0, digits - 1 - math.floor(math.log10(rounded)))
 
 
 def headline(plan: Plan) -> str:

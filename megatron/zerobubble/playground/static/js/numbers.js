@@ -3,11 +3,9 @@
 const DIGITS = 4;
 const ZERO = 1e-9;
 
-/** Four significant digits; a whole number is never cut. */
+/** Four significant digits; all of a larger whole number. */
 export function number(value) {
-  if (Math.abs(value) < ZERO) return "0";
-  const decimals = DIGITS - 1 - Math.floor(Math.log10(Math.abs(value)));
-  return value.toFixed(Math.min(20, Math.max(0, decimals)));
+  return Math.abs(value) < ZERO ? "0" : value.toFixed(decimals(value, DIGITS));
 }
 
 /** A time given in milliseconds; from ten seconds on in seconds. */
@@ -18,8 +16,12 @@ export function milliseconds(value) {
 /** A share as a percentage: three significant digits, at most two of them behind the point. */
 export function percent(share) {
   const value = 100 * share;
-  if (Math.abs(value) < 0.005) return "0 %";
-  return `${value.toFixed(Math.min(2, Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value))))))} %`;
+  return Math.abs(value) < 0.005 ? "0 %" : `${value.toFixed(Math.min(2, decimals(value, DIGITS - 1)))} %`;
+}
+
+function decimals(value, digits) {
+  const rounded = Number(Math.abs(value).toPrecision(digits)); // 9.9999 is written as 10.00
+  return Math.max(0, digits - 1 - Math.floor(Math.log10(rounded)));
 }
 
 /** A value with its sign. */
