@@ -113,7 +113,7 @@ export class Slot {
     if (limit !== null) this.range.value = limit;
     else if (!this.range.dataset.touched || this.limit !== null) this.range.value = this.limit ?? 1;
     this.range.dataset.touched = "yes";
-    this.output.textContent = this.limit === null ? "none" : `${this.limit.toFixed(2)}${limit === null ? ", as in a run" : ""}`;
+    this.output.textContent = this.limit === null ? "none" : this.limit.toFixed(2);
     this.range.setAttribute("aria-valuetext", this.limit === null ? "no limit" : `${this.limit.toFixed(2)} of 1F1B on rank 0`);
     this.description.textContent = this.info.description;
     this.chunks.value = chunks ?? "";
