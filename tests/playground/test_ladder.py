@@ -11,7 +11,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.planner import AUTO_MEMORY_LIMIT, make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions
-from megatron.zerobubble.playground.ladder import Rung, climb, pareto, seconds_by_effort
+from megatron.zerobubble.playground.ladder import Rung, climb, for_other_objective, pareto, seconds_by_effort, share_of_climb
 from megatron.zerobubble.playground.problem import Problem, read_problem
 
 TIMES = {"forward_ms": 18.5, "backward_ms": 18.1, "wgrad_ms": 9.3, "comm_ms": 0.6, "activation_after_backward": 0.37}
@@ -65,6 +65,24 @@ def test_auto_begins_with_the_best_hand_written_schedule_and_states_its_choice()
 
 def test_auto_means_the_same_limit_as_in_a_run() -> None:
     check(list(climb(problem("auto", effort="fast"))), limit=AUTO_MEMORY_LIMIT)
+
+
+def test_post_validation_has_a_plan_of_its_own() -> None:
+    asked = problem("zb", 4, 8, effort="fast", memory_limit=2.0)
+    found = list(climb(asked))[-1].result
+    other = for_other_objective(asked, found).simulation
+    assert other.span_ms < found.simulation.span_ms
+    assert other.makespan_ms >= found.simulation.makespan_ms
+    assert 0.0 < share_of_climb(asked) < 1.0
+    plain = problem("zbv", 8, 24, effort="fast", times={})
+    best = list(climb(plain))[-1].result
+    (base,) = climb(problem("1f1b", 8, 24, times={}))
+    speed = base.result.simulation.makespan_ms / best.simulation.makespan_ms
+    assert speed == pytest.approx(1.23, abs=0.005)
+    assert base.result.simulation.span_ms / for_other_objective(plain, best).simulation.span_ms == pytest.approx(1.29, abs=0.005)
+    drawn = problem("zb", 4, 8)
+    assert for_other_objective(drawn, found) is found
+    assert share_of_climb(drawn) == 1.0
 
 
 def test_times_of_efforts_follow_the_size_and_the_schedule() -> None:

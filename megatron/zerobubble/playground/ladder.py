@@ -14,7 +14,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.search.bound import lower_bound
-from megatron.zerobubble.plan.search.search import Effort, SearchOptions, evaluations_per_second
+from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions, evaluations_per_second
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 from megatron.zerobubble.playground.problem import Problem
@@ -72,13 +72,35 @@ def budgets_of(problem: Problem) -> tuple[float, ...]:
     return tuple(budget for budget in rungs if budget <= problem.effort.budget)
 
 
+def share_of_climb(problem: Problem) -> float:
+    """The share of `climb` in the work of both searches, 0 to 1; the rest is `for_other_objective`'s."""
+    budgets = budgets_of(problem)
+    return sum(budgets) / (sum(budgets) + budgets[-1]) if any(budgets) else 1.0
+
+
+def for_other_objective(problem: Problem, found: Result) -> Result:
+    """The plan for the other kind of optimizer step, under the same limit; a run with that would not execute the plan found.
+
+    Args:
+        problem: the problem that was solved.
+        found: its solution, which is returned if nothing is better, or if there is no search.
+    """
+    budgets = budgets_of(problem)
+    objective = next(each for each in Objective if each is not problem.objective)
+    if not any(budgets) or objective.of(found.simulation) <= objective.of(found.bound) * (1 + 1e-8):
+        return found
+    other = _searched(replace(problem, objective=objective), budgets[-1])
+    return min(other, found, key=lambda result: objective.of(result.simulation))
+
+
 def seconds_by_effort(problem: Problem) -> dict[str, float]:
-    """About how many seconds `climb` takes for this problem with each effort; 0 for a schedule without a search."""
+    """About how many seconds a problem takes with each effort, both objectives included; 0 for a schedule without a search."""
     num_cells = problem.num_ranks * problem.num_microbatches
     found = {}
     for effort in Effort:
         budgets = budgets_of(replace(problem, effort=effort))
         num_searches = _AUTO_SEARCHES if problem.schedule == AUTO else 1
+        budgets = (*budgets, *budgets[-1:])  # the last one once more for the other objective
         seconds = sum(budgets) / evaluations_per_second() + len(budgets) * num_searches * num_cells * _SECONDS_PER_CELL
         found[effort.value] = seconds if any(budgets) else 0.0
     return found

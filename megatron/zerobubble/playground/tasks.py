@@ -1,7 +1,8 @@
 """The tasks of a worker process, as generators of events.
 
 An event is an object with ``event``: ``started`` (the request is valid), ``best`` and ``point`` (intermediate results of a
-search), ``done`` (the answer of any other task), ``error``.
+search), ``times`` (at its end, the iteration times with either kind of optimizer step, each of a plan made for it), ``done`` (the
+answer of any other task), ``error``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_plan
 from megatron.zerobubble.playground.exports import Export, export, flags
 from megatron.zerobubble.playground.files import open_file, plan_result
-from megatron.zerobubble.playground.ladder import climb, pareto, seconds_by_effort
+from megatron.zerobubble.playground.ladder import climb, for_other_objective, pareto, seconds_by_effort, share_of_climb
 from megatron.zerobubble.playground.limits import MAX_POINTS
 from megatron.zerobubble.playground.problem import DEFAULT_OBJECTIVE, read_object, read_problem
 from megatron.zerobubble.playground.recorded import read_trace
@@ -38,9 +39,9 @@ def run_task(name: str, body: bytes) -> Iterator[Event]:
 def _search(body: bytes) -> Iterator[Event]:
     problem = read_problem(body)
     yield {"event": "started", "seconds": seconds_by_effort(problem)}
-    shown: object = None
+    shown, share = None, share_of_climb(problem)
     for rung in climb(problem):
-        event: Event = {"event": "best", "spent": rung.spent, "verdict": ""}
+        event: Event = {"event": "best", "spent": share * rung.spent, "verdict": ""}
         if problem.schedule == AUTO and rung.spent == 1.0:
             event["verdict"] = verdict(rung.result, problem.objective)
         if rung.result is not shown:
@@ -49,6 +50,12 @@ def _search(body: bytes) -> Iterator[Event]:
             event["flags"] = flags(plan, problem.objective)
         shown = rung.result
         yield event
+    assert shown is not None
+    other = for_other_objective(problem, shown).simulation
+    times = {
+        objective.value: objective.of(shown.simulation if objective is problem.objective else other) for objective in Objective
+    }
+    yield {"event": "times", "spent": 1.0, "times_ms": times}
 
 
 def _pareto(body: bytes) -> Iterator[Event]:

@@ -174,6 +174,10 @@ export class Slot {
           this.verdict = event.verdict;
           if (event.drawing) this.adopt(event);
         }
+        if (event.event === "times") {
+          spent = event.spent;
+          this.drawing.metrics.times_ms = event.times_ms;
+        }
         if (event.event === "stopped") this.verdict = event.message;
         this.progress(spent, event);
       }
