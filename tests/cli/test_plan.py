@@ -156,7 +156,10 @@ def test_auto_chooses_the_best_and_pareto_never_rises(
         r"^auto chose zbv with 2 virtual stages \(VPP\) per rank: [\d.]+ ms per iteration with post-validation \(span\); "
         r"runner-up .*: [\d.]+ ms \([\d.]+ % slower\)$"
     )
-    assert re.search(expected, capsys.readouterr().out, re.MULTILINE)
+    shown = capsys.readouterr().out
+    assert re.search(expected, shown, re.MULTILINE)
+    assert tool.main(["plan", "--schedule", "auto", *SMALL]) == 0
+    assert capsys.readouterr().out == shown, "without a limit auto means 1F1B's memory"
 
 
 @compiled

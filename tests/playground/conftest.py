@@ -7,15 +7,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+from tests.playground.pages import SMALL, Open
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+WAIT_MS = 60_000
 ROOT = Path(__file__).parents[2]
 
 
@@ -68,3 +72,24 @@ def browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield browser
         browser.close()
+
+
+@pytest.fixture
+def opened(browser: Browser, server: Server) -> Open:
+    """A page in a context of its own, which fails the test if it logs anything to the console."""
+
+    @contextmanager
+    def open_page(query: str = SMALL, **options: Any) -> Iterator[Page]:
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "accept_downloads": True} | options)
+        context.set_default_timeout(WAIT_MS)
+        page = context.new_page()
+        logged: list[str] = []
+        page.on("pageerror", lambda error: logged.append(str(error)))
+        page.on("console", lambda message: logged.append(message.text) if "400 (Bad Request)" not in message.text else None)
+        page.goto(f"{server.address}/?{query}")
+        page.wait_for_selector(".panel .measures")
+        yield page
+        assert logged == []
+        context.close()
+
+    return open_page

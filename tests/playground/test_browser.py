@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import pytest
@@ -16,64 +13,27 @@ from PIL import Image
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.render.trace import render_trace
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.recorded import read_trace
+from megatron.zerobubble.playground.words import milliseconds
 from megatron.zerobubble.profiling.report import report, reports_to_json
-from tests.playground.conftest import Server
+from tests.playground.pages import SMALL, Open, cells, drop
 from tests.profiling.support import as_recorded
 from tests.training.test_arguments import settings
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
-WAIT_MS = 60_000
-SMALL = "p=4&m=6&effort=drawn"
 PICTURE = "document.querySelector('.chart canvas.passes').toDataURL()"
-
-Open = Callable[..., Any]
-
-
-@pytest.fixture
-def opened(browser: Browser, server: Server) -> Open:
-    """A page in a context of its own, which fails the test if it logs anything to the console."""
-
-    @contextmanager
-    def open_page(query: str = SMALL, **options: Any) -> Iterator[Page]:
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "accept_downloads": True} | options)
-        context.set_default_timeout(WAIT_MS)
-        page = context.new_page()
-        logged: list[str] = []
-        page.on("pageerror", lambda error: logged.append(str(error)))
-        page.on("console", lambda message: logged.append(message.text) if "400 (Bad Request)" not in message.text else None)
-        page.goto(f"{server.address}/?{query}")
-        page.wait_for_selector(".panel .measures")
-        yield page
-        assert logged == []
-        context.close()
-
-    return open_page
-
-
-def cells(page: Page, row: str) -> list[str]:
-    """A row of the table of results."""
-    return page.locator("#metrics tr").filter(has_text=re.compile(f"^{row}")).first.locator("td").all_inner_texts()
 
 
 def picture(page: Page) -> str:
     """What is painted of the first timeline."""
     painted: str = page.evaluate(PICTURE)
     return painted
-
-
-def drop(page: Page, name: str, text: str) -> None:
-    """Drop a file onto the page, as a mouse would."""
-    transfer = page.evaluate_handle(
-        "([name, text]) => { const d = new DataTransfer(); d.items.add(new File([text], name)); return d; }", [name, text]
-    )
-    page.dispatch_event("main", "drop", {"dataTransfer": transfer})
 
 
 def save(page: Page, button: str, to: Path) -> Path:
@@ -91,7 +51,8 @@ def test_the_form_plans_and_the_link_restores_it_in_another_page(opened: Open) -
         page.fill("[name=m]", "5")
         page.fill("[name=b]", "1.5")
         page.fill("[name=c]", "0.1")
-        page.select_option("[name=objective]", "makespan")
+        assert page.input_value("[name=objective]") == "makespan", "as in a run without post-validation"
+        page.select_option("[name=objective]", "span")
         page.click("#add")
         page.locator(".slot select").nth(2).select_option("zb")
         page.locator(".slot").nth(2).get_by_placeholder("1p").fill("2p")
@@ -100,15 +61,17 @@ def test_the_form_plans_and_the_link_restores_it_in_another_page(opened: Open) -
         page.locator(".slot input[type=range]").nth(1).fill("0.9")
         page.wait_for_function("() => document.querySelectorAll('.panel').length === 3")
         page.wait_for_selector("main[aria-busy=false]")
+        page.select_option("#baseline", label="B: ZBV")
         peak = float(cells(page, "peak activation memory")[1])
         assert peak <= 0.9 + 1e-9
         plan = build_plan("1f1b", num_ranks=3, num_microbatches=5)
         times = CostModel.uniform(plan.placement, backward_ms=1.5, comm_ms=0.1)
-        assert cells(page, "iteration time with the synchronous optimizer")[0] == f"{simulate(plan, times).makespan_ms:.3f} ms"
+        assert cells(page, "iteration time with the synchronous optimizer")[0] == milliseconds(simulate(plan, times).makespan_ms)
         reached = page.locator("#metrics").inner_text()
         with opened(page.url.partition("?")[2]) as other:
             other.wait_for_selector("main[aria-busy=false]")
             assert other.locator("#metrics").inner_text() == reached
+            assert other.locator("#baseline option:checked").inner_text() == "B: ZBV"
             other.locator(".slot .remove").first.click()
             assert other.locator(".panel").count() == 2
         assert page.locator(".panel").count() == 3, "the other page is another page"
@@ -162,8 +125,9 @@ def test_files_are_opened_and_a_trace_is_compared_with_its_plan(opened: Open) ->
         page.wait_for_selector("#notes:has-text('costs.json')")
         page.click("#stages-clear")
         for name, body, reason in (
-            ("broken.json", "{", "not JSON"),
-            ("other.json", '{"a": 1}', "give a plan"),
+            ("broken.json", "{", "damaged JSON"),
+            ("timeline-9.svg", "<svg xmlns='http://www.w3.org/2000/svg'/>", "this is an SVG picture"),
+            ("other.json", '{"a": 1}', "keys 'a'; give a plan"),
             ("plan.json", text.replace('"num_ranks": 4', '"num_ranks": 5'), "num_ranks 5"),
             ("<img src=x onerror=alert(1)>.json", '{"format": "<b>"}', "<b>"),
         ):
@@ -208,10 +172,12 @@ def test_points_of_the_curve_can_be_chosen(opened: Open) -> None:
         point.focus()
         page.keyboard.press("Enter")
         page.wait_for_selector(".slot .status:has-text('plan of the Pareto front')")
-        schedule = words.split(": ")[1].split(",")[0]
-        assert page.locator(".panel h3").inner_text().split(":")[0].endswith(schedule)
-        assert f"bubble {cells(page, 'bubble')[0]}" in words
-        assert f"s={schedule}" in page.url
+        title = words.split(": ")[1].split(",")[0].split(" with ")[0]
+        assert page.locator(".panel h3").first.inner_text().split(":")[0].endswith("1F1B"), "the baseline stays"
+        assert page.locator(".panel h3").last.inner_text().split(":")[0].endswith(title)
+        assert f"makespan {cells(page, 'iteration time with the synchronous optimizer')[1]}" in words
+        (name,) = [info.name for info in known_schedules() if info.title == title]
+        assert f"s=1f1b&s={name}" in page.url
 
 
 def test_the_keyboard_and_a_screen_reader_see_what_the_mouse_sees(opened: Open) -> None:
@@ -226,6 +192,14 @@ def test_the_keyboard_and_a_screen_reader_see_what_the_mouse_sees(opened: Open) 
         drawn = picture(page)
         page.keyboard.press("+")
         page.wait_for_function(f"before => {PICTURE} !== before", arg=drawn)
+        for _ in range(7):
+            page.keyboard.press("+")
+        page.wait_for_timeout(100)
+        chosen, shown = page.locator(".mark").bounding_box(), chart.bounding_box()
+        assert chosen is not None, "the selected pass stays in sight"
+        assert shown is not None
+        assert chosen["x"] >= shown["x"]
+        assert chosen["x"] + chosen["width"] <= shown["x"] + shown["width"] + 4
         zoomed = picture(page)
         page.keyboard.press("ArrowLeft")
         assert picture(page) not in (drawn, zoomed), "the pass before the last one is brought into sight"
@@ -238,6 +212,10 @@ def test_the_keyboard_and_a_screen_reader_see_what_the_mouse_sees(opened: Open) 
         page.wait_for_selector("#tip:has-text('F of microbatch 0')")
         page.locator(".alternative summary").click()
         page.wait_for_selector(".alternative pre")
+        for width in (1280, 390):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.locator(".alternative pre").evaluate("e => e.scrollWidth > e.clientWidth"), "it has a scroll bar of its own"
         assert page.locator(".alternative tbody tr").count() == 4
         assert "rank 3" in page.locator(".alternative pre").inner_text()
         unnamed = page.evaluate(

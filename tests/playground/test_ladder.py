@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.planner import make_plan
+from megatron.zerobubble.plan.planner import AUTO_MEMORY_LIMIT, make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions
-from megatron.zerobubble.playground.ladder import Rung, climb, pareto
+from megatron.zerobubble.playground.ladder import Rung, climb, for_other_objective, pareto, seconds_by_effort, share_of_climb
 from megatron.zerobubble.playground.problem import Problem, read_problem
 
 TIMES = {"forward_ms": 18.5, "backward_ms": 18.1, "wgrad_ms": 9.3, "comm_ms": 0.6, "activation_after_backward": 0.37}
@@ -61,6 +61,37 @@ def test_auto_begins_with_the_best_hand_written_schedule_and_states_its_choice()
     rungs = list(climb(problem("auto", effort="fast", memory_limit=1.0)))
     check(rungs, limit=1.0)
     assert "auto chose" in rungs[-1].result.verdict(Objective.MAKESPAN)
+
+
+def test_auto_means_the_same_limit_as_in_a_run() -> None:
+    check(list(climb(problem("auto", effort="fast"))), limit=AUTO_MEMORY_LIMIT)
+
+
+def test_post_validation_has_a_plan_of_its_own() -> None:
+    asked = problem("zb", 4, 8, effort="fast", memory_limit=2.0)
+    found = list(climb(asked))[-1].result
+    other = for_other_objective(asked, found).simulation
+    assert other.span_ms < found.simulation.span_ms
+    assert other.makespan_ms >= found.simulation.makespan_ms
+    assert 0.0 < share_of_climb(asked) < 1.0
+    plain = problem("zbv", 8, 24, effort="fast", times={})
+    best = list(climb(plain))[-1].result
+    (base,) = climb(problem("1f1b", 8, 24, times={}))
+    speed = base.result.simulation.makespan_ms / best.simulation.makespan_ms
+    assert speed == pytest.approx(1.23, abs=0.005)
+    assert base.result.simulation.span_ms / for_other_objective(plain, best).simulation.span_ms == pytest.approx(1.29, abs=0.005)
+    drawn = problem("zb", 4, 8)
+    assert for_other_objective(drawn, found) is found
+    assert share_of_climb(drawn) == 1.0
+
+
+def test_times_of_efforts_follow_the_size_and_the_schedule() -> None:
+    small, large = seconds_by_effort(problem("zbv")), seconds_by_effort(problem("zbv", 64, 512))
+    assert list(small) == ["fast", "default", "max"]
+    assert 0 < small["fast"] < small["default"] < small["max"]
+    assert all(large[effort] > small[effort] for effort in small)
+    assert seconds_by_effort(problem("auto", 64, 512))["fast"] > large["fast"]
+    assert set(seconds_by_effort(problem("1f1b")).values()) == {0.0}
 
 
 def test_a_limit_that_nothing_keeps_is_refused() -> None:

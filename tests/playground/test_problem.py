@@ -10,8 +10,10 @@ import pytest
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.planner import AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.search.search import Effort, Objective
 from megatron.zerobubble.playground.problem import read_problem
+from tests.training.test_arguments import settings
 
 GOOD: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 8, "schedule": "zbv"}
 STAGES = CostModel.uniform(Placement.v(4), forward_ms=3.0, comm_ms=0.5).to_json()
@@ -36,11 +38,33 @@ def test_a_request_becomes_a_problem() -> None:
     assert read(memory_limits=[2, 0.5, 2]).memory_limits == (0.5, 2.0)
 
 
-def test_a_table_is_for_its_own_number_of_stages() -> None:
+def test_a_table_gives_no_costs_of_more_stages_than_it_has() -> None:
     problem = read(stages=STAGES)
     assert problem.costs_of(Placement.v(4)) == CostModel.from_json(STAGES)
-    with pytest.raises(PlanError, match="for 8 stages and the plan has 4"):
-        problem.costs_of(Placement.linear(4))
+    with pytest.raises(PlanError, match="for 8 stages and the plan has 16"):
+        problem.costs_of(Placement.loop(4, 4))
+
+
+def test_costs_of_a_v_s_2p_stages_give_those_of_p_stages() -> None:
+    uneven = STAGES | {"forward_ms": [float(stage) for stage in range(8)], "activation": [0.25, 0.75] * 4}
+    problem = read(stages=uneven)
+    derived = problem.costs_of(Placement.linear(4))
+    assert derived.forward_ms == (1.0, 5.0, 9.0, 13.0)
+    assert derived.activation == (1.0,) * 4
+    assert derived.comm_ms == 0.5
+    assert (problem.derived_from(Placement.linear(4)), problem.derived_from(Placement.v(4))) == (8, None)
+    assert read().derived_from(Placement.linear(4)) is None
+
+
+def test_defaults_are_those_of_a_run() -> None:
+    run = settings(
+        "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-3 --train-iters 2 --mock-data"
+    )
+    assert run.zero_bubble.enable_optimizer_post_validation is False
+    assert read().objective is Objective.MAKESPAN
+    assert read(schedule="auto").memory_limit == AUTO_MEMORY_LIMIT == 1.0
+    assert read(schedule="auto", memory_limit=0.5).memory_limit == 0.5
+    assert read().memory_limit is None
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron.zerobubble.errors import PlanError, UserError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.errors import ConfigError, PlanError, UserError
+from megatron.zerobubble.plan.costs import Activations, CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.trace import render_chrome_trace, render_trace
@@ -37,6 +37,23 @@ def test_a_run_s_trace_is_read_back_as_it_was(name: str) -> None:
         assert reported.simulation.costs.comm_ms == pytest.approx(0.25)
         assert [rank.causes.link_ms for rank in reported.ranks] == pytest.approx([rank.causes.link_ms for rank in meant.ranks])
         assert len(draw_recorded(after)["spans"]) == 4
+
+
+def test_measured_activations_travel_in_the_trace() -> None:
+    sizes = Activations(activation=(0.5,) * 8, activation_after_backward=(0.125,) * 8)
+    run = replace(as_recorded("zbv", 4, 6), activations=sizes)
+    body = json.loads(render_trace([run]))
+    (again,) = read_trace(body)
+    assert again.activations == sizes
+    drawn = draw_recorded(again)
+    assert drawn["metrics"]["peak_memory"] == list(report(run).simulation.peak_memory)
+    assert drawn["memory_is_assumed"] is False
+    assert draw_recorded(replace(run, activations=None))["memory_is_assumed"] is True
+    for values in ([0.5] * 7, 3, ["x"] * 8, [-1.0] * 8):
+        about = next(event["args"] for event in body["traceEvents"] if event.get("cat") == "iteration")
+        about["activation"] = values
+        with pytest.raises(UserError, match="activation"):
+            read_trace(body)
 
 
 def test_an_exported_plan_is_read_back_from_its_trace() -> None:
@@ -84,6 +101,27 @@ def test_a_damaged_trace_is_refused_with_the_reason(change: Change, message: str
     change(body)
     with pytest.raises(UserError, match=message):
         read_trace(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            b'<?xml version="1.0"?>\n<svg xmlns="x"><rect/></svg>',
+            "^this is an SVG picture, not JSON: drop the plan, the trace.json or the report.json",
+        ),
+        (b"\xef\xbb\xbf<svg/>", "^this is an SVG picture"),
+        (b"<!doctype html>", "^this is markup"),
+        (b"\x89PNG\r\n", "^this is a PNG picture, not JSON; give a plan"),
+        (b"stage,op\n0,F\n", "^the file is not JSON; give a plan"),
+        (b" \n", "^the file is empty; give a plan"),
+        (b'{"format": ', "^the file is damaged JSON: Expecting value"),
+        (b"[1, 2]", "^the file is JSON, but a list and not an object; give a plan"),
+    ],
+)
+def test_a_file_that_is_not_json_is_called_what_it_is(body: bytes, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_file(body)
 
 
 COSTS = CostModel.uniform(Placement.v(4)).to_json()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from megatron.zerobubble.plan.costs import Activations
 from megatron.zerobubble.profiling.report import FORMAT, report, reports_to_json
 from tests.profiling.support import as_recorded
 
@@ -24,6 +26,17 @@ def test_what_ran_as_planned_is_reported_so(name: str) -> None:
     assert [line.split()[0] for line in seen.lines()][:2] == ["bubble:", "span"]
     assert f"{seen.bubble_rate:.1%} of iteration 7" in seen.lines()[0]
     assert seen.scalars()["pipeline/span_ms"] == seen.span_ms
+
+
+def test_measured_activations_are_in_the_costs_of_the_report() -> None:
+    timeline = as_recorded("zb-h1", 4, 9)
+    assumed = report(timeline)
+    assert assumed.simulation.costs.activation_after_backward == assumed.simulation.costs.activation
+    sizes = Activations(activation=(1.0,) * 4, activation_after_backward=(0.25,) * 4)
+    seen = report(replace(timeline, activations=sizes))
+    assert seen.simulation.costs == replace(assumed.simulation.costs, **vars(sizes))
+    assert assumed.memory.predicted == (1.0, 1.0, 1.0, 1.0), "a W that waits holds as much as a microbatch before its B"
+    assert seen.memory.predicted == pytest.approx((1.0, 0.8125, 0.625, 0.4375))
 
 
 def test_the_json_form() -> None:

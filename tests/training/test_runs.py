@@ -152,13 +152,17 @@ def test_a_checkpoint_continues_with_another_schedule_and_optimizer_sharding(zb_
     """ZB-H1 -> ZBV: other stages on other ranks, where three layers per rank make stages of two and of one; the same losses up to
     the order of additions."""
     flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]
-    flags += ["--zero-bubble-balance-stages", "--zero-bubble-planning-seconds", "0"]
+    flags += ["--zero-bubble-balance-stages", "--zero-bubble-planning-seconds", "0.01"]
     flags += ["--zero-bubble-trace", str(tmp_path / "trace"), "--tensorboard-dir", str(tmp_path / "events")]
+    flags += ["--zero-bubble-pipeline-timers-start-iter", "1", "--zero-bubble-pipeline-timers-end-iter", "1"]
     continued = Job(tmp_path, [*flags, "--zero-bubble-v-schedule"])
     assert "training with the ZBV schedule" in continued.said
     assert "the layout differs from the checkpoint's: dropout continues with newly seeded generators" in continued.said
     assert len(re.findall(BALANCE, continued.said)) == 2, "when an iteration was recorded, and at the end"
     (seen,) = _check_trace(tmp_path / "trace", iterations=[5])
+    kept, held = (sum(seen["costs"][name]) for name in ("activation_after_backward", "activation"))
+    assert kept < 0.95 * held, "measured in iteration 4, the first of the job"
+    assert json.loads((tmp_path / "trace" / "plan-5.json").read_text())["costs"] == seen["costs"]
     measured = seen["measured"]
     assert f"bubble: {measured['bubble_rate']:.1%} of iteration 5 ({measured['work_ms']:.0f} of " in continued.said
     assert f"  span {measured['span_ms']:.1f} ms, predicted {seen['predicted']['span_ms']:.1f}; " in continued.said

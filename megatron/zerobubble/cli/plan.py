@@ -18,7 +18,7 @@ from megatron.zerobubble.cli.published import REFERENCES, read_configs
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
+from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, Result, make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, parse_max_pending_backward
 from megatron.zerobubble.plan.render.summary import headline, measures, summary
 from megatron.zerobubble.plan.render.svg import render_svg
@@ -56,7 +56,9 @@ def add_commands(commands: Any) -> None:
     plan.add_argument(
         "--max-pending-backward", help="most microbatches between F and W per rank, for zb: 1p, 2p or a number (default 1p)"
     )
-    plan.add_argument("--memory-limit", type=float, help="most activation memory per rank; 1.0 is 1F1B's rank 0")
+    plan.add_argument(
+        "--memory-limit", type=float, help="most activation memory per rank; 1.0 is 1F1B's rank 0, the default of auto"
+    )
     pareto = commands.add_parser("pareto", help="Pareto front, bubble vs. memory", epilog=EXAMPLES, formatter_class=raw)
     pareto.add_argument(
         "--memory-limits",
@@ -138,6 +140,8 @@ def _costs(args: argparse.Namespace, placement: Placement) -> CostModel:
 def _result(args: argparse.Namespace, memory_limit: float | None) -> Result:
     """The hand-written pattern without a limit and an effort, otherwise the best plan found."""
     name = args.schedule
+    if name == AUTO and memory_limit is None:
+        memory_limit = AUTO_MEMORY_LIMIT
     effort = Effort(args.effort or "default")
     options = SearchOptions(memory_limit=memory_limit, objective=Objective(args.objective), seed=args.seed, budget=effort.budget)
     pending = args.max_pending_backward

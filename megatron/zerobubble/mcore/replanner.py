@@ -18,11 +18,10 @@ import torch.distributed as dist
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs import Activations, CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
-from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.search import SearchOptions, best_core
+from megatron.zerobubble.plan.search.search import SearchOptions, evaluations_per_second
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE, validate
 from megatron.zerobubble.profiling.profile import RankProfile, combine, costs_within, unit_bytes
@@ -32,10 +31,6 @@ from megatron.zerobubble.profiling.report import RankMemory
 __all__ = ["Measured", "Replanner", "Window", "budget_of", "measured_costs"]
 
 _log = logging.getLogger(__name__)
-
-_COMPILED_EVALUATIONS_PER_S = 8e7
-_PYTHON_EVALUATIONS_PER_S = 1.5e6
-"""Throughput of one CPU core of 2024. A budget counts evaluations, so the same timings give the same plan on any machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +59,11 @@ class Window:
 
 
 def budget_of(seconds: float) -> float:
-    """The number of op evaluations that a search does in about `seconds`, with the core that is installed here."""
-    compiled = best_core() is not PythonCore
-    return seconds * (_COMPILED_EVALUATIONS_PER_S if compiled else _PYTHON_EVALUATIONS_PER_S)
+    """The number of op evaluations that a search does in about `seconds`, with the core that is installed here.
+
+    A budget counts evaluations, so the same timings give the same plan on any machine.
+    """
+    return seconds * evaluations_per_second()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +149,11 @@ class Replanner:
     def unit_bytes(self) -> float:
         """Bytes of one unit of the costs' activation memory; 0 before the first window has ended."""
         return self._unit_bytes
+
+    @property
+    def activations(self) -> Activations | None:
+        """The activation memory per stage as measured in the last window; None if it was not."""
+        return self._costs.activations if self._costs is not None and self._unit_bytes > 0 else None
 
     def before(self, iteration: int, num_microbatches: int) -> None:
         """Call before an iteration, with its number of microbatches."""

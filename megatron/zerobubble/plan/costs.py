@@ -20,6 +20,20 @@ _PER_STAGE = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation
 
 
 @dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Activation memory of one microbatch per stage, in the unit of `CostModel`."""
+
+    activation: tuple[float, ...]
+    """From the start of a stage's F to the end of its B (M_B)."""
+    activation_after_backward: tuple[float, ...]
+    """From the end of a stage's B to the end of its W (M_W)."""
+
+    def to_json(self) -> dict[str, list[float]]:
+        """Both lists by their names in the `costs` object of a plan."""
+        return {name: list(getattr(self, name)) for name in _PER_STAGE[3:]}
+
+
+@dataclass(frozen=True, kw_only=True)
 class CostModel:
     """Costs of every stage and of a message between ranks. Raises ConfigError on values that are not finite or below 0."""
 
@@ -92,6 +106,11 @@ class CostModel:
         )
 
     @property
+    def activations(self) -> Activations:
+        """The activation memory of the stages alone."""
+        return Activations(activation=self.activation, activation_after_backward=self.activation_after_backward)
+
+    @property
     def times_text(self) -> str:
         """The times as text for a log: per stage, or their range if there are more than eight stages."""
         passes = ", ".join(
@@ -108,6 +127,23 @@ class CostModel:
         """
         most = tuple(map(max, self.activation, self.activation_after_backward))
         return self if most == self.activation else replace(self, activation=most)
+
+    def merged(self, num_stages: int) -> CostModel:
+        """The costs of fewer stages, each made of the same number of consecutive ones of these.
+
+        This is how a stage of p stages follows from two of the 2p stages of a V schedule: both number the same layers in order.
+
+        Raises:
+            PlanError: the number of these stages is not a multiple of `num_stages`.
+        """
+        if num_stages < 1 or self.num_stages % num_stages:
+            raise PlanError(f"costs of {self.num_stages} stages cannot be merged into {num_stages}: give a divisor")
+        size = self.num_stages // num_stages
+        lists = {
+            name: tuple(math.fsum(getattr(self, name)[at : at + size]) for at in range(0, self.num_stages, size))
+            for name in _PER_STAGE
+        }
+        return CostModel(**lists, comm_ms=self.comm_ms)
 
     def duration_ms(self, stage: int, kind: OpKind) -> float:
         """Time of one op in milliseconds."""

@@ -26,6 +26,9 @@ from megatron.zerobubble.plan.simulate import Simulation, simulate
 AUTO = "auto"
 """The schedule name with which the planner chooses the schedule."""
 
+AUTO_MEMORY_LIMIT = 1.0
+"""Memory limit of `auto` where none is given: 1F1B's activation memory on rank 0."""
+
 CostsOf = Callable[[Placement], CostModel]
 """Placement -> its costs. Raises PlanError for a placement whose costs are unknown."""
 

@@ -85,6 +85,8 @@ class ScheduleInfo:
 
     name: str
     """The value of the schedule flags."""
+    title: str
+    """The name in the paper that published it."""
     placement: str
     """`linear`, `loop` or `V`."""
     num_chunks: int | None
@@ -105,6 +107,7 @@ class ScheduleInfo:
 
 def _info(
     name: str,
+    title: str,
     placement: str,
     description: str,
     reference: str,
@@ -116,6 +119,7 @@ def _info(
 ) -> ScheduleInfo:
     return ScheduleInfo(
         name=name,
+        title=title,
         placement=placement,
         num_chunks=num_chunks,
         default_num_chunks=2 if num_chunks is None else num_chunks,
@@ -175,6 +179,7 @@ def _zb_interleaved(request: Request) -> Plan:
 _ALL = (
     _info(
         "1f1b",
+        "1F1B",
         "linear",
         "full backward (B+W), one stage per rank",
         "arXiv 2104.04473, section 2.2.1",
@@ -182,6 +187,7 @@ _ALL = (
     ),
     _info(
         "interleaved-1f1b",
+        "interleaved 1F1B",
         "loop",
         "full backward (B+W), several stages per rank, interleaved (round-robin) placement",
         "arXiv 2104.04473, section 2.2.2",
@@ -190,20 +196,23 @@ _ALL = (
     ),
     _info(
         "zb-h1",
+        "ZB-H1",
         "linear",
-        "a third of 1F1B's bubble at its memory",
+        "ZB-1p: a third of 1F1B's bubble at its memory",
         "arXiv 2401.10241, section 2.1",
         lambda request: zb_h1(request.num_ranks, request.num_microbatches),
     ),
     _info(
         "zb-h2",
+        "ZB-H2",
         "linear",
-        "no bubble at twice 1F1B's memory",
+        "ZB-2p: no bubble at twice 1F1B's memory",
         "arXiv 2401.10241, section 2.2",
         lambda request: zb_h2(request.num_ranks, request.num_microbatches),
     ),
     _info(
         "zb",
+        "ZB",
         "linear",
         "zero bubble for any number of pending microbatches per rank",
         "arXiv 2401.10241, section 3",
@@ -213,6 +222,7 @@ _ALL = (
     ),
     _info(
         "zbv",
+        "ZBV",
         "V",
         "no bubble at 1F1B's memory, two stages per rank in a V",
         "arXiv 2401.10241, section 6",
@@ -222,6 +232,7 @@ _ALL = (
     ),
     _info(
         "v-half",
+        "V-Half",
         "V",
         "about half of 1F1B's memory, two stages per rank in a V",
         "arXiv 2405.15362, section 3",
@@ -231,6 +242,7 @@ _ALL = (
     ),
     _info(
         "v-min",
+        "V-Min",
         "V",
         "about a third of 1F1B's memory, two stages per rank in a V",
         "arXiv 2405.15362, section 3",
@@ -240,6 +252,7 @@ _ALL = (
     ),
     _info(
         "1f1b-v",
+        "1F1B-V",
         "V",
         "full backward (B+W) at two thirds of 1F1B's memory, two stages per rank in a V",
         "arXiv 2405.15362, section 3",
@@ -249,6 +262,7 @@ _ALL = (
     ),
     _info(
         "zb-interleaved",
+        "zero-bubble interleaved",
         "loop",
         "B and W split, several stages per rank, interleaved (round-robin) placement",
         "arXiv 2104.04473 and 2401.10241",

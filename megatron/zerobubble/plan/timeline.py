@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.zerobubble.plan.communication import Message
+from megatron.zerobubble.plan.costs import Activations
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.simulate import TimedOp
 
@@ -91,6 +92,8 @@ class Timeline:
     """Iteration number as in progress lines, from 1."""
     plan: Plan
     ranks: tuple[RankTimeline, ...]
+    activations: Activations | None = None
+    """Activation memory per stage as measured in the run; None: not measured."""
 
     @property
     def rows(self) -> Sequence[Sequence[TimedOp]]:

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from megatron.zerobubble import __version__
-from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.render.svg import COLORS, SPAN_COLORS
 from megatron.zerobubble.plan.search.core import PythonCore
@@ -28,7 +28,7 @@ from megatron.zerobubble.plan.search.search import Effort, Objective, best_core
 from megatron.zerobubble.playground import limits
 from megatron.zerobubble.playground.drawing import KINDS
 from megatron.zerobubble.playground.guard import Guard
-from megatron.zerobubble.playground.pool import Busy, Pool, is_error
+from megatron.zerobubble.playground.pool import Busy, Pool, is_error, num_searches
 from megatron.zerobubble.playground.tasks import SEARCHES, TASKS
 
 _STATIC = Path(__file__).parent / "static"
@@ -81,6 +81,7 @@ async def _choices(request: Request) -> Response:
     schedules = [
         {
             "name": info.name,
+            "title": info.title,
             "placement": info.placement,
             "num_chunks": info.num_chunks,
             "is_searched": info.is_searched,
@@ -91,17 +92,24 @@ async def _choices(request: Request) -> Response:
     ]
     auto = {
         "name": AUTO,
+        "title": AUTO,
         "placement": "",
         "num_chunks": 0,
         "is_searched": True,
         "takes_max_pending_backward": False,
-        "description": "the best of all schedules within the memory limit",
+        "description": "the best of all schedules within the memory limit, 1F1B's if none is given, as in a run",
     }
+    objectives = [
+        {"name": objective.value, "label": objective.label.removeprefix("with ").removeprefix("the ")}
+        for objective in reversed(Objective)
+    ]
     return JSONResponse(
         {
             "version": __version__,
             "schedules": [*schedules, auto],
-            "objectives": [objective.value for objective in Objective],
+            "objectives": objectives,
+            "auto_memory_limit": AUTO_MEMORY_LIMIT,
+            "num_searches": num_searches(),
             "efforts": ["drawn", *(effort.value for effort in Effort)],
             "kinds": [{"name": kind.value, "colors": COLORS[kind]} for kind in KINDS],
             "spans": {activity.value: color for activity, color in SPAN_COLORS.items()},

@@ -8,6 +8,7 @@ times ``steps``.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -16,12 +17,12 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.memory_profile import activation_memory_over_time
 from megatron.zerobubble.plan.planner import Result
-from megatron.zerobubble.plan.render.summary import headline, measures
 from megatron.zerobubble.plan.render.svg import SPAN_COLORS
 from megatron.zerobubble.plan.render.text import chunks_of, extent, render_text
 from megatron.zerobubble.plan.simulate import TimedOp
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
+from megatron.zerobubble.playground.words import headline, measures, milliseconds, percent, title
 from megatron.zerobubble.profiling.breakdown import rank_times
 from megatron.zerobubble.profiling.report import report
 
@@ -48,7 +49,7 @@ def draw_plan(result: Result) -> Drawing:
 
 
 def draw_recorded(timeline: Timeline) -> Drawing:
-    """The drawing of a recorded iteration. Activation memory is the plan's, because a trace does not contain it."""
+    """The drawing of a recorded iteration. Its activation memory follows from the passes and the measured sizes."""
     seen = report(timeline)
     plan, costs = timeline.plan, seen.simulation.costs
     drawing = _draw(plan, timeline.rows, costs)
@@ -70,7 +71,11 @@ def draw_recorded(timeline: Timeline) -> Drawing:
     return drawing | {
         "source": "trace",
         "headline": f"iteration {timeline.iteration} as it ran: {headline(plan)}",
-        "measures": f"bubble {100 * seen.bubble_rate:.2f} %, span {seen.span_ms:.3f} ms, makespan {seen.makespan_ms:.3f} ms",
+        "measures": (
+            f"bubble rate {percent(seen.bubble_rate)}, makespan {milliseconds(seen.makespan_ms)}, "
+            f"span {milliseconds(seen.span_ms)}"
+        ),
+        "memory_is_assumed": timeline.activations is None,
         "metrics": metrics | _sent(plan.placement, plan.num_microbatches),
         "lines": [line.strip() for line in seen.lines()],
         "spans": spans,
@@ -87,6 +92,8 @@ def _draw(plan: Plan, rows: Sequence[Sequence[TimedOp]], costs: CostModel) -> Dr
     counts = zip(live_microbatches(plan), pending_wgrads(plan), times, peaks, strict=True)
     return {
         "schedule": plan.schedule,
+        "title": title(plan.schedule),
+        "problem": _problem(plan, costs),
         "num_ranks": plan.num_ranks,
         "num_microbatches": plan.num_microbatches,
         "num_chunks": plan.placement.num_chunks,
@@ -108,6 +115,12 @@ def _draw(plan: Plan, rows: Sequence[Sequence[TimedOp]], costs: CostModel) -> Dr
         "costs": costs.to_json(),
         "text": render_text(rows, max_width=_TEXT_OPS),
     }
+
+
+def _problem(plan: Plan, costs: CostModel) -> dict[str, float]:
+    """What two plans must have in common to be compared: sizes, links, and the costs of the whole model, however it is cut."""
+    sums = {name: math.fsum(values) for name, values in costs.to_json().items() if isinstance(values, list)}
+    return {"num_ranks": plan.num_ranks, "num_microbatches": plan.num_microbatches, "comm_ms": costs.comm_ms} | sums
 
 
 def _rank(row: Sequence[TimedOp], stair: Sequence[tuple[float, float]], begin: float) -> dict[str, Any]:

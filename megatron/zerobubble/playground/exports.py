@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import known_schedules
-from megatron.zerobubble.plan.render.summary import headline, measures
 from megatron.zerobubble.plan.render.svg import render_svg
 from megatron.zerobubble.plan.render.trace import render_chrome_trace
 from megatron.zerobubble.plan.search.search import Objective
 from megatron.zerobubble.plan.simulate import Simulation
+from megatron.zerobubble.playground.words import headline, measures
 
 _SVG_WIDTH_PX = 1600
 _SVG_MOST_PX = 24_000

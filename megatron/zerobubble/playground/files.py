@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import FORMAT as PLAN_FORMAT
 from megatron.zerobubble.plan.ir import Plan
@@ -15,9 +16,24 @@ from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.drawing import draw_plan, draw_recorded
 from megatron.zerobubble.playground.limits import MAX_OPS
-from megatron.zerobubble.playground.problem import check_size, read_object, read_stages
+from megatron.zerobubble.playground.problem import check_size, read_stages
 from megatron.zerobubble.playground.recorded import read_trace
 from megatron.zerobubble.profiling.report import FORMAT as REPORT_FORMAT
+
+_TAKEN = (
+    f"give a plan ({PLAN_FORMAT}), a report.json ({REPORT_FORMAT}), a trace.json, or costs with forward_ms, "
+    "backward_ms, wgrad_ms, activation and activation_after_backward"
+)
+_MOST_SNIFFED = 2000
+_STARTS = {
+    b"\x89PNG": "a PNG picture",
+    b"\xff\xd8": "a JPEG picture",
+    b"%PDF": "a PDF document",
+    b"PK": "a ZIP archive",
+    b"\x1f\x8b": "a gzip archive",
+    b"<": "markup (HTML or XML)",
+}
+"""First bytes of files that are dropped by mistake."""
 
 Opened = dict[str, Any]
 
@@ -32,7 +48,7 @@ def open_file(body: bytes) -> Opened:
     Raises:
         UserError: the format is unknown, or the content malformed.
     """
-    given = read_object(body)
+    given = _read(body)
     if given.get("format") == PLAN_FORMAT:
         return {"kind": "plan", "drawings": [draw_plan(plan_result(body, given))]}
     if given.get("format") == REPORT_FORMAT:
@@ -44,10 +60,31 @@ def open_file(body: bytes) -> Opened:
         costs = read_stages(given.get("costs", given))
         return {"kind": "costs", "costs": costs.to_json(), "from": "a file with costs"}
     raise PlanError(
-        f"the file has format {str(given.get('format'))[:40]!r} and keys {', '.join(map(repr, list(given)[:6]))[:160]}; "
-        f"give a plan ({PLAN_FORMAT}), a report.json ({REPORT_FORMAT}), a trace.json, or costs with forward_ms, "
-        "backward_ms, wgrad_ms, activation and activation_after_backward"
+        f"the file has format {str(given.get('format'))[:40]!r} and keys {', '.join(map(repr, list(given)[:6]))[:160]}; {_TAKEN}"
     )
+
+
+def _read(body: bytes) -> dict[str, Any]:
+    """Parse a file. Raises ConfigError with what it is instead of a JSON object, as far as its first bytes show that."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(_described(body, error)) from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"the file is JSON, but a {type(given).__name__} and not an object; {_TAKEN}")
+    return given
+
+
+def _described(body: bytes, error: Exception) -> str:
+    text = body[:_MOST_SNIFFED].lstrip(b"\xef\xbb\xbf \t\r\n")
+    if not text:
+        return f"the file is empty; {_TAKEN}"
+    if text.startswith((b"<svg", b"<?xml")) and b"<svg" in text:
+        return "this is an SVG picture, not JSON: drop the plan, the trace.json or the report.json that it was drawn from"
+    if not text.startswith((b"{", b"[")):
+        found = next((name for start, name in _STARTS.items() if text.startswith(start)), None)
+        return f"{f'this is {found}, not JSON' if found else 'the file is not JSON'}; {_TAKEN}"
+    return f"the file is damaged JSON: {error}"
 
 
 def plan_result(text: str | bytes, body: Mapping[str, Any]) -> Result:

@@ -14,13 +14,17 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.search.bound import lower_bound
-from megatron.zerobubble.plan.search.search import Effort, SearchOptions
+from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions, evaluations_per_second
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 from megatron.zerobubble.playground.problem import Problem
 
 _BETWEEN = 3e8
 """Budget of a rung between `fast` and `default`."""
+_SECONDS_PER_CELL = 3e-4
+"""Time of a search besides its budget, per rank and microbatch: seed orders and validation."""
+_AUTO_SEARCHES = 7
+"""Schedules that `auto` plans at most."""
 _QUICK = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv")
 """Hand-written schedules that `auto` shows first; the others begin with list scheduling, which takes too long for that."""
 
@@ -66,6 +70,40 @@ def budgets_of(problem: Problem) -> tuple[float, ...]:
         return () if problem.memory_limit is None and problem.schedule != AUTO else (0.0,)
     rungs = (Effort.FAST.budget, _BETWEEN, Effort.DEFAULT.budget, Effort.MAX.budget)
     return tuple(budget for budget in rungs if budget <= problem.effort.budget)
+
+
+def share_of_climb(problem: Problem) -> float:
+    """The share of `climb` in the work of both searches, 0 to 1; the rest is `for_other_objective`'s."""
+    budgets = budgets_of(problem)
+    return sum(budgets) / (sum(budgets) + budgets[-1]) if any(budgets) else 1.0
+
+
+def for_other_objective(problem: Problem, found: Result) -> Result:
+    """The plan for the other kind of optimizer step, under the same limit; a run with that would not execute the plan found.
+
+    Args:
+        problem: the problem that was solved.
+        found: its solution, which is returned if nothing is better, or if there is no search.
+    """
+    budgets = budgets_of(problem)
+    objective = next(each for each in Objective if each is not problem.objective)
+    if not any(budgets) or objective.of(found.simulation) <= objective.of(found.bound) * (1 + 1e-8):
+        return found
+    other = _searched(replace(problem, objective=objective), budgets[-1])
+    return min(other, found, key=lambda result: objective.of(result.simulation))
+
+
+def seconds_by_effort(problem: Problem) -> dict[str, float]:
+    """About how many seconds a problem takes with each effort, both objectives included; 0 for a schedule without a search."""
+    num_cells = problem.num_ranks * problem.num_microbatches
+    found = {}
+    for effort in Effort:
+        budgets = budgets_of(replace(problem, effort=effort))
+        num_searches = _AUTO_SEARCHES if problem.schedule == AUTO else 1
+        budgets = (*budgets, *budgets[-1:])  # the last one once more for the other objective
+        seconds = sum(budgets) / evaluations_per_second() + len(budgets) * num_searches * num_cells * _SECONDS_PER_CELL
+        found[effort.value] = seconds if any(budgets) else 0.0
+    return found
 
 
 def pareto(problem: Problem) -> Iterator[tuple[float, Result | None]]:

@@ -40,7 +40,7 @@ class Pool:
 
     def __init__(self, *, search_seconds: float) -> None:
         self._search_seconds = search_seconds
-        self._searches = asyncio.Semaphore(max(1, os.cpu_count() or 1))
+        self._searches = asyncio.Semaphore(num_searches())
         self._others = asyncio.Semaphore(_SOON_OVER)
         self._waiting = 0
         self._spare: Process | None = None
@@ -117,6 +117,11 @@ class Pool:
             feeding.cancel()
             await asyncio.shield(_end(process))
             await asyncio.shield(refill)
+
+
+def num_searches() -> int:
+    """How many searches run at once: one per CPU core."""
+    return max(1, os.cpu_count() or 1)
 
 
 def is_error(line: bytes) -> bool:

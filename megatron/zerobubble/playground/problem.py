@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
 from megatron.zerobubble.plan.search.search import Effort, Objective
 from megatron.zerobubble.playground.limits import (
@@ -42,6 +42,8 @@ _KEYS = frozenset(
         "stages",
     }
 )
+DEFAULT_OBJECTIVE = Objective.MAKESPAN
+"""As in a run without --enable-optimizer-post-validation."""
 _REMEDY = "zerobubble plan has no limits"
 
 
@@ -56,6 +58,7 @@ class Problem:
     num_chunks: int | None
     max_pending_backward: int | None
     memory_limit: float | None
+    """None: the schedule's own. For `auto` it is a number, as in a run: 1F1B's memory if none was given."""
     memory_limits: tuple[float, ...]
     """Memory limits of a Pareto front, ascending; empty if none is requested."""
     objective: Objective
@@ -65,14 +68,21 @@ class Problem:
     times: Mapping[str, float]
     """Uniform costs per rank and microbatch, as for `CostModel.uniform`; ignored with `stages`."""
     stages: CostModel | None
-    """Costs per stage."""
+    """Costs per stage; for placements with fewer stages the costs of consecutive stages are added up."""
 
     def costs_of(self, placement: Placement) -> CostModel:
-        """The costs for a placement. Raises PlanError if the table has another number of stages."""
+        """The costs for a placement. Raises PlanError if they cannot be derived from the table without guessing."""
         if self.stages is None:
             return CostModel.uniform(placement, **self.times)
+        if self.stages.num_stages % placement.num_stages == 0:
+            return self.stages.merged(placement.num_stages)
         self.stages.check_fits(placement)
         return self.stages
+
+    def derived_from(self, placement: Placement) -> int | None:
+        """The number of stages of the table, if the costs for a placement are derived from it; else None."""
+        given = None if self.stages is None else self.stages.num_stages
+        return None if given == placement.num_stages else given
 
 
 def read_problem(body: bytes) -> Problem:
@@ -96,9 +106,9 @@ def read_problem(body: bytes) -> Problem:
         schedule=str(name),
         num_chunks=_chunks(given),
         max_pending_backward=_pending(given, num_ranks),
-        memory_limit=None if given.get("memory_limit") is None else _memory(given["memory_limit"]),
+        memory_limit=_limit(given, str(name)),
         memory_limits=_memories(given),
-        objective=_choice(Objective, given.get("objective", "span"), "objective"),
+        objective=_choice(Objective, given.get("objective", DEFAULT_OBJECTIVE.value), "objective"),
         effort=None if given.get("effort", "drawn") == "drawn" else _choice(Effort, given["effort"], "effort"),
         seed=_whole(given, "seed", 0, 2**31) if "seed" in given else 0,
         times=_times(given.get("times", {})),
@@ -134,14 +144,22 @@ def _whole(given: Mapping[str, Any], name: str, least: int, most: int) -> int:
     return value
 
 
-def _number(name: str, value: object, most: float) -> float:
+def number(name: str, value: object, most: float) -> float:
+    """Read a number from 0 to `most`. Raises ConfigError with its name on anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 <= value <= most:
         raise ConfigError(f"{name} is {value!r:.80}; give a number from 0 to {most:g}")
     return float(value)
 
 
+def _limit(given: Mapping[str, Any], schedule: str) -> float | None:
+    value = given.get("memory_limit")
+    if value is None:
+        return AUTO_MEMORY_LIMIT if schedule == AUTO else None
+    return _memory(value)
+
+
 def _memory(value: object) -> float:
-    return _number("memory_limit", value, MAX_MEMORY)
+    return number("memory_limit", value, MAX_MEMORY)
 
 
 def _memories(given: Mapping[str, Any]) -> tuple[float, ...]:
@@ -176,7 +194,7 @@ def _times(given: object) -> Mapping[str, float]:
     if not isinstance(given, dict) or not set(given) <= set(_SCALARS):
         raise ConfigError(f"times must be an object with some of {', '.join(_SCALARS)}, got {given!r:.80}")
     return {
-        name: _number(name, value, 1.0 if name == "activation_after_backward" else MAX_TIME_MS) for name, value in given.items()
+        name: number(name, value, 1.0 if name == "activation_after_backward" else MAX_TIME_MS) for name, value in given.items()
     }
 
 
@@ -195,7 +213,7 @@ def read_stages(given: object) -> CostModel:
             if len(values) > most:
                 raise ConfigError(f"costs: {name[:40]!r} has {len(values)} values; the playground takes at most {most}")
             for stage, value in enumerate(values):
-                _number(f"{name[:40]} of stage {stage}", value, MAX_TIME_MS)
+                number(f"{name[:40]} of stage {stage}", value, MAX_TIME_MS)
     costs = CostModel.from_json(given)
-    _number("comm_ms", costs.comm_ms, MAX_TIME_MS)
+    number("comm_ms", costs.comm_ms, MAX_TIME_MS)
     return costs

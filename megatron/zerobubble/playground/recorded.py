@@ -12,12 +12,13 @@ from typing import Any
 
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.plan.communication import Message, Payload
+from megatron.zerobubble.plan.costs import Activations
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.simulate import TimedOp
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Timeline
 from megatron.zerobubble.plan.validate import validate
-from megatron.zerobubble.playground.limits import MAX_OPS, MAX_RANKS
-from megatron.zerobubble.playground.problem import check_size
+from megatron.zerobubble.playground.limits import MAX_OPS, MAX_RANKS, MAX_TIME_MS
+from megatron.zerobubble.playground.problem import check_size, number
 
 _KINDS = frozenset(kind.value for kind in OpKind)
 _ACTIVITIES = frozenset(activity.value for activity in Activity)
@@ -51,9 +52,9 @@ def read_trace(body: Mapping[str, Any]) -> list[Timeline]:
         for event in chosen:
             iteration = 1 if is_plan else _whole(_args(event).get("iteration"), "iteration")
             by_iteration[iteration][which].append(event)
-    schedules = _schedules(complete)
+    about = _iterations(complete)
     return [
-        _timeline(iteration, schedules.get(iteration, "recorded"), *by_iteration[iteration], rank_key=rank_key)
+        _timeline(iteration, about.get(iteration, {}), *by_iteration[iteration], rank_key=rank_key)
         for iteration in sorted(by_iteration)
         if by_iteration[iteration][0]
     ]
@@ -69,19 +70,38 @@ def _args(event: Mapping[str, Any]) -> Mapping[str, Any]:
     return args if isinstance(args, dict) else {}
 
 
-def _schedules(complete: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """The names of the schedules that ran, by iteration."""
+def _iterations(complete: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """What the trace says about whole iterations, by iteration."""
     found = {}
     for event in complete:
         words = str(event.get("name")).split()
-        schedule = _args(event).get("schedule")
-        if _category(event) == "iteration" and len(words) == 2 and words[1].isdecimal() and isinstance(schedule, str):
-            found[int(words[1][:12])] = schedule[:40]
+        if _category(event) == "iteration" and len(words) == 2 and words[1].isdecimal():
+            found[int(words[1][:12])] = _args(event)
     return found
 
 
+def _activations(about: Mapping[str, Any], plan: Plan) -> Activations | None:
+    """The measured activation memory per stage; None in a trace without it."""
+    if "activation" not in about:
+        return None
+    lists = {}
+    for name in ("activation", "activation_after_backward"):
+        values = about.get(name)
+        if not isinstance(values, list) or len(values) != plan.num_stages:
+            raise PlanError(
+                f"the trace's {name!r} must be a list with one number per stage, {plan.num_stages}, got {values!r:.80}"
+            )
+        lists[name] = tuple(number(f"{name} of stage {stage}", value, MAX_TIME_MS) for stage, value in enumerate(values))
+    return Activations(**lists)
+
+
 def _timeline(
-    iteration: int, schedule: str, ops: Sequence[Mapping[str, Any]], spans: Sequence[Mapping[str, Any]], *, rank_key: str
+    iteration: int,
+    about: Mapping[str, Any],
+    ops: Sequence[Mapping[str, Any]],
+    spans: Sequence[Mapping[str, Any]],
+    *,
+    rank_key: str,
 ) -> Timeline:
     rows: dict[int, list[TimedOp]] = defaultdict(list)
     for event in ops:
@@ -89,13 +109,15 @@ def _timeline(
         rows[_rank(event, rank_key)].append(TimedOp(op, *_times(event)))
     for row in rows.values():
         row.sort(key=lambda timed: (timed.start_ms, timed.end_ms))
-    plan = _plan(iteration, schedule, rows)
+    schedule = about.get("schedule")
+    plan = _plan(iteration, schedule[:40] if isinstance(schedule, str) else "recorded", rows)
     around: dict[int, list[Span]] = defaultdict(list)
     for event in spans:
         around[_rank(event, rank_key)].append(_span(event))
     return Timeline(
         iteration=iteration,
         plan=plan,
+        activations=_activations(about, plan),
         ranks=tuple(
             RankTimeline(ops=tuple(rows[rank]), spans=tuple(sorted(around[rank], key=lambda span: span.end_ms)))
             for rank in range(plan.num_ranks)

@@ -1,7 +1,8 @@
 """The tasks of a worker process, as generators of events.
 
 An event is an object with ``event``: ``started`` (the request is valid), ``best`` and ``point`` (intermediate results of a
-search), ``done`` (the answer of any other task), ``error``.
+search), ``times`` (at its end, the iteration times with either kind of optimizer step, each of a plan made for it), ``done`` (the
+answer of any other task), ``error``.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_plan
 from megatron.zerobubble.playground.exports import Export, export, flags
 from megatron.zerobubble.playground.files import open_file, plan_result
-from megatron.zerobubble.playground.ladder import climb, pareto
+from megatron.zerobubble.playground.ladder import climb, for_other_objective, pareto, seconds_by_effort, share_of_climb
 from megatron.zerobubble.playground.limits import MAX_POINTS
-from megatron.zerobubble.playground.problem import read_object, read_problem
+from megatron.zerobubble.playground.problem import DEFAULT_OBJECTIVE, read_object, read_problem
 from megatron.zerobubble.playground.recorded import read_trace
+from megatron.zerobubble.playground.words import titled, verdict
 
 Event = dict[str, Any]
 
@@ -36,17 +38,24 @@ def run_task(name: str, body: bytes) -> Iterator[Event]:
 
 def _search(body: bytes) -> Iterator[Event]:
     problem = read_problem(body)
-    yield {"event": "started"}
-    shown: object = None
+    yield {"event": "started", "seconds": seconds_by_effort(problem)}
+    shown, share = None, share_of_climb(problem)
     for rung in climb(problem):
-        event: Event = {"event": "best", "spent": rung.spent, "verdict": ""}
+        event: Event = {"event": "best", "spent": share * rung.spent, "verdict": ""}
         if problem.schedule == AUTO and rung.spent == 1.0:
-            event["verdict"] = rung.result.verdict(problem.objective)
+            event["verdict"] = verdict(rung.result, problem.objective)
         if rung.result is not shown:
-            event["drawing"] = draw_plan(rung.result)
-            event["flags"] = flags(rung.result.simulation.plan, problem.objective)
+            plan = rung.result.simulation.plan
+            event["drawing"] = draw_plan(rung.result) | {"derived_from": problem.derived_from(plan.placement)}
+            event["flags"] = flags(plan, problem.objective)
         shown = rung.result
         yield event
+    assert shown is not None
+    other = for_other_objective(problem, shown).simulation
+    times = {
+        objective.value: objective.of(shown.simulation if objective is problem.objective else other) for objective in Objective
+    }
+    yield {"event": "times", "spent": 1.0, "times_ms": times}
 
 
 def _pareto(body: bytes) -> Iterator[Event]:
@@ -58,7 +67,8 @@ def _pareto(body: bytes) -> Iterator[Event]:
         event: Event = {"event": "point", "memory_limit": limit}
         if result is not None:
             plan, costs, metrics = result.simulation.plan, result.simulation.costs, result.metrics()
-            event |= {"schedule": plan.schedule, "num_chunks": plan.placement.num_chunks, "metrics": metrics}
+            event |= {"schedule": plan.schedule, "title": titled(plan), "num_chunks": plan.placement.num_chunks}
+            event |= {"metrics": metrics, "derived_from": problem.derived_from(plan.placement)}
             event["plan"] = plan.to_json(costs=costs.to_json(), metrics=metrics)
         yield event
 
@@ -106,9 +116,10 @@ def _plan_of(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _objective(given: dict[str, Any]) -> Objective:
     known = [objective.value for objective in Objective]
-    if given.get("objective", known[0]) not in known:
-        raise ConfigError(f"objective is {given['objective']!r:.80}; choose one of {', '.join(known)}")
-    return Objective(given.get("objective", known[0]))
+    value = given.get("objective", DEFAULT_OBJECTIVE.value)
+    if value not in known:
+        raise ConfigError(f"objective is {value!r:.80}; choose one of {', '.join(known)}")
+    return Objective(value)
 
 
 TASKS: dict[str, Callable[[bytes], Iterator[Event]]] = {

@@ -160,11 +160,14 @@ def report(timeline: Timeline, *, costs: CostModel | None = None, measured_bytes
 
     Args:
         timeline: the recorded iteration, on one clock.
-        costs: the costs to predict with; by default the medians of this iteration's passes, and its P2P latency.
+        costs: the costs to predict with; by default the medians of this iteration's passes, its P2P latency, and the measured
+            activation memory of the timeline. Without that, stages are taken to be alike and to hold everything until W.
         measured_bytes: peak memory per rank; by default that of the recording, which the CPU does not have.
     """
     if costs is None:
         costs = replace(measured_costs(timeline.plan, timeline.rows), comm_ms=link_ms(timeline))
+        if timeline.activations is not None:
+            costs = replace(costs, **vars(timeline.activations))
     simulation = simulate(timeline.plan, costs)
     if measured_bytes is None:
         counted = [rank.peak_bytes for rank in timeline.ranks if rank.peak_bytes is not None]

@@ -327,8 +327,9 @@ class _Run:
 
     def _summarize(self) -> None:
         """Log the pipeline's report and, as the last thing, a table of the run. All ranks must call this."""
-        memory = None if self.replanner is None else self.replanner.memory
-        seen = report_pipeline(self.training_state.schedule, self.settings, self.metrics, memory=memory)
+        memory, activations = (None, None) if self.replanner is None else (self.replanner.memory, self.replanner.activations)
+        schedule = self.training_state.schedule
+        seen = report_pipeline(schedule, self.settings, self.metrics, memory=memory, activations=activations)
         self._log_balance()
         lines = summary_lines(
             self.settings,

@@ -64,7 +64,8 @@ def render_trace(timelines: Sequence[Timeline]) -> str:
 def _iteration(timeline: Timeline, pid: int, begin: float) -> Event:
     start, end = timeline.extent_ms
     text = f"iteration {timeline.iteration}"
-    return _complete(text, "iteration", pid, 0, start - begin, end - start, schedule=timeline.plan.schedule)
+    measured = {} if timeline.activations is None else timeline.activations.to_json()
+    return _complete(text, "iteration", pid, 0, start - begin, end - start, schedule=timeline.plan.schedule, **measured)
 
 
 def _passes(iteration: int, rank: int, own: RankTimeline, begin: float) -> list[Event]:

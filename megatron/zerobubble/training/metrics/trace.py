@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron.zerobubble.plan.costs import Activations
 from megatron.zerobubble.plan.render.svg import render_comparison
 from megatron.zerobubble.plan.render.trace import render_trace
 from megatron.zerobubble.plan.timeline import Timeline
@@ -26,7 +28,12 @@ _log = logging.getLogger(__name__)
 
 
 def report_pipeline(
-    schedule: Any, settings: Settings, metrics: MetricsLogger, *, memory: Sequence[RankMemory] | None = None
+    schedule: Any,
+    settings: Settings,
+    metrics: MetricsLogger,
+    *,
+    memory: Sequence[RankMemory] | None = None,
+    activations: Activations | None = None,
 ) -> PipelineReport | None:
     """Log the pipeline's bubble, add it to the curves, and with --zero-bubble-trace write the trace.
 
@@ -37,11 +44,12 @@ def report_pipeline(
         settings: whether and where to write the trace.
         metrics: receives the curves.
         memory: memory per rank, if it was measured.
+        activations: activation memory per stage, if it was measured; the reports and plans then have it.
 
     Returns:
         The report of the last recorded iteration, on rank 0; None if none was recorded, and on other ranks.
     """
-    timelines = schedule.timelines()
+    timelines = [replace(timeline, activations=activations) for timeline in schedule.timelines()]
     if dist.get_rank() != 0:
         return None
     directory = settings.zero_bubble.zero_bubble_trace

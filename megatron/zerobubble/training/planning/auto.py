@@ -22,7 +22,7 @@ from megatron.zerobubble.mcore.replanner import Measured, budget_of, measured_co
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.part_costs import PartCosts
-from megatron.zerobubble.plan.planner import AUTO, CostsOf, make_plan
+from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, CostsOf, make_plan
 from megatron.zerobubble.plan.search.search import Objective, SearchOptions
 from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.profiling.profiler import Profiler
@@ -163,7 +163,7 @@ def _choice(costs: CostModel, probed: Settings, settings: Settings) -> tuple[str
     """
     optimistic = settings.zero_bubble.enable_optimizer_post_validation
     options = SearchOptions(
-        memory_limit=settings.plan_memory_limit or 1.0,
+        memory_limit=settings.plan_memory_limit or AUTO_MEMORY_LIMIT,
         objective=Objective.SPAN if optimistic else Objective.MAKESPAN,
         seed=settings.run.seed,
         budget=budget_of(settings.zero_bubble.zero_bubble_planning_seconds),

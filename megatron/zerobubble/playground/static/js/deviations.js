@@ -2,6 +2,7 @@
 
 import { ask } from "./api.js";
 import { make, table } from "./dom.js";
+import { milliseconds, signed } from "./numbers.js";
 
 export class Deviations {
   /** `parts`: {root, plans, traces, result}; `jump(key, rank, step)` shows a pass of a timeline. */
@@ -55,7 +56,6 @@ export class Deviations {
   }
 
   render({ ranks, largest }, trace) {
-    const signed = (value) => `${value >= 0 ? "+" : "−"}${Math.abs(value).toFixed(3)}`;
     const rows = ranks.map((rank, index) => [
       `rank ${index}`,
       signed(rank.longer_passes_ms),
@@ -71,10 +71,10 @@ export class Deviations {
         make(
           "button",
           { type: "button", click: () => this.jump(trace.key, each.rank, each.step) },
-          `rank ${each.rank}, ${each.op}: ${each.lost_ms.toFixed(3)} ms`,
+          `rank ${each.rank}, ${each.op}: ${milliseconds(each.lost_ms)}`,
         ),
-        ` pass ${signed(each.longer_pass_ms)}, wait before it ${signed(each.longer_wait_ms)}; planned at ` +
-          `${each.planned_start_ms.toFixed(3)} ms, ran at ${each.start_ms.toFixed(3)} ms`,
+        ` pass ${signed(each.longer_pass_ms, milliseconds)}, wait before it ${signed(each.longer_wait_ms, milliseconds)}; ` +
+          `planned at ${milliseconds(each.planned_start_ms)}, ran at ${milliseconds(each.start_ms)}`,
       ),
     );
     this.result.replaceChildren(

@@ -4,7 +4,8 @@ import { ask, choices as askChoices } from "./api.js";
 import { Deviations } from "./deviations.js";
 import { byId, debounced, make } from "./dom.js";
 import { acceptFiles } from "./files.js";
-import { metricsTable } from "./metrics.js";
+import { results } from "./metrics.js";
+import { brief, roughly } from "./numbers.js";
 import { Pareto } from "./pareto.js";
 import { Slot } from "./slot.js";
 import { Stages } from "./stages.js";
@@ -40,6 +41,7 @@ class Playground {
     );
     this.fillForm();
     for (const config of this.state.slots) this.addSlot(config);
+    this.baseline = this.slots[this.state.baseline];
     this.listen();
     this.keepLink();
     this.runAll(this.slots);
@@ -47,11 +49,23 @@ class Playground {
 
   fillForm() {
     const { efforts, objectives } = this.choices;
-    const objective = { span: "with post-validation (span)", makespan: "with the synchronous optimizer (makespan)" };
-    const effort = { drawn: "hand-written schedule, no search", fast: "fast, ~1 s", default: "default, ~20 s", max: "max, ~3 min" };
-    this.form.objective.replaceChildren(...objectives.map((value) => make("option", { value }, objective[value] ?? value)));
-    this.form.effort.replaceChildren(...efforts.map((value) => make("option", { value }, effort[value] ?? value)));
+    this.form.objective.replaceChildren(...objectives.map(({ name, label }) => make("option", { value: name }, label)));
+    this.form.effort.replaceChildren(...efforts.map((value) => make("option", { value }, value)));
+    this.estimate();
     for (const name of [...SCALARS, "objective", "effort"]) this.form[name].value = this.state[name];
+  }
+
+  /** Write beside each effort how long its searches take for the schedules and the size that are chosen now. */
+  estimate() {
+    const searched = this.slots.filter(({ isOpened, seconds }) => !isOpened && seconds);
+    for (const option of this.form.effort.options) {
+      const times = searched.map(({ seconds }) => seconds[option.value] ?? 0);
+      // Searches share the cores of the server.
+      const total = Math.max(0, ...times, times.reduce((sum, time) => sum + time, 0) / this.choices.num_searches);
+      if (option.value === "drawn") option.textContent = "hand-written schedule, no search";
+      else if (!searched.length) option.textContent = option.value;
+      else option.textContent = `${option.value}, ${total ? `about ${roughly(total)}` : "nothing to search"}`;
+    }
   }
 
   listen() {
@@ -64,6 +78,11 @@ class Playground {
       const next = ["zb-h1", "zbv", "auto"].find((name) => !names.has(name)) ?? "v-half";
       this.runAll([this.addSlot(slotConfig(next))]);
       this.keepLink();
+    });
+    byId("baseline").addEventListener("change", (event) => {
+      this.baseline = this.slots.find(({ key }) => key === event.target.value);
+      this.keepLink();
+      this.show();
     });
     byId("zoom-in").addEventListener("click", () => this.timelines.scaleBy(1.6));
     byId("zoom-out").addEventListener("click", () => this.timelines.scaleBy(1 / 1.6));
@@ -132,6 +151,7 @@ class Playground {
     const slot = new Slot(`slot-${this.numKeys++}`, this.choices, config, {
       changed: () => this.changed([slot]),
       arrived: () => this.show(),
+      started: () => this.estimate(),
       removed: () => this.removeSlot(slot),
     });
     this.slots.push(slot);
@@ -144,7 +164,9 @@ class Playground {
     slot.cancel();
     slot.element.remove();
     this.slots = this.slots.filter((each) => each !== slot);
+    if (this.baseline === slot) this.baseline = this.slots[0];
     this.count();
+    this.estimate();
     this.keepLink();
     this.show();
   }
@@ -157,16 +179,17 @@ class Playground {
 
   /** Keep the form and the chosen schedules in the address; opened files are not part of it. */
   keepLink() {
-    this.state.slots = this.slots.filter((slot) => !slot.isOpened).map(({ config }) => config);
+    const planned = this.slots.filter((slot) => !slot.isOpened);
+    this.state.slots = planned.map(({ config }) => config);
+    this.state.baseline = Math.max(0, planned.indexOf(this.baseline));
     history.replaceState(null, "", `?${toQuery(this.state)}`);
   }
 
   show() {
     const shown = this.slots
       .filter(({ drawing }) => drawing)
-      .map(({ key, letter, name, drawing, flags, trace, config, isOpened }) => {
-        const limit = isOpened ? null : config.limit;
-        return { key, letter: letter.textContent, name: isOpened ? name : drawing.schedule, drawing, flags, trace, limit };
+      .map(({ key, letter, name, drawing, flags, trace, limit, isOpened }) => {
+        return { key, letter: letter.textContent, name: isOpened ? name : titleOf(drawing), drawing, flags, trace, limit };
       });
     const panels = shown.map(({ key, letter, drawing, flags, limit }) => ({
       key,
@@ -177,14 +200,25 @@ class Playground {
     }));
     this.updateBusy();
     this.timelines.show(panels);
-    byId("metrics").replaceChildren(shown.length ? metricsTable(shown) : "");
+    const base = shown.find(({ key }) => key === this.baseline?.key) ?? shown[0];
+    byId("metrics").replaceChildren(...(shown.length ? results(shown, base) : []));
+    this.offerBaselines(shown, base);
     this.deviations.offer(shown);
   }
 
-  /** Rows of a new table of costs: the number of stages of the first schedule that has a plan. */
+  /** Keep the select as it is while it offers the same: it may be open. */
+  offerBaselines(shown, base) {
+    const select = byId("baseline");
+    const texts = shown.map(({ letter, name }) => `${letter}: ${name}`);
+    const isSame = select.options.length === texts.length && texts.every((text, i) => select.options[i].text === text && select.options[i].value === shown[i].key);
+    if (!isSame) select.replaceChildren(...shown.map(({ key }, i) => make("option", { value: key }, texts[i])));
+    if (base) select.value = base.key;
+  }
+
+  /** Rows of a new table of costs: the most stages of any schedule; costs of fewer stages are derived from them. */
   numStages() {
-    const drawing = this.slots.find(({ drawing }) => drawing)?.drawing;
-    return drawing && drawing.num_ranks === this.state.p ? drawing.costs.forward_ms.length : this.state.p;
+    const planned = this.slots.filter(({ drawing }) => drawing?.num_ranks === this.state.p);
+    return Math.max(this.state.p, ...planned.map(({ drawing }) => drawing.costs.forward_ms.length));
   }
 
   /** Show a file that the server has read. */
@@ -198,24 +232,33 @@ class Playground {
     return undefined;
   }
 
-  /** Choose the slot for a file: a new one, or the last one that shows no file, or the last one. */
+  /** Choose the slot for something new: a free one, or the last one that shows no file, if possible not the baseline. */
   place() {
     if (this.slots.length < MOST_SLOTS) return this.addSlot(slotConfig("zbv"));
-    const slot = this.slots.findLast((each) => !each.isOpened) ?? this.slots[MOST_SLOTS - 1];
+    const slot = this.planned() ?? this.slots.findLast((each) => !each.isOpened) ?? this.slots[MOST_SLOTS - 1];
     this.waiting.delete(slot);
     return slot;
+  }
+
+  /** The last slot that plans something and is not the baseline. */
+  planned() {
+    return this.slots.findLast((each) => !each.isOpened && each !== this.baseline);
   }
 
   /** Plan with measured costs. */
   adoptCosts({ costs, num_ranks: p, num_microbatches: m, schedule, from }, name) {
     const { comm_ms: c, ...kinds } = costs;
-    Object.assign(this.state, { c, p: p ?? this.state.p, m: m ?? this.state.m });
+    Object.assign(this.state, { c: brief(c), p: p ?? this.state.p, m: m ?? this.state.m });
     for (const field of SCALARS) this.form[field].value = this.state[field];
     byId("stages").open = true;
-    const planned = this.slots.find((slot) => !slot.isOpened);
-    if (planned && this.choices.schedules.some((known) => known.name === schedule)) {
-      planned.config.schedule = schedule;
-      planned.render();
+    const isPlanned = this.slots.some((each) => !each.isOpened && each.config.schedule === schedule);
+    const info = this.choices.schedules.find((known) => known.name === schedule);
+    // The measured schedule takes a place beside the baseline, never the baseline's.
+    const target = isPlanned || !info ? null : this.slots.length < MOST_SLOTS ? this.place() : this.planned();
+    if (target) {
+      Object.assign(target.config, slotConfig(schedule));
+      if (info.num_chunks === null) target.config.chunks = kinds.forward_ms.length / this.state.p;
+      target.render();
     }
     this.notify(`${name}: times of ${kinds.forward_ms.length} stages${from ? ` from ${from}` : ""}.`, "good");
     this.stages.set(kinds);
@@ -223,7 +266,7 @@ class Playground {
 
   /** Show the plan of a point of the Pareto front, and set the slot's options to those that lead to it. */
   async choosePoint(point) {
-    const slot = this.slots.find((each) => !each.isOpened) ?? this.place();
+    const slot = this.planned() ?? this.place();
     slot.file = null;
     Object.assign(slot.config, slotConfig(point.schedule, point.memory_limit, null, ""));
     if (slot.info.num_chunks === null) slot.config.chunks = point.num_chunks;
@@ -233,7 +276,8 @@ class Playground {
     slot.render();
     this.keepLink();
     try {
-      slot.adopt(await ask("show", { plan: point.plan, objective: this.state.objective }));
+      const { drawing, flags } = await ask("show", { plan: point.plan, objective: this.state.objective });
+      slot.adopt({ drawing: { ...drawing, derived_from: point.derived_from }, flags });
       slot.setStatus(`plan of the Pareto front at memory limit ${point.memory_limit}`);
     } catch (error) {
       slot.fail(error.message);
@@ -245,6 +289,11 @@ class Playground {
     const button = offer && make("button", { type: "button", click: offer[1] }, offer[0]);
     byId("notes").replaceChildren(message ? make("p", { class: kind }, message, button) : "");
   }
+}
+
+/** A plan's schedule as its paper calls it, with the number of virtual stages where that is a choice. */
+function titleOf({ title, placement, num_chunks: v }) {
+  return placement === "loop" && v > 1 ? `${title}, v = ${v}` : title;
 }
 
 const choices = await askChoices();

@@ -1,37 +1,89 @@
-// The metrics of all schedules side by side, the best of each row in bold.
+// The metrics of all schedules side by side. Only columns of the baseline's problem are compared with it: the same p, m and costs.
 
-import { table } from "./dom.js";
+import { make, table } from "./dom.js";
+import { milliseconds, number, percent } from "./numbers.js";
 
-const ms = (value) => `${value.toFixed(3)} ms`;
-const percent = (value) => `${(100 * value).toFixed(2)} %`;
+const TOLERANCE = 1e-6;
 
-/** Label, value in the metrics (undefined: unknown), format, whether to mark the smallest. */
+/** Iteration time for an objective: of the plan that was made for it, if there was such a search, else of the plan on the page. */
+const time = (m, objective) => m.times_ms?.[objective] ?? m[`${objective}_ms`];
+const peak = (m) => Math.max(...m.peak_memory);
+
+/** Label, value from the metrics and the baseline's (undefined: unknown), format, which value is the best: least, most, or none. */
 const ROWS = [
-  ["bubble", (m) => m.bubble_rate, percent, true],
-  ["bubble, lower bound", (m) => m.bound_bubble_rate, percent, false],
-  ["iteration time with post-validation (span)", (m) => m.span_ms, ms, true],
-  ["span above its lower bound", (m) => m.span_gap, percent, false],
-  ["iteration time with the synchronous optimizer (makespan)", (m) => m.makespan_ms, ms, true],
-  ["makespan above its lower bound", (m) => m.makespan_gap, percent, false],
-  ["peak activation memory (1.0 = 1F1B on rank 0)", (m) => Math.max(...m.peak_memory), (value) => value.toFixed(4), true],
-  ["P2P messages per iteration", (m) => m.num_messages, (value) => value.toLocaleString("en"), true],
-  ["P2P messages relative to 1F1B", (m) => m.relative_messages, (value) => `${value.toFixed(2)}×`, false],
+  ["speed-up, synchronous optimizer", (m, base) => base && time(base, "makespan") / time(m, "makespan"), (value) => `${value.toFixed(2)}×`, "most"],
+  ["speed-up with post-validation", (m, base) => base && time(base, "span") / time(m, "span"), (value) => `${value.toFixed(2)}×`, "most"],
+  ["iteration time with the synchronous optimizer (makespan)", (m) => m.makespan_ms, milliseconds, "least"],
+  ["makespan above its lower bound", (m) => m.makespan_gap, percent, ""],
+  ["iteration time with post-validation (span)", (m) => m.span_ms, milliseconds, "least"],
+  ["span above its lower bound", (m) => m.span_gap, percent, ""],
+  ["bubble rate", (m) => m.bubble_rate, percent, "least"],
+  ["bubble rate, lower bound", (m) => m.bound_bubble_rate, percent, ""],
+  ["peak activation memory (1.0 = 1F1B on rank 0)", peak, number, "least"],
+  ["P2P messages per iteration", (m) => m.num_messages, (value) => value.toLocaleString("en"), "least"],
+  ["P2P messages relative to 1F1B", (m) => m.relative_messages, (value) => `${value.toFixed(2)}×`, ""],
 ];
 
-/** The table of metrics of `shown`: a list of {letter, name, drawing}. */
-export function metricsTable(shown) {
-  const head = ["", ...shown.map(({ letter, name }) => `${letter}  ${name}`)];
-  const rows = ROWS.map(([name, take, write, isLessBetter]) => {
-    const values = shown.map(({ drawing }) => take(drawing.metrics));
-    const least = Math.min(...values.filter((value) => value !== undefined));
-    const cells = values.map((value) => {
-      if (value === undefined) return "–";
-      const isBest = isLessBetter && shown.length > 1 && value <= least * (1 + 1e-9);
-      const cell = document.createElement(isBest ? "strong" : "span");
-      cell.textContent = write(value);
-      return cell;
-    });
-    return [name, ...cells];
+/** Why two drawings cannot be compared, in words; "" if they can. */
+export function difference({ problem: one }, { problem: other }) {
+  const same = (key) => Math.abs(one[key] - other[key]) <= TOLERANCE * Math.max(1e-3, Math.abs(one[key]), Math.abs(other[key]));
+  if (!same("num_ranks")) return `p = ${one.num_ranks} instead of ${other.num_ranks}`;
+  if (!same("num_microbatches")) return `m = ${one.num_microbatches} instead of ${other.num_microbatches}`;
+  return Object.keys(one).every(same) ? "" : "other costs";
+}
+
+/** The results of `shown`, a list of {letter, name, drawing}; `base` is the one that the others are compared with. */
+export function results(shown, base) {
+  const apart = new Map(shown.map((each) => [each, difference(each.drawing, base.drawing)]));
+  const alike = shown.filter((each) => !apart.get(each));
+  const head = ["", ...shown.map((each) => `${each.letter}  ${each.name}${each === base ? " (baseline)" : ""}`)];
+  const rows = ROWS.map(([name, take, write, wanted]) => {
+    const values = new Map(shown.map((each) => [each, known(take(each.drawing.metrics, apart.get(each) ? null : base.drawing.metrics))]));
+    const best = bestOf(alike.map((each) => values.get(each)), wanted);
+    return [name, ...shown.map((each) => cell(values.get(each), write, best, alike.length > 1 && alike.includes(each), wanted))];
   });
-  return table("Metrics of the schedules", head, rows);
+  const others = alike.filter((each) => each !== base);
+  return [
+    ...others.map((each) => make("p", { class: "speed" }, sentence(each, base))),
+    ...shown.filter((each) => apart.get(each)).map((each) => make("p", { class: "apart" }, `${titled(each)} is not compared with ${titled(base)}: ${apart.get(each)}.`)),
+    make("div", { class: "scroll" }, table("Metrics of the schedules", head, rows)),
+    ...shown.flatMap((each) => caveats(each.drawing).map((text) => make("p", { class: "hint" }, `${each.letter}: ${text}.`))),
+  ];
+}
+
+/** What is not measured about a drawing. */
+export function caveats({ derived_from: given, costs, memory_is_assumed: isAssumed }) {
+  const stages = costs.forward_ms.length;
+  const found = [];
+  if (given) found.push(`costs of ${stages} stages, derived from those of ${given}: each is the sum of ${given / stages} consecutive ones`);
+  if (isAssumed) found.push("activation memory is not in the trace; this assumes equal stages that keep all of it until W");
+  return found;
+}
+
+function titled({ letter, name }) {
+  return `${name} (${letter})`;
+}
+
+function known(value) {
+  return Number.isFinite(value) ? value : undefined;
+}
+
+function sentence(each, base) {
+  const [mine, theirs] = [each.drawing.metrics, base.drawing.metrics];
+  const ratio = (one, other) => (other > 0 ? (one / other).toFixed(2) : "–");
+  return (
+    `${titled(each)} is ${ratio(time(theirs, "makespan"), time(mine, "makespan"))} times as fast as ${titled(base)}, ` +
+    `${ratio(time(theirs, "span"), time(mine, "span"))} with post-validation, at ${ratio(peak(mine), peak(theirs))} times its memory.`
+  );
+}
+
+function bestOf(values, wanted) {
+  const numbers = values.filter((value) => value !== undefined);
+  return wanted === "most" ? Math.max(...numbers) : Math.min(...numbers);
+}
+
+function cell(value, write, best, isCompared, wanted) {
+  if (value === undefined) return "–";
+  const isBest = isCompared && wanted && Math.abs(value - best) <= 1e-9 * Math.max(Math.abs(best), 1e-9);
+  return make(isBest ? "strong" : "span", {}, write(value));
 }

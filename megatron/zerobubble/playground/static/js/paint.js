@@ -1,6 +1,10 @@
 // Paint passes and memory on a canvas through a buffer of pixels: filling thousands of boxes and steps one by one takes a canvas
 // longer than a frame. What is out of sight is skipped, so that the time depends on what is visible.
 
+const DIGIT = 0.58; // width of a digit, as a share of the font size
+const PADDING = 2;
+const LEAST_FONT = 7;
+
 /** Index of the first value of an ascending list that is above `limit`. */
 export function firstAbove(values, limit) {
   let low = 0;
@@ -27,6 +31,7 @@ export function paintPasses(context, drawing, view, ink, kinds, spanColors) {
     kinds: kinds.map((kind) => kind.colors.map((color) => packed(color))),
     spans: Object.fromEntries(Object.entries(spanColors).map(([activity, color]) => [activity, packed(color)])),
   };
+  const size = numberSize(drawing, view);
   const numbers = [];
   const line = new Uint32Array(pixels.width);
   drawing.ranks.forEach((rank, index) => {
@@ -36,12 +41,12 @@ export function paintPasses(context, drawing, view, ink, kinds, spanColors) {
     paintBoxes(line, rank, view, column, colors.kinds);
     const top = Math.round(index * step * ratio);
     for (let y = top; y < top + Math.round(view.rowHeight * ratio); y++) pixels.data.set(line, y * pixels.width);
-    if (view.rowHeight >= 11) collect(rank, index * step + view.rowHeight / 2 + 0.5, view, numbers);
+    if (size) collect(rank, index * step + view.rowHeight / 2 + 0.5, view, size, numbers);
   });
   flush(context, pixels, view.left, ratio);
   context.textAlign = "center";
   context.textBaseline = "middle";
-  context.font = view.font;
+  context.font = `${size}px ${view.family}`;
   for (const { text, x, y, isLater } of numbers) {
     context.fillStyle = isLater ? "#ffffff" : "#15202b";
     context.fillText(text, x, y);
@@ -66,14 +71,28 @@ function paintBoxes(line, { starts, ends, kinds, chunks }, view, column, colors)
   }
 }
 
-/** The microbatch numbers that fit their boxes. */
-function collect({ starts, ends, chunks, microbatches }, y, view, numbers) {
+/** The font size at which the largest microbatch number fits into every box in sight; 0 if there is none: all numbers or none. */
+function numberSize({ ranks, num_microbatches: count }, view) {
+  if (view.rowHeight < 11) return 0;
+  let least = Infinity;
+  for (const { starts, ends } of ranks) {
+    for (let i = firstAbove(ends, view.from); i < starts.length && starts[i] <= view.to; i++) {
+      if (ends[i] > starts[i]) least = Math.min(least, view.x(ends[i]) - view.x(starts[i]));
+    }
+  }
+  const size = Math.min(view.fontSize, Math.floor((least - PADDING) / (DIGIT * String(count - 1).length)));
+  return size >= LEAST_FONT ? size : 0;
+}
+
+/** The microbatch numbers, in the middle of what is in sight of their boxes. */
+function collect({ starts, ends, chunks, microbatches }, y, view, size, numbers) {
   for (let i = firstAbove(ends, view.from); i < starts.length && starts[i] <= view.to; i++) {
     const from = Math.max(view.left, view.x(starts[i]));
     const to = Math.min(view.left + view.width, view.x(ends[i]));
-    if (to - from < view.digit + 2) continue;
     const text = String(microbatches[i]);
-    if (to - from >= view.digit * text.length + 2) numbers.push({ text, x: (from + to) / 2, y, isLater: chunks[i] > 0 });
+    const isCut = to - from < view.x(ends[i]) - view.x(starts[i]); // by the edge of the chart
+    if (isCut && to - from < DIGIT * size * text.length + PADDING) continue;
+    if (ends[i] > starts[i]) numbers.push({ text, x: (from + to) / 2, y, isLater: chunks[i] > 0 });
   }
 }
 

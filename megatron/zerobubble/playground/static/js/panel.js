@@ -1,6 +1,7 @@
 // One timeline: passes, memory under them, and both as a table and as text for readers who cannot see a canvas.
 
 import { make, table } from "./dom.js";
+import { milliseconds, number } from "./numbers.js";
 import { firstAbove, paintAxis, paintMemory, paintPasses } from "./paint.js";
 
 const MEMORY_HEIGHT = 96;
@@ -64,10 +65,9 @@ export class Panel {
     const details = make("details", { class: "alternative" }, make("summary", {}, "As a table and as text"));
     details.addEventListener("toggle", () => {
       if (!details.open || details.children.length > 1) return;
-      const number = (value) => value.toFixed(3);
       const rows = this.drawing.table.map((rank, index) => [
         `rank ${index}`,
-        rank.peak_memory.toFixed(4),
+        number(rank.peak_memory),
         String(rank.live),
         String(rank.pending),
         number(rank.busy_ms),
@@ -75,10 +75,10 @@ export class Panel {
         number(rank.starts_after_ms),
         number(rank.ends_before_ms),
       ]);
-      const head = ["", "peak memory", "live microbatches", "W pending", "busy ms", "idle ms", "starts after ms", "ends before ms"];
+      const head = ["", "peak activation memory", "live microbatches", "pending W", "busy ms", "idle ms", "starts after ms", "ends before ms"];
       details.append(
         make("div", { class: "scroll" }, table(`Ranks of timeline ${this.shown.letter}`, head, rows)),
-        make("pre", { class: "scroll", tabindex: 0, "aria-label": "the timeline in letters" }, this.drawing.text),
+        make("pre", { tabindex: 0, "aria-label": "the timeline in letters" }, this.drawing.text),
       );
     });
     return details;
@@ -96,9 +96,9 @@ export class Panel {
       width,
       rowHeight: this.rowHeight,
       gap: this.gap,
-      font: `${Math.min(11, this.rowHeight - 3)}px ${FONT}`,
+      family: FONT,
       axisFont: `11px ${FONT}`,
-      digit: Math.min(11, this.rowHeight - 3) * 0.58,
+      fontSize: Math.min(11, this.rowHeight - 3),
     };
     this.view = view;
     const passes = prepare(this.passes, left + width, rows + AXIS);
@@ -170,8 +170,8 @@ export class Panel {
     return [
       `${name} of microbatch ${row.microbatches[index]}`,
       `rank ${rank}, stage ${row.stages[index]}${chunk}`,
-      `${row.starts[index].toFixed(3)} to ${row.ends[index].toFixed(3)} ms`,
-      `memory ${row.held[index].toFixed(4)}`,
+      `${milliseconds(row.starts[index])} to ${milliseconds(row.ends[index])}`,
+      `activation memory ${number(row.held[index])} of 1F1B's`,
     ];
   }
 

@@ -2,11 +2,19 @@
 
 import { listen } from "./api.js";
 import { make, table } from "./dom.js";
+import { milliseconds, percent } from "./numbers.js";
 import { problem, slot } from "./state.js";
 
 const LIMITS = [0.34, 0.5, 0.625, 0.75, 0.875, 1, 1.25, 1.5, 2];
 const HEIGHT = 260;
 const MARGIN = { top: 12, right: 18, bottom: 40, left: 52 };
+
+/** Idle share of the iteration time that is minimized, and of its lower bound; for the span this is the bubble rate. */
+function bubbles({ span_ms, makespan_ms, bubble_rate, bound_span_ms, bound_makespan_ms }, isSpan) {
+  const work = span_ms * (1 - bubble_rate);
+  const idle = (time) => (time > 0 ? Math.max(0, 1 - work / time) : 0);
+  return isSpan ? [idle(span_ms), idle(bound_span_ms)] : [idle(makespan_ms), idle(bound_makespan_ms)];
+}
 
 export class Pareto {
   /** `parts`: {root, button, status}; `choose` gets a point. */
@@ -72,21 +80,24 @@ export class Pareto {
       .attr("role", "group")
       .attr("aria-label", "Pareto front, bubble vs. memory limit");
     const x = d3.scaleLinear([0.25, 2.05], [MARGIN.left, width - MARGIN.right]);
-    const most = d3.max(this.points, (point) => point.metrics.bubble_rate) || 0.01;
+    const bubble = ({ metrics }) => bubbles(metrics, isSpan)[0];
+    const bound = ({ metrics }) => bubbles(metrics, isSpan)[1];
+    const label = isSpan ? "bubble rate" : "bubble of the makespan";
+    const most = d3.max(this.points, bubble) || 0.01;
     const y = d3.scaleLinear([0, most * 1.1], [HEIGHT - MARGIN.bottom, MARGIN.top]).nice();
-    axes(svg, x, y, width);
-    const line = (take) => d3.line((point) => x(point.memory_limit), (point) => y(take(point.metrics)))(this.points);
-    svg.append("path").attr("class", "bound").attr("d", line((metrics) => metrics.bound_bubble_rate));
-    svg.append("path").attr("class", "curve").attr("d", line((metrics) => metrics.bubble_rate));
-    const words = ({ memory_limit: limit, schedule, metrics }) =>
-      `memory at most ${limit}: ${schedule}, bubble ${(100 * metrics.bubble_rate).toFixed(2)} %, ` +
-      `${isSpan ? "span" : "makespan"} ${(isSpan ? metrics.span_ms : metrics.makespan_ms).toFixed(3)} ms`;
+    axes(svg, x, y, width, label);
+    const line = (take) => d3.line((point) => x(point.memory_limit), (point) => y(take(point)))(this.points);
+    svg.append("path").attr("class", "bound").attr("d", line(bound));
+    svg.append("path").attr("class", "curve").attr("d", line(bubble));
+    const words = (point) =>
+      `memory at most ${point.memory_limit}: ${point.title}, ${label} ${percent(bubble(point))}, ` +
+      `${isSpan ? "span" : "makespan"} ${milliseconds(isSpan ? point.metrics.span_ms : point.metrics.makespan_ms)}`;
     const points = svg
       .selectAll("g.point")
       .data(this.points)
       .join("g")
       .attr("class", "point")
-      .attr("transform", (point) => `translate(${x(point.memory_limit)},${y(point.metrics.bubble_rate)})`)
+      .attr("transform", (point) => `translate(${x(point.memory_limit)},${y(bubble(point))})`)
       .attr("tabindex", 0)
       .attr("role", "button")
       .attr("aria-label", words)
@@ -99,20 +110,15 @@ export class Pareto {
     points.append("circle").attr("class", "target").attr("r", 14);
     points.append("circle").attr("class", "dot").attr("r", 5.5);
     points.append("title").text(words);
-    const rows = this.points.map(({ memory_limit: limit, schedule, metrics }) => [
-      limit.toFixed(3),
-      schedule,
-      `${(100 * metrics.bubble_rate).toFixed(2)} %`,
-      `${(100 * metrics.bound_bubble_rate).toFixed(2)} %`,
-    ]);
+    const rows = this.points.map((point) => [point.memory_limit.toFixed(3), point.title, percent(bubble(point)), percent(bound(point))]);
     const wasOpen = this.root.querySelector("details")?.open;
-    const head = ["memory ≤", "schedule", "bubble", "lower bound"];
-    const details = make("details", wasOpen ? { open: true } : {}, make("summary", {}, "As a table"), table("Pareto front, bubble vs. memory", head, rows));
+    const head = ["memory limit", "schedule", label, "lower bound"];
+    const details = make("details", wasOpen ? { open: true } : {}, make("summary", {}, "As a table"), make("div", { class: "scroll" }, table("Pareto front, bubble vs. memory", head, rows)));
     return this.root.replaceChildren(svg.node(), details);
   }
 }
 
-function axes(svg, x, y, width) {
+function axes(svg, x, y, width, label) {
   const bottom = svg.append("g").attr("class", "axis").attr("transform", `translate(0,${HEIGHT - MARGIN.bottom})`);
   bottom.call(d3.axisBottom(x).ticks(Math.min(8, width / 70)));
   svg.append("g").attr("class", "axis").attr("transform", `translate(${MARGIN.left},0)`).call(d3.axisLeft(y).ticks(5, "%"));
@@ -123,5 +129,5 @@ function axes(svg, x, y, width) {
     .attr("y", HEIGHT - 6)
     .attr("text-anchor", "end")
     .text("memory limit (1.0 = 1F1B on rank 0)");
-  svg.append("text").attr("class", "caption").attr("x", MARGIN.left + 8).attr("y", MARGIN.top + 6).text("bubble (dashed: lower bound)");
+  svg.append("text").attr("class", "caption").attr("x", MARGIN.left + 8).attr("y", MARGIN.top + 6).text(`${label} (dashed: lower bound)`);
 }

@@ -8,16 +8,17 @@ const LEAST_LIMIT = 0.1;
 const MOST_LIMIT = 2.5;
 
 export class Slot {
-  /** Callbacks: `changed` after the options changed, `arrived` when there is something new to show, `removed` to remove the slot. */
-  constructor(key, choices, config, { changed, arrived, removed }) {
-    Object.assign(this, { key, choices, config, changed, arrived });
+  /** Callbacks: `changed` after the options changed, `arrived` when there is something new to show, `started` when a search began, `removed` to remove the slot. */
+  constructor(key, choices, config, { changed, arrived, started, removed }) {
+    Object.assign(this, { key, choices, config, changed, arrived, started });
     this.drawing = null;
     this.flags = null;
     this.error = "";
     this.verdict = "";
     this.controller = null;
     this.file = null;
-    const names = choices.schedules.map(({ name, description }) => make("option", { value: name, title: description }, name));
+    this.seconds = null; // per effort, how long a search takes
+    const names = choices.schedules.map(({ name, title, description }) => make("option", { value: name, title: description }, title));
     this.select = make("select", { "aria-label": "schedule", change: () => this.take() }, ...names);
     this.limited = make("input", { type: "checkbox", change: () => this.take() });
     this.range = make("input", {
@@ -28,7 +29,7 @@ export class Slot {
     this.pending = make("input", { type: "text", size: 4, placeholder: "1p", pattern: "[0-9]+p?", change: () => this.take() });
     this.fileOption = make("option", { value: "" });
     this.iteration = make("select", { change: () => this.pick(Number(this.iteration.value)) });
-    this.limitRow = make("label", { class: "row limit" }, this.limited, "memory ≤", this.range, this.output);
+    this.limitRow = make("label", { class: "row limit" }, this.limited, "memory limit", this.range, this.output);
     this.letter = make("span", { class: "letter" });
     this.status = make("p", { class: "status", role: "status" });
     this.bar = make("progress", { max: 1, hidden: true, "aria-label": "search" });
@@ -61,6 +62,12 @@ export class Slot {
 
   get name() {
     return this.file?.name ?? this.config.schedule;
+  }
+
+  /** The memory limit of its plan; null: the schedule's own. */
+  get limit() {
+    if (this.isOpened) return null;
+    return this.config.limit ?? (this.config.schedule === "auto" ? this.choices.auto_memory_limit : null);
   }
 
   /** The text of the trace that it shows, or null. */
@@ -104,10 +111,10 @@ export class Slot {
     this.limited.checked = limit !== null;
     this.range.disabled = limit === null;
     if (limit !== null) this.range.value = limit;
-    else if (!this.range.dataset.touched) this.range.value = 1;
+    else if (!this.range.dataset.touched || this.limit !== null) this.range.value = this.limit ?? 1;
     this.range.dataset.touched = "yes";
-    this.output.textContent = limit === null ? "none" : limit.toFixed(2);
-    this.range.setAttribute("aria-valuetext", limit === null ? "no limit" : `${limit.toFixed(2)} of 1F1B on rank 0`);
+    this.output.textContent = this.limit === null ? "none" : this.limit.toFixed(2);
+    this.range.setAttribute("aria-valuetext", this.limit === null ? "no limit" : `${this.limit.toFixed(2)} of 1F1B on rank 0`);
     this.description.textContent = this.info.description;
     this.chunks.value = chunks ?? "";
     this.pending.value = pending;
@@ -158,10 +165,18 @@ export class Slot {
     try {
       let spent = 0;
       for await (const event of listen("search", problem(state, this.config), controller.signal)) {
+        if (event.event === "started") {
+          this.seconds = event.seconds;
+          this.started();
+        }
         if (event.event === "best") {
           spent = event.spent;
           this.verdict = event.verdict;
           if (event.drawing) this.adopt(event);
+        }
+        if (event.event === "times") {
+          spent = event.spent;
+          this.drawing.metrics.times_ms = event.times_ms;
         }
         if (event.event === "stopped") this.verdict = event.message;
         this.progress(spent, event);

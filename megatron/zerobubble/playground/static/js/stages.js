@@ -1,9 +1,10 @@
 // The table of costs per stage. It is off until it is filled: from the fields above it, or from a dropped file.
 
 import { make, table } from "./dom.js";
+import { brief } from "./numbers.js";
 import { TABLE_KINDS } from "./state.js";
 
-const HEADS = ["stage", "F ms", "B ms", "W ms", "activation", "after B"];
+const HEADS = ["stage", "F ms", "B ms", "W ms", "M_B", "M_W"];
 
 export class Stages {
   /** `parts`: {box, fill, clear, note}; `numStages()` is the number of rows of a new table. */
@@ -35,7 +36,7 @@ export class Stages {
           type: "number",
           min: 0,
           step: "any",
-          value: round(values[kind][stage]),
+          value: brief(values[kind][stage]),
           "aria-label": `${HEADS[column + 1]} of stage ${stage}`,
           change: (event) => {
             values[kind][stage] = Number(event.target.value);

@@ -4,11 +4,12 @@ export const MOST_SLOTS = 3;
 export const TABLE_KINDS = ["forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward"];
 
 const SCALARS = { p: 8, m: 24, f: 1, b: 1, w: 1, c: 0, a: 1 };
-const WORDS = { objective: "span", effort: "fast" };
+// The objective is that of a run without --enable-optimizer-post-validation.
+const WORDS = { objective: "makespan", effort: "fast" };
 
 /** The state of a new page. */
 export function defaults() {
-  return { ...SCALARS, ...WORDS, table: null, slots: [slot("1f1b"), slot("zbv")] };
+  return { ...SCALARS, ...WORDS, table: null, baseline: 0, slots: [slot("1f1b"), slot("zbv")] };
 }
 
 /** A schedule to plan. With `limit` null the memory limit is the schedule's own. */
@@ -25,6 +26,7 @@ export function toQuery(state) {
   for (const { schedule, limit, chunks, pending } of state.slots) {
     query.append("s", [schedule, limit ?? "", chunks ?? "", pending].join("~").replace(/~+$/, ""));
   }
+  if (state.baseline) query.set("base", String(state.baseline));
   if (state.table) query.set("t", TABLE_KINDS.map((kind) => state.table[kind].join("_")).join("~"));
   return query.toString();
 }
@@ -34,7 +36,7 @@ export function fromQuery(search, { schedules, objectives, efforts }) {
   const query = new URLSearchParams(search);
   const state = defaults();
   for (const name of Object.keys(SCALARS)) state[name] = numberOr(query.get(name), state[name]);
-  if (objectives.includes(query.get("objective"))) state.objective = query.get("objective");
+  if (objectives.some(({ name }) => name === query.get("objective"))) state.objective = query.get("objective");
   if (efforts.includes(query.get("effort"))) state.effort = query.get("effort");
   const known = new Set(schedules.map((schedule) => schedule.name));
   const slots = query.getAll("s").map((text) => text.split("~")).filter(([name]) => known.has(name));
@@ -43,6 +45,8 @@ export function fromQuery(search, { schedules, objectives, efforts }) {
       .slice(0, MOST_SLOTS)
       .map(([name, limit, chunks, pending]) => slot(name, numberOr(limit, null), numberOr(chunks, null), pending ?? ""));
   }
+  const baseline = numberOr(query.get("base"), 0);
+  state.baseline = baseline in state.slots ? baseline : 0;
   state.table = readTable(query.get("t"));
   return state;
 }

@@ -158,6 +158,12 @@ export class Timelines {
 
   /** Bring a pass into sight, frame and announce it. */
   goTo(panel, place) {
+    this.reveal(panel, place);
+    this.choose({ panel, ...place }, true);
+  }
+
+  /** Pan until a pass is in sight. */
+  reveal(panel, place) {
     const { starts, ends } = panel.drawing.ranks[place.rank];
     const { x, from, to, left, width } = panel.view;
     if (starts[place.index] < from || ends[place.index] > to) {
@@ -165,7 +171,6 @@ export class Timelines {
       d3.select(this.root).call(this.zoom.translateBy, (left + width / 2 - middle) / this.transform.k, 0);
       this.paint();
     }
-    this.choose({ panel, ...place }, true);
   }
 
   /** Zoom to a pass of a panel by key, from somewhere else on the page. */
@@ -182,8 +187,17 @@ export class Timelines {
     this.goTo(panel, { rank, index });
   }
 
+  /** Zoom around the selected pass, so that it stays in sight; without one around the middle. */
   scaleBy(factor) {
-    d3.select(this.root).call(this.zoom.scaleBy, factor);
+    let around;
+    if (this.selected) {
+      const { panel, rank, index } = this.selected;
+      this.reveal(panel, { rank, index });
+      const { x, left, width } = panel.view;
+      const { starts, ends } = panel.drawing.ranks[rank];
+      around = [left + clamp((x(starts[index]) + x(ends[index])) / 2 - left, width), 0];
+    }
+    d3.select(this.root).call(this.zoom.scaleBy, factor, around);
   }
 
   panBy(share) {

@@ -1,0 +1,44 @@
+// Numbers for people: three or four significant digits. The server writes them in the same way (`words.py`).
+
+const DIGITS = 4;
+const ZERO = 1e-9;
+
+/** Four significant digits; all of a larger whole number. */
+export function number(value) {
+  return Math.abs(value) < ZERO ? "0" : value.toFixed(decimals(value, DIGITS));
+}
+
+/** A time given in milliseconds; from ten seconds on in seconds. */
+export function milliseconds(value) {
+  return Math.abs(value) >= 1e4 ? `${number(value / 1e3)} s` : `${number(value)} ms`;
+}
+
+/** A share as a percentage: three significant digits, at most two of them behind the point. */
+export function percent(share) {
+  const value = 100 * share;
+  return Math.abs(value) < 0.005 ? "0 %" : `${value.toFixed(Math.min(2, decimals(value, DIGITS - 1)))} %`;
+}
+
+function decimals(value, digits) {
+  const rounded = Number(Math.abs(value).toPrecision(digits)); // 9.9999 is written as 10.00
+  return Math.max(0, digits - 1 - Math.floor(Math.log10(rounded)));
+}
+
+/** A value with its sign. */
+export function signed(value, write = number) {
+  return `${value >= 0 ? "+" : "−"}${write(Math.abs(value))}`;
+}
+
+/** A duration in seconds, roughly. */
+export function roughly(seconds) {
+  if (seconds < 1.5) return "1 s";
+  if (seconds < 10) return `${Math.round(seconds)} s`;
+  if (seconds < 90) return `${5 * Math.round(seconds / 5)} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  return `${(seconds / 3600).toFixed(1)} h`;
+}
+
+/** The value that an input shows, without digits that nobody measures. */
+export function brief(value) {
+  return Number(value.toPrecision(DIGITS));
+}

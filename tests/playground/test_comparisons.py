@@ -1,0 +1,88 @@
+"""What the page compares, and how it is labeled, in a real browser."""
+
+from __future__ import annotations
+
+import re
+
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.profiling.report import report, reports_to_json
+from tests.playground.pages import SMALL, Open, cells, drop
+from tests.profiling.support import as_recorded
+
+
+def test_only_what_is_comparable_is_compared(opened: Open) -> None:
+    with opened(f"{SMALL}&s=1f1b&s=zbv&base=0") as page:
+        page.wait_for_selector("main[aria-busy=false]")
+        assert page.locator("#metrics .speed").inner_text() == (
+            "ZBV (B) is 1.35 times as fast as 1F1B (A), 1.35 with post-validation, at 1.00 times its memory."
+        )
+        assert cells(page, "speed-up, synchronous optimizer") == ["1.00\u00d7", "1.35\u00d7"]
+        assert page.locator("#metrics strong").count() > 0
+        for name, m, times, reason in (
+            ("other-m.json", 8, {}, "m = 8 instead of 6"),
+            ("other-costs.json", 6, {"forward_ms": 0.5}, "other costs"),
+            ("same.json", 6, {}, ""),
+        ):
+            plan = build_plan("zb-h1", num_ranks=4, num_microbatches=m)
+            drop(page, name, plan.to_json(costs=CostModel.uniform(plan.placement, **times).to_json()))
+            page.wait_for_selector(f"#metrics th:has-text('{name}')")
+            apart = page.locator("#metrics .apart").all_inner_texts()
+            assert apart == ([f"{name} (C) is not compared with 1F1B (A): {reason}."] if reason else [])
+            assert (cells(page, "speed-up, synchronous optimizer")[2] == "\u2013") is bool(reason)
+            assert page.locator("#metrics td:nth-child(4) strong").count() == 0 or not reason
+            page.locator(".slot .remove").last.click()
+        drop(page, "same.json", plan.to_json())
+        page.wait_for_selector("#metrics th:has-text('same.json')")
+        page.select_option("#baseline", label="C: same.json")
+        assert cells(page, "speed-up, synchronous optimizer")[2] == "1.00\u00d7"
+        assert page.locator("#metrics .speed").count() == 2
+
+
+def test_a_report_of_zbv_keeps_the_comparison_with_1f1b(opened: Open) -> None:
+    with opened(f"{SMALL}&s=1f1b") as page:
+        drop(page, "report.json", reports_to_json([report(as_recorded("zbv", 4, 6))]))
+        page.wait_for_function("() => document.querySelectorAll('.panel').length === 2")
+        page.wait_for_selector("main[aria-busy=false]")
+        assert page.locator("#metrics .speed").inner_text().startswith("ZBV (B) is 1.")
+        derived = "A: costs of 4 stages, derived from those of 8: each is the sum of 2 consecutive ones."
+        assert page.locator("#metrics .hint").all_inner_texts() == [derived]
+
+
+COUNT = """() => {
+window.painted = 0;
+const paint = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  if (this.canvas.classList.contains("passes") && this.textAlign === "center" && this.textBaseline === "middle") window.painted++;
+  return paint.call(this, text, x, y);
+};
+}"""
+
+
+def test_microbatch_numbers_are_all_there_or_none(opened: Open) -> None:
+    """Twelve microbatches whose numbers of two digits need more space than the others."""
+    with opened("p=4&m=12&effort=drawn&s=zb-h1") as page:
+        page.evaluate(COUNT)
+        found = set()
+        for width in range(390, 1281, 89):
+            page.evaluate("window.painted = 0")
+            page.set_viewport_size({"width": width, "height": 900})
+            page.wait_for_timeout(100)
+            painted = page.evaluate("window.painted")
+            assert painted % (4 * 12 * 3) == 0, width
+            found.add(painted > 0)
+        assert found == {False, True}
+
+
+def test_times_of_efforts_are_for_the_size_on_the_page(opened: Open) -> None:
+    with opened(f"{SMALL}&s=1f1b&s=zbv") as page:
+        page.wait_for_selector("main[aria-busy=false]")
+        efforts = page.locator("[name=effort] option")
+        before = efforts.all_inner_texts()
+        assert before[0] == "hand-written schedule, no search"
+        assert all(re.search(r", about \d+ (s|min)$", text) for text in before[1:])
+        page.fill("[name=p]", "32")
+        page.fill("[name=m]", "128")
+        page.wait_for_function("text => document.querySelector('[name=effort]').options[1].textContent !== text", arg=before[1])
+        page.locator(".slot .remove").last.click()
+        assert efforts.nth(1).inner_text() == "fast, nothing to search"
