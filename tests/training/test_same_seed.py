@@ -84,10 +84,11 @@ def test_so_has_a_clipped_run(losses: Losses) -> None:
     assert losses(2, (*P2, V, *clipped)) == pytest.approx(losses(1, clipped), rel=1e-6)
 
 
+RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1)
 WITH_DROPOUT: dict[str, tuple[int, Flags]] = {
     "1f1b-p2": STOCK,
     **{name: SAME_BITS[name] for name in ("interleaved-p2", "zb-h1-p4", "zbv-p4", "v-half-p2")},
-    "zbv-p2-recomputed": (2, (*P2, V, "--recompute-granularity", "full", "--recompute-method", "uniform")),
+    "zbv-p2-recomputed": (2, (*P2, V, *RECOMPUTED)),
     "zbv-p2-optimistic": (2, (*P2, V, "--enable-optimizer-post-validation", "--clip-grad", "1")),
     "zb-h1-p2-dp2": OTHER_SUMS["zb-h1-p2-dp2"],
     "zbv-p2-tp2": (4, (*OTHER_SUMS["zbv-p2-tp2"][1], "--attention-dropout", "0")),
