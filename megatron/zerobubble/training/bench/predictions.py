@@ -1,4 +1,8 @@
-"""Predictions for every contender from what the first blocks measured, and the timelines to draw."""
+"""Predictions for every contender from what the first blocks measured, and the timelines to draw.
+
+All predictions use the same pass times, or noise of one block would pass for a difference between schedules: the medians over all
+contenders on the placement with the most stages, from which those of other placements follow (`plan.partition.part_costs`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from dataclasses import dataclass
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.planner import CostsOf
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.svg import Panel
 from megatron.zerobubble.plan.search.search import Objective
@@ -87,11 +92,11 @@ def interleaved_ms(blocks: Sequence[FirstBlock], job: Settings) -> dict[int, flo
     found: dict[int, float] = {}
     p, m = job.pipeline_size, job.num_microbatches
     for v in _VIRTUAL_SIZES:
-        if source is None or source.costs is None or outside is None or v in tried or p == 1 or m % p:
+        if source is None or outside is None or v in tried or p == 1 or m % p:
             continue
         try:
             plan = build_plan("interleaved-1f1b", num_ranks=p, num_microbatches=m, num_chunks=v)
-            costs = costs_from(source.costs, source.result.settings, job.without_layout())(plan.placement)
+            costs = source.costs_of(job.without_layout())(plan.placement)
         except UserError:
             continue
         found[v] = simulate(plan, costs).makespan_ms + outside
@@ -117,21 +122,43 @@ def panels(blocks: Sequence[FirstBlock]) -> list[Panel]:
 
 
 def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock]) -> Simulation | None:
-    """The contender's plan with measured costs: its own, or those derived from another contender."""
-    costs, source = block.costs, _source(blocks)
-    if costs is None and source is not None and source.costs is not None:
-        try:
-            placement = block.plan().placement
-            costs = costs_from(source.costs, source.result.settings, block.result.settings)(placement)
-        except UserError:
-            return None
-    return None if costs is None else simulate(block.plan(), costs)
+    """The contender's plan with measured costs."""
+    source = _source(blocks)
+    if source is None:
+        return None
+    plan = block.plan()
+    try:
+        return simulate(plan, source.costs_of(block.result.settings)(plan.placement))
+    except UserError:
+        return None
 
 
-def _source(blocks: Sequence[FirstBlock]) -> FirstBlock | None:
-    """The contender whose costs those of other stages are derived from: the one with the most stages."""
-    known = [block for block in blocks if block.costs is not None]
-    return max(known, key=lambda block: block.plan().placement.num_stages, default=None)
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """Measured costs of one placement, and the settings they were measured with."""
+
+    costs: CostModel
+    settings: Settings
+
+    def costs_of(self, wanted: Settings) -> CostsOf:
+        """Placement -> costs, with the layers of `wanted`. Raises PlanError where they cannot be derived."""
+        return costs_from(self.costs, self.settings, wanted)
+
+
+def _source(blocks: Sequence[FirstBlock]) -> _Source | None:
+    """The medians of the costs of all contenders on the placement with the most stages; None if nothing was profiled."""
+    known = [(block, block.costs, block.plan().placement) for block in blocks if block.costs is not None]
+    if not known:
+        return None
+    placement = max((placement for _, _, placement in known), key=lambda each: each.num_stages)
+    alike = [(block, costs) for block, costs, other in known if other == placement]
+
+    def median(name: str) -> tuple[float, ...]:
+        return tuple(statistics.median(values) for values in zip(*(getattr(costs, name) for _, costs in alike), strict=True))
+
+    names = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
+    links = statistics.median(costs.comm_ms for _, costs in alike)
+    return _Source(costs=CostModel(**{name: median(name) for name in names}, comm_ms=links), settings=alike[0][0].result.settings)
 
 
 def _outside_ms(blocks: Sequence[FirstBlock]) -> float | None:

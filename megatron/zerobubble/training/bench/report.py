@@ -20,7 +20,7 @@ FORMAT = "zerobubble-bench/1"
 
 _COLUMNS = (
     *("contender", "ms/iteration", "95 %", "speed-up", "95 %", "predicted", "reached", "tokens/s", "tokens/s/rank"),
-    *("TFLOP/s/rank", "MFU", "bubble", "predicted", "peak MiB", "x baseline", "activations MiB", "predicted", "loss"),
+    *("TFLOP/s/rank", "MFU", "bubble", "predicted bubble", "peak MiB", "x baseline", "activations MiB", "predicted MiB", "loss"),
 )
 
 
@@ -50,6 +50,7 @@ def markdown(table: Table, about: Mapping[str, Any]) -> str:
 def _cells(row: Row) -> list[str]:
     outcome = row.outcome
     name = outcome.name if outcome.ran is None else f"{outcome.name} ({outcome.ran})"
+    is_baseline = row.speed_up is not None and row.speed_up.low == row.speed_up.high == 1.0
     if row.ms is None:
         return [name, "failed" if outcome.failure else "-", *["-"] * (len(_COLUMNS) - 2)]
     first = min(outcome.losses) if outcome.losses else None
@@ -58,9 +59,9 @@ def _cells(row: Row) -> list[str]:
         _digits(row.ms.value),
         _interval(row.ms),
         "-" if row.speed_up is None else f"{row.speed_up.value:.3f}",
-        "-" if row.speed_up is None or (name == outcome.name and row.speed_up.value == 1.0) else _interval(row.speed_up),
+        "-" if row.speed_up is None or is_baseline else _interval(row.speed_up),
         "-" if row.predicted_speed_up is None else f"{row.predicted_speed_up:.3f}",
-        "-" if row.reached is None else f"{row.reached:.0%}",
+        "-" if row.reached is None or is_baseline else f"{row.reached:.0%}",
         _digits(row.tokens_per_s),
         _digits(row.tokens_per_s_per_rank),
         _digits(row.tflops_per_rank),
@@ -155,7 +156,7 @@ def _page(table: Table, text: str, panels: Sequence[Panel], *, title: str) -> st
     cells = [[escape(cell.strip()) for cell in line.strip("|").split("|")] for line in lines if not line.startswith("| ---")]
     head = "".join(f"<th>{cell}</th>" for cell in cells[0])
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells[1:])
-    prose = "".join(f"<p>{escape(part)}</p>" for part in text.split("\n\n")[1:] if part.strip())
+    prose = "".join(_prose(part) for part in text.split("\n\n")[1:] if part.strip())
     drawn = ""
     if panels:
         drawn = render_panels(panels, title="One iteration of each contender", subtitle="gray is idle", width_px=1400)
@@ -164,6 +165,13 @@ def _page(table: Table, text: str, panels: Sequence[Panel], *, title: str) -> st
         f"<body><h1>{escape(title)}</h1><div class='box'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         f"{prose}<div class='box'>{drawn}</div></body></html>\n"
     )
+
+
+def _prose(part: str) -> str:
+    """A paragraph, or a list."""
+    if not part.startswith("- "):
+        return f"<p>{escape(part)}</p>"
+    return f"<ul>{''.join(f'<li>{escape(line[2:])}</li>' for line in part.strip().splitlines())}</ul>"
 
 
 def _draw(table: Table, file: Path, *, title: str) -> None:
@@ -183,8 +191,8 @@ def _draw(table: Table, file: Path, *, title: str) -> None:
     known = [(place, row.predicted_speed_up) for place, row in enumerate(rows) if row.predicted_speed_up is not None]
     axes.plot([place for place, _ in known], [value for _, value in known], "_", color="black", markersize=18, label="predicted")
     axes.set_xticks(range(len(rows)), [row.outcome.name for row in rows], rotation=30, ha="right")
-    least = min([*values, *(value for _, value in known), 1.0])
-    axes.set(ylabel=f"speed-up over {table.baseline}", ylim=(0.85 * least, None), title=title)
+    seen = [*values, *(value for _, value in known), 1.0]  # intervals of a machine that was not quiet may leave the picture
+    axes.set(ylabel=f"speed-up over {table.baseline}", ylim=(0.85 * min(seen), 1.15 * max(seen)), title=title)
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.legend()
     figure.tight_layout()
