@@ -147,7 +147,7 @@ def _built(flags: str, *, runs: bool = False) -> tuple[torch.nn.Module, int]:
         mock.patch.dict(os.environ),
         HostDevice() as host,
         host.on_host(),
-    ):  # megatron-core sets variables for Transformer Engine's kernels
+    ):
         set_up_model_parallel(wanted)
         try:
             config = transformer_config(wanted, on_gpu=False, layout=None)

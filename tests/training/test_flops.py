@@ -64,7 +64,7 @@ def _counted_by_torch(asked: Settings) -> float:
         mock.patch.dict(os.environ),
         HostDevice() as host,
         host.on_host(),
-    ):  # megatron-core sets variables for Transformer Engine's kernels
+    ):
         define_missing_te_gemm()
         set_up_model_parallel(asked)
         try:
