@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -30,6 +31,7 @@ print("done")
 def on_a_terminal(patience_s: float) -> tuple[str, str]:
     """Standard output, and what the terminal shows of standard error."""
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(patience_s)],
         stdout=subprocess.PIPE,
@@ -40,11 +42,12 @@ def on_a_terminal(patience_s: float) -> tuple[str, str]:
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    os.close(theirs)
     shown = b""
-    with contextlib.suppress(OSError):  # a pseudo-terminal without writers ends with an error on Linux
+    os.set_blocking(ours, False)
+    with contextlib.suppress(BlockingIOError):  # all is read; while `theirs` is open, which would discard the rest
         while part := os.read(ours, 65536):
             shown += part
+    os.close(theirs)
     os.close(ours)
     return done.stdout, shown.decode()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 
@@ -140,7 +143,11 @@ def _built(flags: str, *, runs: bool = False) -> tuple[torch.nn.Module, int]:
     is_alone = not torch.distributed.is_initialized()
     if is_alone:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    with HostDevice() as host, host.on_host():
+    with (
+        mock.patch.dict(os.environ),
+        HostDevice() as host,
+        host.on_host(),
+    ):
         set_up_model_parallel(wanted)
         try:
             config = transformer_config(wanted, on_gpu=False, layout=None)
