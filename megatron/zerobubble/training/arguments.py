@@ -25,6 +25,7 @@ from megatron.zerobubble.training.config.optim import OptimConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 from megatron.zerobubble.training.config.run import RunConfig
 from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.training.validate import check_settings
 
@@ -41,6 +42,7 @@ _GROUPS = {
     "precision": PrecisionConfig,
     "fp8": Fp8Config,
     "data": DataConfig,
+    "tokenizer": TokenizerConfig,
     "run": RunConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
