@@ -15,13 +15,15 @@ import pytest
 
 from megatron.zerobubble.errors import ConfigError, DataError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
+from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.data.corpus import CorpusInfo
 from tests.support import tokenizers as tiny
+from tests.training.launch import TINY_BATCH, TINY_MODEL
 
 with quiet_third_parties():
     from megatron.zerobubble.mcore.tokenizers import load_tokenizer
-    from megatron.zerobubble.training.data.tokenizers import build_tokenizer, end_of_document
+    from megatron.zerobubble.training.data.tokenizers import build_tokenizer, check_data_matches, end_of_document
 
 TEXT = "def f(x): return 'é', \"the end\""
 
@@ -95,6 +97,10 @@ def test_a_tokenizer_without_an_end_of_document(configs: dict[str, TokenizerConf
     tokenizer = build_tokenizer(without_end(configs["HuggingFaceTokenizer"], tmp_path))
     with pytest.raises(DataError, match="--append-eod looks for an end-of-document token, and the tokenizer has none"):
         end_of_document(tokenizer, "--append-eod looks")
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path), "--mock-data"]
+    given = settings_from_argv([*TINY_MODEL, *TINY_BATCH, "--train-iters", "1", *flags], world_size=1)
+    with pytest.raises(DataError, match="megatron-core's datasets look for an end-of-document token"):
+        check_data_matches(given, tokenizer)
 
 
 @pytest.mark.parametrize(

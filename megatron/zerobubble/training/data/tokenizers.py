@@ -54,6 +54,8 @@ def check_data_matches(settings: Settings, tokenizer: Any) -> None:
                 info.check_vocabulary(tokenizer.vocab_size, prefix=prefix, given=settings.tokenizer.vocab_size)
     if data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss:
         end_of_document(tokenizer, "--reset-position-ids, --reset-attention-mask and --eod-mask-loss look")
+    elif settings.tokenizer.package == "transformers":  # which raises where megatron-core asks for a token that is not there
+        end_of_document(tokenizer, "megatron-core's datasets look")
 
 
 def end_of_document(tokenizer: Any, who_looks: str) -> int:
