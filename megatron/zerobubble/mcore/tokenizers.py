@@ -23,7 +23,7 @@ def load_tokenizer(library: str, path: str | None = None, **options: Any) -> Any
     """A megatron-core tokenizer.
 
     Args:
-        library: megatron-core's name of the tokenizer's library. ``null`` is called ``null-text`` from 0.17 on.
+        library: megatron-core's name of the tokenizer's library. ``null`` is called ``null-text`` in later releases.
         path: the tokenizer's file, directory or name; None for libraries without files.
         **options: of the library's class.
 
