@@ -2,6 +2,8 @@
 """Tokenize text into an indexed dataset for megatron-core: PREFIX.bin and PREFIX.idx, with PREFIX.corpus.json beside them.
 
     python tools/preprocess_data.py --input books.jsonl --json-keys text --append-eod --output-prefix data/books
+    python tools/preprocess_data.py --input books.jsonl.gz --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIRECTORY \\
+        --append-eod --output-prefix data/books
     python tools/preprocess_data.py --python-stdlib --output-prefix data/python-stdlib
 
 A document is one value of a JSON line, or with --python-stdlib one source file of the Python standard library: real text that
@@ -12,96 +14,160 @@ vocabulary size, so that training can reject others.
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
 import sys
-import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron.zerobubble.errors import DataError, UserError
-from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
+from megatron.zerobubble.errors import ConfigError, DataError, UserError
+from megatron.zerobubble.training.config.flags import add_group, from_namespace
+from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_path
+from megatron.zerobubble.training.data.texts import Document, json_texts, stdlib_texts
 
-_SKIPPED_FOLDERS = frozenset(
-    ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "idlelib", "turtledemo")
-)
-"""Directories of the standard library that contain tests or demonstrations, or are not part of it."""
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """Arguments of a tokenizer; without the tokenizer itself, so that it can be pickled to worker processes."""
-
-    tokenizer_type: str
-    """As for --tokenizer-type."""
-    tokenizer_model: str | None
-    """Path or name of the tokenizer, for the types that have one."""
-    vocab_size: int | None
-    """Vocabulary size; None: the tokenizer's."""
-
-    def build(self) -> Any:
-        """The tokenizer."""
-        with quiet_third_parties():
-            from megatron.zerobubble.training.data.tokenizers import build_tokenizer
-        return build_tokenizer(self.tokenizer_type, model=self.tokenizer_model, vocab_size=self.vocab_size)
+_LOG_INTERVAL_S = 10.0
+_BYTES_FOR_PROCESSES = 8 * 2**20
+"""Below this size of the input, tokenizing takes less time than starting processes for it."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
-    options = _parse(argv)
+    options = _parser().parse_args(argv)
+    begin = time.perf_counter()
     try:
-        info = preprocess(
-            documents=stdlib_texts() if options.python_stdlib else json_texts(options.input, options.json_keys),
-            encoder=Encoder(options.tokenizer_type, options.tokenizer_model, options.vocab_size),
-            prefix=options.output_prefix,
-            appends_eod=options.append_eod,
-            num_workers=options.workers,
-        )
+        tokenizer = from_namespace(TokenizerConfig, options)
+        tokenizer.check()
+        if options.workers is not None and options.workers < 1:
+            raise ConfigError(f"--workers {options.workers} must be greater than 0")
+        num_bytes = None if options.python_stdlib else _size(options.input)
+        with _Progress(num_bytes, options.log_interval) as progress:
+            info = preprocess(
+                documents=stdlib_texts() if options.python_stdlib else json_texts(options.input, options.json_keys),
+                tokenizer=tokenizer,
+                prefix=options.output_prefix,
+                appends_eod=options.append_eod,
+                num_processes=options.workers or _default_processes(tokenizer, num_bytes or 0),
+                progress=progress,
+            )
     except UserError as error:
         print(f"preprocess_data.py: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"preprocess_data.py: error: {error.filename or options.output_prefix}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("preprocess_data.py: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    seconds = time.perf_counter() - begin
     print(
         f"{options.output_prefix}: {info.num_documents} documents, {info.num_tokens} tokens, "
-        f"{info.tokenizer_type} with a vocabulary of {info.vocab_size}"
+        f"{info.tokenizer_type} with a vocabulary of {info.vocab_size}, in {seconds:.1f} s"
     )
     return 0
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     text = parser.add_argument_group("text").add_mutually_exclusive_group(required=True)
-    text.add_argument("--input", metavar="FILE.jsonl", help="JSON lines: one object per line")
+    text.add_argument("--input", metavar="FILE.jsonl", help="JSON lines: one object per line; .jsonl.gz is decompressed")
     text.add_argument("--python-stdlib", action="store_true", help="the Python standard library's own source files")
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the texts (default: text)")
-    tokens = parser.add_argument_group("tokens")
-    tokens.add_argument(
-        "--tokenizer-type",
-        default="ByteLevelTokenizer",
-        choices=("ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer"),
-        help="ByteLevelTokenizer (the default) needs no files",
-    )
-    tokens.add_argument("--tokenizer-model", metavar="PATH", help="path or name, for the Hugging Face and SentencePiece types")
-    tokens.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary size, required by NullTokenizer")
-    tokens.add_argument("--append-eod", action="store_true", help="append an end-of-document token to each document")
+    parser.add_argument("--append-eod", action="store_true", help="append an end-of-document token to each document")
+    add_group(parser, TokenizerConfig)
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
-    output.add_argument("--workers", type=int, default=1, metavar="N", help="number of tokenizing processes (default: 1)")
-    return parser.parse_args(argv)
+    output.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="number of tokenizing processes (default: one per core; one for little text and without a vocabulary to look up)",
+    )
+    output.add_argument(
+        "--log-interval", type=int, metavar="N", help="documents between progress lines in a log (default: one every 10 s)"
+    )
+    return parser
 
 
-def preprocess(*, documents: Iterator[str], encoder: Encoder, prefix: str, appends_eod: bool, num_workers: int) -> CorpusInfo:
+def _size(path: str) -> int:
+    try:
+        return Path(path).stat().st_size
+    except OSError as error:
+        raise DataError(f"--input {path} cannot be read: {error.strerror}") from None
+
+
+def _default_processes(tokenizer: TokenizerConfig, num_bytes: int) -> int:
+    if tokenizer.package is None or num_bytes < _BYTES_FOR_PROCESSES:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Progress:
+    """Documents per second: a bar in a terminal, plain lines in a log; both on standard error.
+
+    Args:
+        num_bytes: size of the input; None if it is not known.
+        log_interval: documents between lines; None for a line every 10 s.
+    """
+
+    def __init__(self, num_bytes: int | None, log_interval: int | None) -> None:
+        self._num_bytes = num_bytes
+        self._log_interval = log_interval
+        self._bar: Any = None
+        self._documents = self._last_documents = 0
+        self._begin = self._last = time.perf_counter()
+
+    def __enter__(self) -> _Progress:
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._num_bytes, unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, end: int) -> None:
+        """Count a document that ends at byte `end` of the input."""
+        if self._documents == 0:
+            self._begin = self._last = time.perf_counter()  # without the time that loading the tokenizer took
+        self._documents += 1
+        if self._bar is not None:
+            self._bar.update(end - self._bar.n)
+            if self._documents % 64 == 1:
+                self._bar.set_postfix_str(self._speed(), refresh=False)
+            return
+        now = time.perf_counter()
+        by_time = self._log_interval is None and now - self._last >= _LOG_INTERVAL_S
+        if by_time or (self._log_interval and self._documents % self._log_interval == 0):
+            share = f", {100.0 * end / self._num_bytes:.0f} % of the input" if self._num_bytes else ""
+            print(f"Processed {self._documents} documents ({self._speed()}){share}", file=sys.stderr, flush=True)
+            self._last = now
+
+    def _speed(self) -> str:
+        return f"{self._documents / max(time.perf_counter() - self._begin, 1e-9):.0f} docs/s"
+
+
+def preprocess(
+    *,
+    documents: Iterable[Document],
+    tokenizer: TokenizerConfig,
+    prefix: str,
+    appends_eod: bool,
+    num_processes: int = 1,
+    progress: _Progress | None = None,
+) -> CorpusInfo:
     """Tokenize documents and write the dataset.
 
     Args:
         documents: their texts; empty ones are skipped.
-        encoder: the tokenizer.
+        tokenizer: the tokenizer.
         prefix: path prefix of the dataset.
         appends_eod: whether to append an end-of-document token to each document.
-        num_workers: tokenizing processes.
+        num_processes: tokenizing processes; 1 tokenizes in this one.
+        progress: counts the documents.
 
     Returns:
         The contents of PREFIX.corpus.json.
@@ -109,17 +175,17 @@ def preprocess(*, documents: Iterator[str], encoder: Encoder, prefix: str, appen
     Raises:
         DataError: there is no text, or it cannot be read or tokenized.
     """
-    tokenizer = encoder.build()
+    from megatron.zerobubble.training.data.encoding import Encoder, encode
+
+    encoder = Encoder(tokenizer, appends_eod=appends_eod)
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     temporary = f"{prefix}.{os.getpid()}.writing"
-    ends_with = [tokenizer.eod] if appends_eod else []
+    encoded = encode(documents, encoder, config=tokenizer, appends_eod=appends_eod, num_processes=num_processes)
     try:
-        num_documents, num_tokens = _write(
-            (ids + ends_with for ids in _encode(documents, encoder, num_workers)), temporary, tokenizer.vocab_size
-        )
+        num_documents, num_tokens = _write(encoded, temporary, encoder.dtype, progress)
         info = CorpusInfo(
-            tokenizer_type=encoder.tokenizer_type,
-            vocab_size=encoder.vocab_size or tokenizer.vocab_size,
+            tokenizer_type=tokenizer.tokenizer_type,
+            vocab_size=encoder.vocab_size if tokenizer.known_vocab_size is None else tokenizer.known_vocab_size,
             num_documents=num_documents,
             num_tokens=num_tokens,
         )
@@ -137,15 +203,17 @@ def _files(prefix: str) -> tuple[Path, ...]:
     return Path(f"{prefix}.bin"), corpus_info_path(prefix), Path(f"{prefix}.idx")
 
 
-def _write(documents: Iterator[list[int]], prefix: str, vocab_size: int) -> tuple[int, int]:
+def _write(encoded: Iterable[Any], prefix: str, dtype: Any, progress: _Progress | None) -> tuple[int, int]:
     """Write .bin and .idx; return the number of documents and of tokens. Empty documents are skipped."""
-    with quiet_third_parties():
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocab_size))
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     num_documents = num_tokens = 0
     with builder.data_file:
-        for ids in documents:
-            if ids:
+        for ids, end in encoded:
+            if progress is not None:
+                progress.update(end)
+            if len(ids):
                 builder.add_document(ids, [len(ids)])
                 num_documents += 1
                 num_tokens += len(ids)
@@ -153,66 +221,6 @@ def _write(documents: Iterator[list[int]], prefix: str, vocab_size: int) -> tupl
             raise DataError("there is no text to tokenize")
         builder.finalize(f"{prefix}.idx")
     return num_documents, num_tokens
-
-
-def _encode(documents: Iterator[str], encoder: Encoder, num_workers: int) -> Iterator[list[int]]:
-    """Token ids of each document, in order."""
-    if num_workers <= 1:
-        tokenize = encoder.build().tokenize
-        yield from (_as_ids(tokenize(text)) for text in documents)
-        return
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(num_workers, initializer=_start_worker, initargs=(encoder,)) as pool:
-        yield from pool.imap(_work, documents, chunksize=16)
-
-
-def _start_worker(encoder: Encoder) -> None:
-    """Give the worker's `_work` its tokenizer, once per process."""
-    _work.tokenize = encoder.build().tokenize  # type: ignore[attr-defined]
-
-
-def _work(text: str) -> list[int]:
-    return _as_ids(_work.tokenize(text))  # type: ignore[attr-defined]
-
-
-def _as_ids(ids: Any) -> list[int]:
-    return [int(token) for token in ids]
-
-
-def json_texts(path: str, keys: list[str]) -> Iterator[str]:
-    """The text of each document of a JSON-lines file.
-
-    Raises:
-        DataError: the file does not exist, or a line is not an object with the keys; the message has the line number.
-    """
-    if not Path(path).is_file():
-        raise DataError(f"--input {path} does not exist; give a file with one JSON object a line")
-    with Path(path).open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                values = [json.loads(line)[key] for key in keys]
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(
-                    f"--input {path}, line {number}: not a JSON object with the key(s) {', '.join(keys)} ({error!r})"
-                ) from None
-            yield from (str(value) for value in values)
-
-
-def stdlib_texts(root: Path | None = None) -> Iterator[str]:
-    """The Python standard library's source files, sorted by path, so that every run makes the same dataset.
-
-    Args:
-        root: directory of the library; None: that of the running Python.
-    """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        folders = path.relative_to(root).parts[:-1]
-        if _SKIPPED_FOLDERS.isdisjoint(folders) and not any(folder.startswith("config-") for folder in folders):
-            text = path.read_text(encoding="utf-8", errors="replace")
-            if text.strip():
-                yield text
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,9 @@ import pytest
 from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.data.corpus import read_corpus_info
-from tools.preprocess_data import json_texts, main, stdlib_texts
+from megatron.zerobubble.training.data.texts import json_texts, stdlib_texts
+from tests.support import tokenizers as tiny
+from tools.preprocess_data import main
 
 with quiet_third_parties():
     from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -46,11 +51,84 @@ def test_end_of_document(lines: Path, tmp_path: Path) -> None:
     assert documents(tmp_path / "data") == [text.encode() + b"\0" for text in TEXTS]
 
 
-def test_several_workers_make_the_same_dataset(lines: Path, tmp_path: Path) -> None:
-    main(["--input", str(lines), "--output-prefix", str(tmp_path / "one")])
-    main(["--input", str(lines), "--workers", "2", "--output-prefix", str(tmp_path / "two")])
+def test_several_workers_make_the_same_dataset(tmp_path: Path) -> None:
+    text, model = tmp_path / "texts.jsonl", tiny.sentencepiece(tmp_path).tokenizer_model
+    text.write_text("".join(json.dumps({"text": text}) + "\n" for text in tiny.texts() for _ in range(8)), encoding="utf-8")
+    flags = ["--input", str(text), "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model), "--append-eod"]
+    for workers in ("1", "2"):
+        assert main([*flags, "--workers", workers, "--output-prefix", str(tmp_path / workers)]) == 0
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()
+        assert (tmp_path / f"1{suffix}").read_bytes() == (tmp_path / f"2{suffix}").read_bytes()
+
+
+def test_compressed_text(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed, damaged = tmp_path / "texts.jsonl.gz", tmp_path / "damaged.jsonl.gz"
+    packed.write_bytes(gzip.compress(lines.read_bytes()))
+    damaged.write_bytes(packed.read_bytes()[:-12])
+    assert main(["--input", str(packed), "--output-prefix", str(tmp_path / "data")]) == 0
+    assert documents(tmp_path / "data") == [text.encode() for text in TEXTS if text]
+    assert main(["--input", str(damaged), "--output-prefix", str(tmp_path / "other")]) == 2
+    assert re.search(r"damaged\.jsonl\.gz is a damaged gzip file after line \d \(", capsys.readouterr().err)
+
+
+def test_the_place_in_the_input_is_known(lines: Path) -> None:
+    """For the share that is done: a document ends at the last byte that was read for it."""
+    ends = [document.end for document in json_texts(str(lines), ["text"])]
+    assert ends == sorted(ends)
+    assert ends[-1] == lines.stat().st_size
+
+
+def test_progress_lines_in_a_log(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--input", str(lines), "--log-interval", "2", "--output-prefix", str(tmp_path / "data")])
+    said = capsys.readouterr().err.splitlines()
+    assert [re.sub(r"[\d.]+ (docs|%)", r"N \1", line) for line in said] == [
+        "Processed 2 documents (N docs/s), N % of the input",
+        "Processed 4 documents (N docs/s), N % of the input",
+    ]
+
+
+def test_a_bar_in_a_terminal(
+    lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    main(["--input", str(lines), "--output-prefix", str(tmp_path / "data")])
+    said = capsys.readouterr().err
+    assert "docs/s" in said
+    assert "100%" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tokenizer-type SentencePieceTokenizer", "--tokenizer-type SentencePieceTokenizer needs --tokenizer-model"),
+        ("--tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer needs --vocab-size"),
+        ("--tokenizer-type NullTokenizer --vocab-size 9", r"texts\.jsonl, line 1 cannot be tokenized: invalid literal for int"),
+        ("--tokenizer-type SentencePieceTokenizer --tokenizer-model absent", "--tokenizer-model absent: there is no such file"),
+        ("--workers 0", "--workers 0 must be greater than 0"),
+        ("--output-prefix /dev/null/data", "/dev/null: Not a directory|/dev/null: File exists"),
+        ("--input .", r"--input \. does not exist; give a file"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str
+) -> None:
+    assert main(["--input", str(lines), "--output-prefix", str(tmp_path / "data"), *flags.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("preprocess_data.py: error: ")
+    assert re.search(message, line)
+
+
+def test_text_that_is_not_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "latin1.jsonl").write_bytes('{"text": "é"}\n'.encode() + '{"text": "é"}\n'.encode("latin1"))
+    assert main(["--input", str(tmp_path / "latin1.jsonl"), "--output-prefix", str(tmp_path / "data")]) == 2
+    assert "line 2: byte 11 of the line, 0xe9, is not UTF-8; convert the file" in capsys.readouterr().err
+
+
+def test_numbers_outside_of_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ids.jsonl").write_text('{"text": "1 2 300"}')
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--output-prefix", str(tmp_path / "data")]
+    assert main(["--input", str(tmp_path / "ids.jsonl"), *flags]) == 2
+    assert "line 1 has the token 300, outside of the vocabulary of 25" in capsys.readouterr().err
 
 
 def test_a_bad_line_is_reported_and_no_file_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,9 +161,9 @@ def test_the_standard_library_without_its_tests(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("" if name == "empty.py" else name)
-    assert list(stdlib_texts(tmp_path)) == ["a.py", "a/z.py", "b.py"]
+    assert [document.text for document in stdlib_texts(tmp_path)] == ["a.py", "a/z.py", "b.py"]
 
 
 def test_the_standard_library_is_some_megabytes() -> None:
-    size = sum(map(len, stdlib_texts()))
+    size = sum(len(document.text) for document in stdlib_texts())
     assert 3e6 < size < 3e7

@@ -12,15 +12,16 @@ from tests.training.launch import ROOT
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small dataset of real text (this package's own source); its prefix."""
-    from tools.preprocess_data import Encoder, preprocess
+    from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
+    from megatron.zerobubble.training.data.texts import Document
+    from tools.preprocess_data import preprocess
 
     prefix = tmp_path_factory.mktemp("corpus") / "source"
     files = sorted((ROOT / "megatron" / "zerobubble" / "training").rglob("*.py"))
     preprocess(
-        documents=(Path(file).read_text(encoding="utf-8") for file in files),
-        encoder=Encoder("ByteLevelTokenizer", None, None),
+        documents=(Document(Path(file).read_text(encoding="utf-8")) for file in files),
+        tokenizer=TokenizerConfig(),
         prefix=str(prefix),
         appends_eod=True,
-        num_workers=1,
     )
     return str(prefix)

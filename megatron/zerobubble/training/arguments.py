@@ -27,6 +27,7 @@ from megatron.zerobubble.training.config.parallel import ParallelConfig
 from megatron.zerobubble.training.config.run import RunConfig
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.suggestions import unknown_flags_message
+from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.config.yaml_file import with_yaml_flags
 from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.training.resilience.error_file import write_error_file
@@ -45,6 +46,7 @@ _GROUPS = {
     "precision": PrecisionConfig,
     "fp8": Fp8Config,
     "data": DataConfig,
+    "tokenizer": TokenizerConfig,
     "run": RunConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,

@@ -64,9 +64,8 @@ def _dry_run(settings: Settings, launch: Launch, *, prog: str) -> None:
         from megatron.zerobubble.training.data.tokenizers import build_tokenizer
         from megatron.zerobubble.training.dry_run import dry_run_report
 
-        data = settings.data
         try:
-            tokenizer = build_tokenizer(data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size)
+            tokenizer = build_tokenizer(settings.tokenizer)
             report = dry_run_report(settings, vocab_size=tokenizer.vocab_size)
         except UserError as error:
             exit_with_error(error, rank=launch.rank, prog=prog, error_file=launch.error_file)

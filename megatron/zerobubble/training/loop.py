@@ -7,6 +7,7 @@ iterate; evaluate; save; log a summary. User errors that need no other rank are 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from megatron.zerobubble.training.checkpoint.load import load_checkpoint
 from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
-from megatron.zerobubble.training.data.tokenizers import build_tokenizer
+from megatron.zerobubble.training.data.tokenizers import build_tokenizer, check_data_matches
 from megatron.zerobubble.training.flops import flops_per_sample
 from megatron.zerobubble.training.garbage import GarbageCollection
 from megatron.zerobubble.training.initialize import (
@@ -104,9 +105,8 @@ def pretrain(
     """
     set_up_logging(launch)
     try:
-        tokenizer = build_tokenizer(
-            settings.data.tokenizer_type, model=settings.data.tokenizer_model, vocab_size=settings.data.vocab_size
-        )
+        tokenizer = build_tokenizer(settings.tokenizer)
+        check_data_matches(settings, tokenizer)
         host = choose_device(settings, launch)
     except UserError as error:
         exit_with_error(error, rank=launch.rank, prog=prog, error_file=launch.error_file)
@@ -188,6 +188,7 @@ class _Run:
         if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration < 0 and not self.early_exit.is_urgent:
             self._evaluate()  # nothing was trained
         self._save()
+        self._test()
         if self.saver is not None:
             self.saver.finish()
         if self.settings.zero_bubble.schedule != "stock":
@@ -291,6 +292,16 @@ class _Run:
             loss = evaluate(self.training_state, self._iterators(self.datasets.valid, consumed=0))
         self.progress.evaluated_iteration = self.progress.iteration
         self.metrics.log(validation_loss=loss, iteration=self.progress.iteration)
+
+    def _test(self) -> None:
+        """At the end, evaluate on --test-data-path."""
+        run, (_, _, test) = self.settings.run, self.settings.data.sources.per_split
+        if test is None or run.eval_iters == 0 or self.early_exit.is_urgent:
+            return
+        with self.garbage.evaluation():
+            loss = evaluate(self.training_state, self._iterators(self.datasets.test, consumed=0))
+        _log.info("test loss at iteration %d: %.4f (ppl %.2f)", self.progress.iteration, loss, math.exp(min(loss, 700.0)))
+        self.metrics.add_curves({"test_loss": loss}, self.progress.iteration)
 
     def _save(self) -> None:
         progress = self.progress

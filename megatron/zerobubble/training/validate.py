@@ -140,15 +140,12 @@ def _check_installed(settings: Settings) -> None:
         wanted["tensorboard"] = ("--tensorboard-dir", "pip install tensorboard")
     if settings.checkpoint.save is not None:
         wanted["psutil"] = ("--save", "pip install psutil (megatron-core's checkpoint writer needs it)")
-    if settings.data.tokenizer_type == "HuggingFaceTokenizer":
-        wanted["transformers"] = ("--tokenizer-type HuggingFaceTokenizer", "pip install transformers")
-    if settings.data.tokenizer_type == "SentencePieceTokenizer":
-        wanted["sentencepiece"] = ("--tokenizer-type SentencePieceTokenizer", "pip install sentencepiece")
     for package, (flag, remedy) in wanted.items():
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"{flag} needs the package {package}, which is not installed: {remedy}")
     if settings.model.transformer_impl == "transformer_engine":
         _check_transformer_engine(settings)
+    settings.tokenizer.check()
 
 
 def _check_transformer_engine(settings: Settings) -> None:
@@ -230,21 +227,37 @@ def _check_gradients(settings: Settings) -> None:
 
 
 def _check_data(settings: Settings) -> None:
-    data = settings.data
-    if data.mock_data:
+    if settings.data.mock_data:
         return
-    prefixes, _ = data.blend
-    for prefix in prefixes:
-        for suffix in (".idx", ".bin"):
-            if not Path(prefix + suffix).is_file():
-                raise DataError(
-                    f"--data-path {prefix}: {prefix}{suffix} does not exist; give the prefix of a dataset made by "
-                    "tools/preprocess_data.py, without .bin or .idx"
-                )
-        info = read_corpus_info(prefix)
-        if info is not None:
-            info.check_matches(data.tokenizer_type, data.vocab_size)
-        _check_splits(settings, prefix)
+    sources, run = settings.data.sources, settings.run
+    if sources.divided is not None:
+        for prefix in sources.divided.prefixes:
+            _check_dataset(settings, prefix)
+            _check_splits(settings, prefix)
+        return
+    train, valid, _ = sources.per_split
+    if train is None and not run.skip_train:
+        raise ConfigError("no data to train on: give --train-data-path, or --skip-train to evaluate only")
+    if valid is None and run.eval_iters > 0:
+        raise ConfigError("no data to validate on: give --valid-data-path, or --eval-iters 0")
+    for blend in sources.per_split:
+        for prefix in () if blend is None else blend.prefixes:
+            _check_dataset(settings, prefix)
+            if sum(documents_of_splits(prefix, (1.0,))) == 0:
+                raise DataError(f"{prefix} has no documents; leave it out")
+
+
+def _check_dataset(settings: Settings, prefix: str) -> None:
+    """Raise unless a dataset is there and was made with the tokenizer of the run."""
+    for suffix in (".idx", ".bin"):
+        if not Path(prefix + suffix).is_file():
+            raise DataError(
+                f"--data-path {prefix}: {prefix}{suffix} does not exist; give the prefix of a dataset made by "
+                "tools/preprocess_data.py, without .bin or .idx"
+            )
+    info = read_corpus_info(prefix)
+    if info is not None:
+        info.check_matches(settings.tokenizer.tokenizer_type, settings.tokenizer.known_vocab_size)
 
 
 def _check_splits(settings: Settings, prefix: str) -> None:
@@ -255,7 +268,7 @@ def _check_splits(settings: Settings, prefix: str) -> None:
     def check(name: str, count: int, is_read: bool, remedy: str) -> None:
         if is_read and count == 0:
             raise DataError(
-                f"--split {data.split!r} leaves none of the {sum(counts)} document(s) of {prefix} for {name}; give a larger "
+                f"--split {data.split_text!r} leaves none of the {sum(counts)} document(s) of {prefix} for {name}; give a larger "
                 f"share, such as --split 90,10,0, {remedy}or more documents"
             )
 

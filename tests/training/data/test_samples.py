@@ -1,4 +1,4 @@
-"""The order of samples, the tensors that a stage reads, and the tokenizer of a dataset."""
+"""The order of samples, the tensors that a stage reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ with quiet_third_parties():
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     from megatron.zerobubble.training.data.samples import Batch, ConsumedSamples, next_batch
-    from megatron.zerobubble.training.data.tokenizers import build_tokenizer
 
 
 def microbatches(*, consumed: int, num_ranks: int, total: int = 48, micro: int = 2) -> list[list[list[int]]]:
@@ -78,19 +77,6 @@ def test_a_stage_gets_what_it_needs(first: bool, last: bool, mask: bool, names: 
 def test_a_stage_in_the_middle_reads_nothing() -> None:
     batch = next_batch(None, device=torch.device("cpu"), embeds=False, is_last_stage=False, needs_mask=False)
     assert batch == Batch()
-
-
-def test_the_byte_tokenizer_needs_no_files_and_loses_nothing() -> None:
-    tokenizer = build_tokenizer("ByteLevelTokenizer")
-    text = "def f(x):\n    return 'é'"
-    assert tokenizer.vocab_size == 256
-    assert bytes(tokenizer.tokenize(text)).decode() == text
-    assert tokenizer.eod not in tokenizer.tokenize(text)
-
-
-def test_a_missing_tokenizer_is_an_error() -> None:
-    with pytest.raises(DataError, match="--tokenizer-model /absent: cannot be loaded"):
-        build_tokenizer("SentencePieceTokenizer", model="/absent")
 
 
 def test_corpus_info_is_read_back(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.training.bench.contenders import PROFILED, WARM_UP
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
-from megatron.zerobubble.training.data.tokenizers import build_tokenizer
+from megatron.zerobubble.training.data.tokenizers import build_tokenizer, check_data_matches
 from megatron.zerobubble.training.gpt import forward_step_provider, model_provider
 from megatron.zerobubble.training.initialize import Job, Launch, choose_device, join_job, set_up_model_parallel
 from megatron.zerobubble.training.planning.auto import choose_schedule
@@ -117,8 +117,8 @@ def run_block(
     """
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     settings = request.settings
-    data = settings.data
-    tokenizer = build_tokenizer(data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size)
+    tokenizer = build_tokenizer(settings.tokenizer)
+    check_data_matches(settings, tokenizer)
     host = choose_device(settings, launch)
     job = join_job(settings, launch, host, name=f"block-{request.number}")
     with JobGuard(job.store, launch.rank), _reporting(job, failed):

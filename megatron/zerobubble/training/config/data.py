@@ -1,15 +1,18 @@
-"""Datasets and tokenizer: the flags of the group "Data"."""
+"""Datasets: the flags of the group "Data"."""
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
-from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.config.require import not_negative, positive
+from megatron.zerobubble.training.config.require import not_negative
+from megatron.zerobubble.training.data.blend import SPLITS, Sources, parse_blend, read_blend, read_blends_per_split
 
 __all__ = ["DataConfig"]
+
+_DEFAULT_SPLIT = "969, 30, 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,21 +20,25 @@ class DataConfig:
     """Data."""
 
     data_path: tuple[str, ...] = field(default=(), metadata={"metavar": "[WEIGHT] PREFIX"})
-    """Path prefixes of indexed datasets, without .bin and .idx: one prefix, several, or pairs of weight and prefix."""
-    split: str = "969, 30, 1"
-    """Proportions of training, validation and test documents, separated by commas."""
+    """Path prefixes of indexed datasets, without .bin and .idx: one prefix, several (each is read once), or pairs of weight and
+    prefix. --split divides them."""
+    data_args_path: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """File with what --data-path would be given."""
+    train_data_path: tuple[str, ...] = field(default=(), metadata={"metavar": "[WEIGHT] PREFIX"})
+    """Datasets to train on, in the form of --data-path."""
+    valid_data_path: tuple[str, ...] = field(default=(), metadata={"metavar": "[WEIGHT] PREFIX"})
+    """Datasets to validate on, in the form of --data-path."""
+    test_data_path: tuple[str, ...] = field(default=(), metadata={"metavar": "[WEIGHT] PREFIX"})
+    """Datasets to evaluate on once, at the end, in the form of --data-path."""
+    per_split_data_args_path: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """JSON file with what --train-data-path, --valid-data-path and --test-data-path would be given, as lists under train, valid
+    and test."""
+    split: str | None = None
+    """Proportions of training, validation and test documents, separated by commas. Default: 969, 30, 1."""
     mock_data: bool = False
     """Train on synthetic data instead of --data-path."""
     data_cache_path: str | None = None
     """Directory to cache sample indices in. Default: beside the dataset; indices of blended datasets are then not cached."""
-    tokenizer_type: Literal["ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer"] = (
-        "ByteLevelTokenizer"
-    )
-    """Tokenizer that the dataset was made with. ByteLevelTokenizer needs no files: every byte is a token."""
-    tokenizer_model: str | None = None
-    """Path (or Hugging Face name) of the tokenizer, for HuggingFaceTokenizer and SentencePieceTokenizer."""
-    vocab_size: int | None = None
-    """Vocabulary size before padding. Default: the tokenizer's; NullTokenizer requires it."""
     num_workers: int = 0
     """Data loader processes per rank; 0 loads samples in the rank's own process."""
     reset_position_ids: bool = False
@@ -45,35 +52,55 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         not_negative(self, "num_workers")
-        positive(self, "vocab_size")
-        weights = re.split(r"[,/]\s*", self.split.strip())
+        weights = re.split(r"[,/]\s*", self.split_text.strip())
         are_numbers = len(weights) <= 3 and all(re.fullmatch(r"\d*\.?\d+", weight.strip()) for weight in weights)
         if not are_numbers:
-            raise ConfigError(f"--split {self.split!r} must be up to three proportions, for example 969,30,1")
+            raise ConfigError(f"--split {self.split_text!r} must be up to three proportions, for example 969,30,1")
         if not any(self.split_weights):
-            raise ConfigError(f"--split {self.split!r} has no proportion above 0; give for example 969,30,1")
-        if self.mock_data and self.data_path:
-            raise ConfigError("--mock-data and --data-path are both given; choose one")
-        if not self.mock_data and not self.data_path:
+            raise ConfigError(f"--split {self.split_text!r} has no proportion above 0; give for example 969,30,1")
+        given = self._given_sources()
+        if len(given) > 1:
+            raise ConfigError(f"{given[0]} and {given[1]} are both given; choose one")
+        if not given:
             raise ConfigError("no data: give --data-path PREFIX (see tools/preprocess_data.py), or --mock-data")
-        if self.tokenizer_type == "NullTokenizer" and self.vocab_size is None:
-            raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
-        if self.tokenizer_type == "ByteLevelTokenizer" and (self.vocab_size or 256) < 256:
-            raise ConfigError(f"--vocab-size {self.vocab_size} is too small for ByteLevelTokenizer, which has 256 bytes")
-        needs_model = self.tokenizer_type in ("HuggingFaceTokenizer", "SentencePieceTokenizer")
-        if needs_model and self.tokenizer_model is None:
-            raise ConfigError(f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model")
+        if self.split is not None and given[0] not in ("--data-path", "--data-args-path", "--mock-data"):
+            raise ConfigError(f"--split divides --data-path; {given[0]} is divided already, so leave --split out")
+
+    def _given_sources(self) -> list[str]:
+        """The flags among those that name the data of a run, of which there may be one."""
+        paths = (self.train_data_path, self.valid_data_path, self.test_data_path)
+        own = next((f"--{name}-data-path" for name, words in zip(SPLITS, paths, strict=True) if words), "--train-data-path")
+        flags = {
+            "--mock-data": self.mock_data,
+            "--data-path": bool(self.data_path),
+            "--data-args-path": self.data_args_path is not None,
+            own: any(paths),
+            "--per-split-data-args-path": self.per_split_data_args_path is not None,
+        }
+        return [flag for flag, is_given in flags.items() if is_given]
+
+    @property
+    def split_text(self) -> str:
+        """--split, or its default."""
+        return _DEFAULT_SPLIT if self.split is None else self.split
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
         """Proportions of training, validation and test documents, in any unit."""
-        train, valid, test, *_ = (*map(float, re.split(r"[,/]", self.split)), 0.0, 0.0, 0.0)
+        train, valid, test, *_ = (*map(float, re.split(r"[,/]", self.split_text)), 0.0, 0.0, 0.0)
         return train, valid, test
 
-    @property
-    def blend(self) -> tuple[list[str], list[float] | None]:
-        """Dataset prefixes, and their weights or None if --data-path has none."""
-        words = list(self.data_path)
-        if len(words) % 2 == 0 and all(re.fullmatch(r"\d*\.?\d+", word) for word in words[::2]):
-            return words[1::2], [float(word) for word in words[::2]]
-        return words, None
+    @functools.cached_property
+    def sources(self) -> Sources:
+        """The datasets and their weights. Reads the file of --data-args-path or --per-split-data-args-path. Raises UserError."""
+        if self.data_path:
+            return Sources(divided=parse_blend(self.data_path, "--data-path"))
+        if self.data_args_path is not None:
+            return Sources(divided=read_blend(self.data_args_path))
+        if self.per_split_data_args_path is not None:
+            return Sources(per_split=read_blends_per_split(self.per_split_data_args_path))
+        paths = (self.train_data_path, self.valid_data_path, self.test_data_path)
+        train, valid, test = (
+            parse_blend(words, f"--{name}-data-path") if words else None for name, words in zip(SPLITS, paths, strict=True)
+        )
+        return Sources(per_split=(train, valid, test))

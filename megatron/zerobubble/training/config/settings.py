@@ -22,6 +22,7 @@ from megatron.zerobubble.training.config.moe import MoeConfig, layer_pattern
 from megatron.zerobubble.training.config.optim import OptimConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 from megatron.zerobubble.training.config.run import RunConfig
+from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
 
 __all__ = ["Settings"]
@@ -53,7 +54,9 @@ class Settings:
     optim: OptimConfig
     """Optimizer and learning rate."""
     data: DataConfig
-    """Dataset and tokenizer."""
+    """Datasets."""
+    tokenizer: TokenizerConfig
+    """Tokenizer."""
     run: RunConfig
     """Length of the run, evaluation, early exit, seed."""
     checkpoint: CheckpointConfig

@@ -14,13 +14,10 @@ from pathlib import Path
 
 from megatron.zerobubble.errors import DataError
 
-__all__ = ["BYTE_VOCAB_SIZE", "CorpusInfo", "corpus_info_path", "default_vocab_size", "documents_of_splits", "read_corpus_info"]
+__all__ = ["CorpusInfo", "corpus_info_path", "documents_of_splits", "read_corpus_info"]
 
 _INDEX_HEAD = struct.Struct("<9sQBQ")
 """Header of .idx: magic, version, code of the token dtype, and the number of documents (megatron-core's sequences)."""
-
-BYTE_VOCAB_SIZE = 256
-"""Vocabulary of ByteLevelTokenizer: one token per byte. Byte 0 ends a document and byte 1 pads; neither occurs in text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,23 +38,31 @@ class CorpusInfo:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def check_matches(self, tokenizer_type: str, vocab_size: int | None) -> None:
-        """Raise DataError unless the flags name the tokenizer and vocabulary of the data."""
+        """Raise DataError unless the flags name the tokenizer and vocabulary of the data. A vocabulary size of None is not known."""
         if tokenizer_type != self.tokenizer_type:
             raise DataError(
                 f"--tokenizer-type {tokenizer_type} does not match the data, which was made with {self.tokenizer_type}; "
                 "give that one, or preprocess the text again"
             )
-        vocab_size = default_vocab_size(tokenizer_type) if vocab_size is None else vocab_size
         if vocab_size is not None and vocab_size != self.vocab_size:
             raise DataError(
                 f"--vocab-size {vocab_size} does not match the data, which was made with a vocabulary of "
                 f"{self.vocab_size}; give --vocab-size {self.vocab_size}, or preprocess the text again"
             )
 
+    def check_vocabulary(self, tokenizer_vocab_size: int, *, prefix: str, given: int | None) -> None:
+        """Raise DataError unless a tokenizer that has been loaded has as many tokens as that of the data.
 
-def default_vocab_size(tokenizer_type: str) -> int | None:
-    """The vocabulary size of a tokenizer without --vocab-size; None if it is known only from the tokenizer's files."""
-    return BYTE_VOCAB_SIZE if tokenizer_type == "ByteLevelTokenizer" else None
+        Args:
+            tokenizer_vocab_size: the tokenizer's vocabulary size.
+            prefix: path prefix of the data.
+            given: --vocab-size, or None.
+        """
+        if self.vocab_size not in (tokenizer_vocab_size, given):
+            raise DataError(
+                f"the tokenizer has {tokenizer_vocab_size} tokens, and the one that made {prefix} had {self.vocab_size}: "
+                "give that one, or preprocess the text again"
+            )
 
 
 def corpus_info_path(prefix: str) -> Path:

@@ -22,8 +22,10 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import DataLoader, Sampler
 
+from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.model.sequence_parts import WHOLE, SequenceParts, slices
 from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.data.blend import SPLITS
 
 __all__ = ["Batch", "ConsumedSamples", "Datasets", "build_datasets", "chunk_iterators", "chunk_reads", "next_batch"]
 
@@ -34,12 +36,14 @@ DataIterator = Iterator[dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Datasets:
-    """Training and validation samples; None on ranks that read none."""
+    """Training, validation and test samples; None on ranks that read none."""
 
     train: Any | None
     """Samples of --train-iters global batches."""
     valid: Any | None
     """Samples of --eval-iters global batches."""
+    test: Any | None
+    """Samples of --eval-iters global batches of --test-data-path, if given."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +97,13 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
         reads: whether this rank reads samples.
     """
     data, run = settings.data, settings.run
+    sources = data.sources
     config = GPTDatasetConfig(
         random_seed=run.seed,
         sequence_length=settings.model.seq_length,
-        blend=None if data.mock_data else data.blend,
-        split=None if data.mock_data else data.split,
+        blend=None if sources.divided is None else sources.divided.for_megatron_core(),
+        blend_per_split=_blends_read(settings),
+        split=data.split_text if sources.divided is not None else None,
         path_to_cache=data.data_cache_path,
         mmap_bin_files=data.mmap_bin_files,
         tokenizer=tokenizer,
@@ -109,13 +115,32 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
     if config.split_matrix is not None:  # splits that are not read are not built: test samples, and validation samples without evaluation
         train, valid, _ = config.split_matrix
         config.split_matrix = [train, valid if run.eval_iters > 0 else None, None]
-    sizes = [max(1, iterations * settings.global_batch_size) for iterations in (settings.train_iters, run.eval_iters, 0)]
+    counts = (settings.train_iters, run.eval_iters, run.eval_iters)
+    sizes = [max(1, iterations * settings.global_batch_size) for iterations in counts]
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
     if data.data_cache_path is None:  # mutes warnings that indices of synthetic and of blended data are not cached
         for name in ("gpt_dataset", "blended_dataset"):
             logging.getLogger(f"megatron.core.datasets.{name}").setLevel(logging.ERROR)
-    train, valid, _ = BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: reads, config).build()
-    return Datasets(train, valid)
+    datasets = BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: reads, config).build()
+    for name, dataset, size in zip(SPLITS, datasets, sizes, strict=True):
+        _check_enough(name, dataset, size)
+    return Datasets(*datasets)
+
+
+def _blends_read(settings: Settings) -> list[tuple[list[str], list[float] | None] | None] | None:
+    """The blends of the splits that the run reads, as megatron-core takes them; None unless each split has its own."""
+    per_split, evaluates = settings.data.sources.per_split, settings.run.eval_iters > 0
+    read = [blend if evaluates or name == "train" else None for name, blend in zip(SPLITS, per_split, strict=True)]
+    return [None if blend is None else blend.for_megatron_core() for blend in read] if any(read) else None
+
+
+def _check_enough(name: str, dataset: Any | None, needed: int) -> None:
+    """Raise DataError if a blend without weights, which megatron-core reads once, has too few samples."""
+    if dataset is not None and len(dataset) < needed:
+        raise DataError(
+            f"{name}: the datasets have {len(dataset)} samples together, and the run reads {needed}; several datasets without weights "
+            "are read once: give a weight before each prefix, so that they are repeated, or run fewer iterations"
+        )
 
 
 def chunk_reads(chunk: Any, settings: Settings) -> bool:

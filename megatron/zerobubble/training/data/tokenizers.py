@@ -1,42 +1,129 @@
-"""Builds megatron-core's tokenizers by --tokenizer-type. The byte-level one needs no files and is the default."""
+"""Builds the tokenizer that the flags name, through megatron-core. The byte-level one needs no files and is the default."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from megatron.core.tokenizers import MegatronTokenizer
-
 from megatron.zerobubble.errors import DataError
-from megatron.zerobubble.training.data.corpus import BYTE_VOCAB_SIZE
+from megatron.zerobubble.mcore.tokenizers import gpt2_tokenizer, load_tokenizer
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
+from megatron.zerobubble.training.data.corpus import read_corpus_info
 
-__all__ = ["build_tokenizer"]
+__all__ = ["build_tokenizer", "check_data_matches", "end_of_document"]
+
+_END_OF_TEXT = "<|endoftext|>"
 
 
-def build_tokenizer(kind: str, *, model: str | None = None, vocab_size: int | None = None) -> Any:
+def build_tokenizer(config: TokenizerConfig) -> Any:
     """Make a tokenizer.
 
-    Args:
-        kind: as given to --tokenizer-type.
-        model: path or Hugging Face name of the tokenizer, for kinds that have files.
-        vocab_size: vocabulary size before padding; NullTokenizer requires it.
-
     Raises:
-        DataError: the tokenizer cannot be loaded, or has more tokens than `vocab_size`.
+        UserError: its package or a file is missing, it cannot be loaded, or it has more tokens than --vocab-size.
     """
-    options: dict[str, Any] = {}
-    if kind == "ByteLevelTokenizer":
-        library, options = "byte-level", {"vocab_size": vocab_size or BYTE_VOCAB_SIZE}
-    elif kind == "NullTokenizer":
-        library, options = "null", {"vocab_size": vocab_size}
-    else:
-        library = {"HuggingFaceTokenizer": "huggingface", "SentencePieceTokenizer": "sentencepiece"}[kind]
+    config.check()
     try:
-        tokenizer = MegatronTokenizer.from_pretrained(model, {"library": library}, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise DataError(f"--tokenizer-type {kind} --tokenizer-model {model}: cannot be loaded: {error}") from error
-    if kind != "NullTokenizer" and vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        tokenizer = _load(config)
+    except DataError:
+        raise
+    except Exception as error:  # libraries raise all kinds: their files are the user's
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
+        raise DataError(f"--tokenizer-type {config.tokenizer_type}: {_named(config)} cannot be loaded: {reason}") from error
+    if config.tokenizer_type != "NullTokenizer" and config.vocab_size is not None and tokenizer.vocab_size > config.vocab_size:
         raise DataError(
-            f"--vocab-size {vocab_size} is too small for the tokenizer, which has {tokenizer.vocab_size} tokens; "
+            f"--vocab-size {config.vocab_size} is too small for the tokenizer, which has {tokenizer.vocab_size} tokens; "
             "leave it out to take the tokenizer's own"
         )
     return tokenizer
+
+
+def check_data_matches(settings: Settings, tokenizer: Any) -> None:
+    """Raise DataError unless the datasets were made with, and the flags need, a tokenizer such as this one.
+
+    Args:
+        settings: names the datasets.
+        tokenizer: of `build_tokenizer`.
+    """
+    data, sources = settings.data, settings.data.sources
+    for blend in (sources.divided, *sources.per_split):
+        for prefix in () if blend is None else blend.prefixes:
+            info = read_corpus_info(prefix)
+            if info is not None and settings.tokenizer.tokenizer_type != "NullTokenizer":  # its size depends on megatron-core
+                info.check_vocabulary(tokenizer.vocab_size, prefix=prefix, given=settings.tokenizer.vocab_size)
+    if data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss:
+        end_of_document(tokenizer, "--reset-position-ids, --reset-attention-mask and --eod-mask-loss look")
+    elif settings.tokenizer.package == "transformers":  # which raises where megatron-core asks for a token that is not there
+        end_of_document(tokenizer, "megatron-core's datasets look")
+
+
+def end_of_document(tokenizer: Any, who_looks: str) -> int:
+    """The id of the token that ends a document.
+
+    Args:
+        tokenizer: of `build_tokenizer`.
+        who_looks: subject and verb of the error: the flags that need the token.
+
+    Raises:
+        DataError: the tokenizer has none.
+    """
+    try:
+        eod = tokenizer.eod
+    except (AttributeError, NotImplementedError, TypeError):
+        eod = None
+    if eod is None or eod < 0:
+        raise DataError(f"{who_looks} for an end-of-document token, and the tokenizer has none (no eos token)")
+    return int(eod)
+
+
+def _named(config: TokenizerConfig) -> str:
+    """The flags that name the tokenizer's files."""
+    if config.tokenizer_type == "GPT2BPETokenizer":
+        return f"--vocab-file {config.vocab_file} --merge-file {config.merge_file}"
+    return "it" if config.tokenizer_model is None else f"--tokenizer-model {config.tokenizer_model}"
+
+
+def _load(config: TokenizerConfig) -> Any:
+    kind, model = config.tokenizer_type, config.tokenizer_model
+    if kind == "ByteLevelTokenizer":
+        return load_tokenizer("byte-level", vocab_size=config.known_vocab_size)
+    if kind == "NullTokenizer":
+        return load_tokenizer("null", vocab_size=config.vocab_size)
+    if kind == "TikTokenizer":
+        return _load_tiktoken(config)
+    if kind in ("HuggingFaceTokenizer", "GPT2BPETokenizer"):
+        options = {
+            "additional_special_tokens": list(config.special_tokens),
+            "use_fast": config.tokenizer_hf_use_fast,
+            "include_special_tokens": config.tokenizer_hf_include_special_tokens,
+            "trust_remote_code": config.trust_remote_code,
+        }
+        if kind == "HuggingFaceTokenizer":
+            return load_tokenizer("huggingface", model, **options)
+        assert config.vocab_file is not None
+        assert config.merge_file is not None
+        if _END_OF_TEXT not in json.loads(Path(config.vocab_file).read_text(encoding="utf-8")):
+            raise DataError(f"--vocab-file {config.vocab_file} lacks the token {_END_OF_TEXT}, which ends GPT-2's documents")
+        return gpt2_tokenizer(config.vocab_file, config.merge_file, **options)
+    return load_tokenizer("sentencepiece", model)
+
+
+def _load_tiktoken(config: TokenizerConfig) -> Any:
+    path, num_special, size = config.tokenizer_model, config.tiktoken_num_special_tokens, config.known_vocab_size
+    assert path is not None
+    assert size is not None
+    tokens = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(tokens, list):
+        raise DataError(f"--tokenizer-model {path} must be a JSON list of objects with rank, token_bytes and token_str")
+    if not num_special < size <= num_special + len(tokens):
+        raise DataError(
+            f"--tokenizer-model {path} has {len(tokens)} tokens, and there are {num_special} special ones "
+            f"(--tiktoken-num-special-tokens); a vocabulary of {size} does not fit: give --vocab-size {num_special + len(tokens)}"
+        )
+    options: dict[str, Any] = {"vocab_size": size, "num_special_tokens": num_special}
+    if config.special_tokens:
+        options["special_tokens"] = list(config.special_tokens)
+    if config.tiktoken_pattern is not None:
+        options["pattern"] = config.tiktoken_pattern
+    return load_tokenizer("tiktoken", path, **options)

@@ -1,0 +1,108 @@
+"""Training on several corpora, with tokenizers that people have: the blend that is read, and whole jobs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron.zerobubble.errors import DataError
+from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
+from megatron.zerobubble.training.arguments import settings_from_argv
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
+from megatron.zerobubble.training.data.texts import Document
+from tests.support import tokenizers as tiny
+from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, metrics, train
+from tools.preprocess_data import preprocess
+
+with quiet_third_parties():
+    from megatron.zerobubble.training.data.samples import build_datasets
+    from megatron.zerobubble.training.data.tokenizers import build_tokenizer
+
+RUN = [*TINY_MODEL, *TINY_BATCH, "--train-iters", "8", "--eval-interval", "8", "--eval-iters", "1"]
+ZERO_BUBBLE = ["--pipeline-model-parallel-size", "2", "--enable-zero-bubble"]
+
+
+def two_corpora(folder: Path, tokenizer: TokenizerConfig) -> tuple[str, str]:
+    """This package's Python files, and its documentation; their prefixes."""
+    prefixes = []
+    for name, files in (("code", tiny.texts()), ("docs", (path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))))):
+        prefix = str(folder / name)
+        preprocess(documents=map(Document, files), tokenizer=tokenizer, prefix=prefix, appends_eod=True)
+        prefixes.append(prefix)
+    code, docs = prefixes
+    return code, docs
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return two_corpora(tmp_path_factory.mktemp("corpora"), TokenizerConfig())
+
+
+def settings(*flags: str) -> Settings:
+    return settings_from_argv([*RUN, *flags], world_size=1)
+
+
+def test_samples_are_drawn_by_weight(corpora: tuple[str, str]) -> None:
+    code, docs = corpora
+    given = settings("--data-path", "0.25", code, "0.75", docs, "--split", "80,20")
+    datasets = build_datasets(given, build_tokenizer(given.tokenizer), reads=True)
+    drawn = Counter(int(datasets.train[sample]["dataset_id"]) for sample in range(64))
+    assert drawn == {0: 16, 1: 48}
+    assert len(datasets.valid) >= 8
+    assert datasets.test is None
+
+
+def test_each_split_has_its_own_data(corpora: tuple[str, str], tmp_path: Path) -> None:
+    """And the file of --per-split-data-args-path says the same as flags."""
+    code, docs = corpora
+    flags = ["--train-data-path", "1", code, "1", docs, "--valid-data-path", docs, "--test-data-path", code]
+    (tmp_path / "paths.json").write_text(json.dumps({"train": ["1", code, "1", docs], "valid": [docs], "test": [code]}))
+    read = []
+    for given in (settings(*flags), settings("--per-split-data-args-path", str(tmp_path / "paths.json"))):
+        datasets = build_datasets(given, build_tokenizer(given.tokenizer), reads=True)
+        assert datasets.valid.dataset_path == docs
+        assert datasets.test.dataset_path == code
+        read.append([datasets.train[sample]["tokens"].tolist() for sample in range(8)])
+    assert read[0] == read[1]
+
+
+def test_corpora_without_weights_are_read_once(corpora: tuple[str, str]) -> None:
+    given = settings("--data-path", *corpora, "--split", "80,20", "--train-iters", "100000")
+    with pytest.raises(DataError, match=r"train: the datasets have \d+ samples together, and the run reads 800000; .* a weight"):
+        build_datasets(given, build_tokenizer(given.tokenizer), reads=True)
+
+
+def test_a_job_on_two_corpora_with_a_hugging_face_tokenizer(tmp_path: Path) -> None:
+    hugging_face, _ = tiny.byte_pairs(tmp_path)
+    code, docs = two_corpora(tmp_path, hugging_face)
+    paths = ["--train-data-path", "0.3", code, "0.7", docs, "--valid-data-path", docs, "--test-data-path", code]
+    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", hugging_face.tokenizer_model]
+    flags = [*RUN, *ZERO_BUBBLE, *paths, *tokenizer, "--make-vocab-size-divisible-by", "64"]
+    said = train([*flags, "--metrics-jsonl", tmp_path / "metrics.jsonl"], num_ranks=2)
+    check_curve(tmp_path / "metrics.jsonl", tiny.VOCAB_SIZE)
+    assert "validation loss at iteration 8: " in said
+    assert "test loss at iteration 8: " in said
+
+
+@pytest.mark.sampled(0.3)
+def test_a_job_on_two_corpora_with_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
+    sentencepiece = tiny.sentencepiece(tmp_path)
+    code, docs = two_corpora(tmp_path, sentencepiece)
+    (tmp_path / "paths.txt").write_text(f"0.3 {code}\n0.7 {docs}\n")
+    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", sentencepiece.tokenizer_model]
+    flags = ["--data-args-path", tmp_path / "paths.txt", "--split", "70,30", "--reset-position-ids", "--eod-mask-loss"]
+    train([*RUN, *ZERO_BUBBLE, *flags, *tokenizer, "--metrics-jsonl", tmp_path / "metrics.jsonl"], num_ranks=2)
+    check_curve(tmp_path / "metrics.jsonl", tiny.SENTENCEPIECE_VOCAB_SIZE)
+
+
+def check_curve(path: Path, vocab_size: int) -> None:
+    """The first loss is a guess among the tokens, padding included at most; it falls."""
+    losses = [fields["loss"] for _, fields in sorted(metrics(path).items())]
+    assert len(losses) == 8
+    assert math.log(vocab_size) - 0.3 < losses[0] < math.log(vocab_size + 128) + 0.3
+    assert losses[-1] < losses[0] - 0.5
