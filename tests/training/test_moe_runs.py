@@ -45,7 +45,7 @@ def test_experts_and_an_mtp_layer_under_zbv_and_stock_1f1b(corpus: str, tmp_path
     train([*flags, "--load", tmp_path / "save", "--ckpt-step", 2, "--metrics-jsonl", stock])
     _assert_equal(_told(stock), _told(zbv)[2:], rel=1e-4)
     assert _told(zbv)[-1]["loss"] < _told(zbv)[0]["loss"] - 0.3, "it learns"
-    pattern = r"iteration +\d/6 .*" + "".join(rf"\| {name} (\S+) " for name in (*EXTRAS, "mtp_1 loss"))
+    pattern = r"iteration +\d/ +6 .*" + "".join(rf"\| {name}: (\S+) " for name in (*EXTRAS, "mtp_1 loss"))
     lines = re.findall(pattern, said)
     assert len(lines) == 6, said
     for balance, over_all, logits, further in lines:
