@@ -71,6 +71,14 @@ def test_chosen_iterations_that_did_not_run_leave_the_last_recorded_one() -> Non
     assert [timeline.iteration for timeline in run.recordings.gather(None, num_ranks=1)] == [2]
 
 
+def test_where_every_iteration_is_timed_only_chosen_ones_are_recorded() -> None:
+    run = Run()
+    run.recordings.only_chosen = True
+    run.recordings.choose([6], done=0)
+    run.iterate(*range(1, 2 * RECORD_EVERY))
+    assert run.recorded() == ["recorded 6", "compared"]
+
+
 def test_a_short_run_keeps_none_of_its_first_iterations() -> None:
     run = Run()
     run.iterate(*range(1, 11))

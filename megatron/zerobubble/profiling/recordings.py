@@ -52,6 +52,8 @@ class Recordings:
         self._clock_offset_ms = clock_offset_ms
         self.every = RECORD_EVERY
         """Training iterations from one recorded to the next, from the second on. The first is recorded only if it was chosen."""
+        self.only_chosen = False
+        """Whether no iteration is recorded that was not chosen."""
         self._chosen: frozenset[int] = frozenset()
         self._iteration = self._count = 0
         self._current: tuple[int, Plan, bool] | None = None
@@ -82,6 +84,7 @@ class Recordings:
         self._count += 1
         # Not the first iteration unless it was chosen: it pays for every allocation.
         is_due = self._count in EARLY or (self._count > 1 and (self._count - 2) % self.every == 0)
+        is_due = is_due and not self.only_chosen
         if self._iteration in self._chosen or (is_due and not is_disturbed):
             self._current = self._iteration, plan, is_disturbed
             self._recorder.clear()

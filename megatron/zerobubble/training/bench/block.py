@@ -190,7 +190,7 @@ class _Block:
         data_iterator = self._data(tokenizer, on_gpu=on_gpu)
         if request.is_first:
             schedule.recordings.choose({request.num_warm_up}, done=0)
-        schedule.recordings.every = request.num_warm_up + request.num_timed + 1  # no other iteration, the second perhaps
+        schedule.recordings.only_chosen = True
         for iteration in range(1, request.num_warm_up + 1):
             self._warm_up(iteration, data_iterator)
         self._keep(self._trainer.flush())
