@@ -55,6 +55,8 @@ def test_all_contenders_train_the_same_model(done: tuple[subprocess.CompletedPro
     assert max(losses) == pytest.approx(min(losses), rel=1e-6)
     for name in ("stock-1f1b", "zbv+pv", "auto"):
         assert set(found[name]["seconds"]) == {"0", "1"}
+        assert set(found[name]["overhead"]) == {"0", "1"}
+        assert all(0 < share < 1 for share in found[name]["overhead"].values())
 
 
 def test_what_is_measured_and_predicted(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:

@@ -110,6 +110,7 @@ class _Comparison:
         outcome, seconds = self._outcomes[contender.text], result.seconds / self._options.num_timed
         outcome.seconds[number] = seconds
         outcome.losses[number] = result.loss
+        outcome.overhead[number] = result.overhead
         if result.measured is not None:
             self._first[contender.text] = FirstBlock(contender=contender, result=result)
             outcome.activation_bytes = result.measured.activation_bytes

@@ -110,7 +110,8 @@ def to_json(table: Table, about: Mapping[str, Any]) -> dict[str, Any]:
 def _row_json(row: Row) -> dict[str, Any]:
     outcome = asdict(row.outcome)
     outcome["seconds"] = {str(each): seconds for each, seconds in row.outcome.seconds.items()}
-    outcome["losses"] = {str(each): loss for each, loss in row.outcome.losses.items()}
+    for name in ("losses", "overhead"):
+        outcome[name] = {str(each): value for each, value in outcome[name].items()}
     return outcome | {
         "ms": None if row.ms is None else asdict(row.ms),
         "speed_up": None if row.speed_up is None else asdict(row.speed_up),

@@ -76,6 +76,8 @@ class Outcome:
     """Round -> seconds per iteration."""
     losses: dict[int, float] = field(default_factory=dict)
     """Round -> loss of the last iteration."""
+    overhead: dict[int, float] = field(default_factory=dict)
+    """Round -> share of the time in which a rank reported its progress instead of training."""
     failure: str | None = None
     """Why it cannot run, or stopped running; one line."""
     note: str | None = None
