@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -100,6 +101,25 @@ def test_an_interrupted_comparison_reports_what_it_has(tmp_path: Path) -> None:
     assert "interrupted: this is what was measured so far" in output
     assert "| zb-h1 |" in rest, output
     assert len(rows(tmp_path)["zb-h1"]["seconds"]) >= 1
+
+
+@pytest.mark.slow
+def test_ranks_that_srun_started_need_no_torchrun(tmp_path: Path) -> None:
+    """Rank 0 hosts the store in which the ranks of every block meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    flags = [*MODEL, "--contenders", "1f1b,zb-h1", "--rounds", "2", "--timed-iters", "1", "--bench-dir", str(tmp_path)]
+    jobs = []
+    for rank in range(2):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        start = [sys.executable, "-m", "megatron.zerobubble.cli.bench", *flags]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        jobs.append(subprocess.Popen(start, cwd=ROOT, env=environment(**place), **pipes))
+    outputs = [job.communicate(timeout=240)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], outputs
+    assert outputs[1] == "", "only rank 0 reports"
+    assert set(rows(tmp_path)["zb-h1"]["seconds"]) == {"0", "1"}
 
 
 @pytest.mark.sampled(0.4, group="whole jobs")
