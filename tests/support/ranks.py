@@ -155,3 +155,5 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_g
             pipe.send((True, function(rank, *args)))
         except BaseException:  # noqa: BLE001  - whatever it is, the parent shows it
             pipe.send((False, traceback.format_exc()))
+        del function, args
+        gc.collect()  # process groups in cycles: gloo wakes up a hundred times a second for each
