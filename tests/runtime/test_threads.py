@@ -99,10 +99,10 @@ def test_on_the_cpu_no_thread_calls_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_no_thread_is_started_elsewhere() -> None:
-    """Only a process that writes a checkpoint, which has no tensors on a GPU, starts others."""
+    """Only processes without tensors on a GPU start others: one that writes a checkpoint, and commands that show progress."""
     starts = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
         if re.search(r"\bThread(Pool\w+)?\(", path.read_text())
     }
-    assert starts == {"runtime/threads.py", "training/checkpoint/writer.py"}
+    assert starts == {"runtime/threads.py", "training/checkpoint/writer.py", "cli/progress.py"}

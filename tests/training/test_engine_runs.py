@@ -60,7 +60,7 @@ def saved(engine_wheel: None, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 @pytest.mark.parametrize(("flags", "num_ranks"), [(H1, 2), ([], 1)], ids=["zb-h1", "no pipeline"])
-@pytest.mark.sampled(0.4, group="whole jobs")
+@pytest.mark.slow
 def test_a_continued_run_has_the_same_losses(
     saved: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], num_ranks: int
 ) -> None:

@@ -5,6 +5,7 @@ The blocks here are functions that stand for `run_block`: they train nothing, an
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -146,11 +147,11 @@ def test_all_ranks_learn_the_cause_and_end(
 
 def test_a_signal_ends_the_child_and_the_comparison(tmp_path: Path) -> None:
     worker = Workers(launch(), dist.HashStore(), tmp_path, run=hangs)  # type: ignore[attr-defined]
-    before = signal.getsignal(signal.SIGTERM)
+    before, others = signal.getsignal(signal.SIGTERM), set(multiprocessing.active_children())
     with pytest.raises(Interrupted), worker.interruptible():
         worker.run(Request(0), tick=lambda: os.kill(os.getpid(), signal.SIGTERM))  # type: ignore[arg-type]
     assert signal.getsignal(signal.SIGTERM) is before
-    assert not [each for each in module.multiprocessing.active_children() if each.is_alive()]
+    assert set(multiprocessing.active_children()) == others, "pools of other tests"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
