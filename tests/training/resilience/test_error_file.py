@@ -44,7 +44,10 @@ def test_a_rank_that_raises_leaves_its_traceback(tmp_path: Path) -> None:
     assert "Traceback (most recent call last):" in printed
     assert "IndexError: list index out of range" in printed
     other = tmp_path / "other.json"
-    with pytest.raises(ConnectionError), JobGuard(store, 4, leave=lambda code: None, stream=io.StringIO(), error_file=str(other)):
+    with (
+        pytest.raises(ConnectionError),
+        JobGuard(store, 4, leave=lambda code: None, stream=io.StringIO(), error_file=str(other), pause=lambda _: None),
+    ):
         raise ConnectionError("reset")
     assert not other.exists(), "rank 3 failed first"
 

@@ -34,12 +34,16 @@ pretrain_gpt.run(pretrain_gpt.model_provider, failing_provider)
 """
 
 
+def _no_pause(seconds: float) -> None:
+    """In place of waiting for the rank that failed first."""
+
+
 def report(error: Exception, *, rank: int = 0, store: object | None = None) -> tuple[list[int], str]:
     """(exit codes, what was said) of a guard around `error`."""
     left: list[int] = []
     said = io.StringIO()
     try:
-        with JobGuard(store or torch.distributed.HashStore(), rank, leave=left.append, stream=said):  # type: ignore[arg-type]
+        with JobGuard(store or torch.distributed.HashStore(), rank, leave=left.append, stream=said, pause=_no_pause):  # type: ignore[arg-type]
             raise error
     except type(error):
         pass
@@ -67,6 +71,22 @@ def test_a_rank_that_lost_a_peer_prints_one_line(error: Exception) -> None:
     left, said = report(error, rank=2, store=store)
     assert left == [1]
     assert said == "rank 2 stops: rank 1 failed first, see its traceback\n"
+
+
+def test_only_a_later_failure_waits_so_that_the_first_one_is_the_first_to_exit() -> None:
+    """Else torchrun would end the job before the first one has left its reason."""
+    store, events = torch.distributed.HashStore(), []
+    for rank in (1, 2):
+        guard = JobGuard(
+            store,  # type: ignore[arg-type]
+            rank,
+            leave=lambda code, rank=rank: events.append(f"{rank} leaves"),  # type: ignore[misc]
+            stream=io.StringIO(),
+            pause=lambda seconds, rank=rank: events.append(f"{rank} waits"),  # type: ignore[misc]
+        )
+        with pytest.raises(KeyError), guard:
+            raise KeyError("why")
+    assert events == ["1 leaves", "2 waits", "2 leaves"]
 
 
 def test_a_second_failure_of_its_own_is_shown() -> None:

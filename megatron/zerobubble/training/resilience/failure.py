@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -25,6 +26,9 @@ from megatron.zerobubble.training.resilience.error_file import write_error_file
 __all__ = ["JobGuard", "Store", "first_to_fail"]
 
 _KEY = "first_failure"
+_GRACE_S = 3.0
+"""Seconds that a rank which failed after another one waits: torchrun ends the job at the first exit, and the reason that it shows
+is that of the rank that exited."""
 _LOST_PEER = ("connection closed", "connection reset", "broken pipe", "connection refused", "timed out", "nccl", "gloo")
 """Parts of the error messages that process groups raise when a peer is gone."""
 
@@ -57,6 +61,7 @@ class JobGuard:
         leave: ends the process with an exit code, without exit handlers.
         stream: where to print the report; None: standard error.
         error_file: where torchrun expects the reason of this rank's failure; None without torchrun.
+        pause: waits for some seconds.
     """
 
     def __init__(
@@ -67,12 +72,14 @@ class JobGuard:
         leave: Callable[[int], object] = os._exit,
         stream: TextIO | None = None,
         error_file: str | None = None,
+        pause: Callable[[float], object] = time.sleep,
     ) -> None:
         self._store = store
         self._rank = rank
         self._leave = leave
         self._stream = stream
         self._error_file = error_file
+        self._pause = pause
         self.doing: Callable[[], str | None] = lambda: None
         """Returns what this rank is doing, as in "runs 3F0"; called when it fails. None: unknown."""
 
@@ -91,6 +98,8 @@ class JobGuard:
             write_error_file(self._error_file, _line(error, rank=self._rank), details=report.strip())
         sys.stdout.flush()
         stream.flush()
+        if first != self._rank:
+            self._pause(_GRACE_S)
         self._leave(2 if isinstance(error, UserError) else 1)
 
 
