@@ -120,6 +120,14 @@ def test_no_gain_has_a_reason(more: dict[str, Any], why: str) -> None:
     assert why in verdict
 
 
+def test_a_wide_interval_asks_for_more_rounds() -> None:
+    found = table(outcome("stock-1f1b", 2.0, 2.2), outcome("zbv", 1.7, 2.0))
+    assert (
+        found.verdict()
+        == "zbv was 1.14 times as fast as stock-1f1b, but the interval contains 1: more --rounds make it narrower."
+    )
+
+
 def test_one_round_is_no_evidence() -> None:
     assert "no evidence yet" in table(outcome("stock-1f1b", 2.0), outcome("zbv", 1.0)).verdict()
 

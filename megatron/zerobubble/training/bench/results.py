@@ -23,6 +23,8 @@ _T_975 += (2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064,
 """Student's t at 0.975 for 1 to 30 degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.6.7.2."""
 _NORMAL_975 = 1.960
 
+_WORTH_MORE_ROUNDS = 1.02
+"""A speed-up above this may be one, although its interval contains 1."""
 _NOISY = 1.25
 """Ratio of the longest to the shortest time of one contender above which the report warns."""
 
@@ -264,6 +266,11 @@ class Table:
             return (
                 f"{text}: {self.num_ranks} ranks share {_cores(self.num_cores)}, so a waiting rank lends its core to another. "
                 "Give every rank a core of its own to see a schedule's effect."
+            )
+        if best is not base and best.speed_up is not None and best.speed_up.value > _WORTH_MORE_ROUNDS:
+            return (
+                f"{_name(best)} was {best.speed_up.value:.2f} times as fast as {base.outcome.name}, but the interval contains 1: "
+                "more --rounds make it narrower."
             )
         if base.outcome.predicted_bubble is not None:
             return (
