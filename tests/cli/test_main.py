@@ -64,18 +64,22 @@ def test_train_checks_flags_before_it_starts_ranks(capsys: pytest.CaptureFixture
     assert reported.count("\n") == 1
 
 
-def test_train_starts_its_ranks_and_trains(tmp_path: Path) -> None:
-    flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--train-iters", "2", "--eval-iters", "0"]
-    flags += ["--pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule"]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron.zerobubble.cli.main", "train", "--nproc-per-node", "2", *flags],
+def _train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """`zerobubble train` on two ranks, for two iterations, as a user types it in `folder`."""
+    start = [sys.executable, "-m", "megatron.zerobubble.cli.main", "train", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*start, *TINY_MODEL, *TINY_BATCH, "--mock-data", "--train-iters", "2", *flags],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
         check=False,
         env={**environment(), "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
+        cwd=folder,
     )
+
+
+def test_train_starts_its_ranks_and_trains(tmp_path: Path) -> None:
+    done = _train(tmp_path, "--eval-iters", "0", "--pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "training with the ZBV schedule: 2 ranks" in done.stdout
     assert done.stdout.count("| consumed samples:") == 2
@@ -83,17 +87,7 @@ def test_train_starts_its_ranks_and_trains(tmp_path: Path) -> None:
 
 def test_the_reason_of_a_failed_job_is_the_last_line(tmp_path: Path) -> None:
     """Flags that only a rank can refuse, once it knows its device. torchrun's summary above names it as the root cause."""
-    flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--train-iters", "2", "--distributed-backend", "gloo"]
-    flags += ["--ddp-average-in-collective", "--overlap-grad-reduce"]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron.zerobubble.cli.main", "train", "--nproc-per-node", "2", *flags],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-        env={**environment(), "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-    )
+    done = _train(tmp_path, "--distributed-backend", "gloo", "--ddp-average-in-collective", "--overlap-grad-reduce")
     assert done.returncode != 0
     line = "zerobubble train: error: --ddp-average-in-collective: gloo sums and cannot average; leave it out, gradients are"
     assert done.stderr.splitlines()[-1].startswith(line), done.stderr

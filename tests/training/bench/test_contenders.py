@@ -129,7 +129,8 @@ def test_a_layout_for_other_stages_is_dropped_with_a_note() -> None:
     ("flags", "message"),
     [
         ("--contenders zbv --baseline zb-h1", "--baseline zb-h1 is not among the contenders zbv"),
-        ("--rounds -1", "--rounds -1 must be 1 or more"),
+        ("--rounds 0", "--rounds 0 must be 1 or more"),
+        ("--timed-iters -1", "--timed-iters -1 must be 1 or more"),
         ("--warmup-iters 2", "--warmup-iters 2 must be 6 or more"),
         ("--peak-tflops 0", "--peak-tflops 0.0 must be greater than 0"),
         ("--hidden-sice 3", "--hidden-sice"),

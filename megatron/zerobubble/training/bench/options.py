@@ -75,19 +75,15 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
     baseline = args.baseline or names[0]
     if baseline not in names:
         raise ConfigError(f"--baseline {baseline} is not among the contenders {', '.join(names)}; add it to --contenders")
-    rounds = args.rounds or (3 if args.quick else 5)
-    num_timed = args.timed_iters or (3 if args.quick else 10)
-    num_warm_up = args.warmup_iters or WARM_UP
-    numbers = (("--rounds", rounds, 1), ("--timed-iters", num_timed, 1), ("--warmup-iters", num_warm_up, WARM_UP))
-    for flag, value, least in numbers:
-        if value < least:
-            raise ConfigError(f"{flag} {value} must be {least} or more")
+    rounds = _number("--rounds", args.rounds, default=3 if args.quick else 5, least=1)
+    num_timed = _number("--timed-iters", args.timed_iters, default=3 if args.quick else 10, least=1)
+    num_warm_up = _number("--warmup-iters", args.warmup_iters, default=WARM_UP, least=WARM_UP)
     if args.peak_tflops is not None and not 0 < args.peak_tflops < float("inf"):
         raise ConfigError(f"--peak-tflops {args.peak_tflops} must be greater than 0 and finite")
     has_length = any(word.partition("=")[0] in ("--train-iters", "--train-samples", "--yaml-cfg") for word in rest)
     job = settings_from_argv(rest if has_length else ["--train-iters", _TRAIN_ITERS, *rest], world_size=world_size, prog=prog)
     settings, notes, refused = _settings(contenders, job, num_warm_up + num_timed)
-    if len(settings) < 1:
+    if not settings:
         raise ConfigError(f"no contender can run: {'; '.join(f'{name}: {why}' for name, why in refused.items())}")
     return Options(
         job=job,
@@ -103,6 +99,14 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
         peak_tflops=args.peak_tflops,
         directory=Path(args.bench_dir),
     )
+
+
+def _number(flag: str, given: int | None, *, default: int, least: int) -> int:
+    """The given value, or the default. Raises ConfigError below `least`."""
+    value = default if given is None else given
+    if value < least:
+        raise ConfigError(f"{flag} {value} must be {least} or more")
+    return value
 
 
 def _settings(
