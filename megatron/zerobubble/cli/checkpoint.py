@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify = commands.add_parser("verify", help="compare a checkpoint's files with its manifest")
     verify.add_argument("directory", metavar="DIR", help="a --save directory, or one checkpoint in it (iter_0000100)")
     verify.add_argument(
-        "--ckpt-step", type=int, metavar="N", help="verify the checkpoint of this iteration instead of the latest"
+        "--ckpt-step", type=_iteration, metavar="N", help="verify the checkpoint of this iteration instead of the latest"
     )
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:

@@ -77,7 +77,7 @@ def check_run(manifest: Manifest | None, run: str | None, directory: Path) -> No
         raise CheckpointError(f"{directory / MANIFEST} is missing; {_REMEDY}")
     elif run is not None and manifest.run != run:
         raise CheckpointError(
-            f"{directory / MANIFEST} is of run {manifest.run[:40]}, the checkpoint of run {run[:40]}; {_REMEDY}"
+            f"{directory / MANIFEST} is of run {str(manifest.run)[:40]}, the checkpoint of run {str(run)[:40]}; {_REMEDY}"
         )
 
 
