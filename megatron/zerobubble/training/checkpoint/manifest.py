@@ -242,7 +242,8 @@ def _difference(directory: Path, block: Block) -> str | None:
         return f"cannot be read: {error.strerror}"
     if found == (block.num_bytes, block.digest):
         return None
-    return f"is damaged or of another run: its bytes {block.offset:,} to {block.offset + block.num_bytes - 1:,} are not those that were saved"
+    last = block.offset + block.num_bytes - 1
+    return f"is damaged or of another run: its bytes {block.offset:,} to {last:,} are not those that were saved"
 
 
 def _read_block(stream: RawIOBase, limit: int) -> tuple[int, str]:
