@@ -17,7 +17,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert caught.value.code == 0
     listed = capsys.readouterr().out
-    for command in ("plan", "show", "pareto", "compare", "export", "import", "playground", "train", "run"):
+    for command in ("plan", "show", "pareto", "compare", "export", "import", "playground", "train", "run", "checkpoint"):
         assert f"\n    {command} " in listed
 
 

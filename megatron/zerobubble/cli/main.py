@@ -1,6 +1,7 @@
-"""The command `zerobubble plan|pareto|show|compare|export|import|playground|train|run|bench`.
+"""The command `zerobubble plan|pareto|show|compare|export|import|playground|train|run|bench|checkpoint`.
 
-Only `train`, `run` and `bench` import torch. These and `playground` have their own parsers; the other commands share this one.
+Only `train`, `run` and `bench` import torch. These, `playground` and `checkpoint` have their own parsers; the other commands
+share this one.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     commands.add_parser("train", help="train a GPT: pretrain_gpt.py for an installation without a checkout", add_help=False)
     commands.add_parser("run", help="run a training script of others, such as Megatron-LM's, unedited", add_help=False)
     commands.add_parser("bench", help="compare schedules on one training job: time, memory, losses", add_help=False)
+    commands.add_parser("checkpoint", help="verify the files of a checkpoint", add_help=False)
     return parser
 
 
@@ -89,11 +91,18 @@ def _bench(argv: list[str]) -> int:
     return run(argv)
 
 
+def _checkpoint(argv: list[str]) -> int:
+    from megatron.zerobubble.cli.checkpoint import main as run
+
+    return run(argv)
+
+
 _WITH_OWN_PARSER: dict[str, Callable[[list[str]], int]] = {
     "playground": _playground,
     "train": _train,
     "run": _run,
     "bench": _bench,
+    "checkpoint": _checkpoint,
 }
 
 

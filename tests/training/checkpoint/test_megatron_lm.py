@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,18 @@ def as_megatron_lm(training_state: TrainingState, folder: Path, **changes: Any) 
 
 @pytest.mark.parametrize("flags", [[], ["--bf16", "--use-distributed-optimizer"]], ids=["plain", "distributed-bf16"])
 @pytest.mark.sampled(0.4, group="whole jobs")
-def test_its_checkpoint_continues_bit_for_bit(flags: list[str], tmp_path: Path) -> None:
-    """With dropout: the states of the generators are read, too."""
+def test_its_checkpoint_continues_bit_for_bit(flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With dropout: the states of the generators are read, too. It has no manifest, which is logged."""
     with training_state_of(0, [*DROPOUT, *flags]) as (training_state, _):
         train(training_state, first=1, last=2)
         as_megatron_lm(training_state, tmp_path)
         expected = train(training_state, first=3, last=4)
     with training_state_of(0, [*DROPOUT, *flags, "--load", str(tmp_path)]) as (training_state, _):
-        assert load_checkpoint(training_state) == RestoredProgress(2, 16)
+        with caplog.at_level(logging.INFO, "megatron.zerobubble.training.checkpoint.verify"):
+            assert load_checkpoint(training_state) == RestoredProgress(2, 16)
         assert train(training_state, first=3, last=4) == expected
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("checkpoint.verify")]
+    assert line.endswith("has no manifest.json (saved by Megatron-LM or an older version): its files are not verified")
 
 
 @pytest.mark.sampled(0.4, group="whole jobs")

@@ -138,8 +138,8 @@ class Attack:
 
 
 def load_tampered(rank: int, folder: str) -> str | None:
-    """The reason why the checkpoint was rejected on this rank, or None."""
-    with training_state_of(rank, [*V4, "--load", folder]) as (training_state, _):
+    """The reason why the checkpoint was rejected on this rank, or None. An attacker would have changed its manifest, too."""
+    with training_state_of(rank, [*V4, "--load", folder, "--no-verify-checkpoint"]) as (training_state, _):
         try:
             load_checkpoint(training_state)
         except CheckpointError as error:

@@ -27,6 +27,7 @@ __all__ = ["TRACKER", "existing_directory", "iteration_directory", "prepare", "p
 TRACKER = "latest_checkpointed_iteration.txt"
 """Name of the file that holds the iteration of the latest checkpoint."""
 
+_MAX_DIGITS = 18
 _WRITING, _REPLACED = ".writing", ".replaced"
 _LEFT_BEHIND = re.compile(rf"iter_\d{{7,}}{re.escape(_WRITING)}")
 
@@ -59,8 +60,11 @@ def tracked_iteration(folder: str | Path) -> int | None:
         text = tracker.read_text(encoding="ascii", errors="replace").strip()
     except FileNotFoundError:
         return None
-    if not text.isdecimal():
-        raise CheckpointError(f"{tracker} is damaged: it holds {text[:40]!r}, not an iteration")
+    except OSError as error:
+        raise CheckpointError(f"{tracker} cannot be read: {error.strerror}") from error
+    if not text.isdecimal() or len(text) > _MAX_DIGITS:
+        held = repr(text[:40]) + (f" and {len(text) - 40:,} characters more" if len(text) > 40 else "")
+        raise CheckpointError(f"{tracker} is damaged: it holds {held}, not an iteration")
     return int(text)
 
 

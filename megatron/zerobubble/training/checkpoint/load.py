@@ -6,7 +6,8 @@ only if the layout is the same; the run then continues bit for bit.
 
 Checkpoints of Megatron-LM's own loop are read, too, and it reads ours (see `megatron_lm`).
 
-A distributed checkpoint contains pickles, so rank 0 inspects it before anything is loaded (see `inspect`).
+Before anything is loaded, all ranks compare the files with the checkpoint's manifest (see `verify`), and since a distributed
+checkpoint contains pickles, rank 0 inspects it (see `inspect`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from megatron.zerobubble.mcore.compat import imported_version
 from megatron.zerobubble.training.checkpoint import megatron_lm
 from megatron.zerobubble.training.checkpoint.directory import existing_directory, tracked_iteration
 from megatron.zerobubble.training.checkpoint.inspect import COMMON_FILE, inspect_checkpoint
+from megatron.zerobubble.training.checkpoint.manifest import Manifest
 from megatron.zerobubble.training.checkpoint.optimizer_kinds import OptimizerKind, ask_for, stored_kind, translate
 from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load, prepare_to_save
+from megatron.zerobubble.training.checkpoint.verify import check_run, verify_checkpoint
 from megatron.zerobubble.training.step import TrainingState
 
 __all__ = ["RestoredProgress", "load_checkpoint", "run_on_rank_0", "state_to_save", "without_optimizer"]
@@ -62,7 +65,9 @@ class RestoredProgress:
     """Samples consumed."""
 
 
-def state_to_save(training_state: TrainingState, *, iteration: int, consumed_samples: int) -> dict[str, Any]:
+def state_to_save(
+    training_state: TrainingState, *, iteration: int, consumed_samples: int, run: str | None = None
+) -> dict[str, Any]:
     """The contents of a checkpoint, for megatron-core's `dist_checkpointing.save`: sharded tensors of this rank and common state.
 
     All ranks must call this, inside `training_state.on_host()` and `parameters_in_place`.
@@ -71,6 +76,7 @@ def state_to_save(training_state: TrainingState, *, iteration: int, consumed_sam
         training_state: model chunks, optimizer and scheduler to save.
         iteration: iterations done.
         consumed_samples: samples consumed so far by all ranks together.
+        run: id of the job, if the checkpoint will have a manifest, which names it, too.
     """
     flags = training_state.settings.checkpoint
     state = _model_state(training_state)
@@ -88,6 +94,8 @@ def state_to_save(training_state: TrainingState, *, iteration: int, consumed_sam
         "consumed_samples": consumed_samples,
         "has_rng": flags.save_rng,
     }
+    if run is not None:
+        state["header"]["run"] = run
     return state
 
 
@@ -112,9 +120,10 @@ def load_checkpoint(training_state: TrainingState) -> RestoredProgress | None:
         _log.info("no checkpoint in %s yet: starting from newly initialized weights", flags.load)
         return None
     directory = existing_directory(flags.load, iteration)
+    manifest = verify_checkpoint(directory) if flags.verify_checkpoint else None
     run_on_rank_0(lambda: inspect_checkpoint(directory))
     try:
-        restored = _load_from(training_state, directory)
+        restored = _load_from(training_state, directory, manifest)
     except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError, AssertionError, OSError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -130,13 +139,15 @@ def _reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__} {error}".split())
 
 
-def _load_from(training_state: TrainingState, directory: Path) -> RestoredProgress:
+def _load_from(training_state: TrainingState, directory: Path, manifest: Manifest | None) -> RestoredProgress:
     flags, optimizer = training_state.settings.checkpoint, training_state.optimizer
     common = _load_common(directory)
     is_foreign = megatron_lm.is_from(common)
     header = megatron_lm.header_of(common, names=_MODEL_FLAGS) if is_foreign else common.get("header", {})
     if not is_foreign and header.get("format") != _FORMAT:
         raise CheckpointError(f"{directory} has format {header.get('format')!r}; this version reads {_FORMAT!r}")
+    if flags.verify_checkpoint:
+        check_run(manifest, header.get("run"), directory)
     from_gpt = _layers_of_gpt(header, training_state, directory)
     _check_model(header, training_state, directory, skipped=() if from_gpt is None else ("num_layers", "hybrid_layer_pattern"))
     loads_optimizer = flags.load_optim and not flags.finetune

@@ -1,11 +1,11 @@
 """Saving checkpoints, synchronously or in the background (--async-save).
 
-A save has three parts. All ranks plan what each of them writes; each rank writes its files; and when all have written, rank 0
-writes the metadata and makes the checkpoint the latest (see `directory`). With --async-save a forked process does the second
-part, from a copy in host memory, and the third follows at the end of an iteration that all ranks agree on without a barrier: each
-rank counts itself in the job's store once it has written, the first rank that finds the count complete stores the number of the
-next iteration, and every rank reads it at the end of each iteration. `resilience.early_exit` explains why all ranks read it in
-time.
+A save has three parts. All ranks plan what each of them writes; each rank writes its files and computes their checksums; and
+when all have written, rank 0 writes the metadata and the manifest, and makes the checkpoint the latest (see `directory`). With
+--async-save a forked process does the second part, from a copy in host memory, and the third follows at the end of an iteration
+that all ranks agree on without a barrier: each rank counts itself in the job's store once it has written, the first rank that
+finds the count complete stores the number of the next iteration, and every rank reads it at the end of each iteration.
+`resilience.early_exit` explains why all ranks read it in time.
 
 At most one save is in progress. The next save, and the end of the run, wait for it. A failed write ends the run, with the reason,
 when the save is finished; the checkpoint before it remains the latest.
@@ -14,6 +14,7 @@ when the save is finished; the checkpoint before it remains the latest.
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.directory import iteration_directory, prepare, publish, writing_directory
 from megatron.zerobubble.training.checkpoint.load import run_on_rank_0, state_to_save, without_optimizer
+from megatron.zerobubble.training.checkpoint.manifest import FileRecord, Manifest, record_of
 from megatron.zerobubble.training.checkpoint.writer import SaveStrategy
 from megatron.zerobubble.training.resilience.failure import Store
 from megatron.zerobubble.training.step import TrainingState, parameters_in_place
@@ -52,7 +54,10 @@ class CheckpointSaver:
         self._folder = flags.save
         self._retain_interval = flags.save_retain_interval
         self._is_async = flags.async_save
+        self._run = store.compare_set("save/run", "", uuid.uuid4().hex[:16]).decode()
+        """Id of this job, the same on all ranks, in the checkpoints that it saves."""
         self._calls = AsyncCallsQueue()
+        self._strategy = SaveStrategy()
         self._in_progress: int | None = None
         """Iteration of the checkpoint that is being written in the background."""
         self._has_reported = False
@@ -121,10 +126,11 @@ class CheckpointSaver:
             prepare(self._folder, iteration)
 
     def _request(self, iteration: int, consumed_samples: int) -> Any:
+        self._strategy = SaveStrategy()
         return dist_checkpointing.save(
-            state_to_save(self._training_state, iteration=iteration, consumed_samples=consumed_samples),
+            state_to_save(self._training_state, iteration=iteration, consumed_samples=consumed_samples, run=self._run),
             str(writing_directory(self._folder, iteration)),
-            SaveStrategy(),
+            self._strategy,
             async_sharded_save=True,
             preprocess_common_before_consistancy_check=without_optimizer,
         )
@@ -136,15 +142,21 @@ class CheckpointSaver:
         except CheckpointException as error:  # torch's, a BaseException: raised on all ranks, with the reason on rank 0
             run_on_rank_0(partial(self._fail, iteration, error))
             raise
-        run_on_rank_0(lambda: self._publish(iteration))
+        everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everywhere, self._strategy.records)
+        run_on_rank_0(lambda: self._publish(iteration, {name: record for each in everywhere for name, record in each.items()}))
         _log.info("saved %s", iteration_directory(self._folder, iteration))
 
     def _fail(self, iteration: int, failed: CheckpointException) -> NoReturn:
         reasons = "; ".join(f"rank {rank}: {error}" for rank, (error, _) in sorted(failed.failures.items()))
         raise CheckpointError(f"{iteration_directory(self._folder, iteration)} cannot be written: {reasons}")
 
-    def _publish(self, iteration: int) -> None:
+    def _publish(self, iteration: int, records: dict[str, FileRecord]) -> None:
+        """Complete the manifest by what rank 0 wrote, write it, and make the checkpoint the latest."""
         with self._refusing(iteration):
+            directory = writing_directory(self._folder, iteration)
+            own = {path.name: record_of(path) for path in directory.iterdir() if path.is_file() and path.name not in records}
+            Manifest(run=self._run, iteration=iteration, files=records | own).write(directory)
             publish(self._folder, iteration, retain_interval=self._retain_interval)
 
     @contextmanager

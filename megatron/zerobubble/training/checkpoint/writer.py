@@ -8,8 +8,8 @@ megatron-core's. What differs is who writes:
 - synchronous saves: threads of the rank itself, one per file;
 - asynchronous saves: one forked process, started by `AsyncCallsQueue`. It polls its parent and exits shortly after it.
 
-The write results come back in an unnamed temporary file that both processes have open. If the writing process died, the file is
-empty.
+Who writes a file computes its checksums, too, right after, when the file is still in the page cache. The write results and the
+checksums come back in an unnamed temporary file that both processes have open. If the writing process died, the file is empty.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training.checkpoint.manifest import FileRecord, record_of
 
 __all__ = ["SaveStrategy"]
 
@@ -62,6 +63,12 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=_FILES_PER_RANK)
+        self._writer: _Writer | None = None
+
+    @property
+    def records(self) -> dict[str, FileRecord]:
+        """Size and checksums of each file that this rank wrote, by name; complete when the save is finalized."""
+        return {} if self._writer is None else self._writer.records
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path, async_strategy: str = "mcore") -> AsyncRequest:
         """Plan the save and collect what this rank writes. All ranks must call it.
@@ -75,7 +82,7 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
             A request that writes when it runs; nothing is written before.
         """
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        writer = _Writer(checkpoint_dir, thread_count=self.thread_count)
+        self._writer = writer = _Writer(checkpoint_dir, thread_count=self.thread_count)
         planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
         planned, *_ = save_state_dict_async_plan(mcore_to_pyt_state_dict(state, False), writer, planner=planner)
         write, preload, arguments = writer.get_save_function_and_args()
@@ -89,6 +96,7 @@ class _Writer(FileSystemWriterAsync):
     def prepare_write_data(self, plan: Any, planner: Any) -> None:
         """Assign the data of this rank to files. Tensors on a GPU are copied to the host later, when the request is scheduled."""
         self.write_buckets = []
+        self.records: dict[str, FileRecord] = {}
         for number, items in enumerate(_split_by_size_and_type(self.thread_count, plan.items)):
             name = f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}"
             data = [(item, planner.resolve_data(item)) for item in items]
@@ -113,7 +121,7 @@ class _Writer(FileSystemWriterAsync):
         with self._answer as answer:
             answer.seek(0)
             try:
-                written = pickle.load(answer)  # safe: written by our own process, in an unnamed file
+                written, self.records = pickle.load(answer)  # safe: written by our own process, in an unnamed file
             except EOFError:
                 written = "the process that wrote ended before it was done (killed, or out of memory)"
         return _wrap_exception(CheckpointError(written)) if isinstance(written, str) else written
@@ -127,7 +135,7 @@ def _without_base(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _write(transforms: list[Any], rank_pid: int, rank: int, buckets: list[Any], answer: IO[bytes]) -> None:
-    """Write and fsync all files, then pickle the write results, or the first error, into `answer`.
+    """Write and fsync all files, then pickle (the write results, or the first error; the record of each file) into `answer`.
 
     Runs in the rank's process, or in a fork of it.
     """
@@ -146,8 +154,14 @@ def _write(transforms: list[Any], rank_pid: int, rank: int, buckets: list[Any], 
         each.result()
     written = [results.get()[1] for _ in buckets]
     failed = [each for each in written if isinstance(each, Exception)]
-    pickle.dump(_reason(failed[0]) if failed else [entry for entries in written for entry in entries], answer)
+    entries = [entry for each in written if not isinstance(each, Exception) for entry in each]
+    pickle.dump((_reason(failed[0]) if failed else entries, {} if failed else _records(buckets)), answer)
     answer.flush()
+
+
+def _records(buckets: list[Any]) -> dict[str, FileRecord]:
+    with ThreadPoolExecutor(len(buckets)) as pool:
+        return dict(zip((name for _, name, _ in buckets), pool.map(lambda each: record_of(Path(each[0])), buckets), strict=True))
 
 
 def _reason(error: Exception) -> str:

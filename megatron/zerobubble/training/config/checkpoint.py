@@ -34,6 +34,9 @@ class CheckpointConfig:
     """Load the checkpoint of this iteration instead of the latest."""
     exit_on_missing_checkpoint: bool = False
     """Exit with an error if the --load directory has no checkpoint, even if it is also the --save directory."""
+    verify_checkpoint: bool = True
+    """Do not compare the files of the checkpoint with its manifest before it is loaded. By default damaged, missing and foreign
+    files are refused by name."""
     finetune: bool = False
     """Load only the weights and start at iteration 0, with a new optimizer state."""
     save_optim: bool = True

@@ -1,0 +1,104 @@
+"""Verifies a checkpoint against its manifest on all ranks, before anything of it is loaded.
+
+Rank 0 reads the manifest and compares names and sizes. Then each rank reads a share of the blocks, whatever the layout of the
+ranks that saved them, and all ranks raise the same error.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    blocks_of_rank,
+    damaged_blocks,
+    damaged_names,
+    first_damage,
+)
+
+__all__ = ["check_run", "verify_checkpoint"]
+
+_log = logging.getLogger(__name__)
+
+_REMEDY = (
+    "restore it from a copy, load another checkpoint with --ckpt-step, or give --no-verify-checkpoint to load this one as it is"
+)
+_NUM_THREADS = 4
+"""Per rank: enough to keep a disk or a file system busy; computing checksums releases the interpreter's lock."""
+
+
+def verify_checkpoint(directory: Path) -> Manifest | None:
+    """Compare all files of a checkpoint with its manifest. All ranks must call this.
+
+    Args:
+        directory: the checkpoint.
+
+    Returns:
+        The manifest; None if the checkpoint has none, or does not exist.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or not of this checkpoint; the same on all ranks.
+    """
+    begin = time.monotonic()
+    manifest = _read_on_rank_0(directory)
+    if manifest is None:
+        return None
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    own = blocks_of_rank(manifest.blocks(), rank=rank, world_size=world_size)
+    everywhere: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(everywhere, damaged_blocks(directory, own, num_threads=_NUM_THREADS))
+    _refuse(directory, {name: reason for damage in reversed(everywhere) for name, reason in damage.items()})
+    took, size = time.monotonic() - begin, manifest.num_bytes / 1e9
+    _log.info("%s: all %d files are as saved (%.2f GB, verified in %.2f s)", directory, len(manifest.files), size, took)
+    return manifest
+
+
+def check_run(manifest: Manifest | None, run: str | None, directory: Path) -> None:
+    """Compare the run that a checkpoint's common state names with that of its manifest.
+
+    Args:
+        manifest: of the checkpoint; None if it has none.
+        run: id of the run in the common state; None in checkpoints of Megatron-LM and of versions without manifests.
+        directory: the checkpoint.
+
+    Raises:
+        CheckpointError: the manifest is missing, or of another run.
+    """
+    if manifest is None and run is None:
+        _log.info("%s has no %s (saved by Megatron-LM or an older version): its files are not verified", directory, MANIFEST)
+    elif manifest is None:
+        raise CheckpointError(f"{directory / MANIFEST} is missing; {_REMEDY}")
+    elif run is not None and manifest.run != run:
+        raise CheckpointError(
+            f"{directory / MANIFEST} is of run {str(manifest.run)[:40]}, the checkpoint of run {str(run)[:40]}; {_REMEDY}"
+        )
+
+
+def _read_on_rank_0(directory: Path) -> Manifest | None:
+    """The manifest, read by rank 0, which also compares names and sizes."""
+    found: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            manifest = Manifest.read(directory)
+            if manifest is not None:
+                _refuse(directory, damaged_names(directory, manifest))
+            found = [manifest, None]
+        except CheckpointError as error:
+            found = [None, str(error)]
+    torch.distributed.broadcast_object_list(found, src=0)
+    manifest, failure = found
+    if failure is not None:
+        raise CheckpointError(failure if failure.endswith(_REMEDY) else f"{failure}; {_REMEDY}")
+    return manifest
+
+
+def _refuse(directory: Path, damage: dict[str, str]) -> None:
+    if damage:
+        raise CheckpointError(f"{directory}: {first_damage(damage)}; {_REMEDY}")

@@ -1,0 +1,201 @@
+"""Checkpoints that were damaged after they were saved: no rank loads them, and every rank names the same file."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from megatron.zerobubble.cli.main import main
+from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training.checkpoint.load import load_checkpoint
+from megatron.zerobubble.training.checkpoint.manifest import MANIFEST, Manifest, record_of
+from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
+from tests.support.ranks import RankPool
+from tests.support.training_states import train, training_state_of
+
+V4 = ["--pipeline-model-parallel-size", "4", "--zero-bubble-v-schedule"]
+P2D2 = ["--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"]
+TENSOR = "decoder.layers.mlp.linear_fc1.weight"
+
+
+def save(rank: int, folder: str) -> None:
+    """Iteration 1 in the background and iteration 2 not, and iteration 1 of another job with other weights."""
+    for job, modes in (("a", (["--async-save"], [])), ("b", ([],))):
+        for iteration, mode in enumerate(modes, start=1):
+            with training_state_of(rank, [*V4, "--save", f"{folder}/{job}", *mode]) as (training_state, store):
+                train(training_state, first=5 if job == "b" else iteration, last=5 if job == "b" else iteration)
+                saver = CheckpointSaver(training_state, store)
+                saver.save(iteration=iteration, consumed_samples=8 * iteration)
+                saver.finish()
+
+
+@pytest.fixture(scope="module")
+def saved(four_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory with the --save directories `a` and `b`."""
+    folder = tmp_path_factory.mktemp("saved")
+    four_ranks.run(save, str(folder))
+    return folder
+
+
+def overwritten(directory: Path, _: Path) -> str:
+    """Bytes in the middle of a tensor become others, in the way of a write that went astray."""
+    metadata = dcp.FileSystemReader(directory).read_metadata()
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn == TENSOR)
+    _change(directory / place.relative_path, place.offset + place.length // 2, bytes(range(1, 17)))
+    return f"{place.relative_path} is damaged or of another run: its bytes 0 to "
+
+
+def flipped(directory: Path, _: Path) -> str:
+    (file, *_) = sorted(directory.glob("*.distcp"))
+    at = file.stat().st_size // 2
+    _change(file, at, bytes([file.read_bytes()[at] ^ 16]))
+    return f"{file.name} is damaged or of another run: its bytes 0 to "
+
+
+def of_another_run(directory: Path, other: Path) -> str:
+    file = next(
+        path
+        for path in sorted(directory.glob("*.distcp"))
+        if path.stat().st_size == (other / path.name).stat().st_size and path.read_bytes() != (other / path.name).read_bytes()
+    )
+    shutil.copy(other / file.name, file)
+    return f"{file.name} is damaged or of another run: its bytes 0 to "
+
+
+def missing(directory: Path, _: Path) -> str:
+    (directory / "__3_0.distcp").unlink()
+    return "__3_0.distcp is missing"
+
+
+def additional(directory: Path, _: Path) -> str:
+    shutil.copy(directory / "__3_0.distcp", directory / "__4_0.distcp")
+    return "__4_0.distcp was not saved with this checkpoint"
+
+
+def without_manifest(directory: Path, _: Path) -> str:
+    (directory / MANIFEST).unlink()
+    return f"{MANIFEST} is missing"
+
+
+def with_manifest_of_another_run(directory: Path, _: Path) -> str:
+    """Its checksums are right."""
+    files = {path.name: record_of(path) for path in directory.iterdir() if path.name != MANIFEST}
+    Manifest(run="another", iteration=1, files=files).write(directory)
+    return f"{MANIFEST} is of run another, the checkpoint of run "
+
+
+DAMAGE = [overwritten, flipped, of_another_run, missing, additional, without_manifest, with_manifest_of_another_run]
+
+
+def _change(file: Path, at: int, data: bytes) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(data)
+
+
+def load(rank: int, folders: list[str], flags: list[str]) -> list[str | None]:
+    """Per folder the reason why it was rejected on this rank, or None."""
+    reasons: list[str | None] = []
+    with training_state_of(rank, [*flags, "--load", folders[0]]) as (training_state, _):
+        settings = training_state.settings
+        for folder in folders:
+            checkpoint = replace(settings.checkpoint, load=folder)
+            try:
+                load_checkpoint(replace(training_state, settings=replace(settings, checkpoint=checkpoint)))
+                reasons.append(None)
+            except CheckpointError as error:
+                reasons.append(str(error))
+    return reasons
+
+
+def test_a_damaged_checkpoint_is_refused_by_file_on_every_rank(saved: Path, four_ranks: RankPool, tmp_path: Path) -> None:
+    """Saved by ZBV on four ranks, in the background; loaded by two pipeline ranks of two replicas."""
+    folders = [str(saved / "a")]
+    expected = []
+    for damage in DAMAGE:
+        folder = tmp_path / damage.__name__
+        shutil.copytree(saved / "a", folder)
+        (folder / "latest_checkpointed_iteration.txt").write_text("1")
+        folders.append(str(folder))
+        expected.append(damage(folder / "iter_0000001", saved / "b" / "iter_0000001"))
+    everywhere = four_ranks.run(load, folders, [*P2D2, "--no-load-optim"])
+    assert everywhere[0][0] is None, "the one that was not damaged"
+    for text, reason in zip(expected, everywhere[0][1:], strict=True):
+        assert reason is not None, text
+        assert text in reason
+        assert "give --no-verify-checkpoint to load this one as it is" in reason
+        assert "\n" not in reason
+    assert all(each == everywhere[0] for each in everywhere)
+    skipped = four_ranks.run(load, [folders[1 + DAMAGE.index(overwritten)]], [*P2D2, "--no-load-optim", "--no-verify-checkpoint"])
+    assert skipped == [[None]] * 4, "it loads, as it did without a manifest"
+
+
+def test_a_manifest_lists_all_files_and_the_run(saved: Path) -> None:
+    manifests = {}
+    for name in ("a/iter_0000001", "a/iter_0000002", "b/iter_0000001"):
+        manifest = Manifest.read(saved / name)
+        assert manifest is not None
+        assert set(manifest.files) == {path.name for path in (saved / name).iterdir()} - {MANIFEST}
+        assert {"metadata.json", ".metadata"} < set(manifest.files)
+        assert sum(file.endswith(".distcp") for file in manifest.files) >= 4, "of each rank"
+        assert manifest.iteration == int(name[-7:])
+        assert re.fullmatch("[0-9a-f]{16}", manifest.run)
+        manifests[name] = manifest
+    assert len({each.run for each in manifests.values()}) == 3, "three jobs"
+
+
+@pytest.mark.parametrize("damage", [None, flipped, missing])
+@pytest.mark.parametrize("names", ["folder", "checkpoint", "step"])
+def test_the_command_says_in_one_line_what_it_found(
+    damage: Callable[[Path, Path], str] | None, names: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "iter_0000002"
+    shutil.copytree(saved / "a" / "iter_0000002", directory)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    expected = "files are as saved (0.00 GB, run " if damage is None else damage(directory, saved / "b" / "iter_0000001")
+    asked = {"folder": [str(tmp_path)], "checkpoint": [str(directory)], "step": [str(tmp_path), "--ckpt-step", "2"]}
+    assert main(["checkpoint", "verify", *asked[names]]) == (0 if damage is None else 1)
+    out, err = capsys.readouterr()
+    assert (out if damage is None else err).count("\n") == 1
+    assert not (err if damage is None else out)
+    assert expected in (out if damage is None else err)
+    assert str(directory) in (out if damage is None else err)
+
+
+@pytest.mark.parametrize(
+    ("files", "flags", "code", "expected"),
+    [
+        ({}, [], 2, "latest_checkpointed_iteration.txt is missing"),
+        ({}, ["--ckpt-step", "7"], 2, "iter_0000007 is missing"),
+        ({"latest_checkpointed_iteration.txt": "1" * 5000}, [], 1, "latest_checkpointed_iteration.txt is damaged: it holds '111"),
+        ({"metadata.json": "{}"}, [], 2, f"has no {MANIFEST} (saved by Megatron-LM or an older version): it cannot be verified"),
+        ({MANIFEST: "{}"}, [], 1, f"{MANIFEST} is damaged: it is not a manifest"),
+    ],
+)
+def test_what_the_command_cannot_verify_is_one_line(
+    files: dict[str, str], flags: list[str], code: int, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert main(["checkpoint", "verify", str(tmp_path), *flags]) == code
+    out, err = capsys.readouterr()
+    assert not out
+    assert expected in err
+    assert err.count("\n") == 1
+    assert len(err) < len(str(tmp_path)) + 300
+
+
+@pytest.mark.parametrize("step", ["-1", "x", "9" * 5000, ""])
+def test_a_step_that_is_no_iteration_is_exit_code_2(step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["checkpoint", "verify", str(tmp_path), f"--ckpt-step={step}"])
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert "is not an iteration" in err
+    assert len(err) < 200
