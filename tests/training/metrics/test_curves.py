@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -100,3 +101,21 @@ def test_without_flags_nothing_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     curves.flush()
     curves.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread raises, too
+def test_tensorboard_files_that_cannot_be_written_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "events"
+    curves = Curves(settings(f"--tensorboard-dir {folder}"), start_iteration=0)
+    curves.add({"loss": 2.5}, 1)
+    curves.flush()
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+    for iteration in (2, 3, 4):
+        curves.add({"loss": 2.5}, iteration)
+        assert curves.events is not None
+        curves.events.add_scalar("timer", 1.0, iteration)
+        curves.flush()
+    curves.close()
+    (warning,) = (message for message in caplog.messages if "tensorboard" in message)
+    assert warning == f"--tensorboard-dir {folder} cannot be written: Not a directory; training goes on, and its curves end here"
