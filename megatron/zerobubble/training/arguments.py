@@ -141,6 +141,7 @@ def exit_with_error(error: UserError, *, rank: int, prog: str = _PROG, error_fil
     """
     if rank != 0:
         time.sleep(_GRACE_S)
+        write_error_file(error_file, f"{prog}: rank {rank}: error: {error}")  # rank 0 may see other files, and no error
     else:
         write_error_file(error_file, f"{prog}: error: {error}")
         sys.stderr.write(f"{prog}: error: {error}\n")
