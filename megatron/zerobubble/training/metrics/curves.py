@@ -39,10 +39,12 @@ class Curves:
         if self._run is not None:
             self._resources.callback(self._run.finish)
 
-    @property
-    def events(self) -> _Events | None:
-        """TensorBoard's writer, for megatron-core's timers; None without --tensorboard-dir."""
-        return self._events
+    def write_events(self, write: Callable[[Any | None], object]) -> None:
+        """Call `write` with TensorBoard's SummaryWriter, for megatron-core's timers; None without one or after a failure."""
+        if self._events is None:
+            write(None)
+        else:
+            self._events.act(write)
 
     def add(self, values: Mapping[str, Any], iteration: int) -> None:
         """Add a point at `iteration` for each of `values` that is a number; others are ignored."""
@@ -77,29 +79,31 @@ class _Events:
 
     def add_scalar(self, name: str, value: float, iteration: int) -> None:
         """Add a point to a curve."""
-        self._try(lambda writer: writer.add_scalar(name, value, iteration))
+        self.act(lambda writer: writer and writer.add_scalar(name, value, iteration))
 
     def flush(self) -> None:
         """Make the added points visible to readers."""
-        self._try(lambda writer: writer.flush())
+        self.act(lambda writer: writer and writer.flush())
 
     def close(self) -> None:
         """Close the file."""
-        self._try(lambda writer: writer.close())
+        self.act(lambda writer: writer and writer.close())
 
-    def _try(self, act: Callable[[Any], object]) -> None:
-        if self._writer is None:
-            return
+    def act(self, write: Callable[[Any | None], object]) -> None:
+        """Call `write` with the SummaryWriter, or with None after a failure."""
         try:
-            act(self._writer)
-        except (OSError, RuntimeError) as error:
-            writer, self._writer = self._writer, None
-            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            write(self._writer)
+        except OSError as error:
+            failed, self._writer = self._writer, None
             _log.warning(
-                "--tensorboard-dir %s cannot be written: %s; training goes on, and its curves end here", self._folder, reason
+                "--tensorboard-dir %s cannot be written: %s; training goes on, and its curves end here",
+                self._folder,
+                error.strerror or error,
             )
-            with suppress(OSError, RuntimeError):  # ends its thread
-                writer.close()
+            open_writers = getattr(failed, "all_writers", None) or {}
+            for writer in open_writers.values():  # SummaryWriter.close would fail before it ends the thread
+                with suppress(OSError):
+                    writer.close()
 
 
 def _open_wandb(settings: Settings) -> Any | None:

@@ -196,8 +196,8 @@ class MetricsLogger:
         if settings.logging.log_memory_to_tensorboard:
             self.add_curves(memory_scalars(), last.iteration)
         if settings.logging.log_timers_to_tensorboard:
-            events = None if self._curves is None else self._curves.events
-            self._timers.write(list(_TIMERS), events, last.iteration, normalizer=len(records), reset=False)
+            write = self._curves.write_events if self._curves is not None else lambda act: act(None)
+            write(lambda to: self._timers.write(list(_TIMERS), to, last.iteration, normalizer=len(records), reset=False))
         if settings.logging.timing_log_level > 0:
             text = self._timers.get_all_timers_string(list(_TIMERS), normalizer=len(records))
             if text:
