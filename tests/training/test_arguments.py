@@ -13,6 +13,7 @@ from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError, 
 from megatron.zerobubble.training.arguments import build_parser, settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.blend import Blend, Sources
+from megatron.zerobubble.training.resilience.error_file import read_error_file
 from tests.training.launch import PRETRAIN, ROOT, environment
 
 BASE = (
@@ -367,13 +368,19 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_only_rank_0_reports_an_error(rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_reports_an_error(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The others leave theirs to torchrun, for an error that rank 0 does not have: of files that differ between machines."""
     from megatron.zerobubble.training import arguments
 
     monkeypatch.setattr(arguments.time, "sleep", lambda _: None)
     with pytest.raises(SystemExit) as left:
-        arguments.parse_arguments(["--bad"], rank=rank, world_size=2)
+        arguments.parse_arguments(["--bad"], rank=rank, world_size=2, error_file=str(tmp_path / "error.json"))
     assert left.value.code == 2
+    reason = read_error_file(tmp_path / "error.json")
+    assert reason is not None
+    assert reason.startswith("pretrain_gpt.py: error: " if rank == 0 else "pretrain_gpt.py: rank 1: error: ")
     said = capsys.readouterr().err
     assert said.count("\n") == (1 if rank == 0 else 0)
     assert (rank != 0) or said.startswith("pretrain_gpt.py: error: ")

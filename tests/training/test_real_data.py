@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import struct
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.data.texts import Document
 from tests.support import tokenizers as tiny
-from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, metrics, train
+from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, launch_warm, metrics, train
 from tools.preprocess_data import preprocess
 
 with quiet_third_parties():
@@ -75,6 +77,33 @@ def test_corpora_without_weights_are_read_once(corpora: tuple[str, str]) -> None
     given = settings("--data-path", *corpora, "--split", "80,20", "--train-iters", "100000")
     with pytest.raises(DataError, match=r"train: the datasets have \d+ samples together, and the run reads 800000; .* a weight"):
         build_datasets(given, build_tokenizer(given.tokenizer), reads=True)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, corpora: tuple[str, str]) -> None:
+    """By default it is a directory with the name of the dataset, without a suffix."""
+    prefix = tmp_path / "docs"
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpora[1]}{suffix}", f"{prefix}{suffix}")
+    prefix.write_text("in the way")
+    given = settings("--data-path", str(prefix), "--split", "80,20")
+    with pytest.raises(DataError, match=r"sample indices cannot be written or read: .*docs.*: .*; give --data-cache-path DIR"):
+        build_datasets(given, build_tokenizer(given.tokenizer), reads=True)
+
+
+def test_a_job_on_a_damaged_dataset_ends_at_once(tmp_path: Path, corpora: tuple[str, str]) -> None:
+    """All lengths are 0, which megatron-core counts epochs of forever; rank 1 only compares sizes, and rank 0 ends the job."""
+    prefix = tmp_path / "docs"
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpora[1]}{suffix}", f"{prefix}{suffix}")
+    index = prefix.with_suffix(".idx")
+    data = bytearray(index.read_bytes())
+    (num_sequences,) = struct.unpack_from("<Q", data, 18)
+    data[34 : 34 + 4 * (num_sequences - 1)] = bytes(4 * (num_sequences - 1))
+    index.write_bytes(data)
+    done = launch_warm([*RUN, *ZERO_BUBBLE, "--data-path", prefix, "--split", "80,20"], num_ranks=2)
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert f"error: {index}: sequence 0 has a length of 0; it must be above 0" in said
 
 
 def test_a_job_on_two_corpora_with_a_hugging_face_tokenizer(tmp_path: Path) -> None:

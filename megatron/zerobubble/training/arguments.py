@@ -83,13 +83,14 @@ def build_parser(*, prog: str = _PROG) -> argparse.ArgumentParser:
     return parser
 
 
-def settings_from_argv(argv: Sequence[str], *, world_size: int, prog: str = _PROG) -> Settings:
+def settings_from_argv(argv: Sequence[str], *, world_size: int, rank: int = 0, prog: str = _PROG) -> Settings:
     """Parse and check flags.
 
     Args:
         argv: the flags.
         world_size: number of ranks of the job. --dry-run plans for another one: for its own flag's, and without torchrun for
             one data-parallel replica.
+        rank: this process' rank. Rank 0 checks more than the others (`validate.check_settings`).
         prog: program name in the usage.
 
     Raises:
@@ -104,7 +105,7 @@ def settings_from_argv(argv: Sequence[str], *, world_size: int, prog: str = _PRO
     if settings.run.dry_run:
         default = world_size if world_size > 1 else settings.model_parallel_size
         settings = replace(settings, world_size=settings.run.dry_run_world_size or default)
-    check_settings(settings)
+    check_settings(settings, is_first=rank == 0)
     return settings
 
 
@@ -124,7 +125,7 @@ def parse_arguments(
         SystemExit: a flag is wrong (exit code 2), or --help was printed (exit code 0).
     """
     try:
-        return settings_from_argv(sys.argv[1:] if argv is None else argv, world_size=world_size, prog=prog)
+        return settings_from_argv(sys.argv[1:] if argv is None else argv, world_size=world_size, rank=rank, prog=prog)
     except UserError as error:
         exit_with_error(error, rank=rank, prog=prog, error_file=error_file)
 
@@ -140,6 +141,7 @@ def exit_with_error(error: UserError, *, rank: int, prog: str = _PROG, error_fil
     """
     if rank != 0:
         time.sleep(_GRACE_S)
+        write_error_file(error_file, f"{prog}: rank {rank}: error: {error}")  # rank 0 may see other files, and no error
     else:
         write_error_file(error_file, f"{prog}: error: {error}")
         sys.stderr.write(f"{prog}: error: {error}\n")

@@ -106,7 +106,7 @@ def pretrain(
     set_up_logging(launch)
     try:
         tokenizer = build_tokenizer(settings.tokenizer)
-        check_data_matches(settings, tokenizer)
+        check_data_matches(settings, tokenizer, is_first=launch.rank == 0)
         host = choose_device(settings, launch)
     except UserError as error:
         exit_with_error(error, rank=launch.rank, prog=prog, error_file=launch.error_file)

@@ -1,6 +1,7 @@
 """Checks across groups of flags, before torch is loaded or a process group exists.
 
-Each failure is an error of one line: what was given, what is allowed, what to do. Files are read, never written.
+Each failure is an error of one line: what was given, what is allowed, what to do. Files are read; `validate_targets` tries
+whether they could be written, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from megatron.zerobubble.mcore.model.transformer_engine import OLDEST_TRANSFORME
 from megatron.zerobubble.plan.partition.hybrid_pattern import MAMBA
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.corpus import documents_of_splits, read_corpus_info
+from megatron.zerobubble.training.data.index import check_dataset, file_bytes
 from megatron.zerobubble.training.validate_model import (
     check_attention,
     check_context_parallel,
@@ -33,16 +35,23 @@ from megatron.zerobubble.training.validate_schedule import (
     check_trace,
     check_watchdog,
 )
+from megatron.zerobubble.training.validate_targets import check_targets
 
 __all__ = ["check_settings"]
 
 
-def check_settings(settings: Settings) -> None:
+def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     """Raise unless a job with these settings can run.
 
+    Args:
+        settings: the flags.
+        is_first: whether to do, too, what takes longer and one rank of a job does for all: read the whole index of each dataset,
+            and try to write where the run will write.
+
     Raises:
-        ConfigError: flags contradict each other or do not fit the number of ranks.
-        DataError: a dataset is missing, has a split without documents, or was made with another tokenizer or vocabulary.
+        ConfigError: flags contradict each other, do not fit the number of ranks, or name a file that cannot be written.
+        DataError: a dataset is missing or damaged, has a split without documents, or was made with another tokenizer or
+            vocabulary.
         CheckpointError: the checkpoint to load does not exist.
     """
     _check_world(settings)
@@ -61,9 +70,10 @@ def check_settings(settings: Settings) -> None:
     _check_installed(settings)
     _check_optimizer(settings)
     _check_gradients(settings)
-    _check_data(settings)
+    _check_data(settings, reads_all=is_first)
     _check_checkpoint(settings)
     check_trace(settings)
+    check_targets(settings, tries=is_first)
     check_watchdog(settings)
 
 
@@ -226,13 +236,14 @@ def _check_gradients(settings: Settings) -> None:
             raise ConfigError(f"--zero-bubble-shard-gradients {size} {problem}")
 
 
-def _check_data(settings: Settings) -> None:
+def _check_data(settings: Settings, *, reads_all: bool) -> None:
     if settings.data.mock_data:
         return
     sources, run = settings.data.sources, settings.run
+    for prefix in sources.prefixes:
+        _check_dataset(settings, prefix, reads_all=reads_all)
     if sources.divided is not None:
         for prefix in sources.divided.prefixes:
-            _check_dataset(settings, prefix)
             _check_splits(settings, prefix)
         return
     train, valid, _ = sources.per_split
@@ -240,24 +251,15 @@ def _check_data(settings: Settings) -> None:
         raise ConfigError("no data to train on: give --train-data-path, or --skip-train to evaluate only")
     if valid is None and run.eval_iters > 0:
         raise ConfigError("no data to validate on: give --valid-data-path, or --eval-iters 0")
-    for blend in sources.per_split:
-        for prefix in () if blend is None else blend.prefixes:
-            _check_dataset(settings, prefix)
-            if sum(documents_of_splits(prefix, (1.0,))) == 0:
-                raise DataError(f"{prefix} has no documents; leave it out")
 
 
-def _check_dataset(settings: Settings, prefix: str) -> None:
-    """Raise unless a dataset is there and was made with the tokenizer of the run."""
-    for suffix in (".idx", ".bin"):
-        if not Path(prefix + suffix).is_file():
-            raise DataError(
-                f"--data-path {prefix}: {prefix}{suffix} does not exist; give the prefix of a dataset made by "
-                "tools/preprocess_data.py, without .bin or .idx"
-            )
+def _check_dataset(settings: Settings, prefix: str, *, reads_all: bool) -> None:
+    """Raise unless a dataset is there and whole, and was made with the tokenizer of the run."""
+    index = check_dataset(prefix, reads_all=reads_all)
     info = read_corpus_info(prefix)
     if info is not None:
         info.check_matches(settings.tokenizer.tokenizer_type, settings.tokenizer.known_vocab_size)
+        info.check_index(index, bin_bytes=file_bytes(index.bin_path))
 
 
 def _check_splits(settings: Settings, prefix: str) -> None:

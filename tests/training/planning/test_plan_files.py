@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.errors import ConfigError, DeadlockError, PlanError, UserError
+from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.registry import build_plan, initial_plan
-from megatron.zerobubble.plan.simulate import peak_memory
+from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from tests.training.test_arguments import BASE, settings
+
+with quiet_third_parties():
+    from megatron.zerobubble.training.planning.replan import PlanFileWriter
 
 RUN = BASE + "--pipeline-model-parallel-size 4 --global-batch-size 6 "
 _TIMES = {name: [1.0] * 8 for name in ("forward_ms", "backward_ms", "wgrad_ms")}
@@ -154,3 +158,17 @@ def test_memory(flags: str, schedule: str, limit: float | None) -> None:
     assert (spec.name, spec.memory_limit) == (schedule, limit)
     plan = initial_plan(spec, 6)
     assert max(peak_memory(plan, CostModel.uniform(plan.placement))) <= (limit or {"v-half": 0.75, "v-min": 0.5}[schedule])
+
+
+def test_a_plan_file_that_cannot_be_written_any_more_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = simulate(build_plan("zbv", num_ranks=4, num_microbatches=6), CostModel.from_json(SMALL))
+    file = tmp_path / "plan.json"
+    writer = PlanFileWriter(str(file))
+    file.mkdir()
+    for _ in range(2):
+        writer.write_found(found)
+    (warning,) = caplog.messages
+    assert warning == f"--zero-bubble-save-plan {file} cannot be written: Is a directory"
+    file.rmdir()
+    writer.write_found(found)
+    assert json.loads(file.read_text())["schedule"] == "zbv"

@@ -120,7 +120,7 @@ def run_block(
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     settings = request.settings
     tokenizer = build_tokenizer(settings.tokenizer)
-    check_data_matches(settings, tokenizer)
+    check_data_matches(settings, tokenizer, is_first=launch.rank == 0)
     host = choose_device(settings, launch)
     job = join_job(settings, launch, host, name=f"block-{request.number}")
     with JobGuard(job.store, launch.rank), _reporting(job, failed):

@@ -92,7 +92,7 @@ class Contender:
             checkpoint=CheckpointConfig(),
             logging=LoggingConfig(log_num_zeros_in_grad=job.logging.log_num_zeros_in_grad),
         )
-        check_settings(changed)
+        check_settings(changed, is_first=False)  # the job's own settings are checked already, with all they read and write
         if self.schedule != AUTO:
             changed.stage_layers(changed.schedule_spec.placement)
         return changed

@@ -43,6 +43,12 @@ class Sources:
     per_split: tuple[Blend | None, Blend | None, Blend | None] = (None, None, None)
     """A blend for each of training, validation and test; None for a split without data."""
 
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """Path prefixes of all datasets, each once."""
+        blends = (self.divided, *self.per_split)
+        return tuple(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
+
 
 def parse_blend(words: Sequence[str], flag: str) -> Blend:
     """The blend that `words` of `flag` name: one prefix, several, or pairs of weight and prefix.

@@ -1,23 +1,20 @@
 """How a dataset was tokenized: the small JSON file that tools/preprocess_data.py writes beside .bin and .idx.
 
-It lets training reject a tokenizer or vocabulary that does not match the data. The header of the index (.idx) has the number of
-documents, which shows whether a split would have none. Standard library only: both are read before torch is loaded.
+It lets training reject a tokenizer or vocabulary that does not match the data. Standard library only: it is read before torch is
+loaded.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.zerobubble.errors import DataError
+from megatron.zerobubble.training.data.index import DatasetIndex, read_index
 
 __all__ = ["CorpusInfo", "corpus_info_path", "documents_of_splits", "read_corpus_info"]
-
-_INDEX_HEAD = struct.Struct("<9sQBQ")
-"""Header of .idx: magic, version, code of the token dtype, and the number of documents (megatron-core's sequences)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +47,20 @@ class CorpusInfo:
                 f"{self.vocab_size}; give --vocab-size {self.vocab_size}, or preprocess the text again"
             )
 
+    def check_index(self, index: DatasetIndex, *, bin_bytes: int) -> None:
+        """Raise DataError unless the dataset has the documents and tokens that this file counts.
+
+        Args:
+            index: header of the dataset's index.
+            bin_bytes: size of its .bin.
+        """
+        counted, found = (self.num_documents, self.num_tokens), (index.num_sequences, bin_bytes // index.item_bytes)
+        if counted != found:
+            raise DataError(
+                f"{corpus_info_path(index.prefix)} counts {counted[0]} documents with {counted[1]} tokens, and the dataset has {found[0]} "
+                f"with {found[1]}: they are not of one run of the tool, or the index has another dtype; preprocess the text again"
+            )
+
     def check_vocabulary(self, tokenizer_vocab_size: int, *, prefix: str, given: int | None) -> None:
         """Raise DataError unless a tokenizer that has been loaded has as many tokens as that of the data.
 
@@ -78,11 +89,17 @@ def read_corpus_info(prefix: str) -> CorpusInfo | None:
     """
     path = corpus_info_path(prefix)
     try:
-        return CorpusInfo(**json.loads(path.read_text(encoding="utf-8")))
+        info = CorpusInfo(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({error}); preprocess the text again") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({' '.join(str(error).split())[:80]}); preprocess the text again") from None
+    numbers = (info.vocab_size, info.num_documents, info.num_tokens)
+    if not isinstance(info.tokenizer_type, str) or not all(type(number) is int for number in numbers):
+        raise DataError(f"{path} is damaged (a text, or a number, is something else); preprocess the text again")
+    return info
 
 
 def documents_of_splits(prefix: str, weights: tuple[float, ...]) -> tuple[int, ...]:
@@ -98,15 +115,7 @@ def documents_of_splits(prefix: str, weights: tuple[float, ...]) -> tuple[int, .
     Raises:
         DataError: the index cannot be read or is damaged.
     """
-    path = Path(f"{prefix}.idx")
-    try:
-        with path.open("rb") as file:
-            head = file.read(_INDEX_HEAD.size)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    if len(head) < _INDEX_HEAD.size or not head.startswith(b"MMIDIDX\x00\x00"):
-        raise DataError(f"{path} is not the index of a dataset; preprocess the text again")
-    num_documents = float(_INDEX_HEAD.unpack(head)[-1])
+    num_documents = float(read_index(prefix).num_sequences)
     shares = itertools.accumulate((weight / sum(weights) for weight in weights), initial=0.0)
     cuts = [round(share * num_documents) for share in shares]
     return tuple(end - begin for begin, end in itertools.pairwise(cuts))

@@ -26,6 +26,7 @@ from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.model.sequence_parts import WHOLE, SequenceParts, slices
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.blend import SPLITS
+from megatron.zerobubble.training.data.token_ids import checked_batches, vocabulary_size
 
 __all__ = ["Batch", "ConsumedSamples", "Datasets", "build_datasets", "chunk_iterators", "chunk_reads", "next_batch"]
 
@@ -95,6 +96,9 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
         settings: paths and splits of the data, and the number of samples.
         tokenizer: provides the token ids of end of document and padding.
         reads: whether this rank reads samples.
+
+    Raises:
+        DataError: there are too few samples, or the cache cannot be written.
     """
     data, run = settings.data, settings.run
     sources = data.sources
@@ -121,10 +125,24 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
     if data.data_cache_path is None:  # mutes warnings that indices of synthetic and of blended data are not cached
         for name in ("gpt_dataset", "blended_dataset"):
             logging.getLogger(f"megatron.core.datasets.{name}").setLevel(logging.ERROR)
-    datasets = BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: reads, config).build()
+    datasets = _built(BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: reads, config))
     for name, dataset, size in zip(SPLITS, datasets, sizes, strict=True):
         _check_enough(name, dataset, size)
     return Datasets(*datasets)
+
+
+def _built(builder: BlendedMegatronDatasetBuilder) -> Any:
+    """What `builder` builds. Raises DataError if it cannot write to the cache, for which megatron-core raises no class of its own."""
+    try:
+        return builder.build()
+    except Exception as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        raise DataError(
+            f"the sample indices cannot be written or read: {cause.filename or 'the cache'}: {cause.strerror or cause}; give "
+            "--data-cache-path DIR, a directory that can be written"
+        ) from error
 
 
 def _blends_read(settings: Settings) -> list[tuple[list[str], list[float] | None] | None] | None:
@@ -169,7 +187,8 @@ def chunk_iterators(
         on_gpu: whether to pin host memory.
 
     Returns:
-        One iterator if the rank has one chunk, else a list of them; None for a chunk that reads no samples.
+        One iterator if the rank has one chunk, else a list of them; None for a chunk that reads no samples. They raise DataError
+        for tokens outside of the vocabulary.
     """
 
     def iterate() -> DataIterator:
@@ -181,7 +200,7 @@ def chunk_iterators(
             rank=rank,
             num_ranks=settings.data_parallel_size,
         )
-        return iter(
+        loader = iter(
             DataLoader(
                 dataset,
                 batch_sampler=sampler,
@@ -190,6 +209,9 @@ def chunk_iterators(
                 generator=torch.Generator(),  # its own: reading samples must not advance the rank's generator
             )
         )
+        if settings.data.mock_data:
+            return loader
+        return checked_batches(loader, sampler, dataset, size=vocabulary_size(settings, dataset.config.tokenizer))
 
     iterators = [iterate() if reads else None for reads in reads_by_chunk]
     return iterators if len(iterators) > 1 else iterators[0]

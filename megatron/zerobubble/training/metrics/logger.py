@@ -6,15 +6,13 @@ no synchronization to an iteration.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -22,6 +20,7 @@ from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.metrics.aux_losses import AuxLosses
 from megatron.zerobubble.training.metrics.curves import Curves
+from megatron.zerobubble.training.metrics.json_lines import JsonLines
 from megatron.zerobubble.training.metrics.memory import memory_scalars
 from megatron.zerobubble.training.metrics.progress_line import progress_line, tflops_per_gpu
 from megatron.zerobubble.training.metrics.summary import Totals
@@ -99,7 +98,7 @@ class MetricsLogger:
         """For the summary of the run."""
         self._aux_losses = AuxLosses(settings)
         self._resources = ExitStack()
-        self._jsonl: IO[str] | None = None
+        self._jsonl: JsonLines | None = None
         self._curves: Curves | None = None
         self._bar: Any | None = None
         if rank == 0:
@@ -108,10 +107,8 @@ class MetricsLogger:
     def _open(self, start_iteration: int) -> None:
         logs = self._settings.logging
         if logs.metrics_jsonl is not None:
-            path = Path(logs.metrics_jsonl)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            mode = "a" if start_iteration > 0 else "w"
-            self._jsonl = self._resources.enter_context(path.open(mode, encoding="utf-8"))
+            self._jsonl = JsonLines(logs.metrics_jsonl, is_continued=start_iteration > 0)
+            self._resources.callback(self._jsonl.close)
         self._curves = Curves(self._settings, start_iteration=start_iteration)
         self._resources.callback(self._curves.close)
         if sys.stderr.isatty():
@@ -199,8 +196,8 @@ class MetricsLogger:
         if settings.logging.log_memory_to_tensorboard:
             self.add_curves(memory_scalars(), last.iteration)
         if settings.logging.log_timers_to_tensorboard:
-            events = None if self._curves is None else self._curves.events
-            self._timers.write(list(_TIMERS), events, last.iteration, normalizer=len(records), reset=False)
+            write = self._curves.write_events if self._curves is not None else lambda act: act(None)
+            write(lambda to: self._timers.write(list(_TIMERS), to, last.iteration, normalizer=len(records), reset=False))
         if settings.logging.timing_log_level > 0:
             text = self._timers.get_all_timers_string(list(_TIMERS), normalizer=len(records))
             if text:
@@ -208,10 +205,7 @@ class MetricsLogger:
 
     def _write(self, objects: list[dict[str, Any]]) -> None:
         if self._jsonl is not None:
-            for fields in objects:
-                finite = {key: _finite_or_none(value) for key, value in fields.items()}
-                self._jsonl.write(json.dumps(finite) + "\n")
-            self._jsonl.flush()
+            self._jsonl.write(objects)
         if self._curves is not None:
             for fields in objects:
                 self._curves.add({key: value for key, value in fields.items() if key != "iteration"}, fields["iteration"])
@@ -242,8 +236,3 @@ def _ranges(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return f"rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, run)) for run in runs)}" if ranks else ""
-
-
-def _finite_or_none(value: Any) -> Any:
-    """JSON has no NaN or infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -69,8 +69,12 @@ def report_pipeline(
         missing = sorted(chosen - {timeline.iteration for timeline in timelines})
         if missing:
             _log.warning("no trace of iterations %s: they did not run in this job", ", ".join(map(str, missing)))
-        write_trace(timelines, reports, Path(directory), memory=memory)
-        _log.info("trace: %s", directory)
+        try:
+            write_trace(timelines, reports, Path(directory), memory=memory)
+        except OSError as error:  # must not make a run that is done a failed one
+            _log.warning("--zero-bubble-trace %s cannot be written: %s", directory, error.strerror or error)
+        else:
+            _log.info("trace: %s", directory)
     return reports[-1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,16 +19,20 @@ from megatron.zerobubble.training.step import TrainingState
 __all__ = ["PlanFileWriter", "make_replanner"]
 
 
+_log = logging.getLogger(__name__)
+
+
 class PlanFileWriter:
     """Writes the --zero-bubble-save-plan file: every plan that is found, or at the end the one that ran. Rank 0 writes.
 
     Args:
-        file: the JSON file, replaced atomically; None: write nothing.
+        file: the JSON file, replaced atomically; None: write nothing. If it cannot be written, that is logged once.
     """
 
     def __init__(self, file: str | None) -> None:
         self._file = None if file is None else Path(file)
         self._is_written = False
+        self._has_failed = False
 
     def write_found(self, found: Simulation) -> None:
         """Write a plan that the search found, with the profiled costs and the simulated metrics."""
@@ -39,8 +44,15 @@ class PlanFileWriter:
             self._write(schedule.plan(num_microbatches).to_json())
 
     def _write(self, text: str) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             replace_text(self._file, text)
+        except OSError as error:  # training does not need the file
+            if not self._has_failed:
+                _log.warning("--zero-bubble-save-plan %s cannot be written: %s", self._file, error.strerror or error)
+            self._has_failed = True
+        else:
             self._is_written = True
 
 

@@ -1,0 +1,182 @@
+"""Damaged datasets: each is refused in one line that names the file, before torch is loaded; whole ones pass."""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.zerobubble.errors import DataError
+from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
+from megatron.zerobubble.training.data import index as index_module
+from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_path, read_corpus_info
+from megatron.zerobubble.training.data.index import check_dataset
+from tests.training.launch import ROOT, environment
+
+with quiet_third_parties():
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+LENGTHS = (5, 1, 7, 3)
+"""Tokens of the sequences of each dataset here; the second document has two, the third none."""
+N, D = len(LENGTHS), 5
+HEAD, POINTERS, BOUNDARIES = 34, 34 + 4 * N, 34 + 12 * N
+
+
+def write(folder: Path, *, dtype: type = np.uint16, multimodal: bool = False) -> str:
+    """A small dataset, written by megatron-core; its prefix."""
+    prefix = str(folder / "data")
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype, multimodal=multimodal)
+    tokens = np.arange(sum(LENGTHS))
+    begin = 0
+    for document in ((5,), (1, 7), (), (3,)):
+        size = sum(document)
+        modes = [0] * len(document) if multimodal else None
+        builder.add_document(tokens[begin : begin + size], list(document), modes)
+        begin += size
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
+def test_what_megatron_core_writes_is_whole(tmp_path: Path, dtype: type, multimodal: bool) -> None:
+    prefix = write(tmp_path, dtype=dtype, multimodal=multimodal)
+    for reads_all in (False, True):
+        index = check_dataset(prefix, reads_all=reads_all)
+        assert (index.dtype, index.num_sequences, index.num_boundaries) == (dtype.__name__, N, D)
+    lengths, pointers, boundaries = index.entries()
+    theirs = IndexedDataset(prefix, multimodal=multimodal)
+    assert lengths.tolist() == theirs.sequence_lengths.tolist() == list(LENGTHS)
+    assert pointers.tolist() == theirs.index.sequence_pointers.tolist()
+    assert boundaries.tolist() == theirs.document_indices.tolist()
+
+
+def put(offset: int, form: str, *values: int) -> Callable[[bytes], bytes]:
+    """Overwrites values of an index."""
+
+    def change(data: bytes) -> bytes:
+        new = struct.pack(form, *values)
+        return data[:offset] + new + data[offset + len(new) :]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: b"", r"idx is not the index of a dataset"),
+        (lambda data: data[:20], r"idx is not the index of a dataset"),
+        (put(0, "<B", 0), r"idx is not the index of a dataset"),
+        (put(9, "<Q", 2), r"idx has version 2 of the format, and megatron-core reads version 1"),
+        (put(17, "<B", 0), r"idx has dtype code 0; token ids have one of 1 \(uint8\), .*8 \(uint16\)"),
+        (put(17, "<B", 255), r"idx has dtype code 255; token ids"),
+        (put(17, "<B", 7), r"idx has dtype code 7 \(float32\); token ids"),
+        (put(17, "<B", 4), r"sequence 1 begins at byte 10 of .bin, and those before it end at byte 20 in int32: .* dtype"),
+        (put(17, "<B", 1), r"sequence 1 begins at byte 10 of .bin, and those before it end at byte 5 in uint8"),
+        (put(18, "<Q", 0), r"idx has no documents; leave .*data out"),
+        (put(26, "<Q", 0), r"idx has no documents"),
+        (put(18, "<Q", N - 1), r"idx has 122 bytes, and 3 sequences with 5 document boundaries take 110: it is cut short or"),
+        (put(18, "<Q", 2**64 - 1), r"idx has 122 bytes, and 18446744073709551615 sequences"),
+        (put(26, "<Q", 2**63), r"and 4 sequences with 9223372036854775808 document boundaries take"),
+        (lambda data: data[:-1], r"idx has 121 bytes, and 4 sequences with 5 document boundaries take 122"),
+        (lambda data: data + bytes(N + 1), r"idx has 127 bytes"),
+        (put(HEAD, "<4i", 0, 0, 0, 0), r"sequence 0 has a length of 0; it must be above 0"),
+        (put(HEAD, "<4i", -1, -1, -1, -1), r"sequence 0 has a length of -1; it must be above 0"),
+        (put(HEAD + 8, "<i", -7), r"sequence 2 has a length of -7"),
+        (put(HEAD + 4, "<i", 2), r"sequence 2 begins at byte 12 of .bin, and those before it end at byte 14 in uint16"),
+        (put(HEAD + 12, "<i", 4), r"bin has 32 bytes, and the last sequence of its index, in uint16, ends at byte 34"),
+        (put(HEAD, "<i", 2**31 - 1), r"sequence 1 begins at byte 10 .* end at byte 4294967294"),
+        (put(POINTERS, "<q", 2), r"sequence 0 begins at byte 2 of .bin, and those before it end at byte 0"),
+        (put(POINTERS + 16, "<q", -2), r"sequence 2 begins at byte -2"),
+        (put(POINTERS + 24, "<q", 2**62), r"sequence 3 begins at byte 4611686018427387904"),
+        (put(BOUNDARIES, "<q", 1), r"documents begin at sequence 1 and end at 4, not at 0 and 4"),
+        (put(BOUNDARIES + 32, "<q", 5), r"documents begin at sequence 0 and end at 5, not at 0 and 4"),
+        (put(BOUNDARIES + 8, "<q", 4), r"document 2 begins at sequence 3, before the one in front of it"),
+        (put(BOUNDARIES + 16, "<q", -1), r"document 2 begins at sequence -1, before"),
+    ],
+)
+@pytest.mark.parametrize("piece", [2**21, 2])
+def test_a_damaged_index_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes], message: str, piece: int
+) -> None:
+    """Read whole, and in pieces of two entries."""
+    monkeypatch.setattr(index_module, "_PIECE", piece)
+    prefix = write(tmp_path)
+    path = Path(f"{prefix}.idx")
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(DataError) as refused:
+        check_dataset(prefix, reads_all=True)
+    assert re.search(message, str(refused.value)), str(refused.value)
+    assert str(tmp_path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("reads_all", [False, True])
+@pytest.mark.parametrize("change", [lambda data: b"", lambda data: data[:-1], lambda data: data[: len(data) // 2], lambda data: data * 2])
+def test_a_bin_of_another_size_is_refused_on_every_rank(tmp_path: Path, change: Callable[[bytes], bytes], reads_all: bool) -> None:
+    prefix = write(tmp_path)
+    path = Path(f"{prefix}.bin")
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(DataError, match=rf"data\.bin has {path.stat().st_size} bytes, .* ends at byte 32: one of the two"):
+        check_dataset(prefix, reads_all=reads_all)
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+def test_a_file_that_is_not_there_or_is_none(tmp_path: Path, suffix: str) -> None:
+    prefix = write(tmp_path)
+    path = Path(f"{prefix}{suffix}")
+    path.unlink()
+    for make in (lambda: None, path.mkdir):
+        make()
+        with pytest.raises(DataError, match=rf"data\{suffix} does not exist; give the prefix of a dataset"):
+            check_dataset(prefix, reads_all=True)
+
+
+def test_names_that_no_file_can_have() -> None:
+    for prefix in ("x" * 300, "a\0b"):
+        with pytest.raises(DataError, match="cannot be read: File name too long|does not exist"):
+            check_dataset(prefix, reads_all=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "null",
+        '{"vocab_size": 1}',
+        '{"tokenizer_type": "A", "vocab_size": "256", "num_documents": 1, "num_tokens": 1}',
+        '{"tokenizer_type": 1, "vocab_size": 256, "num_documents": 1, "num_tokens": 1}',
+        "[" * 100_000,
+        "\udcff",
+    ],
+)
+def test_a_damaged_description_is_refused(tmp_path: Path, text: str) -> None:
+    prefix = str(tmp_path / "data")
+    corpus_info_path(prefix).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=r"data\.corpus\.json is damaged") as refused:
+        read_corpus_info(prefix)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_description_of_another_dataset_is_refused(tmp_path: Path) -> None:
+    index = check_dataset(write(tmp_path), reads_all=True)
+    right = {"tokenizer_type": "A", "vocab_size": 256, "num_documents": N, "num_tokens": sum(LENGTHS)}
+    CorpusInfo(**right).check_index(index, bin_bytes=32)
+    for changed in ({"num_tokens": 17}, {"num_documents": 3}):
+        with pytest.raises(DataError, match=r"corpus\.json counts .* and the dataset has 4 with 16"):
+            CorpusInfo(**right | changed).check_index(index, bin_bytes=32)
+
+
+def test_sizes_are_checked_without_numpy_or_torch(tmp_path: Path) -> None:
+    prefix = write(tmp_path)
+    code = (
+        "import sys; from megatron.zerobubble.training.data.index import check_dataset; "
+        f"check_dataset({prefix!r}, reads_all=False); assert not {{'numpy', 'torch'}} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment(), cwd=ROOT, timeout=60)

@@ -1,0 +1,149 @@
+"""What a run writes is tried at start: one line for each target that cannot be written, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.training.arguments import settings_from_argv
+from megatron.zerobubble.training.config.settings import Settings
+
+BASE = (
+    "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 --train-iters 10 "
+    "--mock-data --pipeline-model-parallel-size 2 --zero-bubble-v-schedule "
+)
+DIRECTORIES = ("--save", "--tensorboard-dir", "--wandb-save-dir", "--data-cache-path", "--zero-bubble-trace")
+FILES = ("--metrics-jsonl", "--zero-bubble-save-plan")
+
+
+def settings(flag: str, value: object, *more: str, rank: int = 0) -> Settings:
+    wandb = ["--wandb-project", "x"] if flag == "--wandb-save-dir" else []
+    return settings_from_argv([*BASE.split(), *wandb, flag, str(value), *more], world_size=2, rank=rank)
+
+
+def content(folder: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory" / "inside").write_text("kept")
+    (tmp_path / "link").symlink_to("file")
+    return tmp_path
+
+
+@pytest.mark.parametrize("flag", [*DIRECTORIES, *FILES])
+@pytest.mark.parametrize("value", ["", " "])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_empty_name_is_refused(flag: str, value: str, rank: int) -> None:
+    with pytest.raises(ConfigError, match=rf"{flag} '{value}' is empty; give the (file|directory) to write, or leave it out"):
+        settings(flag, value, rank=rank)
+
+
+@pytest.mark.parametrize("flag", DIRECTORIES)
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("file", "is a file; give a directory"),
+        ("link", "is a file; give a directory"),
+        ("file/below", "/file is not a writable directory: it is a file"),
+        ("file/below/that", "/file is not a writable directory: it is a file"),
+        ("/dev/full", "is a file; give a directory"),
+        ("/dev/null/x", "/dev/null is not a writable directory"),
+        ("/proc/no/such", "/proc is not a writable directory"),
+        ("n" * 300, "cannot be written: File name too long"),
+    ],
+)
+def test_a_directory_that_cannot_be_written(folder: Path, flag: str, value: str, message: str) -> None:
+    before = content(folder)
+    with pytest.raises(ConfigError, match=message) as refused:
+        settings(flag, folder / value)
+    assert str(refused.value).startswith(f"{flag} ")
+    assert "\n" not in str(refused.value)
+    assert content(folder) == before
+
+
+@pytest.mark.parametrize("flag", FILES)
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("directory", "is a directory; give the file to write in it"),
+        ("file/below", "/file is not a writable directory"),
+        ("/dev/full", "cannot be written: No space left on device|is a device or a pipe, which cannot be replaced"),
+        ("/proc/metrics", "/proc is not a writable directory"),
+        ("n" * 300, "cannot be written: File name too long"),
+    ],
+)
+def test_a_file_that_cannot_be_written(folder: Path, flag: str, value: str, message: str) -> None:
+    before = content(folder)
+    with pytest.raises(ConfigError, match=message):
+        settings(flag, folder / value)
+    assert content(folder) == before
+
+
+@pytest.mark.parametrize("flag", DIRECTORIES)
+@pytest.mark.parametrize("value", ["directory", "new", "new/deep", "directory/new"])
+def test_a_directory_that_can_be_written_is_left_as_it_was(folder: Path, flag: str, value: str) -> None:
+    before = content(folder)
+    settings(flag, folder / value)
+    assert content(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--metrics-jsonl", "file"),
+        ("--metrics-jsonl", "link"),
+        ("--metrics-jsonl", "new"),
+        ("--metrics-jsonl", "new/deep/file"),
+        ("--metrics-jsonl", "/dev/null"),
+        ("--zero-bubble-save-plan", "file"),
+        ("--zero-bubble-save-plan", "new"),
+    ],
+)
+def test_a_file_that_can_be_written_is_left_as_it_was(folder: Path, flag: str, value: str) -> None:
+    before = content(folder)
+    settings(flag, folder / value)
+    assert content(folder) == before
+
+
+def test_a_plan_needs_its_directory(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"new is not a writable directory: it does not exist; make it first"):
+        settings("--zero-bubble-save-plan", folder / "new" / "plan.json")
+
+
+def test_a_pipe_that_nobody_reads_is_not_opened(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    settings("--metrics-jsonl", folder / "pipe")
+    with pytest.raises(ConfigError, match="is a device or a pipe, which cannot be replaced"):
+        settings("--zero-bubble-save-plan", folder / "pipe")
+
+
+def test_other_ranks_and_dry_runs_try_nothing(folder: Path) -> None:
+    settings("--save", folder / "file", rank=1)
+    settings("--save", folder / "file", "--dry-run")
+    settings("--tensorboard-dir", "s3://bucket/folder")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize("flag", [*DIRECTORIES, *FILES])
+def test_a_directory_without_permission(folder: Path, flag: str) -> None:
+    locked = folder / "locked"
+    locked.mkdir(mode=0o500)
+    value = locked / "name" if flag in FILES else locked
+    with pytest.raises(ConfigError, match="locked is not a writable directory: Permission denied"):
+        settings(flag, value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_cache_with_content_may_be_read_only(folder: Path) -> None:
+    cache = folder / "cache"
+    shutil.copytree(folder / "directory", cache)
+    cache.chmod(0o500)
+    settings("--data-cache-path", cache)
