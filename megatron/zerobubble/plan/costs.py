@@ -205,4 +205,4 @@ def _brief(times: tuple[float, ...]) -> str:
 
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST:
-        raise ConfigError(f"costs: {name} is {quoted(value)}; it must be a number from 0 to {_LARGEST:g}")
+        raise ConfigError(f"costs: {name} is {quoted(value)}; it must be a finite number from 0 to {_LARGEST:g}")

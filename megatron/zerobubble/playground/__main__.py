@@ -58,10 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         listener = _listen(args.host, args.port)
     except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: not a host name
-        print(
-            f"zerobubble playground: error: cannot listen on {shown(args.host)} port {args.port}: {one_line(str(error))}; try --port 0",
-            file=sys.stderr,
-        )
+        where = f"{shown(args.host)} port {args.port}"
+        print(f"zerobubble playground: error: cannot listen on {where}: {one_line(str(error))}; try --port 0", file=sys.stderr)
         return 2
     name = f"[{args.host}]" if ":" in args.host else args.host
     address = f"http://{name}:{listener.getsockname()[1]}/"

@@ -101,12 +101,9 @@ def settings_from_argv(argv: Sequence[str], *, world_size: int, prog: str = _PRO
         parser = build_parser(prog=prog)
         words = with_yaml_flags(argv, parser)
         return _checked(words, parser, world_size=world_size)
-    except PlanError as error:
-        if "\n" in str(error):  # it draws the plan
-            raise
-        raise type(error)(one_line(str(error), _values(words))) from None
     except UserError as error:
-        raise type(error)(one_line(str(error), _values(words))) from None
+        draws_plan = isinstance(error, PlanError) and "\n" in str(error)
+        raise type(error)(str(error) if draws_plan else one_line(str(error), _values(words))) from None
     except OSError as error:  # a path that the system refuses to look up, such as a name of more than 255 bytes
         raise ConfigError(f"{shown(error.filename)}: {error.strerror}; give another path") from None
 
