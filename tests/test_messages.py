@@ -19,6 +19,7 @@ def nested(depth: int) -> list[Any]:
 @pytest.mark.parametrize(
     "value",
     ["x" * 10**6, "\n" * 79, "a\udcffb" * 30, 10**4000, 10**6000, nested(5000), "\x1b[31m", {"a": "\u2028" * 500}, b"\0" * 99],
+    ids=range(9),
 )
 def test_any_value_is_one_printable_line(value: object) -> None:
     for text in (shown(value), quoted(value)):

@@ -45,9 +45,7 @@ def test_a_number_with_which_sums_overflow_is_refused(value: float) -> None:
 
 def test_times_or_memory_that_are_all_almost_0_are_refused() -> None:
     small = {"forward_ms": 5e-324, "backward_ms": 1e-300, "wgrad_ms": 0.0}
-    with pytest.raises(
-        ConfigError, match="the largest value of forward_ms, backward_ms, wgrad_ms is 1e-300; it must be at least"
-    ):
+    with pytest.raises(ConfigError, match="the largest value of forward_ms, backward_ms, wgrad_ms is 1e-300; it must be"):
         CostModel.uniform(Placement.linear(2), **small)
     assert CostModel.uniform(Placement.linear(2), **small | {"wgrad_ms": 1e-6}).forward_ms == (5e-324, 5e-324), "rounding noise"
     body = CostModel.uniform(Placement.linear(2)).to_json() | {"activation": [1e-20] * 2, "activation_after_backward": [0, 0]}

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.render.trace import render_chrome_trace
+from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.playground.tasks import encode, run_task
 
 PLAN = json.loads(build_plan("zbv", num_ranks=2, num_microbatches=3).to_json())
@@ -15,6 +19,8 @@ SMALL = {"num_ranks": 2, "num_microbatches": 4, "schedule": "zbv", "effort": "dr
 STAGES = {name: [1.0] * 4 for name in ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")}
 DEEP = "[" * 100_000 + "]" * 100_000
 HUGE = "9" * 5000
+_SIMULATED = simulate(Plan.from_json(json.dumps(PLAN)), CostModel.uniform(Placement.v(2)))
+WHOLE = json.loads(render_chrome_trace(_SIMULATED.rows))
 TRACE = {"traceEvents": [{"ph": "X", "cat": "F", "name": "0F0", "ts": 0, "dur": 1, "tid": 0, "pid": 0}]}
 
 
@@ -67,7 +73,7 @@ REQUESTS: list[tuple[str, bytes]] = [
     ("show", text({"plan": json.dumps(PLAN | {"schedule": "\ud800"})})),
     ("export", text({"plan": json.dumps(PLAN), "form": "x" * 5000})),
     ("export", nested({"plan": json.dumps(PLAN)}, "form")),
-    ("compare", text({"plan": "\ud800", "trace": TRACE})),
+    ("compare", text({"plan": "\ud800", "trace": WHOLE})),
     ("compare", nested({"plan": json.dumps(PLAN)}, "trace")),
 ]
 

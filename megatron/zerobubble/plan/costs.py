@@ -9,7 +9,7 @@ kept from the end of a stage's B until its W: the layers' inputs and output grad
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,12 +70,7 @@ class CostModel:
         if not self.forward_ms:
             raise ConfigError("costs: at least one stage is needed")
         for names in (_PER_STAGE[:3], _PER_STAGE[3:]):
-            largest = max(max(getattr(self, name)) for name in names)
-            if 0 < largest < _SMALLEST:
-                raise ConfigError(
-                    f"costs: the largest value of {', '.join(names)} is {largest}; it must be at least {_SMALLEST:g}, or "
-                    "all are 0"
-                )
+            _check_largest(names, max(max(getattr(self, name)) for name in names))
 
     @property
     def num_stages(self) -> int:
@@ -103,6 +98,10 @@ class CostModel:
             activation_after_backward: fraction of a microbatch's activation memory kept after B, M_W / M_B. The default,
                 all of it, is the safe assumption without a measurement; with recomputation it is above 1.
         """
+        times = (forward_ms, backward_ms, wgrad_ms)
+        for name, value in zip(_PER_STAGE, times, strict=False):
+            _check_number(name, value)
+        _check_largest(_PER_STAGE[:3], max(times))  # before the division, which may make it 0
         parts = [len(placement.rank_to_stages[rank]) for rank in placement.stage_to_rank]
 
         def shared(name: str, value: float) -> tuple[float, ...]:
@@ -206,3 +205,10 @@ def _brief(times: tuple[float, ...]) -> str:
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST:
         raise ConfigError(f"costs: {name} is {quoted(value)}; it must be a finite number from 0 to {_LARGEST:g}")
+
+
+def _check_largest(names: Sequence[str], largest: float) -> None:
+    if 0 < largest < _SMALLEST:
+        raise ConfigError(
+            f"costs: the largest value of {', '.join(names)} is {largest}; it must be at least {_SMALLEST:g}, or all are 0"
+        )
