@@ -136,7 +136,7 @@ def test_no_flag_takes_a_number_that_is_not_finite(value: str) -> None:
         ("--hidden-size " + "9" * 5000, "argument --hidden-size: invalid int value: '999.*9'"),
         ("--hidden-size " + "9" * 400, "argument --hidden-size: 999.*9 is too large; give at most 9,223,372,036,854,775,807"),
         ("--split " + "9" * 400, "has a number that is too large"),
-        ("--save d --load " + "x" * 300, "xxx.*xxx/latest_checkpointed_iteration.txt: File name too long; give another path"),
+        ("--save d --load " + "x" * 300, r"xxx\.\.\..*pointed_iteration.txt: File name too long; give another path"),
     ],
 )
 def test_what_is_refused_at_start(flags: str, message: str) -> None:
@@ -147,7 +147,7 @@ def test_what_is_refused_at_start(flags: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["seed: " + "9" * 5000, "seed: 0x" + "9" * 5000, "[" * 5000, "save: " + "x" * 999 + "\nlr: x", "a" * 999 + ": 1"]
+    "text", ["seed: " + "9" * 5000, "seed: 0x" + "9" * 5000, "[" * 1000, "save: " + "x" * 999 + "\nlr: x", "a" * 999 + ": 1"]
 )
 def test_a_yaml_file_with_such_values_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
