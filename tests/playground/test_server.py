@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import json
@@ -166,7 +167,8 @@ def silent(server: Server, count: int, first: bytes = b"") -> list[socket.socket
     """Connections that send `first` and then nothing."""
     connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(count)]
     for connection in connections:
-        connection.sendall(first)
+        with contextlib.suppress(OSError):  # closed already, in favor of later ones
+            connection.sendall(first)
     return connections
 
 
@@ -176,7 +178,8 @@ def test_connections_that_send_nothing_do_not_stop_the_page(server: Server, firs
     try:
         for _ in range(3):
             assert ask(server, "/", method="GET", headers={})[0] == 200
-        assert connections[0].recv(1) == b"", "the one that has waited longest is closed"
+        with contextlib.suppress(ConnectionResetError):
+            assert connections[0].recv(1) == b"", "the one that has waited longest is closed"
     finally:
         for connection in connections:
             connection.close()
