@@ -37,6 +37,22 @@ def test_impossible_numbers_are_refused(name: str, value: Any) -> None:
         CostModel.uniform(Placement.linear(2), **{name: value})
 
 
+@pytest.mark.parametrize("value", [10**400, 1e308, 1.01e12])
+def test_a_number_with_which_sums_overflow_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"forward_ms is 1.*must be a finite number from 0 to 1e\+12"):
+        CostModel.uniform(Placement.linear(2), forward_ms=value)
+
+
+def test_times_or_memory_that_are_all_almost_0_are_refused() -> None:
+    small = {"forward_ms": 5e-324, "backward_ms": 1e-300, "wgrad_ms": 0.0}
+    with pytest.raises(ConfigError, match="the largest value of forward_ms, backward_ms, wgrad_ms is 1e-300; it must be"):
+        CostModel.uniform(Placement.linear(2), **small)
+    assert CostModel.uniform(Placement.linear(2), **small | {"wgrad_ms": 1e-6}).forward_ms == (5e-324, 5e-324), "rounding noise"
+    body = CostModel.uniform(Placement.linear(2)).to_json() | {"activation": [1e-20] * 2, "activation_after_backward": [0, 0]}
+    with pytest.raises(ConfigError, match="the largest value of activation, activation_after_backward is 1e-20"):
+        CostModel.from_json(body)
+
+
 @pytest.mark.parametrize("value", [-1.0, math.nan, "1", None])
 def test_a_bad_stage_is_named(value: Any) -> None:
     body = CostModel.uniform(Placement.linear(3)).to_json()

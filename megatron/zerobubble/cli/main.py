@@ -14,6 +14,7 @@ from megatron.zerobubble import __version__
 from megatron.zerobubble.cli import plan
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.errors import PlanError, UserError
+from megatron.zerobubble.messages import one_line
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:
@@ -33,7 +34,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:
     try:
         plan.COMMANDS[args.command](args)
     except (UserError, OSError, UnicodeDecodeError) as error:
-        text = str(error) if isinstance(error, PlanError) else " ".join(str(error).split())
+        is_drawn = isinstance(error, PlanError) and "\n" in str(error)  # with the grid of the plan
+        text = str(error) if is_drawn else one_line(str(error), words)
         print(f"{prog}: error: {text}", file=sys.stderr)
         return 2
     return 0

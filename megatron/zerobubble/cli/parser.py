@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.zerobubble.messages import one_line
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line and exit code 2, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and argparse's `message` in one line on stderr."""
-        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message)} (see --help)\n")
 
 
 def read_text(source: str) -> str:

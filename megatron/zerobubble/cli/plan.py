@@ -16,6 +16,7 @@ from megatron.zerobubble.cli.parser import read_text
 from megatron.zerobubble.cli.progress import track, working
 from megatron.zerobubble.cli.published import REFERENCES, read_configs
 from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, Result, make_plan
@@ -124,6 +125,8 @@ def _costs(args: argparse.Namespace, placement: Placement) -> CostModel:
             body = json.loads(Path(args.costs).read_text(encoding="utf-8"))
         except ValueError as error:
             raise PlanError(f"{args.costs} is not JSON: {error}") from None
+        except RecursionError:
+            raise PlanError(f"{args.costs} is JSON that is nested too deeply") from None
         costs = CostModel.from_json(body.get("costs", body) if isinstance(body, dict) else body)
         costs.check_fits(placement)
         return costs
@@ -194,7 +197,7 @@ def run_pareto(args: argparse.Namespace) -> None:
     try:
         limits = sorted({float(word) for word in args.memory_limits.split(",")})
     except ValueError:
-        raise PlanError(f"--memory-limits is {args.memory_limits!r}; give numbers separated by commas") from None
+        raise PlanError(f"--memory-limits is {quoted(args.memory_limits)}; give numbers separated by commas") from None
     args.schedule, args.num_chunks, args.max_pending_backward = AUTO, None, None
     objective = Objective(args.objective)
     points: list[dict[str, Any]] = []

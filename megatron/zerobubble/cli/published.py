@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron.zerobubble.cli.parser import read_text
 from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.messages import quoted, shown
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.planner import CostsOf
 from megatron.zerobubble.plan.registry import check_at_least_one
@@ -52,12 +53,14 @@ def read_configs(file: str, rows: str | None) -> list[Config]:
     """
     try:
         configs = [_config(row, body) for row, body in enumerate(json.loads(read_text(file))["configs"])]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise PlanError(f"{file} has no readable configs: {error!r}") from None
+    except RecursionError:
+        raise PlanError(f"{file} has no readable configs: it is nested too deeply") from None
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise PlanError(f"{file} has no readable configs: {quoted(error)}") from None
     try:
         return configs if rows is None else [configs[int(word)] for word in rows.split(",")]
     except (ValueError, IndexError):
-        raise PlanError(f"--rows is {rows!r}; give rows of {file}, 0 to {len(configs) - 1}, separated by commas") from None
+        raise PlanError(f"--rows is {quoted(rows)}; give rows of {file}, 0 to {len(configs) - 1}, separated by commas") from None
 
 
 def _config(row: int, body: dict[str, Any]) -> Config:
@@ -67,7 +70,7 @@ def _config(row: int, body: dict[str, Any]) -> Config:
         name: Reference(float(reference["bubble_rate"]), _unrounded(float(reference["peak_memory"]), body["num_ranks"]))
         for name, reference in body["reference"].items()
     }
-    return Config(row, str(body["model"]), body["num_ranks"], body["num_microbatches"], costs_of, reached)
+    return Config(row, shown(body["model"]), body["num_ranks"], body["num_microbatches"], costs_of, reached)
 
 
 def _unrounded(peak: float, num_ranks: int) -> float:

@@ -9,14 +9,17 @@ kept from the end of a stage's B until its W: the layers' inputs and output grad
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.ir import OpKind, Placement
 
 _PER_STAGE = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
+_LARGEST, _SMALLEST = 1e12, 1e-9
+"""Bounds of times (ms) and of activation memory. Beyond them sums and quotients of an iteration are no longer finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,10 @@ class Activations:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Costs of every stage and of a message between ranks. Raises ConfigError on values that are not finite or below 0."""
+    """Costs of every stage and of a message between ranks. Raises ConfigError on values below 0 or above 1e12.
+
+    The largest time is 1e-9 ms or more, unless all are 0; the largest activation memory likewise.
+    """
 
     forward_ms: tuple[float, ...]
     """Time of F, per stage."""
@@ -63,6 +69,8 @@ class CostModel:
         _check_number("comm_ms", self.comm_ms)
         if not self.forward_ms:
             raise ConfigError("costs: at least one stage is needed")
+        for names in (_PER_STAGE[:3], _PER_STAGE[3:]):
+            _check_largest(names, max(max(getattr(self, name)) for name in names))
 
     @property
     def num_stages(self) -> int:
@@ -90,6 +98,10 @@ class CostModel:
             activation_after_backward: fraction of a microbatch's activation memory kept after B, M_W / M_B. The default,
                 all of it, is the safe assumption without a measurement; with recomputation it is above 1.
         """
+        times = (forward_ms, backward_ms, wgrad_ms)
+        for name, value in zip(_PER_STAGE, times, strict=False):
+            _check_number(name, value)
+        _check_largest(_PER_STAGE[:3], max(times))  # before the division, which may make it 0
         parts = [len(placement.rank_to_stages[rank]) for rank in placement.stage_to_rank]
 
         def shared(name: str, value: float) -> tuple[float, ...]:
@@ -178,10 +190,10 @@ class CostModel:
             ConfigError: a value is not a finite non-negative number.
         """
         if not isinstance(body, Mapping):
-            raise PlanError(f"costs must be an object with {', '.join(_PER_STAGE)} and comm_ms, got {body!r:.80}")
+            raise PlanError(f"costs must be an object with {', '.join(_PER_STAGE)} and comm_ms, got {quoted(body)}")
         for name in _PER_STAGE:
             if not isinstance(body.get(name), list):
-                raise PlanError(f"costs: {name!r} must be a list with one number per stage, got {body.get(name)!r:.80}")
+                raise PlanError(f"costs: {name!r} must be a list with one number per stage, got {quoted(body.get(name))}")
         lists = {name: tuple(body[name]) for name in _PER_STAGE}
         return CostModel(**lists, comm_ms=body.get("comm_ms", 0.0))
 
@@ -191,5 +203,12 @@ def _brief(times: tuple[float, ...]) -> str:
 
 
 def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"costs: {name} is {value!r}; it must be a finite number, 0 or more")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST:
+        raise ConfigError(f"costs: {name} is {quoted(value)}; it must be a finite number from 0 to {_LARGEST:g}")
+
+
+def _check_largest(names: Sequence[str], largest: float) -> None:
+    if 0 < largest < _SMALLEST:
+        raise ConfigError(
+            f"costs: the largest value of {', '.join(names)} is {largest}; it must be at least {_SMALLEST:g}, or all are 0"
+        )

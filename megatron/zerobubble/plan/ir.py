@@ -26,11 +26,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.messages import quoted
 
 FORMAT = "zerobubble-plan/1"
 """Version tag of the JSON form. Readers refuse any other."""
 
-_OP_TEXT = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
+_OP_TEXT = re.compile(r"(\d{1,6})(F|BW|B|W)(\d{1,6})")
+_LONGEST_NAME = 80
+_MOST_MICROBATCHES = 10**6
 
 
 class OpKind(enum.Enum):
@@ -66,7 +69,7 @@ class Op(NamedTuple):
         """Read ``3BW0``. Raises PlanError on anything else."""
         match = _OP_TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise PlanError(f"{text!r} is not an op: expected <stage><F|B|W|BW><microbatch>, for example 3F0 or 3BW0")
+            raise PlanError(f"{quoted(text)} is not an op: expected <stage><F|B|W|BW><microbatch>, for example 3F0 or 3BW0")
         return Op(int(match[1]), OpKind(match[2]), int(match[3]))
 
 
@@ -85,7 +88,7 @@ class Placement:
             raise PlanError("a placement needs at least one stage")
         ranks = set(self.stage_to_rank)
         if ranks != set(range(len(ranks))):
-            raise PlanError(f"stage_to_rank {list(self.stage_to_rank)} must name every rank 0..p-1 at least once")
+            raise PlanError(f"stage_to_rank {quoted(list(self.stage_to_rank))} must name every rank 0..p-1 at least once")
 
     @staticmethod
     def linear(num_ranks: int) -> Placement:
@@ -159,10 +162,19 @@ class Plan:
     ops: tuple[tuple[Op, ...], ...]
 
     def __post_init__(self) -> None:
+        if len(self.schedule) > _LONGEST_NAME:
+            raise PlanError(f"the plan's schedule is a name of {len(self.schedule)} letters; give at most {_LONGEST_NAME}")
+        if not self.schedule.isprintable():
+            raise PlanError(f"the plan's schedule is {quoted(self.schedule)}; give a name of printable letters")
         if len(self.ops) != self.placement.num_ranks:
             raise PlanError(f"plan {self.schedule!r} has {len(self.ops)} rows of ops for {self.placement.num_ranks} ranks")
         if self.num_microbatches < 1:
-            raise PlanError(f"plan {self.schedule!r} has {self.num_microbatches} microbatches; at least 1 is needed")
+            raise PlanError(f"plan {self.schedule!r} has {quoted(self.num_microbatches)} microbatches; at least 1 is needed")
+        if self.num_microbatches > _MOST_MICROBATCHES:
+            raise PlanError(
+                f"plan {self.schedule!r} has {quoted(self.num_microbatches)} microbatches; at most {_MOST_MICROBATCHES:,} are "
+                "allowed"
+            )
 
     @staticmethod
     def of(schedule: str, placement: Placement, num_microbatches: int, rows: Iterable[Iterable[Op]]) -> Plan:
@@ -214,11 +226,13 @@ class Plan:
         """Parse the JSON form. Raises PlanError naming what is missing, malformed or of another version."""
         try:
             body = json.loads(text)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:  # also a number of more than 4,300 digits
             raise PlanError(f"the plan is not JSON: {error}") from None
+        except RecursionError:
+            raise PlanError("the plan is JSON that is nested too deeply") from None
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             given = body.get("format") if isinstance(body, dict) else type(body).__name__
-            raise PlanError(f"the plan has format {given!r}; this version reads {FORMAT!r}")
+            raise PlanError(f"the plan has format {quoted(given)}; this version reads {FORMAT!r}")
         schedule = _field(body, "schedule", str)
         num_ranks = _field(body, "num_ranks", int)
         num_microbatches = _field(body, "num_microbatches", int)
@@ -228,18 +242,18 @@ class Plan:
             raise PlanError("the plan's 'ops' must be a list of lists of op texts")
         placement = Placement(tuple(stage_to_rank))
         if placement.num_ranks != num_ranks:
-            raise PlanError(f"the plan has num_ranks {num_ranks} but stage_to_rank names {placement.num_ranks} ranks")
+            raise PlanError(f"the plan has num_ranks {quoted(num_ranks)} but stage_to_rank names {placement.num_ranks} ranks")
         return Plan.of(schedule, placement, num_microbatches, [[Op.parse(word) for word in row] for row in rows])
 
 
 def _field(body: Mapping[str, Any], name: str, kind: type) -> Any:
     value = body.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise PlanError(f"the plan's {name!r} must be of type {kind.__name__}, got {value!r}")
+        raise PlanError(f"the plan's {name!r} must be of type {kind.__name__}, got {quoted(value)}")
     return value
 
 
 def _int_list(values: Sequence[Any], name: str) -> list[int]:
     if not all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values):
-        raise PlanError(f"the plan's {name!r} must be a list of non-negative integers, got {values!r}")
+        raise PlanError(f"the plan's {name!r} must be a list of non-negative integers, got {quoted(values)}")
     return list(values)

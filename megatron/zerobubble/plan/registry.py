@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.messages import quoted, shown
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.generators.building_blocks import v_seed_orders
 from megatron.zerobubble.plan.generators.interleaved_1f1b import interleaved_1f1b
@@ -176,6 +177,9 @@ def _zb_interleaved(request: Request) -> Plan:
     return zb_interleaved(p, m, v, request.stage_costs, options)
 
 
+_MOST = 10**6
+"""Most ranks, chunks and microbatches: a plan that large needs more memory than a machine has."""
+
 _ALL = (
     _info(
         "1f1b",
@@ -284,9 +288,9 @@ def schedule_info(name: str) -> ScheduleInfo:
     for info in _ALL:
         if info.name == name:
             return info
-    closest = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.4)
+    closest = difflib.get_close_matches(shown(name).lower(), names, n=1, cutoff=0.4)
     hint = f"; did you mean {closest[0]!r}?" if closest else ""
-    raise ConfigError(f"unknown schedule {name!r}: choose one of {', '.join(names)}{hint}")
+    raise ConfigError(f"unknown schedule {quoted(name)}: choose one of {', '.join(names)}{hint}")
 
 
 def placement_of(name: str, *, num_ranks: int, num_chunks: int | None = None) -> Placement:
@@ -412,9 +416,10 @@ def parse_max_pending_backward(text: str, num_ranks: int) -> int:
     """Read `1p`, `2p` (any multiple of p) or a plain number of microbatches. Raises ConfigError on anything else."""
     stripped = text.strip().lower()
     digits = stripped.removesuffix("p")
-    if not digits.isdecimal() or int(digits) < 1:
+    if not digits.isdecimal() or len(digits) > 9 or int(digits) < 1:
         raise ConfigError(
-            f"max pending backward is {text!r}: give 1p or 2p (multiples of the number of ranks) or a number of microbatches"
+            f"max pending backward is {quoted(text)}: give 1p or 2p (multiples of the number of ranks) or a number of "
+            "microbatches"
         )
     return int(digits) * (num_ranks if stripped.endswith("p") else 1)
 
@@ -438,4 +443,6 @@ def check_at_least_one(**values: int) -> None:
     """Raise ConfigError naming the first value that is not a whole number, 1 or more."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+            raise ConfigError(f"{name} is {quoted(value)}; it must be a whole number, 1 or more")
+        if value > _MOST:
+            raise ConfigError(f"{name} is {quoted(value)}; it must be at most {_MOST:,}")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 
 from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 
 _TO_TORCH = {OpKind.F: "F", OpKind.B: "I", OpKind.W: "W", OpKind.BW: "B"}
 _FROM_TORCH = {letter: kind for kind, letter in _TO_TORCH.items()}
-_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
+_ACTION = re.compile(r"(\d{1,6})([FIWB])(\d{1,6})")
 
 
 def to_torch_csv(plan: Plan) -> str:
@@ -51,6 +52,6 @@ def _action(cell: str, rank: int) -> Op:
     match = _ACTION.fullmatch(cell)
     if match is None:
         raise PlanError(
-            f"rank {rank}: {cell!r} is not a compute action; expected <stage><F|I|W|B><microbatch>, for example 3F0 or 3I0"
+            f"rank {rank}: {quoted(cell)} is not a compute action; expected <stage><F|I|W|B><microbatch>, for example 3F0 or 3I0"
         )
     return Op(int(match[1]), _FROM_TORCH[match[2]], int(match[3]))

@@ -9,18 +9,27 @@ import socket
 import sys
 import webbrowser
 from types import FrameType
+from typing import NoReturn
 
 import uvicorn
 
+from megatron.zerobubble.messages import one_line, shown
 from megatron.zerobubble.playground.app import create_app
+from megatron.zerobubble.playground.connections import PromptProtocol
+from megatron.zerobubble.playground.limits import MAX_CONNECTIONS
 from megatron.zerobubble.playground.pool import Pool
 
 DEFAULT_PORT = 8321
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {one_line(message)} (see --help)\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="zerobubble playground", description=__doc__)
+    parser = _Parser(prog="zerobubble playground", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine only)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="port, 0 for a free one (default %(default)s)")
     parser.add_argument(
@@ -48,10 +57,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         listener = _listen(args.host, args.port)
-    except (OSError, OverflowError) as error:
-        print(
-            f"zerobubble playground: error: cannot listen on {args.host} port {args.port}: {error}; try --port 0", file=sys.stderr
-        )
+    except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: not a host name
+        where = f"{shown(args.host)} port {args.port}"
+        print(f"zerobubble playground: error: cannot listen on {where}: {one_line(str(error))}; try --port 0", file=sys.stderr)
         return 2
     name = f"[{args.host}]" if ":" in args.host else args.host
     address = f"http://{name}:{listener.getsockname()[1]}/"
@@ -62,7 +70,13 @@ def main(argv: list[str] | None = None) -> int:
         webbrowser.open(address)
     app = create_app(search_seconds=args.search_seconds, allowed_hosts=[*args.allow_host, args.host])
     config = uvicorn.Config(
-        app, log_level="warning", limit_concurrency=100, timeout_keep_alive=5, timeout_graceful_shutdown=5, server_header=False
+        app,
+        http=PromptProtocol,
+        log_level="warning",
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=5,
+        server_header=False,
     )
     with contextlib.suppress(KeyboardInterrupt):  # the normal way to end the server
         _Server(config, app.state.pool).run(sockets=[listener])

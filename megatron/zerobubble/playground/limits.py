@@ -15,6 +15,12 @@ MAX_POINTS = 12
 MAX_BODY_BYTES = 32 * 2**20
 BODY_SECONDS = 20.0
 """Time in which the body of a request must arrive."""
+HEAD_SECONDS = 5.0
+"""Time in which the head of a request must arrive: from the start of a connection, or the end of its last response."""
+MAX_WAITING = 64
+"""Connections without a request; one more ends the one that has waited longest."""
+MAX_CONNECTIONS = 200
+"""Connections with and without a request; more are answered with 503."""
 TASK_SECONDS = 60.0
 """Time limit of tasks other than searches: reading a file, drawing, exporting."""
 WORKER_BYTES = 6 * 2**30

@@ -112,11 +112,17 @@ class Pool:
                     yield encode({"event": "tick", "state": "running", "elapsed_s": round(elapsed, 1)})
             code = await process.wait()
             if code != 0:
-                yield encode({"event": "error", "message": f"the worker process ended with code {code}; out of memory is likely"})
+                yield encode({"event": "error", "message": _ended(code)})
         finally:
             feeding.cancel()
             await asyncio.shield(_end(process))
             await asyncio.shield(refill)
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        return f"the worker process was ended by signal {-code}; out of memory is likely"
+    return f"the worker process failed (exit code {code}); the terminal of the server has its traceback, please report it"
 
 
 def num_searches() -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.messages import quoted, shown
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
@@ -95,11 +95,11 @@ def read_problem(body: bytes) -> Problem:
     given = read_object(body)
     unknown = sorted(set(given) - _KEYS)
     if unknown:
-        raise ConfigError(f"the request has {', '.join(map(repr, unknown[:5]))[:200]}; known are {', '.join(sorted(_KEYS))}")
+        raise ConfigError(f"the request has {', '.join(map(quoted, unknown[:3]))}; known are {', '.join(sorted(_KEYS))}")
     num_ranks = _whole(given, "num_ranks", 1, MAX_RANKS)
     name = given.get("schedule")
     if name != AUTO:
-        schedule_info(str(name)[:80])
+        schedule_info(shown(name))
     return Problem(
         num_ranks=num_ranks,
         num_microbatches=_whole(given, "num_microbatches", 1, MAX_MICROBATCHES),
@@ -116,12 +116,14 @@ def read_problem(body: bytes) -> Problem:
     )
 
 
-def read_object(body: bytes) -> dict[str, Any]:
+def read_object(body: str | bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises ConfigError if it is anything else."""
     try:
         given = json.loads(body)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"the request is not JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError("the request is JSON that is nested too deeply") from None
     if not isinstance(given, dict):
         raise ConfigError(f"the request is {type(given).__name__}; it must be an object")
     return given
@@ -134,20 +136,20 @@ def check_size(num_ranks: int, num_microbatches: int) -> None:
         ("num_microbatches", num_microbatches, MAX_MICROBATCHES),
     ):
         if value > most:
-            raise ConfigError(f"{name} is {value}; the playground takes 1 to {most}, {_REMEDY}")
+            raise ConfigError(f"{name} is {quoted(value)}; the playground takes 1 to {most}, {_REMEDY}")
 
 
 def _whole(given: Mapping[str, Any], name: str, least: int, most: int) -> int:
     value = given.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ConfigError(f"{name} is {value!r:.80}; the playground takes whole numbers from {least} to {most}, {_REMEDY}")
+        raise ConfigError(f"{name} is {quoted(value)}; the playground takes whole numbers from {least} to {most}, {_REMEDY}")
     return value
 
 
 def number(name: str, value: object, most: float) -> float:
     """Read a number from 0 to `most`. Raises ConfigError with its name on anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 <= value <= most:
-        raise ConfigError(f"{name} is {value!r:.80}; give a number from 0 to {most:g}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+        raise ConfigError(f"{name} is {quoted(value)}; give a number from 0 to {most:g}")
     return float(value)
 
 
@@ -165,7 +167,7 @@ def _memory(value: object) -> float:
 def _memories(given: Mapping[str, Any]) -> tuple[float, ...]:
     values = given.get("memory_limits", [])
     if not isinstance(values, list) or len(values) > MAX_POINTS:
-        raise ConfigError(f"memory_limits must be a list of at most {MAX_POINTS} numbers, got {values!r:.80}")
+        raise ConfigError(f"memory_limits must be a list of at most {MAX_POINTS} numbers, got {quoted(values)}")
     return tuple(sorted(set(map(_memory, values))))
 
 
@@ -177,22 +179,22 @@ def _pending(given: Mapping[str, Any], num_ranks: int) -> int | None:
     value = given.get("max_pending_backward")
     if value is None or value == "":
         return None
-    pending = parse_max_pending_backward(str(value)[:20], num_ranks)
+    pending = parse_max_pending_backward(shown(value)[:20], num_ranks)
     if pending > 2 * MAX_MICROBATCHES:
-        raise ConfigError(f"max pending backward is {value!r:.80}; the playground takes at most {2 * MAX_MICROBATCHES}")
+        raise ConfigError(f"max pending backward is {quoted(value)}; the playground takes at most {2 * MAX_MICROBATCHES}")
     return pending
 
 
 def _choice(kind: type[Choice], value: object, name: str) -> Choice:
     known = [member.value for member in kind]
     if value not in known:
-        raise ConfigError(f"{name} is {value!r:.80}; choose one of {', '.join(known)}")
+        raise ConfigError(f"{name} is {quoted(value)}; choose one of {', '.join(known)}")
     return kind(value)
 
 
 def _times(given: object) -> Mapping[str, float]:
     if not isinstance(given, dict) or not set(given) <= set(_SCALARS):
-        raise ConfigError(f"times must be an object with some of {', '.join(_SCALARS)}, got {given!r:.80}")
+        raise ConfigError(f"times must be an object with some of {', '.join(_SCALARS)}, got {quoted(given)}")
     return {
         name: number(name, value, 1.0 if name == "activation_after_backward" else MAX_TIME_MS) for name, value in given.items()
     }
@@ -206,7 +208,7 @@ def read_stages(given: object) -> CostModel:
         PlanError: a list is missing.
     """
     if not isinstance(given, dict):
-        raise PlanError(f"costs must be an object with one list per kind, got {given!r:.80}")
+        raise PlanError(f"costs must be an object with one list per kind, got {quoted(given)}")
     most = MAX_RANKS * MAX_STAGES_PER_RANK
     for name, values in given.items():
         if isinstance(values, list):

@@ -5,12 +5,12 @@ Only complete events with the category of an op or an activity are read; all oth
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.costs import Activations
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
@@ -89,7 +89,7 @@ def _activations(about: Mapping[str, Any], plan: Plan) -> Activations | None:
         values = about.get(name)
         if not isinstance(values, list) or len(values) != plan.num_stages:
             raise PlanError(
-                f"the trace's {name!r} must be a list with one number per stage, {plan.num_stages}, got {values!r:.80}"
+                f"the trace's {name!r} must be a list with one number per stage, {plan.num_stages}, got {quoted(values)}"
             )
         lists[name] = tuple(number(f"{name} of stage {stage}", value, MAX_TIME_MS) for stage, value in enumerate(values))
     return Activations(**lists)
@@ -169,15 +169,15 @@ def _times(event: Mapping[str, Any]) -> tuple[float, float]:
     start, duration = event.get("ts"), event.get("dur")
     for value in (start, duration):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LATEST_US < value < _LATEST_US:
-            raise PlanError(f"event {json.dumps(event)[:120]}: 'ts' and 'dur' must be numbers, in microseconds")
+            raise PlanError(f"event {quoted(event)}: 'ts' and 'dur' must be numbers, in microseconds")
     assert isinstance(start, (int, float))
     assert isinstance(duration, (int, float))
     if duration < 0:
-        raise PlanError(f"event {json.dumps(event)[:120]}: 'dur' is negative")
+        raise PlanError(f"event {quoted(event)}: 'dur' is negative")
     return start / 1e3, (start + duration) / 1e3
 
 
 def _whole(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**40:
-        raise PlanError(f"the trace has an event whose {name!r} is {value!r:.80}; it must be a whole number")
+        raise PlanError(f"the trace has an event whose {name!r} is {quoted(value)}; it must be a whole number")
     return value

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.messages import one_line, quoted
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.search.search import Objective
 from megatron.zerobubble.playground.deviations import compare
@@ -32,8 +33,12 @@ def run_task(name: str, body: bytes) -> Iterator[Event]:
     """Yield the events of a task. A user error is an ``error`` event."""
     try:
         yield from TASKS[name](body)
-    except (UserError, MemoryError, RecursionError) as error:
-        yield {"event": "error", "message": str(error) or "the file is too large for the playground"}
+    except UserError as error:
+        yield {"event": "error", "message": str(error) if "\n" in str(error) else one_line(str(error))}
+    except MemoryError:
+        yield {"event": "error", "message": "the file is too large for the playground"}
+    except RecursionError:
+        yield {"event": "error", "message": "the file is nested too deeply for the playground"}
 
 
 def _search(body: bytes) -> Iterator[Event]:
@@ -89,7 +94,7 @@ def _export(body: bytes) -> Iterator[Event]:
     given = read_object(body)
     forms = [form.value for form in Export]
     if given.get("form") not in forms:
-        raise ConfigError(f"form is {given.get('form')!r:.80}; choose one of {', '.join(forms)}")
+        raise ConfigError(f"form is {quoted(given.get('form'))}; choose one of {', '.join(forms)}")
     result = plan_result(*_plan_of(given))
     yield {"event": "done", **asdict(export(result.simulation, Export(given["form"])))}
 
@@ -111,14 +116,14 @@ def _plan_of(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     text = given.get("plan")
     if not isinstance(text, str):
         raise ConfigError("the request needs 'plan', the text of a plan file")
-    return text, read_object(text.encode())
+    return text, read_object(text)
 
 
 def _objective(given: dict[str, Any]) -> Objective:
     known = [objective.value for objective in Objective]
     value = given.get("objective", DEFAULT_OBJECTIVE.value)
     if value not in known:
-        raise ConfigError(f"objective is {value!r:.80}; choose one of {', '.join(known)}")
+        raise ConfigError(f"objective is {quoted(value)}; choose one of {', '.join(known)}")
     return Objective(value)
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.errors import ConfigError, PlanError, UserError
+from megatron.zerobubble.messages import one_line, shown
 from megatron.zerobubble.training.config.batch import BatchConfig
 from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
 from megatron.zerobubble.training.config.data import DataConfig
@@ -96,8 +97,26 @@ def settings_from_argv(argv: Sequence[str], *, world_size: int, rank: int = 0, p
     Raises:
         UserError: a flag is wrong; the message is one line.
     """
-    parser = build_parser(prog=prog)
-    namespace, unknown = parser.parse_known_args(with_yaml_flags(argv, parser))
+    words = list(argv)
+    try:
+        parser = build_parser(prog=prog)
+        words = with_yaml_flags(argv, parser)
+        return _checked(words, parser, world_size=world_size)
+    except UserError as error:
+        draws_plan = isinstance(error, PlanError) and "\n" in str(error)
+        raise type(error)(str(error) if draws_plan else one_line(str(error), _values(words))) from None
+    except OSError as error:  # a path that the system refuses to look up, such as a name of more than 255 bytes
+        raise ConfigError(f"{shown(error.filename)}: {error.strerror}; give another path") from None
+
+
+def _values(words: Sequence[str]) -> list[str]:
+    """The words of a command line, and the values of those with an equals sign."""
+    return [*words, *(word.partition("=")[2] for word in words if "=" in word)]
+
+
+def _checked(words: Sequence[str], parser: argparse.ArgumentParser, *, world_size: int) -> Settings:
+    """`words` of the command line as settings that can run. Raises UserError, and OSError for paths."""
+    namespace, unknown = parser.parse_known_args(words)
     if unknown:
         raise ConfigError(f"{unknown_flags_message(unknown, parser._option_string_actions)} (--help lists all flags)")
     groups: dict[str, Any] = {name: from_namespace(config_class, namespace) for name, config_class in _GROUPS.items()}

@@ -39,6 +39,9 @@ from megatron.zerobubble.training.validate_targets import check_targets
 
 __all__ = ["check_settings"]
 
+_MOST_MICROBATCHES = 16_384
+"""Microbatches of an iteration for which a plan is made, which takes about a second."""
+
 
 def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     """Raise unless a job with these settings can run.
@@ -100,6 +103,11 @@ def _check_batch(settings: Settings) -> None:
         )
     _check_rampup(settings, step)
     ranks, microbatches = settings.pipeline_size, settings.num_microbatches
+    if microbatches > _MOST_MICROBATCHES and settings.zero_bubble.schedule != "stock":
+        raise ConfigError(
+            f"--global-batch-size {settings.global_batch_size} makes {microbatches:,} microbatches per iteration; plans have at "
+            f"most {_MOST_MICROBATCHES:,}: give a smaller batch, or a larger --micro-batch-size"
+        )
     if settings.zero_bubble.schedule != "stock" or settings.num_chunks == 1:
         return
     if ranks == 2 and not settings.parallel.overlap_p2p_communication:

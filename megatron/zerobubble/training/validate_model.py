@@ -70,6 +70,7 @@ def check_dropout(settings: Settings) -> None:
 def check_attention(settings: Settings) -> None:
     """Raise unless torch has the kernels of --attention-backend on this device."""
     model = settings.model
+    _check_rotary(settings)
     if model.attention_backend == "local" and settings.zero_bubble.zero_bubble_torch_attention:
         raise ConfigError(
             "--attention-backend local is megatron-core's own attention, and --zero-bubble-torch-attention replaces it: leave "
@@ -85,6 +86,25 @@ def check_attention(settings: Settings) -> None:
         raise ConfigError(
             f"--attention-backend flash with --attention-dropout {model.attention_dropout} needs CUDA, and --distributed-backend "
             "is gloo: give --attention-dropout 0, or choose auto"
+        )
+
+
+def _check_rotary(settings: Settings) -> None:
+    """Raise unless rotary position embeddings can rotate the channels of a head in pairs. MLA has channels of its own."""
+    model = settings.model
+    if model.position_embedding_type != "rope" or settings.mla.multi_latent_attention:
+        return
+    rotated = int(model.head_width * model.rotary_percent)
+    if rotated % 2 or rotated == 0:
+        given = (
+            f"--kv-channels {model.kv_channels}"
+            if model.kv_channels is not None
+            else (f"--hidden-size {model.hidden_size} / --num-attention-heads {model.num_attention_heads}")
+        )
+        share = "" if model.rotary_percent == 1.0 else f" x --rotary-percent {model.rotary_percent}"
+        raise ConfigError(
+            f"{given}{share} = {rotated} rotated channels per attention head; --position-embedding-type rope rotates pairs and "
+            "needs an even number, 2 or more"
         )
 
 

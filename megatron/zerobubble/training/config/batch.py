@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.config.require import positive
+from megatron.zerobubble.training.config.require import at_most, positive
 
 __all__ = ["BatchConfig", "iterations_of"]
+
+_LONGEST_RAMP_UP = 1_000_000
+"""Iterations of a ramp-up, which are counted one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +28,16 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         positive(self, "micro_batch_size", "global_batch_size")
+        at_most(self, 2**31 - 1, "micro_batch_size", "global_batch_size")
         if self.rampup_batch_size and (len(self.rampup_batch_size) != 3 or min(self.rampup_batch_size) < 1):
             raise ConfigError(
                 f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))} must be three numbers above 0: "
                 "start batch size, increment, and samples until --global-batch-size is reached"
+            )
+        if self.rampup_batch_size and self.rampup_batch_size[2] // self.rampup_batch_size[0] > _LONGEST_RAMP_UP:
+            raise ConfigError(
+                f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))} lasts more than {_LONGEST_RAMP_UP:,} "
+                "iterations; give fewer samples or a larger start batch size"
             )
 
 

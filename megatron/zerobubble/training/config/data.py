@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from dataclasses import dataclass, field
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.config.require import not_negative
+from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.training.config.require import at_most, not_negative
 from megatron.zerobubble.training.data.blend import SPLITS, Sources, parse_blend, read_blend, read_blends_per_split
 
 __all__ = ["DataConfig"]
@@ -52,10 +54,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         not_negative(self, "num_workers")
+        at_most(self, 1024, "num_workers")
         weights = re.split(r"[,/]\s*", self.split_text.strip())
         are_numbers = len(weights) <= 3 and all(re.fullmatch(r"\d*\.?\d+", weight.strip()) for weight in weights)
         if not are_numbers:
             raise ConfigError(f"--split {self.split_text!r} must be up to three proportions, for example 969,30,1")
+        if not all(map(math.isfinite, self.split_weights)):
+            raise ConfigError(f"--split {quoted(self.split_text)} has a number that is too large; give for example 969,30,1")
         if not any(self.split_weights):
             raise ConfigError(f"--split {self.split_text!r} has no proportion above 0; give for example 969,30,1")
         given = self._given_sources()

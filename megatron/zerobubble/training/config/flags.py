@@ -12,17 +12,24 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
+import math
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal, TypeVar, Union
+
+from megatron.zerobubble.messages import quoted, shown
 
 __all__ = ["add_group", "field_docs", "flag_of", "from_namespace"]
 
 Config = TypeVar("Config")
+
+_LARGEST = 2**63 - 1
+"""Largest whole number of a flag: torch and numpy hold no larger one."""
 
 
 def flag_of(field: dataclasses.Field[Any]) -> str:
@@ -66,6 +73,7 @@ def from_namespace(config_class: type[Config], namespace: argparse.Namespace) ->
     return config_class(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
+@functools.cache  # reading the source takes most of the time of a parse
 def field_docs(config_class: type) -> dict[str, str]:
     """Field name -> the docstring under the field, as one line. Every field of a config class has one."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(config_class)))
@@ -103,8 +111,38 @@ def _value_options(field: dataclasses.Field[Any], hint: Any, help_text: str) -> 
         options["choices"] = typing.get_args(hint)
     elif typing.get_origin(hint) is tuple:
         options["nargs"] = "*"
-        options["type"] = typing.get_args(hint)[0]
+        options["type"] = _READERS[typing.get_args(hint)[0]]
     else:
-        options["type"] = hint
+        options["type"] = _READERS[hint]
         options["metavar"] = options["metavar"] or {int: "N", float: "X", str: "TEXT"}[hint]
     return options
+
+
+def _whole_number(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:  # also above 4,300 digits
+        raise argparse.ArgumentTypeError(f"invalid int value: {quoted(text)}") from None
+    if abs(value) > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is too large; give at most {_LARGEST:,}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid float value: {quoted(text)}") from None
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a finite number")
+    return value
+
+
+def _text(text: str) -> str:
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} has a NUL character, which no file name may have")
+    return text
+
+
+_READERS: dict[type, Callable[[str], Any]] = {int: _whole_number, float: _number, str: _text}
+"""Type of a field -> how its flag's text is read. Raises ArgumentTypeError, which argparse reports with the flag."""

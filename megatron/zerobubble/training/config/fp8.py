@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.config.flags import flag_of
-from megatron.zerobubble.training.config.require import not_negative, positive
+from megatron.zerobubble.training.config.require import at_most, not_negative, positive
 
 __all__ = ["Fp8Config"]
 
@@ -51,6 +51,8 @@ class Fp8Config:
     def __post_init__(self) -> None:
         not_negative(self, "fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
         positive(self, "fp8_interval", "fp8_amax_history_len")
+        at_most(self, 127, "fp8_margin")  # a power of 2, in fp32
+        at_most(self, 2**20, "fp8_amax_history_len")
         if self.fp8_format is None:
             for given in self._given():
                 raise ConfigError(f"{given} needs --fp8-format e4m3 or hybrid")

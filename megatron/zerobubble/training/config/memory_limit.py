@@ -7,10 +7,12 @@ import re
 from dataclasses import dataclass
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.messages import quoted
 
 __all__ = ["MemoryLimit"]
 
 _UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_MOST_BYTES = 2**60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +37,16 @@ class MemoryLimit:
             return MemoryLimit()
         sized = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]i?B)", stripped, re.IGNORECASE)
         if sized:
-            total = int(float(sized[1]) * _UNITS[sized[2].lower()])
-            if total > 0:
-                return MemoryLimit(total_bytes=total)
+            total = float(sized[1]) * _UNITS[sized[2].lower()]
+            if 1 <= total <= _MOST_BYTES:
+                return MemoryLimit(total_bytes=int(total))
         try:
             relative = float(stripped)
         except ValueError:
             relative = math.nan
         if not (relative > 0 and math.isfinite(relative)):
             raise ConfigError(
-                f"--zero-bubble-memory-limit {text!r} is none of: a number above 0 (1 is 1F1B's activation memory), bytes such "
-                "as 60GiB (the total per rank), auto (the memory of the device)"
+                f"--zero-bubble-memory-limit {quoted(text)} is none of: a number above 0 (1 is 1F1B's activation memory), bytes "
+                "such as 60GiB (the total per rank), auto (the memory of the device)"
             )
         return MemoryLimit(relative=relative)

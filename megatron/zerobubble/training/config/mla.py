@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.config.flags import flag_of
-from megatron.zerobubble.training.config.require import not_negative, positive
+from megatron.zerobubble.training.config.require import at_most, not_negative, positive
 
 __all__ = ["MlaConfig"]
 
@@ -49,6 +49,7 @@ class MlaConfig:
     def __post_init__(self) -> None:
         positive(self, "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
         positive(self, "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+        at_most(self, 2**24, "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
         not_negative(self, "mscale", "mscale_all_dim")
         if not self.multi_latent_attention:
             self._refuse_the_rest()

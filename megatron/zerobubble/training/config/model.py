@@ -11,9 +11,12 @@ from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern, check_kinds
-from megatron.zerobubble.training.config.require import one_of, positive, within
+from megatron.zerobubble.training.config.require import at_most, one_of, positive, within
 
 __all__ = ["ModelConfig", "PrecisionConfig"]
+
+_WIDEST = 2**24
+"""Most channels, heads and groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +126,10 @@ class ModelConfig:
         positive(self, "ffn_hidden_size", "kv_channels", "make_vocab_size_divisible_by", "recompute_num_layers")
         positive(self, "mtp_num_layers", "mtp_loss_scaling_factor")
         positive(self, "norm_epsilon", "init_method_std", "rotary_base", "rotary_seq_len_interpolation_factor")
+        at_most(self, 10_000, "num_layers", "mtp_num_layers")
+        at_most(self, _WIDEST, "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels")
+        at_most(self, 2**31 - 1, "seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "recompute_num_layers")
+        at_most(self, 2**53, "rotary_base")
         within(self, 0.0, 1.0, "hidden_dropout", "attention_dropout")
         if not 0.0 < self.rotary_percent <= 1.0:
             raise ConfigError(f"--rotary-percent {self.rotary_percent} must be in (0, 1]")
@@ -247,6 +254,15 @@ class PrecisionConfig:
 
     def __post_init__(self) -> None:
         positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        at_most(self, 2**127, "loss_scale", "initial_loss_scale", "min_loss_scale")  # scaled losses are fp32
+        at_most(self, 2**31 - 1, "loss_scale_window", "hysteresis")
+        for flag, scale in (("--loss-scale", self.loss_scale), ("--min-loss-scale", self.min_loss_scale)):
+            if scale is not None and scale < 2.0**-126:
+                raise ConfigError(f"{flag} {scale} is 0 in fp32; give a larger one, such as 1")
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ConfigError(
+                f"--min-loss-scale {self.min_loss_scale:g} is larger than --initial-loss-scale {self.initial_loss_scale:g}"
+            )
         if self.bf16 and self.fp16:
             raise ConfigError("--bf16 and --fp16 are both given; choose one")
         if self.loss_scale is not None and not self.fp16:

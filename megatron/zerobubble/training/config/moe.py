@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.training.config.flags import flag_of
-from megatron.zerobubble.training.config.require import not_negative, one_of, positive
+from megatron.zerobubble.training.config.require import at_most, not_negative, one_of, positive
 
 __all__ = ["MoeConfig", "layer_pattern"]
 
+_LONGEST = 100_000
+"""Characters of --moe-layer-freq; one 0 or 1 per layer needs two."""
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
 
@@ -82,6 +85,8 @@ class MoeConfig:
         positive(self, "moe_shared_expert_intermediate_size", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
         positive(self, "moe_expert_capacity_factor", "moe_router_topk_scaling_factor", "moe_router_bias_update_rate")
         not_negative(self, "moe_z_loss_coeff", "moe_input_jitter_eps")
+        at_most(self, 2**16, "num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size")
+        at_most(self, 2**24, "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
         if self.num_experts is None:
             self._refuse_the_rest()
             return
@@ -150,15 +155,16 @@ def layer_pattern(text: str, num_layers: int) -> tuple[int, ...]:
         ConfigError: the text is neither a positive number nor a list of `num_layers` zeros and ones.
     """
     try:
-        value = _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, TypeError, RecursionError):
+        value = _value(ast.parse(text.strip(), mode="eval").body) if len(text) <= _LONGEST else None
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         value = None
     if isinstance(value, int) and value > 0:
         return tuple(int(layer % value == 0) for layer in range(num_layers))
     if isinstance(value, list) and len(value) == num_layers and set(value) <= {0, 1} and 1 in value:
         return tuple(value)
     raise ConfigError(
-        f'--moe-layer-freq {text!r} is neither a number nor a pattern of {num_layers} layers, such as "[0]+[1]*{num_layers - 1}"'
+        f"--moe-layer-freq {quoted(text)} is neither a number nor a pattern of {num_layers} layers, such as "
+        f'"[0]+[1]*{num_layers - 1}"'
     )
 
 
@@ -172,6 +178,6 @@ def _value(node: ast.expr) -> int | list[int]:
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int) and len(left) * right <= 10_000:
             return left * right
     raise ValueError("not a pattern")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.config.require import not_negative, positive, within
+from megatron.zerobubble.training.config.require import at_most, not_negative, positive, within
 
 __all__ = ["OptimConfig"]
 
@@ -89,6 +89,8 @@ class OptimConfig:
             "decoupled_min_lr",
         )
         not_negative(self, "start_weight_decay", "end_weight_decay")
+        at_most(self, 2**31 - 1, "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
+        at_most(self, 2**47, "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
         within(self, 0.0, 1.0, "adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction")
         if self.min_lr > self.lr:
             raise ConfigError(f"--min-lr {self.min_lr} is larger than --lr {self.lr}")

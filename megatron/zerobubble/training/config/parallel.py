@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.training.config.require import positive
+from megatron.zerobubble.training.config.require import at_most, positive
 
 __all__ = ["ParallelConfig"]
 
@@ -77,6 +77,9 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_timeout_minutes")
         positive(self, "context_parallel_size")
+        at_most(self, 10_000, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        at_most(self, 10_000, "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+        at_most(self, 60 * 24 * 365, "distributed_timeout_minutes")
         positive(self, "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "ddp_bucket_size")
         if self.num_distributed_optimizer_instances != 1:
             raise ConfigError(

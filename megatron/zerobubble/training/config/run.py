@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.config.require import not_negative, positive
+from megatron.zerobubble.training.config.require import at_most, not_negative, positive
 
 __all__ = ["RunConfig"]
 
@@ -68,6 +68,10 @@ class RunConfig:
         positive(self, "train_samples", "dry_run_world_size")
         positive(self, "train_iters", "eval_interval", "exit_interval", "exit_duration_in_mins", "seed")
         not_negative(self, "eval_iters", "manual_gc_interval")
+        at_most(self, 4_000_000_000, "seed")  # numpy's generators take 32 bits, and every pipeline rank adds to it
+        at_most(self, 2**31 - 1, "train_iters", "eval_iters", "eval_interval", "exit_interval")
+        at_most(self, 2**47, "train_samples")
+        at_most(self, 10**6, "dry_run_world_size")
         if not self.manual_gc and (self.manual_gc_interval or not self.manual_gc_eval):
             raise ConfigError("--manual-gc-interval and --no-manual-gc-eval need --manual-gc: add it, or leave them out")
 

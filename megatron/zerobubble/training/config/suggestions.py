@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+from megatron.zerobubble.messages import MOST_SHOWN, shown
+
 __all__ = ["did_you_mean", "unknown_flags_message"]
 
 _ALWAYS = "it is always on; leave it out"
@@ -54,10 +56,12 @@ def unknown_flags_message(words: Sequence[str], known: Iterable[str]) -> str:
     if flag in _INSTEAD:
         return f"{flag} is not a flag of this package: {_INSTEAD[flag]}"
     others = f" (and {len(given) - 1} more)" if len(given) > 1 else ""
-    return f"unrecognized arguments: {' '.join(words)}{others if len(words) > 8 else ''}{did_you_mean(flag, known)}"
+    return f"unrecognized arguments: {shown(' '.join(words))}{others if len(words) > 8 else ''}{did_you_mean(flag, known)}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """'; did you mean --x?' for the closest of `known`; empty if none is close."""
+    if len(name) > MOST_SHOWN:  # no flag is that long, and the comparison would take long
+        return ""
     closest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f"; did you mean {closest[0]}?" if closest else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError, DataError
-from megatron.zerobubble.training.config.require import positive
+from megatron.zerobubble.training.config.require import at_most, positive
 
 __all__ = ["BYTE_VOCAB_SIZE", "TokenizerConfig"]
 
@@ -70,6 +70,7 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         positive(self, "vocab_size", "tiktoken_num_special_tokens")
+        at_most(self, 2**31 - 1, "vocab_size", "tiktoken_num_special_tokens")
         kind = self.tokenizer_type
         if kind == "NullTokenizer" and self.vocab_size is None:
             raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")

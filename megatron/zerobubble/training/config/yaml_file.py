@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.messages import quoted, shown
 from megatron.zerobubble.training.config.suggestions import did_you_mean
 
 __all__ = ["FLAG", "with_yaml_flags"]
@@ -51,7 +52,11 @@ def _read(file: str) -> Mapping[str, Any]:
         raise ConfigError(f"{FLAG} {file} needs the package pyyaml, which is not installed: pip install pyyaml") from None
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except RecursionError:
+        raise ConfigError(
+            f"{FLAG} {file} is nested too deeply; it needs lines such as num_layers: 24, alone or in sections"
+        ) from None
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a number of more than 4,300 digits
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise ConfigError(f"{FLAG} {file}: {reason}") from None
     if not isinstance(content, dict):
@@ -64,7 +69,7 @@ def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
             yield from _entries(value)
         elif value is not None:
-            yield str(key), value
+            yield shown(key), value
 
 
 def _words(key: str, value: Any, parser: argparse.ArgumentParser, file: str) -> list[str]:
@@ -77,9 +82,16 @@ def _words(key: str, value: Any, parser: argparse.ArgumentParser, file: str) -> 
     flag = action.option_strings[-1]
     if action.nargs == 0:  # a switch: true is its own value, or for the name of a value, the value
         if not isinstance(value, bool):
-            raise ConfigError(f"{FLAG} {file}: {key} is {value!r}; it is a switch, true or false")
+            raise ConfigError(f"{FLAG} {file}: {key} is {quoted(value)}; it is a switch, true or false")
         wanted = value if name in by_value else value == bool(action.const)
         return [flag] if wanted == bool(action.const) else []
     if isinstance(value, list):
-        return [flag, *map(str, value)]
-    return [f"{flag}={value}"]
+        return [flag, *map(_word, value)]
+    return [f"{flag}={_word(value)}"]
+
+
+def _word(value: Any) -> str:
+    try:
+        return str(value)
+    except (ValueError, RecursionError):  # a number of more than 4,300 digits, written in hexadecimal
+        return shown(value)

@@ -12,13 +12,14 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.training.config.memory_limit import MemoryLimit
-from megatron.zerobubble.training.config.require import not_negative, one_of, positive
+from megatron.zerobubble.training.config.require import at_most, not_negative, one_of, positive
 
 __all__ = ["ZeroBubbleConfig"]
 
@@ -129,6 +130,8 @@ class ZeroBubbleConfig:
         one_of(self.post_validation_snapshot, ("device", "host"), "--post-validation-snapshot")
         not_negative(self, "zero_bubble_watchdog_seconds")
         positive(self, "zero_bubble_p2p_max_ctas")
+        at_most(self, 2**31 - 1, "zero_bubble_p2p_max_ctas", "zero_bubble_shard_gradients")
+        at_most(self, 10**6, "zero_bubble_planning_seconds")
         if self.post_validation_patience < 0:
             raise ConfigError(f"--post-validation-patience is {self.post_validation_patience}; give 0 or a number of steps")
         if self.trace_iterations and self.zero_bubble_trace is None:
@@ -301,8 +304,8 @@ class ZeroBubbleConfig:
         if given is None:
             return frozenset()
         words = [word.strip() for word in given.split(",")]
-        if not all(word.isdecimal() and int(word) > 0 for word in words):
-            raise ConfigError(f"--zero-bubble-trace-iterations {given!r} must be iterations from 1 on, for example 100,200")
+        if not all(word.isdecimal() and len(word) < 16 and int(word) > 0 for word in words):
+            raise ConfigError(f"--zero-bubble-trace-iterations {quoted(given)} must be iterations from 1 on, for example 100,200")
         return frozenset(map(int, words))
 
     def schedule_spec(self, *, num_ranks: int, num_chunks: int, memory_limit: float | None) -> ScheduleSpec:

@@ -1,0 +1,66 @@
+"""Values in messages: at most 80 characters of each, and in one line. Every message that repeats what was given uses these.
+
+What was given may be a file's whole content, a number of 5,000 digits, which Python refuses to print, or text that ends the line
+or that the terminal cannot encode. The beginning and the end of a long value are kept: of a path both matter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+__all__ = ["MOST_SHOWN", "one_line", "quoted", "shown"]
+
+MOST_SHOWN = 80
+"""Most characters of a value in a message."""
+
+_TAIL = 24
+_RUN = re.compile(rf"\S{{{MOST_SHOWN + 1},}}")
+
+
+def shown(value: object) -> str:
+    """`str(value)` in one line of at most 80 characters: the middle of a longer text is left out, unprintable letters escaped."""
+    try:
+        return _cut(str(value))
+    except (ValueError, RecursionError):  # an int of more than 4,300 digits; deep nesting
+        return f"a {type(value).__name__} that is too large to print"
+
+
+def quoted(value: object) -> str:
+    """`repr(value)`, likewise."""
+    try:
+        return _cut(repr(value))
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} that is too large to print"
+
+
+def one_line(message: str, given: Iterable[str] = ()) -> str:
+    """A message in one line, with long values in it cut as by `shown`.
+
+    Args:
+        message: any text; every run of white space becomes one space.
+        given: values that it may repeat, such as the words of a command line. Others are cut if they have no spaces.
+    """
+    for value in sorted({*given}, key=len, reverse=True):
+        if shown(value) != value:
+            message = message.replace(repr(value), quoted(value)).replace(value, shown(value))
+    return _printable(_RUN.sub(lambda run: shown(run[0]), " ".join(message.split())))
+
+
+def _cut(text: str) -> str:
+    if len(text) > MOST_SHOWN:  # first, so that only a few letters are looked at
+        text = _joined(text)
+    text = _printable(text)
+    return _joined(text) if len(text) > MOST_SHOWN else text
+
+
+def _joined(text: str) -> str:
+    return f"{text[: MOST_SHOWN - _TAIL - 3]}...{text[-_TAIL:]}"
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape", "surrogatepass").decode() for letter in text
+    )

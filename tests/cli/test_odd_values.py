@@ -1,0 +1,167 @@
+"""Costs, ops and files that nobody means: each is planned, or refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.zerobubble.cli.main import main
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.registry import build_plan
+
+PLAN = ["plan", "--schedule", "zbv", "--num-ranks", "2", "--num-microbatches", "4"]
+COSTS = ("--forward-ms", "--backward-ms", "--wgrad-ms", "--comm-ms", "--activation-after-backward")
+ODD = ("5e-324", "1e308", "9" * 400, "9" * 5000, "inf", "nan", "-1", "x" * 5000, "a\nb", "\udcff" * 90)
+BODY = json.loads(build_plan("zb", num_ranks=2, num_microbatches=2).to_json())
+UNIT = CostModel.uniform(Placement.linear(2)).to_json()
+DEEP = "[" * 100_000 + "]" * 100_000
+HUGE = "9" * 5000
+
+
+def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and error lines of a command."""
+    try:
+        code = main(words)
+    except SystemExit as exit_:
+        code = int(exit_.code or 0)
+    return code, capsys.readouterr().err
+
+
+def check_refused(words: list[str], capsys: pytest.CaptureFixture[str], *, lines: int = 1) -> str:
+    code, text = run(words, capsys)
+    assert code == 2
+    assert text.count("\n") == lines, text[:500]
+    assert text.rstrip("\n").isprintable()
+    assert len(text) < 700, text[:900]
+    return text
+
+
+@pytest.mark.parametrize("value", ODD)
+@pytest.mark.parametrize("flag", [*COSTS, "--memory-limit", "--num-ranks", "--num-microbatches", "--max-pending-backward"])
+def test_an_odd_number_is_planned_or_refused_in_one_line(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run([*PLAN, f"{flag}={value}"], capsys)
+    if code == 0:
+        assert text == ""
+        return
+    assert text.count("\n") == 1
+    assert text.rstrip("\n").isprintable()
+    assert len(text) < 500
+
+
+@pytest.mark.parametrize("value", ["5e-324", "1e308"])
+def test_times_that_are_all_odd(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = check_refused([*PLAN, *(f"{flag}={value}" for flag in COSTS[:3])], capsys)
+    assert "costs: " in text
+
+
+def test_times_that_are_all_0_or_as_large_and_as_small_as_they_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+    for value in ("0", "1e12", "1e-8"):
+        assert run([*PLAN, *(f"{flag}={value}" for flag in COSTS[:3])], capsys) == (0, "")
+
+
+FILES = {
+    "long op": json.dumps(BODY | {"ops": [[HUGE + "F0"], []]}),
+    "text of 5,000 letters as an op": json.dumps(BODY | {"ops": [["x" * 5000], []]}),
+    "number of 5,000 digits": '{"format": "zerobubble-plan/1", "num_ranks": ' + HUGE + "}",
+    "number of 400 digits": '{"format": "zerobubble-plan/1", "schedule": "x", "num_ranks": ' + "9" * 400 + "}",
+    "microbatches": json.dumps(BODY | {"num_microbatches": 10**400}),
+    "ranks": json.dumps(BODY | {"num_ranks": 10**400}),
+    "placement": json.dumps(BODY | {"stage_to_rank": [10**400, 0]}),
+    "format": json.dumps(BODY | {"format": "x\n" * 5000}),
+    "depth": DEEP,
+    "depth in a field": json.dumps(BODY | {"schedule": 0}).replace(": 0,", ": " + "[" * 900 + "]" * 900 + ",", 1),
+    "surrogate": json.dumps(BODY | {"schedule": "\ud800"}),
+    "schedule with a line break": json.dumps(BODY | {"schedule": "a\nb"}),
+    "long schedule": json.dumps(BODY | {"schedule": "x" * 5000}),
+    "cost of 400 digits": json.dumps(BODY | {"costs": UNIT | {"forward_ms": [10**400, 1]}}),
+    "cost of 1e308": json.dumps(BODY | {"costs": UNIT | {"wgrad_ms": [1e308, 1]}}),
+    "costs of 5e-324": json.dumps(BODY | {"costs": UNIT | {name: [5e-324, 0] for name in UNIT if name.endswith("d_ms")}}),
+    "activations of 5e-324": json.dumps(
+        BODY | {"costs": UNIT | {name: [5e-324] * 2 for name in ("activation", "activation_after_backward")}}
+    ),
+    "cost that is nested": json.dumps(BODY | {"costs": UNIT | {"comm_ms": []}}),
+}
+
+
+@pytest.mark.parametrize("command", [["show"], ["export", "--torch-csv", "-"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_plan_is_refused_in_one_line(
+    name: str, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(FILES[name])
+    words = [command[0], str(file), *command[1:]]
+    if "cost" in name and command[0] == "export":  # it does not read them
+        return
+    if "activations" in name and command[0] == "export":
+        return
+    check_refused(words, capsys)
+
+
+@pytest.mark.parametrize("text", [HUGE + "F0", "0F" + HUGE, "0F999999999", "x" * 5000, "\ud800", DEEP])
+def test_a_damaged_action_table_is_refused_in_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.csv"
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    check_refused(["import", str(file)], capsys)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "x" * 300, "\udcff"])
+def test_a_plan_cannot_be_imported_under_an_odd_name(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.csv"
+    file.write_text("0F0,0I0,0W0")
+    check_refused(["import", str(file), f"--schedule={name}"], capsys)
+
+
+CONFIG = {
+    "model": "x",
+    "num_ranks": 2,
+    "num_microbatches": 4,
+    "forward_ms": 1.0,
+    "backward_ms": 1.0,
+    "wgrad_ms": 1.0,
+    "comm_ms": 0.0,
+    "activation_after_backward": 1.0,
+    "reference": {"ZB-1p": {"bubble_rate": 0.1, "peak_memory": 1.0}},
+}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        DEEP,
+        '{"configs": ' + HUGE + "}",
+        *(
+            json.dumps({"configs": [CONFIG | changed]})
+            for changed in (
+                {"num_ranks": 10**400},
+                {"num_microbatches": 10**400},
+                {"forward_ms": 10**400},
+                {"forward_ms": 1e308},
+                {"forward_ms": 5e-324, "backward_ms": 5e-324, "wgrad_ms": 5e-324},
+                {"reference": {"ZB-1p": {"bubble_rate": 10**400, "peak_memory": 1.0}}},
+                {"reference": {"ZB-1p": {"bubble_rate": 0.1, "peak_memory": 1e308}}},
+                {"reference": {"x" * 5000: 0}},
+            )
+        ),
+    ],
+)
+def test_a_damaged_file_to_compare_is_refused_in_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "published.json"
+    file.write_text(text)
+    check_refused(["compare", str(file), "--effort", "fast"], capsys)
+
+
+def test_a_model_s_name_may_be_any_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "published.json"
+    file.write_text(json.dumps({"configs": [CONFIG | {"model": "\ud800\n" * 50}]}))
+    assert run(["compare", str(file), "--effort", "fast"], capsys) == (0, "")
+
+
+@pytest.mark.parametrize("text", [DEEP, HUGE, '{"forward_ms": ' + HUGE + "}", "null"])
+def test_a_damaged_file_of_costs_is_refused_in_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(text)
+    check_refused([*PLAN, "--costs", str(file)], capsys)
