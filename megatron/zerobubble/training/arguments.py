@@ -101,7 +101,7 @@ def settings_from_argv(argv: Sequence[str], *, world_size: int, rank: int = 0, p
     try:
         parser = build_parser(prog=prog)
         words = with_yaml_flags(argv, parser)
-        return _checked(words, parser, world_size=world_size)
+        return _checked(words, parser, world_size=world_size, is_first=rank == 0)
     except UserError as error:
         draws_plan = isinstance(error, PlanError) and "\n" in str(error)
         raise type(error)(str(error) if draws_plan else one_line(str(error), _values(words))) from None
@@ -114,7 +114,7 @@ def _values(words: Sequence[str]) -> list[str]:
     return [*words, *(word.partition("=")[2] for word in words if "=" in word)]
 
 
-def _checked(words: Sequence[str], parser: argparse.ArgumentParser, *, world_size: int) -> Settings:
+def _checked(words: Sequence[str], parser: argparse.ArgumentParser, *, world_size: int, is_first: bool) -> Settings:
     """`words` of the command line as settings that can run. Raises UserError, and OSError for paths."""
     namespace, unknown = parser.parse_known_args(words)
     if unknown:
@@ -124,7 +124,7 @@ def _checked(words: Sequence[str], parser: argparse.ArgumentParser, *, world_siz
     if settings.run.dry_run:
         default = world_size if world_size > 1 else settings.model_parallel_size
         settings = replace(settings, world_size=settings.run.dry_run_world_size or default)
-    check_settings(settings, is_first=rank == 0)
+    check_settings(settings, is_first=is_first)
     return settings
 
 
