@@ -8,12 +8,15 @@ is raised here; the next call starts fresh ranks.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -21,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 START_TIMEOUT_S = 120
@@ -45,13 +49,17 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: Any = None
+        self._crashes = tempfile.TemporaryDirectory()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(rank, *args)` on every rank."""
         if not self._processes:
             self._start()
-        for pipe in self._pipes:
-            pipe.send((function, args))
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send((function, args))
+            except OSError:
+                raise self._dead(rank, self._how_it_died(rank) + "; it died before this test") from None
         results: dict[int, Any] = {}
         while len(results) < self.size:
             ready = wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in results], RUN_TIMEOUT_S)
@@ -64,19 +72,26 @@ class RankPool:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:
                     ok, value = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, OSError):
                     ok, value = False, self._how_it_died(rank)
                 if not ok:
-                    self.stop()
-                    raise AssertionError(f"rank {rank} failed:\n{value}")
+                    raise self._dead(rank, value)
                 results[rank] = value
         return [results[rank] for rank in range(self.size)]
+
+    def _dead(self, rank: int, why: str) -> AssertionError:
+        self.stop()
+        return AssertionError(f"rank {rank} failed:\n{why}")
 
     def _how_it_died(self, rank: int) -> str:
         self._processes[rank].join()
         code = self._processes[rank].exitcode
         how = f"with exit code {code}" if code >= 0 else f"of {signal.Signals(-code).name}"
-        return f"the process died {how}; where it was is on stderr"
+        return f"the process died {how}\n{self._crash_file(rank).read_text()}"
+
+    def _crash_file(self, rank: int) -> Path:
+        """Where a rank's stacks are if it crashes: the standard error of this process may be captured for another test."""
+        return Path(self._crashes.name, str(rank))
 
     def _show_where(self, ranks: Sequence[int]) -> None:
         """Make ranks write the stacks of their threads to stderr."""
@@ -116,17 +131,19 @@ class RankPool:
             pipe.recv()
 
     def _arguments(self, pipe: Connection, rank: int) -> tuple[Any, ...]:
-        return pipe, rank, self.size, self._store.port, self._backend, self._on_gpu, self._prepare
+        return pipe, rank, self.size, self._store.port, str(self._crash_file(rank)), self._backend, self._on_gpu, self._prepare
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_gpu: bool, prepare: str | None = None) -> None:
+def _serve(
+    pipe: Connection, rank: int, size: int, port: int, crash_file: str, backend: str, on_gpu: bool, prepare: str | None = None
+) -> None:
     os.environ.update(
         OMP_NUM_THREADS="1",
         TORCHDYNAMO_DISABLE="1",
         RANK=str(rank),
         WORLD_SIZE=str(size),
     )
-    faulthandler.enable()
+    faulthandler.enable(open(crash_file, "w"))  # noqa: SIM115 -- open as long as the process
     faulthandler.register(signal.SIGUSR1)
     if prepare is not None:
         importlib.import_module(prepare).install()
@@ -156,4 +173,18 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_g
         except BaseException:  # noqa: BLE001  - whatever it is, the parent shows it
             pipe.send((False, traceback.format_exc()))
         del function, args
-        gc.collect()  # process groups in cycles: gloo wakes up a hundred times a second for each
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    """Free process groups that a test has destroyed: each has threads of gloo's, which wake up a hundred times a second.
+
+    Some are in cycles, and megatron-core caches what its rotary embeddings computed, with the modules and so their groups.
+    """
+    modules = [module for name, module in sys.modules.items() if name.startswith("megatron.")]
+    owners = {owner for module in modules for owner in (module, *filter(inspect.isclass, vars(module).values()))}
+    for owner in owners:
+        for value in vars(owner).values():
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
+    gc.collect()
