@@ -15,6 +15,7 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 import pretrain_gpt
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from megatron.zerobubble.mcore.model.layout import embedding_ranks
+from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job, Launch, set_up_model_parallel
@@ -54,7 +55,7 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
     host = HostDevice()
     host.install()  # where the rank has not
     launch = Launch(rank=rank, local_rank=rank, ranks_on_host=world_size, world_size=world_size, has_threads_set=True)
-    job = Job(launch=launch, host=host, store=store)  # type: ignore[arg-type]
+    job = Job(launch=launch, host=host, store=store, watch=Watch(host.device))  # type: ignore[arg-type]
     if parallel_state.model_parallel_is_initialized():  # by a test that ended early
         _destroy_groups()
     unset_num_microbatches_calculator()

@@ -166,7 +166,7 @@ class IterationRunner:
 
 def _report(hooks: IterationHooks, what: str) -> None:
     if hooks.watch is not None:
-        hooks.watch.report(what)
+        hooks.watch.report(what, is_shared=True)
 
 
 def _due_at_once(program: Program, rank: int) -> frozenset[tuple[int, int]]:

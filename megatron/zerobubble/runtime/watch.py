@@ -1,7 +1,9 @@
 """What a rank is doing right now, for a watchdog thread to read.
 
-The thread that runs the passes reports to a `Watch` what it begins; a watchdog checks now and then whether that changes. Nothing
-is timed here, and a report costs no more than making a small object.
+The main thread reports to a `Watch` what it begins: each op and transfer of the passes, and the phases around them, from joining
+the job to the end. A watchdog checks now and then whether that changes. A report costs no more than making a small object.
+
+The time of the ops of all passes is summed, without what the rank waits between them, so that a slow rank can be found.
 
 On the CPU the rank is doing what was reported last. On CUDA the host runs ahead: it has issued an op long before the device
 reaches it, and while the device waits for a message that never comes, the host may already be in the optimizer. So a CUDA event
@@ -13,10 +15,11 @@ current device (`threads`).
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,6 +47,14 @@ class Doing:
     is_first: bool
     """Whether it belongs to the first iteration or the first evaluation, in which code is compiled, connections are opened and
     memory is allocated."""
+    is_limited: bool = True
+    """Whether it is part of the passes or of a step, which have a time limit; a phase around them has none."""
+    waits_for: int | None = None
+    """The global rank whose message it waits for, or that takes the message which it waits to have sent; None: nobody's."""
+    is_op: bool = False
+    """Whether it is an op of the passes."""
+    is_shared: bool = False
+    """Whether other ranks take part, so that it may last because of them."""
 
 
 class Watch(Recorder):
@@ -57,15 +68,46 @@ class Watch(Recorder):
         self.device = device
         self._is_cuda = device.type == "cuda"
         self._reported: deque[tuple[Doing | None, torch.cuda.Event | None]] = deque([(None, None)])
+        self._phase: Doing | None = None
+        self._begun = {False: 0, True: 0}
+        self._is_first = True
+        self._pipeline: Sequence[int] | None = None
+        self._op_began_s = 0.0
+        self.busy_s = 0.0
+        """Time of all ops so far, in seconds. On CUDA that of the ops that the device has passed when `current` looked last."""
+        self.num_iterations = 0
+        """Training iterations whose passes have begun."""
+
+    # -- called by the thread that runs the passes ------------------------------------------------------------------------
+
+    def begin_pipeline(self, pipeline: Sequence[int]) -> None:
+        """A pipeline has been built: its next iteration and evaluation are first ones.
+
+        Args:
+            pipeline: the global ranks of this rank's pipeline, in its order; a `Message` names places in it.
+        """
+        self._pipeline = list(pipeline)
         self._begun = {False: 0, True: 0}
         self._is_first = True
 
-    # -- called by the thread that runs the passes ------------------------------------------------------------------------
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """Wrap work outside of the passes; phases nest, and passes and steps inside of one have precedence.
+
+        Args:
+            text: see `Doing.text`.
+        """
+        outer = self._phase
+        self._phase = Doing(text=text, is_first=False, is_limited=False)
+        yield
+        # A new object, as for every report; and not after an error: the phase shows where it happened.
+        self._phase = None if outer is None else replace(outer)
 
     @contextmanager
     def passes(self, *, forward_only: bool) -> Iterator[None]:
         """Wrap all passes of a training or evaluation iteration. Afterwards the rank is idle."""
         self._begun[forward_only] += 1
+        self.num_iterations += not forward_only
         self._is_first = self._begun[forward_only] == 1
         with self.doing("begins the passes"):
             yield
@@ -73,55 +115,64 @@ class Watch(Recorder):
     @contextmanager
     def doing(self, text: str) -> Iterator[None]:
         """Wrap other work in which this rank may wait for others. Afterwards the rank is idle."""
-        self.report(text)
+        self.report(text, is_shared=True)
         yield
         self._enter(None)  # not after an error: the last report shows where it happened
 
     def text(self) -> str | None:
-        """The text of the last report: the host's position; None while the rank is idle."""
-        doing, _ = self._reported[-1]
+        """The text of the last report: the host's position; None outside of the passes and of all phases."""
+        doing = self._reported[-1][0] or self._phase
         return None if doing is None else doing.text
 
-    def report(self, text: str) -> None:
-        """Report what the rank begins; see `Doing.text`."""
-        self._enter(Doing(text=text, is_first=self._is_first))
+    def report(self, text: str, *, waits_for: int | None = None, is_op: bool = False, is_shared: bool = False) -> None:
+        """Report what the rank begins; see `Doing` for the arguments."""
+        self._enter(Doing(text=text, is_first=self._is_first, waits_for=waits_for, is_op=is_op, is_shared=is_shared))
 
     def start(self, op: Op) -> None:
         """An op begins."""
-        self.report(f"runs {op}, the {_PASSES[op.kind]} of stage {op.stage}, microbatch {op.microbatch}")
+        self.report(f"runs {op}, the {_PASSES[op.kind]} of stage {op.stage}, microbatch {op.microbatch}", is_op=True)
+        self._op_began_s = time.perf_counter()
 
     def end(self, op: Op) -> None:
         """An op has ended."""
+        if not self._is_cuda:
+            self.busy_s += time.perf_counter() - self._op_began_s
         self.report(f"has run {op} and hands on its result")
 
     def awaited(self, message: Message) -> None:
         """The rank begins to wait for the next op's input."""
         op = f"{message.stage}{'F' if message.payload is Payload.ACTIVATION else 'B'}{message.microbatch}"
-        self.report(f"waits, before {op}, to receive {message_text(message)}")
+        text = f"waits, before {op}, to receive {message_text(message)}"
+        self.report(text, waits_for=self._global_rank(message.source))
 
     def retiring(self, message: Message) -> None:
         """The rank begins to wait for the end of a send."""
-        self.report(f"waits until it has sent {message_text(message)}")
+        self.report(f"waits until it has sent {message_text(message)}", waits_for=self._global_rank(message.target))
 
     def rewind(self) -> None:
         """The rank rolls back: its first forwards are discarded and run again."""
         self.report("begins its first forwards again")
 
+    def _global_rank(self, rank: int) -> int:
+        return rank if self._pipeline is None else self._pipeline[rank]
+
     def _enter(self, doing: Doing | None) -> None:
         if not self._is_cuda:
             self._reported[0] = doing, None
             return
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._reported.append((doing, event))
 
     # -- called by the watchdog thread ------------------------------------------------------------------------------------
 
     def current(self) -> Doing | None:
-        """What the device is doing now; None while the rank is idle. A new object for every report."""
+        """What the device is doing now; None outside of the passes and of all phases. A new object for every report."""
         while len(self._reported) > 1:
-            event = self._reported[1][1]
-            if event is not None and not event.query():
+            (doing, begin), (_, end) = self._reported[0], self._reported[1]
+            if end is not None and not end.query():
                 break
+            if doing is not None and doing.is_op and begin is not None and end is not None:
+                self.busy_s += begin.elapsed_time(end) / 1000.0
             self._reported.popleft()
-        return self._reported[0][0]
+        return self._reported[0][0] or self._phase

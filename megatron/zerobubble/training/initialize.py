@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from packaging.version import Version
 
@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.zerobubble.mcore.cpu.device import HostDevice
-    from megatron.zerobubble.training.resilience.failure import Store
+    from megatron.zerobubble.runtime.watch import Watch
+    from megatron.zerobubble.training.resilience.store import Store
 
 __all__ = [
+    "Connection",
     "Job",
     "Launch",
     "choose_device",
+    "connect",
     "job_store",
     "join_job",
     "launcher_environment",
@@ -71,6 +74,26 @@ class Job:
     """On the CPU, the layer that stands in for CUDA; inert on GPUs."""
     store: Store
     """The job's key-value store. With torchrun it outlives a rank that fails."""
+    watch: Watch
+    """Where this rank reports what it does."""
+
+
+class Connection:
+    """A rank's connection to the store at which the ranks meet, before there is a process group.
+
+    Args:
+        store: torch's.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def of(self, name: str = "job") -> Store:
+        """The part of the store that belongs to a job."""
+        from torch.distributed import distributed_c10d as c10d
+
+        shared: Any = c10d.PrefixStore(name, self.store)  # `clone` is missing in torch's stubs
+        return cast("Store", shared)
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
@@ -235,38 +258,61 @@ def share_store(launch: Launch) -> Store:
     return shared
 
 
-def join_job(settings: Settings, launch: Launch, host: HostDevice, *, name: str = "job") -> Job:
+def connect(settings: Settings, launch: Launch) -> Connection:
+    """Meet the other ranks at the job's store. All ranks must call this, before `join_job`.
+
+    Args:
+        settings: timeout.
+        launch: which rank this process is.
+    """
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    store: Any
+    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+    else:
+        timeout = timedelta(minutes=settings.parallel.distributed_timeout_minutes)
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    return Connection(store)
+
+
+def join_job(
+    settings: Settings,
+    launch: Launch,
+    host: HostDevice,
+    *,
+    connection: Connection | None = None,
+    watch: Watch | None = None,
+    name: str = "job",
+) -> Job:
     """Initialize the default process group and the job's store. All ranks must call this.
 
     Args:
         settings: backend and timeout.
         launch: which rank this process is.
         host: its device.
+        connection: to the store; None: made here.
+        watch: where this rank reports what it does; None: a new one.
         name: tells this job from others on the same store.
     """
-    import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
-    from torch.distributed.rendezvous import rendezvous
 
-    timeout = timedelta(minutes=settings.parallel.distributed_timeout_minutes)
-    backend = _backend(settings)
+    from megatron.zerobubble.runtime.watch import Watch as NewWatch
+
     _release_nccl_memory_early()
-    store: Any
-    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-    else:
-        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    connection = connection or connect(settings, launch)
+    backend = _backend(settings)
     c10d.init_process_group(
         backend,
-        store=c10d.PrefixStore(f"{name}/process_group", store),
+        store=c10d.PrefixStore(f"{name}/process_group", connection.store),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timeout,
+        timeout=timedelta(minutes=settings.parallel.distributed_timeout_minutes),
         # With a device every later group would be made by a split over the whole world, the four of the links among them.
         device_id=host.device if backend == "nccl" and settings.parallel.eager_nccl_communicators else None,
     )
-    shared: Any = c10d.PrefixStore(name, store)  # `clone` is missing in torch's stubs
-    return Job(launch=launch, host=host, store=shared)
+    return Job(launch=launch, host=host, store=connection.of(name), watch=watch or NewWatch(host.device))
 
 
 def _release_nccl_memory_early() -> None:

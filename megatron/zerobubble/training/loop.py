@@ -28,6 +28,7 @@ from megatron.zerobubble.mcore.compat import destroy_model_parallel, start_batch
 from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.profiling.marks import Marks
+from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.arguments import exit_with_error
 from megatron.zerobubble.training.checkpoint.load import load_checkpoint
 from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
@@ -40,6 +41,7 @@ from megatron.zerobubble.training.initialize import (
     Job,
     Launch,
     choose_device,
+    connect,
     join_job,
     set_up_logging,
     set_up_model_parallel,
@@ -110,39 +112,57 @@ def pretrain(
         host = choose_device(settings, launch)
     except UserError as error:
         exit_with_error(error, rank=launch.rank, prog=prog, error_file=launch.error_file)
-    job = join_job(settings, launch, host)
-    with JobGuard(job.store, launch.rank, error_file=launch.error_file) as guard:
+    watch = Watch(host.device)
+    connection = connect(settings, launch)
+    world_size = 0 if settings.watchdog_s is None else launch.world_size
+    guard = JobGuard(connection.of(), launch.rank, error_file=launch.error_file, world_size=world_size)
+    guard.doing = watch.text
+    with guard, watchdog(settings, launch, connection.of(), watch):
+        with watch.phase("joins the job"):
+            job = join_job(settings, launch, host, connection=connection, watch=watch)
         if settings.zero_bubble.schedule == AUTO:
-            settings = choose_schedule(
-                settings,
-                job,
-                tokenizer=tokenizer,
-                model_provider=model_provider,
-                forward_step_provider=forward_step_provider,
-            )
-        spec = settings.schedule_spec
-        set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
-        start_batch_size_ramp_up(
-            rank=launch.rank,
-            ramp_up=settings.batch.rampup_batch_size,
-            global_batch_size=settings.global_batch_size,
-            micro_batch_size=settings.batch.micro_batch_size,
-            data_parallel_size=settings.data_parallel_size,
-        )
-        training_state = build_training_state(
-            settings,
-            job,
-            spec,
-            vocab_size=tokenizer.vocab_size,
-            model_provider=model_provider,
-            forward_step_provider=forward_step_provider,
-        )
-        watch = training_state.schedule.hooks.watch
-        if watch is not None:
-            guard.doing = watch.text
-        with watchdog(settings, job, watch):
-            _Run(training_state, job, tokenizer).run()
-    _tear_down(job)
+            with watch.phase("runs trials to choose a schedule"):
+                settings = choose_schedule(
+                    settings,
+                    job,
+                    tokenizer=tokenizer,
+                    model_provider=model_provider,
+                    forward_step_provider=forward_step_provider,
+                )
+        with watch.phase("builds the model"):
+            training_state = _build(settings, job, tokenizer, model_provider, forward_step_provider)
+        with watch.phase("prepares data, checkpoint and logs"):
+            run = _Run(training_state, job, tokenizer)
+        run.run()
+        with watch.phase("leaves the job"):
+            _tear_down(job)
+
+
+def _build(
+    settings: Settings,
+    job: Job,
+    tokenizer: Any,
+    model_provider: ModelProvider,
+    forward_step_provider: ForwardStepProvider,
+) -> TrainingState:
+    """Make the process groups, then the model and its optimizer."""
+    spec = settings.schedule_spec
+    set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
+    start_batch_size_ramp_up(
+        rank=job.launch.rank,
+        ramp_up=settings.batch.rampup_batch_size,
+        global_batch_size=settings.global_batch_size,
+        micro_batch_size=settings.batch.micro_batch_size,
+        data_parallel_size=settings.data_parallel_size,
+    )
+    return build_training_state(
+        settings,
+        job,
+        spec,
+        vocab_size=tokenizer.vocab_size,
+        model_provider=model_provider,
+        forward_step_provider=forward_step_provider,
+    )
 
 
 class _Run:
@@ -166,7 +186,8 @@ class _Run:
         self.saver = None if self.settings.checkpoint.save is None else CheckpointSaver(training_state, job.store)
         self.progress = Progress()
         if self.settings.checkpoint.load is not None:
-            restored = load_checkpoint(training_state)
+            with job.watch.phase("loads the checkpoint"):
+                restored = load_checkpoint(training_state)
             if restored is not None:
                 self.progress = Progress(restored.iteration, restored.consumed_samples)
         self.metrics = MetricsLogger(
@@ -182,9 +203,14 @@ class _Run:
     def run(self) -> None:
         """Iterate, evaluate, save, log a summary."""
         _log.info("%s", description(self.settings, on_cpu=self.job.host.enabled))
+        phase = self.job.watch.phase
         if not self.settings.run.skip_train:
-            with self.garbage:
+            with self.garbage, phase("trains, between the passes of two iterations"):
                 self._train()
+        with phase("ends the run"):
+            self._end()
+
+    def _end(self) -> None:
         if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration < 0 and not self.early_exit.is_urgent:
             self._evaluate()  # nothing was trained
         self._save()
@@ -288,7 +314,7 @@ class _Run:
 
     def _evaluate(self) -> None:
         """Every evaluation reads the same samples, so that validation losses are comparable."""
-        with self.garbage.evaluation():
+        with self.garbage.evaluation(), self.job.watch.phase("evaluates, between two passes"):
             loss = evaluate(self.training_state, self._iterators(self.datasets.valid, consumed=0))
         self.progress.evaluated_iteration = self.progress.iteration
         self.metrics.log(validation_loss=loss, iteration=self.progress.iteration)
@@ -298,7 +324,7 @@ class _Run:
         run, (_, _, test) = self.settings.run, self.settings.data.sources.per_split
         if test is None or run.eval_iters == 0 or self.early_exit.is_urgent:
             return
-        with self.garbage.evaluation():
+        with self.garbage.evaluation(), self.job.watch.phase("evaluates on the test data, between two passes"):
             loss = evaluate(self.training_state, self._iterators(self.datasets.test, consumed=0))
         _log.info("test loss at iteration %d: %.4f (ppl %.2f)", self.progress.iteration, loss, math.exp(min(loss, 700.0)))
         self.metrics.add_curves({"test_loss": loss}, self.progress.iteration)
@@ -310,7 +336,8 @@ class _Run:
         if self.settings.run.skip_train:
             return
         self.metrics.log()
-        self.saver.save(iteration=progress.iteration, consumed_samples=progress.consumed_samples)
+        with self.job.watch.phase(f"saves the checkpoint of iteration {progress.iteration}"):
+            self.saver.save(iteration=progress.iteration, consumed_samples=progress.consumed_samples)
         progress.saved_iteration = progress.iteration
 
     def _exits_early(self) -> bool:

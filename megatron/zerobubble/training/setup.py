@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.timers import Timers
 
@@ -24,7 +25,6 @@ from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training import mcore_config
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job
@@ -125,8 +125,10 @@ def build_training_state(
         timeout=timeout,
         p2p_max_ctas=zero_bubble.zero_bubble_p2p_max_ctas,
     )
+    pipeline = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    job.watch.begin_pipeline(pipeline)
     if settings.watchdog_s is not None:
-        schedule.hooks.watch = Watch(job.host.device)
+        schedule.hooks.watch = job.watch
     layout_dropout = None
     if settings.run.layout_independent_dropout:
         check_layout_dropout(config)
@@ -148,8 +150,6 @@ def build_training_state(
 
 def _count_parameters(chunks: list[Any]) -> None:
     """Log the number of parameters of one data-parallel replica; tied weights count on every stage that holds them."""
-    from megatron.core import parallel_state
-
     own = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
     count = torch.tensor([own], dtype=torch.int64, device=torch.cuda.current_device())
     torch.distributed.all_reduce(count, group=parallel_state.get_model_parallel_group())

@@ -263,19 +263,21 @@ def run_passes(
     Returns:
         What the loss function reported for each microbatch; empty on ranks that do not compute the loss.
     """
-    settings = training_state.settings
-    return list(
-        training_state.schedule.forward_backward_func(
-            forward_step_func=training_state.forward_step,
-            data_iterator=data_iterator,
-            model=training_state.chunks,
-            num_microbatches=num_microbatches,
-            seq_length=settings.model.seq_length,
-            micro_batch_size=settings.batch.micro_batch_size,
-            decoder_seq_length=settings.model.seq_length,
-            forward_only=forward_only,
+    settings, schedule = training_state.settings, training_state.schedule
+    reports_ops = schedule.hooks.watch is None or not schedule.spec.is_stock
+    with nullcontext() if reports_ops else schedule.hooks.watch.phase("runs the passes of megatron-core's own schedule"):
+        return list(
+            schedule.forward_backward_func(
+                forward_step_func=training_state.forward_step,
+                data_iterator=data_iterator,
+                model=training_state.chunks,
+                num_microbatches=num_microbatches,
+                seq_length=settings.model.seq_length,
+                micro_batch_size=settings.batch.micro_batch_size,
+                decoder_seq_length=settings.model.seq_length,
+                forward_only=forward_only,
+            )
         )
-    )
 
 
 def _total(reports: list[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:

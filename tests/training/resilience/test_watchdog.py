@@ -19,6 +19,7 @@ import torch
 from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.runtime.watch import Watch
+from megatron.zerobubble.training.resilience import watchdog
 from megatron.zerobubble.training.resilience.watchdog import Watchdog
 from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, command, environment, launch
 
@@ -29,22 +30,38 @@ GRADIENT = Message(Payload.GRADIENT, 0, 2, 1, 0)
 class Rank:
     """A watchdog, its watch that a test drives, and what it did."""
 
-    def __init__(self, store: torch.distributed.Store, rank: int, *, world_size: int = 1, limit_s: float = 0.4) -> None:
+    def __init__(
+        self,
+        store: torch.distributed.Store,
+        rank: int,
+        *,
+        world_size: int = 1,
+        limit_s: float = 0.4,
+        first_limit_s: float = 60.0,
+        error_file: str | None = None,
+    ) -> None:
         self.watch = Watch(CPU)
         self.left = threading.Event()
         self.dog = Watchdog(
             self.watch,
-            store.clone(),  # type: ignore[arg-type]
+            store,  # type: ignore[arg-type]
             rank=rank,
             world_size=world_size,
             limit_s=limit_s,
-            first_limit_s=60.0,
+            first_limit_s=first_limit_s,
+            error_file=error_file,
             leave=self._leave,
         )
 
     def _leave(self, code: int) -> None:
         assert code == 1
         self.left.set()
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are not named leave at once, too."""
+    monkeypatch.setattr(watchdog, "_AFTERWARDS_S", 0.0)
 
 
 @pytest.fixture
@@ -56,7 +73,7 @@ def store() -> torch.distributed.Store:
 def said() -> Iterator[io.StringIO]:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    logger = logging.getLogger("megatron.zerobubble.training.resilience.watchdog")
+    logger = logging.getLogger("megatron.zerobubble.training.resilience")
     logger.addHandler(handler)
     yield stream
     logger.removeHandler(handler)
@@ -79,20 +96,22 @@ def test_every_rank_logs_what_it_waits_for(store: torch.distributed.Store, said:
             ranks[1].watch.start(Op.parse("1F2"))
             for rank in ranks:
                 assert rank.left.wait(10.0)
-    lines = sorted(said.getvalue().splitlines())
+    first, *lines = said.getvalue().splitlines()
+    assert first.startswith("stuck: rank 1 makes no progress: it runs 1F2, the forward of stage 1, microbatch 2, for 0.")
     assert len(lines) == 3
+    lines = sorted(lines)
     assert lines[0].startswith(
         "stuck: rank 0 waits, before 0B2, to receive the gradient for stage 0, microbatch 2 (rank 1 to rank 0)"
     )
     assert lines[1].startswith("stuck: rank 1 runs 1F2, the forward of stage 1, microbatch 2, for 0.")
-    assert lines[2].startswith("stuck: rank 2 is idle, outside of the passes")
+    assert lines[2].startswith("stuck: rank 2 is outside of the passes")
     assert "test_watchdog.py" in lines[1] or "threading.py" in lines[1], "and where the main thread is"
 
 
 def test_a_rank_that_cannot_report_is_not_waited_for(
     store: torch.distributed.Store, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron.zerobubble.training.resilience.watchdog._GRACE_S", 0.2)
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.2)
     rank = Rank(store, 0, world_size=2)
     first_iteration(rank.watch)
     with rank.dog, rank.watch.passes(forward_only=False):

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron.zerobubble.training.bench.block import BlockRequest, BlockResult, run_block
 from megatron.zerobubble.training.initialize import Launch
-from megatron.zerobubble.training.resilience.failure import Store
+from megatron.zerobubble.training.resilience.store import Store
 
 __all__ = ["Failure", "Interrupted", "Workers"]
 

@@ -30,7 +30,7 @@ from megatron.zerobubble.training.checkpoint.directory import iteration_director
 from megatron.zerobubble.training.checkpoint.load import run_on_rank_0, state_to_save, without_optimizer
 from megatron.zerobubble.training.checkpoint.manifest import FileRecord, Manifest, record_of
 from megatron.zerobubble.training.checkpoint.writer import SaveStrategy
-from megatron.zerobubble.training.resilience.failure import Store
+from megatron.zerobubble.training.resilience.store import Store
 from megatron.zerobubble.training.step import TrainingState, parameters_in_place
 
 __all__ = ["CheckpointSaver"]

@@ -259,9 +259,9 @@ class Settings:
 
     @property
     def watchdog_s(self) -> float | None:
-        """Watchdog timeout in seconds; None if it is disabled, or with megatron-core's own schedules, which report no ops."""
+        """Watchdog timeout in seconds; None if it is disabled."""
         given = self.zero_bubble.zero_bubble_watchdog_seconds
-        if self.zero_bubble.schedule == "stock" or given == 0:
+        if given == 0:
             return None
         return given or 60.0 * self.parallel.distributed_timeout_minutes / 2.0
 

@@ -13,7 +13,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from megatron.zerobubble.training.resilience.failure import Store
+from megatron.zerobubble.training.resilience.store import Store
 
 __all__ = ["EarlyExit"]
 

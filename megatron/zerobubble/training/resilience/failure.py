@@ -5,6 +5,9 @@ a socket. So the first rank that fails records itself in the job's store *before
 exits without running exit handlers (which could wait for other ranks). A rank that fails afterwards because a peer is gone finds
 the record and prints one line. torchrun sees the first exit and ends the other ranks.
 
+A rank that was killed records nothing. So one that has lost a peer first waits a moment for a record, and looks which process of
+its machine is gone.
+
 A `UserError` is reported as one line with exit code 2, as before the process group is initialized.
 """
 
@@ -15,41 +18,27 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import TextIO
 
 import torch
 
 from megatron.zerobubble.errors import TransferError, UserError
+from megatron.zerobubble.training.resilience.beats import Beat, departed
 from megatron.zerobubble.training.resilience.error_file import write_error_file
+from megatron.zerobubble.training.resilience.store import Store
 
-__all__ = ["JobGuard", "Store", "first_to_fail"]
+__all__ = ["JobGuard", "first_to_fail", "who_failed"]
 
 _KEY = "first_failure"
 _GRACE_S = 3.0
 """Seconds that a rank which failed after another one waits: torchrun ends the job at the first exit, and the reason that it shows
 is that of the rank that exited."""
+_LOOKS, _LOOK_S = 10, 0.2
+"""How often a rank that has lost a peer looks for the reason, and the seconds between two looks."""
 _LOST_PEER = ("connection closed", "connection reset", "broken pipe", "connection refused", "timed out", "nccl", "gloo")
 """Parts of the error messages that process groups raise when a peer is gone."""
-
-
-class Store(Protocol):
-    """The methods of torch.distributed's key-value stores that training uses."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `key` to `desired` if its value is `expected` (or it is unset and `expected` is empty); return its value after."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add `amount` to the counter `key`, which starts at 0; return its value after."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys are set."""
-
-    def get(self, key: str) -> bytes:
-        """The value of a key."""
-
-    def clone(self) -> Store:
-        """The same store over a connection of its own, for another thread."""
 
 
 class JobGuard:
@@ -62,6 +51,7 @@ class JobGuard:
         stream: where to print the report; None: standard error.
         error_file: where torchrun expects the reason of this rank's failure; None without torchrun.
         pause: waits for some seconds.
+        world_size: number of ranks that publish beats; 0: none do.
     """
 
     def __init__(
@@ -73,8 +63,10 @@ class JobGuard:
         stream: TextIO | None = None,
         error_file: str | None = None,
         pause: Callable[[float], object] = time.sleep,
+        world_size: int = 0,
     ) -> None:
         self._store = store
+        self._world_size = world_size
         self._rank = rank
         self._leave = leave
         self._stream = stream
@@ -90,8 +82,12 @@ class JobGuard:
         if not isinstance(error, Exception):
             return
         stream = self._stream or sys.stderr
-        first = first_to_fail(self._store, self._rank)
-        report = _report(error, rank=self._rank, first=first, doing=self.doing())
+        gone = self._who_is_gone() if _lost_a_peer(error) else {}
+        first = first_to_fail(self._store, next(iter(gone), self._rank))
+        if first in gone:
+            report = _gone_report(gone[first], rank=self._rank, first=first, doing=self.doing())
+        else:
+            report = _report(error, rank=self._rank, first=first, doing=self.doing())
         if report:
             stream.write(report)
         if first == self._rank:
@@ -102,6 +98,18 @@ class JobGuard:
             self._pause(_GRACE_S)
         self._leave(2 if isinstance(error, UserError) else 1)
 
+    def _who_is_gone(self) -> dict[int, Beat]:
+        """Ranks whose processes are gone without a record, once that is seen; empty if another rank has recorded itself."""
+        with suppress(RuntimeError):  # the store is gone with the rank that hosted it
+            for _ in range(_LOOKS if self._world_size else 0):
+                if who_failed(self._store) is not None:
+                    break
+                gone = departed(self._store, self._world_size)
+                if gone:
+                    return gone
+                self._pause(_LOOK_S)
+        return {}
+
 
 def first_to_fail(store: Store, rank: int) -> int:
     """Record that `rank` failed, unless another rank did before; return the first rank that failed."""
@@ -111,12 +119,23 @@ def first_to_fail(store: Store, rank: int) -> int:
         return rank
 
 
+def who_failed(store: Store) -> int | None:
+    """The first rank that failed; None if none did."""
+    return int(store.get(_KEY)) if store.check([_KEY]) else None
+
+
 def _report(error: Exception, *, rank: int, first: int, doing: str | None) -> str:
     if isinstance(error, UserError):
         return f"error: {error}\n" if first == rank else ""
     if first != rank and _lost_a_peer(error):
         return f"rank {rank} stops{_while(doing)}: rank {first} failed first, see its traceback\n"
     return f"rank {rank} failed{_while(doing)}:\n" + "".join(traceback.format_exception(error))
+
+
+def _gone_report(beat: Beat, *, rank: int, first: int, doing: str | None) -> str:
+    before = "" if beat.doing is None else f"; before, it {beat.doing}"
+    process = f"process {beat.process.pid} on {beat.process.host.split()[0]}"
+    return f"rank {rank} stops{_while(doing)}: rank {first} ({process}) is gone, ended from outside{before}\n"
 
 
 def _line(error: Exception, *, rank: int) -> str:
