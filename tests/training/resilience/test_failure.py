@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.zerobubble.errors import ConfigError, TransferError
-from megatron.zerobubble.training.resilience.failure import JobGuard
+from megatron.zerobubble.training.resilience.beats import publish, this_process
+from megatron.zerobubble.training.resilience.error_file import read_error_file
+from megatron.zerobubble.training.resilience.failure import JobGuard, who_failed
 from tests.training.launch import TINY_BATCH, TINY_MODEL, launch
+from tests.training.resilience.test_verdict import WAITS, beat
 
 FAILING_SCRIPT = """
 import pretrain_gpt
@@ -70,7 +76,7 @@ def test_a_rank_that_lost_a_peer_prints_one_line(error: Exception) -> None:
     report(ZeroDivisionError("why"), rank=1, store=store)
     left, said = report(error, rank=2, store=store)
     assert left == [1]
-    assert said == "rank 2 stops: rank 1 failed first, see its traceback\n"
+    assert said == "rank 2 stops: rank 1 failed first, see its report\n"
 
 
 def test_only_a_later_failure_waits_so_that_the_first_one_is_the_first_to_exit() -> None:
@@ -110,6 +116,25 @@ def test_a_store_that_is_gone_does_not_hide_the_failure() -> None:
     left, said = report(ZeroDivisionError("why"), store=Gone())
     assert left == [1]
     assert "ZeroDivisionError: why" in said
+
+
+def test_a_rank_that_was_killed_is_named_by_those_that_lost_it(tmp_path: Path) -> None:
+    """Its process is gone, and it has recorded nothing."""
+    store, said, left = torch.distributed.HashStore(), io.StringIO(), []
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    process = replace(this_process(str(tmp_path / "error.json")), pid=gone.pid, born="1")
+    gone.wait()
+    publish(store, 1, replace(beat("saves", **WAITS), process=process))  # type: ignore[arg-type]
+    guard = JobGuard(store, 0, world_size=2, leave=left.append, stream=said, pause=_no_pause)  # type: ignore[arg-type]
+    with pytest.raises(TransferError), guard:
+        raise TransferError("send failed")
+    assert left == [1]
+    assert re.fullmatch(
+        r"rank 0 stops: rank 1 \(process \d+ on \S+\) is gone, ended from outside; when last heard of, it saves\n",
+        said.getvalue(),
+    )
+    assert str(read_error_file(tmp_path / "error.json")).startswith("rank 1 (process")
+    assert who_failed(store) == 1  # type: ignore[arg-type]
 
 
 def test_success_and_interrupts_pass() -> None:

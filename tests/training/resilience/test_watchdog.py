@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.resilience import watchdog
+from megatron.zerobubble.training.resilience.beats import Process
+from megatron.zerobubble.training.resilience.error_file import read_error_file
 from megatron.zerobubble.training.resilience.watchdog import Watchdog
 from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, command, environment, launch
 
@@ -134,6 +137,79 @@ def test_progress_idle_time_and_a_first_iteration_are_no_alarm(store: torch.dist
                 time.sleep(0.02)
     assert not rank.left.is_set()
     assert said.getvalue() == ""
+
+
+def test_a_rank_that_falls_silent_is_named_in_any_phase(
+    store: torch.distributed.Store, said: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 stands for a stopped process: its threads end without a last beat."""
+    killed: list[Process] = []
+    monkeypatch.setattr(watchdog, "kill", killed.append)
+    ranks = [Rank(store, rank, world_size=3, error_file=str(tmp_path / f"{rank}.json")) for rank in range(3)]
+    with ExitStack() as stack:
+        for entered in (ranks[0].dog, ranks[2].dog, *(rank.watch.phase("saves") for rank in ranks)):
+            stack.enter_context(entered)
+        ranks[1].dog._stillness.look(1.0)
+        ranks[1].dog._pulse._publish(is_last=False)
+        for each in (ranks[0], ranks[2]):
+            assert each.left.wait(20.0)
+    first, *lines = said.getvalue().splitlines()
+    assert re.match(r"stuck: rank 1 \(process \d+ on \S+\) has said nothing for \d+\.\d s: .* heard of, it saves \(", first)
+    assert sorted(line.partition(", for")[0] for line in lines) == ["stuck: rank 0 saves", "stuck: rank 2 saves"]
+    assert {process.pid for process in killed} == {os.getpid()}, "the one that rank 1 said it was"
+    for number in range(3):
+        reason = read_error_file(tmp_path / f"{number}.json")
+        assert reason is not None
+        assert reason.startswith("rank 1 (process"), "torchrun shows it for whatever rank it takes for the first"
+
+
+def test_a_rank_that_never_joins_is_named(store: torch.distributed.Store, said: io.StringIO) -> None:
+    rank = Rank(store, 0, world_size=2, first_limit_s=1.0)
+    with rank.dog, rank.watch.phase("joins the job"):
+        assert rank.left.wait(20.0)
+    assert said.getvalue().startswith("stuck: rank 1 has not joined the job: it has said nothing for ")
+
+
+def test_a_rank_that_has_ended_is_not_missed(store: torch.distributed.Store, said: io.StringIO) -> None:
+    first, second = (Rank(store, rank, world_size=2) for rank in range(2))
+    with first.dog, first.watch.phase("writes the summary"):
+        with second.dog:
+            pass
+        assert not first.left.wait(1.5)
+    assert said.getvalue() == ""
+
+
+def test_a_store_that_does_not_answer_ends_the_rank(said: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_LEAST_UNANSWERED_S", 0.5)
+
+    class Stopped(torch.distributed.HashStore):  # type: ignore[misc]
+        """Stands for a store whose process is stopped: no call returns."""
+
+        def clone(self) -> Stopped:
+            return self
+
+        def set(self, key: str, value: str) -> None:
+            time.sleep(10_000)
+
+    rank = Rank(Stopped(), 3, world_size=4)
+    with suppress(ZeroDivisionError), rank.dog, rank.watch.phase("saves"):
+        assert rank.left.wait(20.0)
+        raise ZeroDivisionError  # leave without waiting for the thread that is in the store
+    assert said.getvalue().startswith("stuck: the job's store has not answered rank 3 for ")
+
+
+def test_ranks_that_all_wait_have_lost_a_message(store: torch.distributed.Store, said: io.StringIO) -> None:
+    """In a first iteration, too, whose limit is longer: nobody is at work."""
+    ranks = [Rank(store, rank, world_size=2) for rank in range(2)]
+    passes = [rank.watch.passes(forward_only=False) for rank in ranks]
+    with ranks[0].dog, ranks[1].dog, passes[0], passes[1]:
+        ranks[0].watch.awaited(GRADIENT)
+        ranks[1].watch.awaited(Message(Payload.ACTIVATION, 1, 3, 0, 1))
+        for rank in ranks:
+            assert rank.left.wait(20.0)
+    assert said.getvalue().startswith(
+        "stuck: ranks 0 and 1 wait for each other, so a message between them is lost: rank 0 waits,"
+    )
 
 
 def fail_after(report: Callable[[Message], None]) -> None:

@@ -94,8 +94,9 @@ class ZeroBubbleConfig:
     second, fourth, seventh and twelfth iteration are recorded, and every twentieth from the second on."""
 
     zero_bubble_watchdog_seconds: float | None = None
-    """Watchdog timeout in seconds: if a rank spends longer than this in one op or waiting for one message, every rank logs what
-    it is doing and the job exits. The first iteration may take longer. 0 disables the watchdog. Default: half of
+    """Watchdog timeout in seconds, from the first rendezvous to the end of the job: if nothing is heard of a rank for longer than
+    this, or it spends longer in one op or waiting for one message, the rank that holds up the job is named, every rank logs what
+    it is doing, and the job exits. The first iteration may take longer. 0 disables the watchdog. Default: half of
     --distributed-timeout-minutes."""
 
     zero_bubble_wgrad_gather: str | None = field(default=None, metadata={"metavar": "keep|input|both"})

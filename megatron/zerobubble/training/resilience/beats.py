@@ -12,9 +12,10 @@ import signal
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from megatron.zerobubble.training.resilience.connections import Connections
 from megatron.zerobubble.training.resilience.store import Store
 
 __all__ = ["Beat", "Process", "departed", "kill", "publish", "published", "this_process"]
@@ -59,6 +60,8 @@ class Beat:
     """Time of all its ops so far, in seconds."""
     num_iterations: int
     """Training iterations that it has begun."""
+    connections: Connections = field(default_factory=Connections)
+    """Its connections, once it has waited for long."""
     is_last: bool = False
     """Whether this rank has ended its work, so that no more beats come."""
 
@@ -93,7 +96,8 @@ def published(store: Store, ranks: Iterable[int]) -> dict[int, Beat]:
     beats = {}
     for rank, text in zip(known, store.multi_get([_key(rank) for rank in known]), strict=True) if known else ():
         fields = json.loads(text)
-        beats[rank] = Beat(**fields | {"process": Process(**fields["process"])})
+        connections = Connections(**{name: tuple(ends) for name, ends in fields["connections"].items()})
+        beats[rank] = Beat(**fields | {"process": Process(**fields["process"]), "connections": connections})
     return beats
 
 

@@ -86,6 +86,8 @@ class JobGuard:
         first = first_to_fail(self._store, next(iter(gone), self._rank))
         if first in gone:
             report = _gone_report(gone[first], rank=self._rank, first=first, doing=self.doing())
+            # torchrun compares times in whole seconds, in which the ranks that it ends itself may end, too
+            write_error_file(gone[first].process.error_file, report.partition(": ")[2].strip())
         else:
             report = _report(error, rank=self._rank, first=first, doing=self.doing())
         if report:
@@ -128,12 +130,12 @@ def _report(error: Exception, *, rank: int, first: int, doing: str | None) -> st
     if isinstance(error, UserError):
         return f"error: {error}\n" if first == rank else ""
     if first != rank and _lost_a_peer(error):
-        return f"rank {rank} stops{_while(doing)}: rank {first} failed first, see its traceback\n"
+        return f"rank {rank} stops{_while(doing)}: rank {first} failed first, see its report\n"
     return f"rank {rank} failed{_while(doing)}:\n" + "".join(traceback.format_exception(error))
 
 
 def _gone_report(beat: Beat, *, rank: int, first: int, doing: str | None) -> str:
-    before = "" if beat.doing is None else f"; before, it {beat.doing}"
+    before = "" if beat.doing is None else f"; when last heard of, it {beat.doing}"
     process = f"process {beat.process.pid} on {beat.process.host.split()[0]}"
     return f"rank {rank} stops{_while(doing)}: rank {first} ({process}) is gone, ended from outside{before}\n"
 

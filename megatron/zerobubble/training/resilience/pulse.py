@@ -11,6 +11,7 @@ from types import FrameType
 
 from megatron.zerobubble.runtime.watch import Doing, Watch
 from megatron.zerobubble.training.resilience.beats import Beat, publish, published, this_process
+from megatron.zerobubble.training.resilience.connections import Connections, own_connections
 from megatron.zerobubble.training.resilience.store import Store
 from megatron.zerobubble.training.resilience.stragglers import Stragglers
 
@@ -68,6 +69,7 @@ class Pulse:
         stillness: for how long it has not changed.
         error_file: where torchrun expects the reason of this rank's failure.
         alarm_key: key that is in the store after an alarm.
+        long_s: seconds after which a wait is so long that the rank looks at its connections.
     """
 
     def __init__(
@@ -81,9 +83,11 @@ class Pulse:
         stillness: Stillness,
         error_file: str | None,
         alarm_key: str,
+        long_s: float,
     ) -> None:
         self._store, self._rank, self._world_size, self.interval_s = store, rank, world_size, interval_s
         self._watch, self._stillness, self._alarm_key = watch, stillness, alarm_key
+        self._long_s = long_s
         self._process = this_process(error_file)
         self._stragglers = Stragglers()
         self._count = 0
@@ -92,6 +96,8 @@ class Pulse:
         """Whether the next rank has ever published a beat."""
         self.next_silent_s = 0.0
         """Seconds since something new was heard of the next rank."""
+        self.next_is_waiting = False
+        """Whether the next rank waits for another one."""
         self.unanswered_s = 0.0
         """Seconds that the store has not answered; the watchdog's other thread counts them."""
         self.is_alarm = False
@@ -115,6 +121,7 @@ class Pulse:
                 is_news = heard is not None and (heard.is_last or before is None or heard.count != before.count)
                 self.next_silent_s = 0.0 if is_news else self.next_silent_s + passed_s
                 self.has_heard_of_next |= heard is not None
+                self.next_is_waiting = heard is not None and heard.is_waiting
                 before = heard
                 if self._rank == 0 and self._world_size > 1 and self._count % _LOOKS_AT_ALL == 0:
                     self._look_for_stragglers()
@@ -146,6 +153,7 @@ class Pulse:
             silence_of_next_s=self.next_silent_s,
             busy_s=self._watch.busy_s,
             num_iterations=self._watch.num_iterations,
+            connections=own_connections() if self.is_waiting and still_s >= self._long_s else Connections(),
             is_last=is_last,
         )
         publish(self._store, self._rank, beat)

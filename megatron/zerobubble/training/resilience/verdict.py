@@ -20,8 +20,8 @@ class Verdict(NamedTuple):
     rank: int
     reason: str
     """One line that names it, what it was doing and for how long."""
-    is_silent: bool
-    """Whether it says nothing, so that others have to report and end it."""
+    num_silent: int = 0
+    """How many ranks say nothing; if any, the named one is among them, and another rank has to end it."""
 
 
 def decide(
@@ -40,19 +40,27 @@ def decide(
     if silent_s:
         rank = max(sorted(silent_s), key=lambda each: silent_s[each])
         also = sorted((set(silent_s) | set(missing)) - {rank})
-        return Verdict(rank, f"{_silence(rank, silent_s[rank], beats[rank])}{_also(also)}", is_silent=True)
+        return Verdict(rank, f"{_silence(rank, silent_s[rank], beats[rank])}{_also(also)}", 1 + len(also))
     if missing:
         reason = f"rank {missing[0]} has not joined the job: it has said nothing for {waited_s:.1f} s{_also(missing[1:])}"
-        return Verdict(missing[0], reason, is_silent=True)
+        return Verdict(missing[0], reason, len(missing))
     working = [rank for rank, beat in beats.items() if not beat.is_waiting and beat.still_s >= least_still_s]
     if working:
         rank = max(sorted(working), key=lambda each: (not beats[each].is_shared, beats[each].still_s))
-        return Verdict(rank, f"rank {rank} makes no progress: it {_position(beats[rank])}", is_silent=False)
+        return Verdict(rank, f"rank {rank} makes no progress: it {_position(beats[rank])}")
     return _lost_between(beats)
 
 
 def _lost_between(beats: Mapping[int, Beat]) -> Verdict:
     """All ranks wait."""
+    cut = _cut(beats)
+    if cut is not None:
+        rank, peer = cut
+        reason = (
+            f"ranks {rank} and {peer} have lost their connection: data that was sent is not acknowledged; rank {rank} "
+            f"{_position(beats[rank])}; rank {peer} {_position(beats[peer])}"
+        )
+        return Verdict(rank, reason)
     for rank, beat in sorted(beats.items()):
         other = beat.waits_for
         if other is not None and other in beats and beats[other].waits_for == rank:
@@ -60,15 +68,25 @@ def _lost_between(beats: Mapping[int, Beat]) -> Verdict:
                 f"ranks {rank} and {other} wait for each other, so a message between them is lost: rank {rank} "
                 f"{_position(beat)}; rank {other} {_position(beats[other])}"
             )
-            return Verdict(rank, reason, is_silent=False)
+            return Verdict(rank, reason)
     rank = max(sorted(beats), key=lambda each: beats[each].still_s)
     reason = f"every rank waits for others, first rank {rank}: it {_position(beats[rank])}"
-    return Verdict(rank, reason, is_silent=False)
+    return Verdict(rank, reason)
+
+
+def _cut(beats: Mapping[int, Beat]) -> tuple[int, int] | None:
+    """Two ranks between which data is not acknowledged."""
+    owner = {address: rank for rank, beat in beats.items() for address in beat.connections.local}
+    for rank, beat in sorted(beats.items()):
+        for address in beat.connections.unanswered:
+            if owner.get(address, rank) != rank:
+                return rank, owner[address]
+    return None
 
 
 def _silence(rank: int, seconds: float, beat: Beat) -> str:
     where = f"process {beat.process.pid} on {beat.process.host.split()[0]}"
-    doing = "" if beat.doing is None else f"; before, it {beat.doing}{beat.place}"
+    doing = "" if beat.doing is None else f"; when last heard of, it {beat.doing}{beat.place}"
     return f"rank {rank} ({where}) has said nothing for {seconds:.1f} s: it is stopped, or its machine is gone{doing}"
 
 

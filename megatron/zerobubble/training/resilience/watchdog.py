@@ -8,7 +8,8 @@ for the next rank's beats. The other one raises the alarm
 - when nothing is heard of the next rank for the time limit, in whatever phase that is: its process is stopped, or gone;
 - when the rank's own activity in the passes or the optimizer (`runtime.watch`) does not change for the time limit; in the first
   iteration, because its compilation cannot be distinguished from being stuck, for nine tenths of the distributed timeout;
-- when it waits that long for other ranks in any other phase: the process groups are about to give up;
+- when all ranks have waited for each other for the time limit, in whatever phase that is: a message is lost;
+- when it waits for other ranks for nine tenths of the distributed timeout: the process groups are about to give up;
 - when the store does not answer for the time limit: its host is gone.
 
 Whoever is first reads all beats, names the rank that holds up the job (`verdict`), and writes that into the store. All ranks log
@@ -50,6 +51,8 @@ _AFTERWARDS_S = 3.0
 """Seconds that the other ranks wait after the named one has left: torchrun shows the rank that was the first to exit."""
 _FIRST_FRACTION = 0.9
 """Time limit of the first iteration, and of waits outside of the passes, as a fraction of the distributed timeout."""
+_LEAST_UNANSWERED_S = 10.0
+"""Seconds that a store may take to answer, at least: its host may be busy."""
 _LONGEST_INTERVAL_S = 2.0
 """Seconds between two beats of a rank, at most."""
 
@@ -119,6 +122,7 @@ class Watchdog:
             stillness=self._stillness,
             error_file=error_file,
             alarm_key=_STUCK,
+            long_s=limit_s / 2.0,
         )
 
     def __enter__(self) -> Watchdog:
@@ -138,10 +142,10 @@ class Watchdog:
         while not self._over.wait(self._interval_s):
             doing, still_s = self._stillness.look(self._interval_s)
             self._pulse.unanswered_s += self._interval_s
-            if self._pulse.unanswered_s >= max(self._limit_s, 3.0 * self._pulse.interval_s):
+            if self._pulse.unanswered_s >= max(self._limit_s, _LEAST_UNANSWERED_S):
                 self._leave_without_store()
                 return
-            if self._pulse.is_alarm or self._is_due(doing, still_s):
+            if self._pulse.is_alarm or self._is_due(doing, still_s) or self._all_wait(still_s):
                 self._alarm(doing, still_s)
                 return
 
@@ -155,6 +159,18 @@ class Watchdog:
         if doing.is_limited:
             return still_s >= (self._first_limit_s if doing.is_first else self._limit_s)
         return still_s >= self._first_limit_s and pulse.is_waiting
+
+    def _all_wait(self, still_s: float) -> bool:
+        """Whether this rank, and then all others, have waited for others for so long that none can be at work."""
+        if still_s < self._limit_s or not (self._pulse.is_waiting and self._pulse.next_is_waiting):
+            return False
+        try:
+            beats = published(self._store, range(self._world_size))
+        except RuntimeError:  # the store is gone; `Pulse.unanswered_s` tells for how long
+            return False
+        return len(beats) == self._world_size and all(
+            beat.is_last or (beat.is_waiting and beat.still_s >= self._limit_s / 2.0) for beat in beats.values()
+        )
 
     def _alarm(self, doing: Doing | None, still_s: float) -> None:
         """Log who holds up the job and what this rank is doing, and end the process."""
@@ -180,7 +196,7 @@ class Watchdog:
             time.sleep(0.05)
         if self._store.check([_VERDICT]):
             return Verdict(**json.loads(self._store.get(_VERDICT)))
-        return Verdict(rank=self._rank, reason=f"rank {self._rank} waited for the reason in vain", is_silent=False)
+        return Verdict(rank=self._rank, reason=f"rank {self._rank} waited for the reason in vain")
 
     def _decide(self) -> Verdict:
         """Look at all beats twice: those of a rank that is stopped do not change."""
@@ -190,7 +206,7 @@ class Watchdog:
         beats = published(self._store, ranks)
         failed = who_failed(self._store)
         if failed is not None:
-            return Verdict(failed, f"rank {failed} failed, see its report", is_silent=False)
+            return Verdict(failed, f"rank {failed} failed, see its report")
         return decide(
             beats,
             silent_s=self._silent_s(before, beats),
@@ -220,9 +236,9 @@ class Watchdog:
     def _end(self, verdict: Verdict) -> None:
         """When all that can have reported, end the named rank first, then this process."""
         write_error_file(self._error_file, verdict.reason)
-        self._wait_for_others()
+        self._wait_for_others(self._world_size - verdict.num_silent)
         if verdict.rank != self._rank:
-            if verdict.is_silent:
+            if verdict.num_silent:
                 self._kill(verdict)
             time.sleep(_AFTERWARDS_S)
         for stream in (sys.stdout, sys.stderr):
@@ -237,11 +253,11 @@ class Watchdog:
         write_error_file(process.process.error_file, verdict.reason)
         kill(process.process)
 
-    def _wait_for_others(self) -> None:
-        """Wait until every rank has reported: torchrun ends the others at the first exit code."""
+    def _wait_for_others(self, num_ranks: int) -> None:
+        """Wait until that number of ranks has reported: torchrun ends the others at the first exit code."""
         until = time.monotonic() + _GRACE_S
         num_reported = self._store.add(_REPORTED, 1)
-        while num_reported < self._world_size and time.monotonic() < until:
+        while num_reported < num_ranks and time.monotonic() < until:
             time.sleep(0.1)
             num_reported = self._store.add(_REPORTED, 0)
 

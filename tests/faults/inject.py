@@ -1,0 +1,206 @@
+"""Faults that a rank of a real job does to itself at a given moment: raise, SIGKILL, SIGSTOP, sleep, a cut link, a slow rank.
+
+Moments are named by what the rank reports to its `Watch`: a fault happens when it has entered a phase for the nth time, some
+milliseconds later for those that come from outside. A cut link is a socket filter that drops every packet which arrives: neither
+side sees a closed connection, as when a switch or a cable fails. What a fake cannot show: a machine that loses its power.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PHASES = {
+    "joins": "joins the job",
+    "builds": "builds the model",
+    "prepares": "prepares data",
+    "first": "passes 1",
+    "passes": "passes 3",
+    "steps": "waits for other ranks in the optimizer step",
+    "between": "between iterations 3",
+    "saves": "saves the checkpoint",
+    "evaluates": "evaluation 1",
+    "ends": "ends the run",
+}
+"""Names of phases, and what the watch reports at their begin."""
+ENVIRONMENT = "ZB_TEST_FAULT"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to which rank, and when."""
+
+    kind: str
+    """raise, kill, stop, sleep, cut or slow."""
+    rank: int
+    phase: str
+    """A key of PHASES."""
+    after_ms: float
+    """Milliseconds after the phase has begun."""
+    note: str
+    """File in which the rank writes the time and its process number when it happens."""
+
+    def environment(self) -> dict[str, str]:
+        """What the job's environment has to have."""
+        return {ENVIRONMENT: json.dumps(asdict(self))}
+
+
+class InjectedError(Exception):
+    """The error of a fault of kind raise."""
+
+
+def install(rank: int) -> None:
+    """Make this process do the fault in the environment, if it is this rank's."""
+    text = os.environ.get(ENVIRONMENT)
+    if not text:
+        return
+    fault = Fault(**json.loads(text))
+    if fault.kind == "slow":
+        _slow_down(fault, rank)
+    elif fault.rank == rank:
+        _Moments(fault).install()
+
+
+class _Moments:
+    """Sees what the watch reports, and does the fault when its moment has come."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+        self._is_done = False
+        self._passes = {True: 0, False: 0}
+
+    def install(self) -> None:
+        from megatron.zerobubble.runtime.watch import Watch
+
+        phase, passes, doing = Watch.phase, Watch.passes, Watch.doing
+
+        @contextmanager
+        def seen_phase(watch: Watch, text: str) -> Iterator[None]:
+            with phase(watch, text):
+                self._enter(text)
+                yield
+
+        @contextmanager
+        def seen_passes(watch: Watch, *, forward_only: bool) -> Iterator[None]:
+            self._passes[forward_only] += 1
+            with passes(watch, forward_only=forward_only):
+                self._enter(f"{'evaluation' if forward_only else 'passes'} {self._passes[forward_only]}")
+                yield
+            if not forward_only:
+                self._enter(f"between iterations {self._passes[False]}")
+
+        @contextmanager
+        def seen_doing(watch: Watch, text: str) -> Iterator[None]:
+            with doing(watch, text):
+                if self._passes[False] == 3:
+                    self._enter(text)
+                yield
+
+        Watch.phase, Watch.passes, Watch.doing = seen_phase, seen_passes, seen_doing  # type: ignore[method-assign]
+
+    def _enter(self, text: str) -> None:
+        if self._is_done or not text.startswith(PHASES[self._fault.phase]):
+            return
+        self._is_done = True
+        if self._fault.kind in ("raise", "sleep"):
+            self._do()
+        else:
+            threading.Timer(self._fault.after_ms / 1000.0, self._do).start()
+
+    def _do(self) -> None:
+        Path(self._fault.note).write_text(f"{time.time()} {os.getpid()}")
+        if self._fault.kind == "raise":
+            raise InjectedError("the injected failure")
+        if self._fault.kind == "sleep":
+            time.sleep(10_000)
+        if self._fault.kind == "cut":
+            cut(self._fault.note)
+            return
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self._fault.kind])
+
+
+def _slow_down(fault: Fault, rank: int) -> None:
+    """Three times as slow: after each op the rank sleeps twice as long as the op took, within the op's time."""
+    if fault.rank != rank:
+        return
+    from megatron.zerobubble.runtime.watch import Watch
+
+    start, end, began = Watch.start, Watch.end, [0.0]
+
+    def seen_start(watch: Watch, op: Any) -> None:
+        start(watch, op)
+        began[0] = time.perf_counter()
+
+    def seen_end(watch: Watch, op: Any) -> None:
+        time.sleep(2.0 * (time.perf_counter() - began[0]) + 0.02)
+        end(watch, op)
+
+    Watch.start, Watch.end = seen_start, seen_end  # type: ignore[method-assign]
+
+
+def cut(note: str) -> None:
+    """Drop all that arrives from one other rank: the one with which this process has the most connections, first by port.
+
+    The other rank's process number is added to `note`.
+    """
+    own = _sockets(os.getpid())
+    parent = os.getppid()
+    others = [pid for pid in _children(parent) if pid != os.getpid()]
+    for other in sorted(others):
+        theirs = {local for local, _ in _sockets(other).values()}
+        shared = [inode for inode, (_, remote) in own.items() if remote in theirs]
+        if shared:
+            for number in _descriptors(os.getpid(), shared):
+                drop_all(number)
+            with Path(note).open("a") as file:
+                file.write(f" {other}")
+            return
+
+
+def _children(pid: int) -> list[int]:
+    return [int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in (task / "children").read_text().split()]
+
+
+def _sockets(pid: int) -> dict[str, tuple[str, str]]:
+    """inode -> (local, remote address) of the established TCP connections of a process."""
+    table = {}
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "01":
+                table[fields[9]] = fields[1], fields[2]
+    return {inode: table[inode] for inode in _inodes(pid) if inode in table}
+
+
+def _inodes(pid: int) -> dict[str, int]:
+    found = {}
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            target = os.readlink(link)
+            if target.startswith("socket:["):
+                found[target[8:-1]] = int(link.name)
+    return found
+
+
+def _descriptors(pid: int, inodes: list[str]) -> list[int]:
+    known = _inodes(pid)
+    return [known[inode] for inode in inodes if inode in known]
+
+
+def drop_all(descriptor: int) -> None:
+    """A classic socket filter of one instruction, "accept 0 bytes"."""
+    code = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    program = struct.pack("HxxxxxxP", 1, ctypes.addressof(code))
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
