@@ -23,7 +23,7 @@ PYTEST  := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 QUICK   := not gpu and not multi_gpu and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: te-python help setup data train lint format type test test-slow test-te test-releases test-gpu bench-gpu bench playground check-upstream docs dist wheels clean
+.PHONY: te-python help setup data train lint format type test test-slow test-te test-faults test-releases test-gpu bench-gpu bench playground check-upstream docs dist wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -76,6 +76,12 @@ test-te: setup  ## all tests of Transformer Engine's layers, with its Python of 
 	  ZB_TEST_TRANSFORMER_ENGINE=$$version $(PYTEST) $(USE_TE) -m "not gpu and not multi_gpu" || exit 1; \
 	done
 
+FAULTS ?= 30
+test-faults: setup  ## the fault laboratory: FAULTS=30 faults at random moments of real jobs, and a table of what became of them
+	rm -f fault-trials.jsonl
+	ZB_TEST_FAULTS=$(abspath fault-trials.jsonl) ZB_TEST_FAULTS_NUM=$(FAULTS) $(BIN)/python -m pytest -n 0 -v tests/faults -m "not gpu"
+	$(BIN)/python -m tests.faults.report fault-trials.jsonl
+
 test-releases: setup te-python  ## a smoke test on each supported release of megatron-core, and a sample of all tests on the other end
 	$(BIN)/python -m tools.releases smoke --workers $(TEST_WORKERS)
 	folder="$$($(BIN)/python -m tools.releases path other)" && PYTHONPATH="$$folder" $(PYTEST) $(USE_MCORE) -m "$(QUICK)" --sample-files $(SAMPLE)
@@ -109,4 +115,4 @@ wheels: setup  ## build the wheels of all supported Pythons into dist/; on Linux
 	$(BIN)/python -m cibuildwheel --output-dir dist
 
 clean:  ## remove what make train, make docs and make dist wrote; the environment stays
-	rm -rf data runs site dist gpu-report
+	rm -rf data runs site dist gpu-report fault-trials.jsonl

@@ -1,8 +1,9 @@
-"""Faults that a rank of a real job does to itself at a given moment: raise, SIGKILL, SIGSTOP, sleep, a cut link, a slow rank.
+"""Faults that a rank of a real job does to itself at a moment: raise, SIGKILL, SIGSTOP, a cut link, a full disk, a slow rank.
 
 Moments are named by what the rank reports to its `Watch`: a fault happens when it has entered a phase for the nth time, some
 milliseconds later for those that come from outside. A cut link is a socket filter that drops every packet which arrives: neither
-side sees a closed connection, as when a switch or a cable fails. What a fake cannot show: a machine that loses its power.
+side sees a closed connection, as when a switch or a cable fails. A full disk is a limit on the size of files: every write fails,
+with another error number. What these cannot show: a machine that loses its power.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import struct
@@ -42,7 +44,7 @@ class Fault:
     """What happens to which rank, and when."""
 
     kind: str
-    """raise, kill, stop, sleep, cut or slow."""
+    """raise, kill, stop, cut, full or slow."""
     rank: int
     phase: str
     """A key of PHASES."""
@@ -113,19 +115,22 @@ class _Moments:
         if self._is_done or not text.startswith(PHASES[self._fault.phase]):
             return
         self._is_done = True
-        if self._fault.kind in ("raise", "sleep"):
+        if self._fault.kind == "raise":
             self._do()
         else:
-            threading.Timer(self._fault.after_ms / 1000.0, self._do).start()
+            timer = threading.Timer(self._fault.after_ms / 1000.0, self._do)
+            timer.daemon = True
+            timer.start()
 
     def _do(self) -> None:
         Path(self._fault.note).write_text(f"{time.time()} {os.getpid()}")
         if self._fault.kind == "raise":
             raise InjectedError("the injected failure")
-        if self._fault.kind == "sleep":
-            time.sleep(10_000)
         if self._fault.kind == "cut":
-            cut(self._fault.note)
+            cut(Path(self._fault.note))
+            return
+        if self._fault.kind == "full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
             return
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self._fault.kind])
 
@@ -149,27 +154,24 @@ def _slow_down(fault: Fault, rank: int) -> None:
     Watch.start, Watch.end = seen_start, seen_end  # type: ignore[method-assign]
 
 
-def cut(note: str) -> None:
-    """Drop all that arrives from one other rank: the one with which this process has the most connections, first by port.
-
-    The other rank's process number is added to `note`.
-    """
+def cut(note: Path) -> None:
+    """Drop all that arrives from one other rank, the first one that has a connection to this one; add its rank to `note`."""
     own = _sockets(os.getpid())
-    parent = os.getppid()
-    others = [pid for pid in _children(parent) if pid != os.getpid()]
-    for other in sorted(others):
+    for other in sorted(_children(os.getppid()) - {os.getpid()}):
         theirs = {local for local, _ in _sockets(other).values()}
-        shared = [inode for inode, (_, remote) in own.items() if remote in theirs]
+        numbers = _inodes(os.getpid())
+        shared = [numbers[inode] for inode, (_, remote) in own.items() if remote in theirs]
         if shared:
-            for number in _descriptors(os.getpid(), shared):
+            for number in shared:
                 drop_all(number)
-            with Path(note).open("a") as file:
-                file.write(f" {other}")
+            variables = Path(f"/proc/{other}/environ").read_text().split("\0")
+            with note.open("a") as file:
+                file.write(" " + next(each.partition("=")[2] for each in variables if each.startswith("RANK=")))
             return
 
 
-def _children(pid: int) -> list[int]:
-    return [int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in (task / "children").read_text().split()]
+def _children(pid: int) -> set[int]:
+    return {int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in (task / "children").read_text().split()}
 
 
 def _sockets(pid: int) -> dict[str, tuple[str, str]]:
@@ -191,11 +193,6 @@ def _inodes(pid: int) -> dict[str, int]:
             if target.startswith("socket:["):
                 found[target[8:-1]] = int(link.name)
     return found
-
-
-def _descriptors(pid: int, inodes: list[str]) -> list[int]:
-    known = _inodes(pid)
-    return [known[inode] for inode in inodes if inode in known]
 
 
 def drop_all(descriptor: int) -> None:

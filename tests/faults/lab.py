@@ -1,0 +1,217 @@
+"""Trials of the fault laboratory: one fault in one job, and the promises of docs/reliability.md checked afterwards.
+
+The jobs are real: torchrun, real process groups, checkpoints on disk. A trial is drawn from a seed, so that it can be repeated.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.faults.inject import PHASES, Fault
+from tests.training.launch import ROOT, TIMEOUT_S, TINY_BATCH, TINY_MODEL, environment, launch, metrics
+
+JOB = Path(__file__).parent / "job.py"
+WATCHDOG_S = 10.0
+PROMISED_S = WATCHDOG_S + 40.0
+"""Seconds from a fault to the end of the job."""
+LAYOUTS = {
+    "zb-h1-p2": (2, ["--enable-zero-bubble"]),
+    "zbv-p2": (2, ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]),
+    "zb-h1-p4": (4, ["--enable-zero-bubble"]),
+    "stock-p2": (2, []),
+}
+_CULPRIT = re.compile(r"stuck: ranks (\d+) and (\d+) |stuck: rank (\d+) |rank (\d+) failed|rank \d+ stops.*: rank (\d+) \(")
+KINDS = ("raise", "kill", "stop", "cut", "full")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One fault in one job."""
+
+    kind: str
+    phase: str
+    layout: str
+    rank: int
+    after_ms: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job."""
+
+    trial: Trial
+    seconds: float
+    """From the fault to the end of the job."""
+    named: tuple[int, ...]
+    """Ranks that the first line names, or that torchrun names where no rank wrote one."""
+    expected: tuple[int, ...]
+    """The rank with the fault; with a cut link, both."""
+    root_cause: int
+    """The rank that torchrun takes for the first failure."""
+    num_left: int
+    """Processes of the job that are still there."""
+    resumed_at: int
+    """Iteration of the newest checkpoint, from which the job went on; 0: there was none yet."""
+    has_same_losses: bool
+    """Whether the job that went on has the losses of the undisturbed one, bit for bit."""
+
+    @property
+    def is_as_promised(self) -> bool:
+        """All promises but the time, which depends on the machine."""
+        named = self.named == self.expected and self.root_cause in self.expected
+        return named and self.num_left == 0 and self.has_same_losses
+
+
+def drawn(seed: str) -> Trial:
+    """The trial of a seed."""
+    generator = random.Random(seed)
+    layout = generator.choice(list(LAYOUTS))
+    kind = generator.choice(KINDS)
+    phase = "saves" if kind == "full" else generator.choice(list(PHASES))
+    rank = 0 if kind == "full" and generator.random() < 0.5 else generator.randrange(LAYOUTS[layout][0])
+    after_ms = 0.0 if kind == "full" else generator.choice([0.0, generator.uniform(0.0, 60.0)])
+    return Trial(kind, phase, layout, rank, after_ms)
+
+
+def run(trial: Trial, folder: Path) -> Outcome | None:
+    """Run a job with the fault, then let it go on without. None: the job was over before the moment of the fault."""
+    note = folder / "note"
+    num_ranks, flags = LAYOUTS[trial.layout]
+    fault = Fault(trial.kind, trial.rank, trial.phase, trial.after_ms, str(note))
+    marker = f"ZB_TEST_TRIAL={folder}"
+    done = started(flags_of(folder, flags, num_ranks), num_ranks, fault, ZB_TEST_TRIAL=str(folder))
+    ended = time.time()
+    if not note.exists():
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return None
+    assert done.returncode != 0, f"{trial}: the job ended as if nothing had happened\n{done.stdout}"
+    when, _, *other = note.read_text().split()
+    resumed_at, has_same_losses = _go_on(folder, trial.layout)
+    return Outcome(
+        trial=trial,
+        seconds=round(ended - float(when), 1),
+        named=_named(done.stdout, done.stderr),
+        expected=tuple(sorted({trial.rank, *map(int, other)})),
+        root_cause=_root_cause(done.stderr),
+        num_left=_num_processes(marker),
+        resumed_at=resumed_at,
+        has_same_losses=has_same_losses,
+    )
+
+
+def flags_of(folder: Path, flags: list[str], num_ranks: int) -> list[str]:
+    """The flags of a job that saves, and goes on, in a folder."""
+    saved = str(folder / "saved")
+    return [
+        *TINY_MODEL,
+        *TINY_BATCH,
+        *flags,
+        *("--mock-data", "--pipeline-model-parallel-size", str(num_ranks)),
+        *("--train-iters", "6", "--eval-iters", "1", "--eval-interval", "3", "--save", saved, "--load", saved),
+        *("--save-interval", "2", "--metrics-jsonl", str(folder / "metrics.jsonl"), "--clip-grad", "0.5"),
+        *("--distributed-timeout-minutes", "1", "--zero-bubble-watchdog-seconds", str(WATCHDOG_S)),
+    ]
+
+
+def started(flags: list[str], num_ranks: int, fault: Fault, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a job with a fault. Its output goes to files: a process that is left behind must not keep a pipe open."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    variables = environment(**fault.environment(), **variables)
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        done = subprocess.run(
+            [*start, str(JOB), *flags], stdout=stdout, stderr=stderr, timeout=TIMEOUT_S, check=False, env=variables, cwd=ROOT
+        )
+        said = [(file.seek(0), file.read())[1] for file in (stdout, stderr)]
+    return subprocess.CompletedProcess(done.args, done.returncode, *said)
+
+
+@functools.cache
+def _undisturbed(layout: str) -> dict[int, float]:
+    """The losses of a job without a fault."""
+    num_ranks, flags = LAYOUTS[layout]
+    with tempfile.TemporaryDirectory() as name:
+        done = launch(flags_of(Path(name), flags, num_ranks), num_ranks=num_ranks, script=JOB)
+        assert done.returncode == 0, done.stderr
+        return _losses(Path(name))
+
+
+def _losses(folder: Path) -> dict[int, float]:
+    return {number: fields["lm loss"] for number, fields in metrics(folder / "metrics.jsonl").items() if "lm loss" in fields}
+
+
+def _go_on(folder: Path, layout: str) -> tuple[int, bool]:
+    """Start the job again; (iteration from which it goes on, whether its losses are those of the undisturbed one)."""
+    num_ranks, flags = LAYOUTS[layout]
+    tracker = folder / "saved" / "latest_checkpointed_iteration.txt"
+    begin = int(tracker.read_text()) if tracker.exists() else 0
+    done = launch(flags_of(folder, flags, num_ranks), num_ranks=num_ranks, script=JOB)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return begin, _losses(folder) == _undisturbed(layout)
+
+
+def _named(stdout: str, stderr: str) -> tuple[int, ...]:
+    """Ranks that the first line about the failure names."""
+    for line in [*stdout.splitlines(), *stderr.splitlines()]:
+        found = _CULPRIT.match(line)
+        if found:
+            return tuple(sorted(int(each) for each in found.groups() if each is not None))
+        if line.startswith("error: "):
+            break
+    return (_root_cause(stderr),)
+
+
+def _root_cause(stderr: str) -> int:
+    found = re.search(r"Root Cause.*?rank +: (\d+)", stderr, re.DOTALL)
+    assert found, stderr
+    return int(found[1])
+
+
+def _num_processes(marker: str) -> int:
+    """Processes whose environment has the marker, after a moment to end."""
+    count = 0
+    for _ in range(20):
+        count = sum(_has(process, marker) for process in Path("/proc").iterdir() if process.name.isdecimal())
+        if count == 0:
+            break
+        time.sleep(0.25)
+    return count
+
+
+def _has(process: Path, marker: str) -> bool:
+    try:
+        is_zombie = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return not is_zombie and marker in (process / "environ").read_text().split("\0")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def damaged(folder: Path, generator: random.Random) -> tuple[Path, str]:
+    """Damage one file of a checkpoint: flip a bit, or cut it short; (the file, what was done)."""
+    files = sorted(each for each in folder.rglob("*") if each.is_file())
+    file = generator.choice(files)
+    content = bytearray(file.read_bytes())
+    if not content or generator.random() < 0.25:
+        file.write_bytes(content[: generator.randrange(len(content))] if content else b"x")
+        return file, "cut short"
+    place, bit = generator.randrange(len(content)), generator.randrange(8)
+    content[place] ^= 1 << bit
+    file.write_bytes(content)
+    return file, f"bit {bit} of byte {place}"
+
+
+def record(outcome: Outcome) -> None:
+    """Add a line to the file in ZB_TEST_FAULTS, if there is one."""
+    file = os.environ.get("ZB_TEST_FAULTS")
+    if file:
+        with Path(file).open("a") as lines:
+            lines.write(json.dumps(asdict(outcome) | {"is_as_promised": outcome.is_as_promised}) + "\n")

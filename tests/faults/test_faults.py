@@ -1,0 +1,84 @@
+"""The fault laboratory: faults at random moments of real jobs, and what docs/reliability.md promises of them.
+
+`make test` runs a few, drawn by ZB_TEST_SEED; `make test-faults` runs NUM of them and prints a table.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.zerobubble.cli import checkpoint
+from tests.faults import lab
+from tests.training.launch import launch
+
+NUM = int(os.environ.get("ZB_TEST_FAULTS_NUM", "30"))
+NUM_FLIPS = 60
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sends signals and reads /proc")
+
+
+@pytest.mark.parametrize("number", range(NUM))
+@pytest.mark.sampled(2 / NUM)
+def test_a_fault_at_a_random_moment(number: int, tmp_path: Path) -> None:
+    """The culprit is named, nothing of the job is left, and it goes on from its newest checkpoint as if nothing had happened."""
+    trial = lab.drawn(f"{os.environ['ZB_TEST_SEED']} {number}")
+    outcome = lab.run(trial, tmp_path)
+    if outcome is None:
+        pytest.skip(f"the job was over before the moment of {trial}")
+    lab.record(outcome)
+    assert outcome.is_as_promised, outcome
+    if "ZB_TEST_FAULTS" in os.environ:  # a time is not asserted where other tests run beside
+        assert outcome.seconds <= lab.PROMISED_S, outcome
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a job without a fault."""
+    folder = tmp_path_factory.mktemp("saved")
+    num_ranks, flags = lab.LAYOUTS["zb-h1-p2"]
+    done = launch(lab.flags_of(folder, flags, num_ranks), num_ranks=num_ranks, script=lab.JOB)
+    assert done.returncode == 0, done.stderr
+    return folder / "saved"
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("number", range(NUM_FLIPS))
+def test_a_damaged_file_is_named(number: int, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "saved"
+    shutil.copytree(saved, copy)
+    [newest] = copy.glob("iter_*6")
+    file, how = lab.damaged(newest, random.Random(f"{os.environ['ZB_TEST_SEED']} {number}"))
+    assert checkpoint.main(["verify", str(copy)]) == 1, f"{file.name}: {how}"
+    said = capsys.readouterr().err
+    assert file.name in said, how
+    assert said.count("\n") == 1
+
+
+def test_a_damaged_checkpoint_is_not_loaded(saved: Path, tmp_path: Path) -> None:
+    """Every rank would read it; the line that names the file is the last one."""
+    folder = tmp_path / "job"
+    shutil.copytree(saved, folder / "saved")
+    [newest] = (folder / "saved").glob("iter_*6")
+    file, how = lab.damaged(newest, random.Random(os.environ["ZB_TEST_SEED"]))
+    num_ranks, flags = lab.LAYOUTS["zb-h1-p2"]
+    done = launch([*lab.flags_of(folder, flags, num_ranks), "--train-iters", "8"], num_ranks=num_ranks, script=lab.JOB)
+    assert done.returncode != 0, how
+    assert file.name in done.stderr, how
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_and_not_ended(tmp_path: Path) -> None:
+    num_ranks, flags = lab.LAYOUTS["zb-h1-p2"]
+    fault = lab.Fault("slow", 1, "passes", 0.0, str(tmp_path / "note"))
+    many = [*lab.flags_of(tmp_path, flags, num_ranks), "--train-iters", "60", "--save-interval", "1000"]
+    done = lab.started(many, num_ranks, fault)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 (" in done.stdout
+    assert "is slow: its passes take" in done.stdout
