@@ -59,6 +59,10 @@ class Launch:
     """Whether OMP_NUM_THREADS is set."""
     error_file: str | None = None
     """Where torchrun expects the reason of this rank's failure; None without torchrun."""
+    restart_count: int = 0
+    """How often torchrun has started all ranks again after a failure."""
+    max_restarts: int = 0
+    """How often it may (--max-restarts); 0 without torchrun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,8 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         world_size=number("WORLD_SIZE", 1),
         has_threads_set="OMP_NUM_THREADS" in environment,
         error_file=environment.get(_ERROR_FILE),
+        restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
+        max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0),
     )
 
 
@@ -117,7 +123,7 @@ def job_store(launch: Launch) -> Store:
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size))
     else:  # the first rank would open the port on which the script's process group wants to listen
         store = dist.HashStore()  # type: ignore[attr-defined]
-    shared: Any = c10d.PrefixStore("job", store)
+    shared: Any = c10d.PrefixStore(_of_attempt("job", launch), store)
     return shared
 
 
@@ -250,6 +256,7 @@ def join_job(settings: Settings, launch: Launch, host: HostDevice, *, name: str 
 
     timeout = timedelta(minutes=settings.parallel.distributed_timeout_minutes)
     backend = _backend(settings)
+    name = _of_attempt(name, launch)
     _release_nccl_memory_early()
     store: Any
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
@@ -267,6 +274,11 @@ def join_job(settings: Settings, launch: Launch, host: HostDevice, *, name: str 
     )
     shared: Any = c10d.PrefixStore(name, store)  # `clone` is missing in torch's stubs
     return Job(launch=launch, host=host, store=shared)
+
+
+def _of_attempt(name: str, launch: Launch) -> str:
+    """The name of a job's keys: torchrun hosts one store for all of its attempts, where keys of those that failed remain."""
+    return name if launch.restart_count == 0 else f"{name}/restart {launch.restart_count}"
 
 
 def _release_nccl_memory_early() -> None:
