@@ -57,6 +57,7 @@ def load_state(training_state: TrainingState, path: Path) -> None:
             stage.load_state_dict(held)
         for (part, inner), held in zip(_optimizers(training_state), state["optimizer"], strict=True):
             _load_optimizer(part, inner, held)
+        training_state.scheduler.num_steps = 0  # `load_state_dict` adds to it
         training_state.scheduler.load_state_dict(state["scheduler"])
     set_rng_states(state["rng"])
 
