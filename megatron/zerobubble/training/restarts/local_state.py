@@ -31,17 +31,21 @@ def save_state(training_state: TrainingState, stream: IO[bytes]) -> None:
     Args:
         training_state: model chunks, optimizer and scheduler.
         stream: receives it.
+
+    Raises:
+        OSError: it cannot be written.
     """
     with training_state.on_host(), parameters_in_place(training_state):
-        torch.save(
-            {
-                "chunks": [_on_host(stage.state_dict()) for stage in _stages(training_state)],
-                "optimizer": [_optimizer_state(part, inner, training_state) for part, inner in _optimizers(training_state)],
-                "scheduler": training_state.scheduler.state_dict(),
-                "rng": _on_host(rng_states()),
-            },
-            stream,
-        )
+        state = {
+            "chunks": [_on_host(stage.state_dict()) for stage in _stages(training_state)],
+            "optimizer": [_optimizer_state(part, inner, training_state) for part, inner in _optimizers(training_state)],
+            "scheduler": training_state.scheduler.state_dict(),
+            "rng": _on_host(rng_states()),
+        }
+        try:
+            torch.save(state, stream)
+        except RuntimeError as error:  # torch's, while it handles the OSError of a write
+            raise OSError(" ".join(str(error.__context__ or error).split())) from error
 
 
 def load_state(training_state: TrainingState, path: Path) -> None:
