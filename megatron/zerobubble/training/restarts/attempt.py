@@ -80,7 +80,6 @@ def join_attempt(job: Job, *, root: Path | None = None, starter: int | None = No
     name = _shared_id(job, folder, is_restart=launch.restart_count > 0)
     if name is not None and launch.local_rank == 0:
         replace_text(folder / _JOB_FILE, name)
-    torch.distributed.barrier()  # every folder is there
     return Attempt(number=launch.restart_count, max_restarts=launch.max_restarts, job=name, folder=folder)
 
 
