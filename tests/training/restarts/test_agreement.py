@@ -99,7 +99,3 @@ def test_what_does_not_fit_is_ignored(given: list[Offer], job: str, why: str) ->
 def test_copies_of_more_ranks_are_of_another_layout() -> None:
     given = [offer("6:2@0"), offer("6:3@1")]
     assert agreed(given, hosts=["a", "a"]) == (None, "the copies in memory are of another layout or other flags")
-
-
-def test_a_job_whose_id_is_lost_has_no_copies() -> None:
-    assert agree(offers(6), job=None, hosts=HOSTS, fingerprints=PRINTS)[0] is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,7 +45,6 @@ def join(root: Path, *, restart_count: int = 0, max_restarts: int = 2) -> Attemp
 @pytest.mark.usefixtures("alone")
 def test_all_attempts_of_a_job_have_one_id_and_one_folder(tmp_path: Path) -> None:
     first, second, last = (join(tmp_path, restart_count=count) for count in range(3))
-    assert first.job is not None
     assert first.job == second.job == last.job
     assert first.folder == second.folder == restarts_folder(tmp_path, os.getppid())
     assert [each.is_restart for each in (first, second, last)] == [False, True, True]
@@ -60,14 +60,19 @@ def test_the_next_job_has_another_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_id_that_is_lost_is_not_made_up(tmp_path: Path) -> None:
-    assert join(tmp_path, restart_count=1).job is None
+def test_where_the_id_is_lost_later_attempts_have_a_new_one(tmp_path: Path) -> None:
+    first = join(tmp_path)
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    second, third = (join(tmp_path, restart_count=count) for count in (1, 2))
+    assert [each.is_known for each in (first, second, third)] == [True, False, True]
+    assert first.job != second.job == third.job
 
 
 @pytest.mark.usefixtures("alone")
 def test_nothing_is_written_where_nothing_restarts_the_job(tmp_path: Path) -> None:
     attempt = join(tmp_path, max_restarts=0)
-    assert attempt.job is not None
+    assert attempt.is_known
     assert (attempt.folder, attempt.is_last) == (None, True)
     assert list(tmp_path.iterdir()) == []
 

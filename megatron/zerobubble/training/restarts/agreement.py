@@ -56,7 +56,7 @@ class Agreement:
 
 
 def agree(
-    offers: Sequence[Offer], *, job: str | None, hosts: Sequence[str], fingerprints: Sequence[str]
+    offers: Sequence[Offer], *, job: str, hosts: Sequence[str], fingerprints: Sequence[str]
 ) -> tuple[Agreement | None, str]:
     """The newest iteration for which the state of every rank is offered, or None; and why, if there is none.
 

@@ -38,8 +38,10 @@ class Attempt:
     """Restarts so far."""
     max_restarts: int = 0
     """Restarts that torchrun allows; 0 without torchrun."""
-    job: str | None = None
-    """Id of the job, the same in all of its attempts; None if an earlier attempt's is lost, with the machines that knew it."""
+    job: str
+    """Id of the job, the same in all of its attempts."""
+    is_known: bool = True
+    """Whether it is; a new one is taken where that of earlier attempts is lost, with the machines that knew it."""
     folder: Path | None = None
     """Folder of the job on this machine, which outlives an attempt; None if torchrun restarts nothing."""
 
@@ -77,10 +79,12 @@ def join_attempt(job: Job, *, root: Path | None = None, starter: int | None = No
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.geteuid():
             raise PermissionError(f"{folder} belongs to another user")
-    name = _shared_id(job, folder, is_restart=launch.restart_count > 0)
-    if name is not None and launch.local_rank == 0:
+    known = _kept_id(folder) if launch.restart_count > 0 else None
+    name = known or _new_id(job)
+    if launch.local_rank == 0:
         replace_text(folder / _JOB_FILE, name)
-    return Attempt(number=launch.restart_count, max_restarts=launch.max_restarts, job=name, folder=folder)
+    is_known = known is not None or launch.restart_count == 0
+    return Attempt(number=launch.restart_count, max_restarts=launch.max_restarts, job=name, is_known=is_known, folder=folder)
 
 
 def leave_attempt(attempt: Attempt, launch: Launch) -> None:
@@ -127,10 +131,8 @@ def _new_id(job: Job) -> str:
     return job.store.compare_set("restarts/job", "", uuid.uuid4().hex[:16]).decode()
 
 
-def _shared_id(job: Job, folder: Path, *, is_restart: bool) -> str | None:
-    """The id of the job: a new one in the first attempt, else what any machine has kept of it."""
-    if not is_restart:
-        return _new_id(job)
+def _kept_id(folder: Path) -> str | None:
+    """The id of the job that any machine has kept from earlier attempts."""
     own: str | None = None
     with contextlib.suppress(OSError):
         own = (folder / _JOB_FILE).read_text(encoding="ascii", errors="replace").strip()

@@ -57,7 +57,7 @@ class InMemoryCheckpoints:
         job: id of the job.
     """
 
-    def __init__(self, training_state: TrainingState, folder: Path, *, job: str | None) -> None:
+    def __init__(self, training_state: TrainingState, folder: Path, *, job: str) -> None:
         self._training_state = training_state
         self._copies = Copies(folder)
         self._job = job
@@ -99,7 +99,7 @@ class InMemoryCheckpoints:
             consumed_samples: samples consumed so far by all ranks together.
         """
         record = CopyRecord(
-            job=str(self._job),
+            job=self._job,
             iteration=iteration,
             consumed_samples=consumed_samples,
             owner=self._rank,

@@ -145,7 +145,7 @@ def _iterations_of(training_state: TrainingState, attempt: Attempt) -> list[int]
     flags = training_state.settings.checkpoint
     if flags.save is None:
         return []
-    if attempt.job is None:
+    if not attempt.is_known:
         _log.warning("%s: the machines that knew the id of this job are gone, so its own checkpoints are not known", attempt.text)
         return []
     if not flags.save_optim:
@@ -154,7 +154,7 @@ def _iterations_of(training_state: TrainingState, attempt: Attempt) -> list[int]
     return _on_rank_0(lambda: _written_by(str(flags.save), attempt.job))
 
 
-def _written_by(folder: str, job: str | None) -> list[int]:
+def _written_by(folder: str, job: str) -> list[int]:
     found = []
     for iteration in iterations_in(folder):
         directory = existing_directory(folder, iteration)
