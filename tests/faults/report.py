@@ -25,4 +25,4 @@ def table(file: Path) -> str:
 
 
 if __name__ == "__main__":
-    print(table(Path(sys.argv[1])))
+    sys.stdout.write(table(Path(sys.argv[1])) + "\n")

@@ -27,14 +27,23 @@ TINY_MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads
 TINY_BATCH = ["--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e-2", "--log-interval", "1"]
 
 
-def command(arguments: Sequence[object], *, num_ranks: int, script: Path = PRETRAIN, module: str | None = None) -> list[str]:
+def command(
+    arguments: Sequence[object],
+    *,
+    num_ranks: int,
+    script: Path = PRETRAIN,
+    module: str | None = None,
+    max_restarts: int = 0,
+) -> list[str]:
     """The command line that starts a job of `script`, or of `module`."""
     started = [str(script)] if module is None else ["-m", module]
-    return [sys.executable, "-m", "torch.distributed.run", *_torchrun_arguments(arguments, num_ranks, *started)]
+    torchrun = _torchrun_arguments(arguments, num_ranks, *started, max_restarts=max_restarts)
+    return [sys.executable, "-m", "torch.distributed.run", *torchrun]
 
 
-def _torchrun_arguments(arguments: Sequence[object], num_ranks: int, *started: str) -> list[str]:
-    return ["--standalone", f"--nproc-per-node={num_ranks}", *started, *map(str, arguments)]
+def _torchrun_arguments(arguments: Sequence[object], num_ranks: int, *started: str, max_restarts: int = 0) -> list[str]:
+    torchrun = ["--standalone", f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}"]
+    return [*torchrun, *started, *map(str, arguments)]
 
 
 def launch(
@@ -44,10 +53,11 @@ def launch(
     script: Path = PRETRAIN,
     module: str | None = None,
     timeout_s: float = TIMEOUT_S,
+    max_restarts: int = 0,
 ) -> subprocess.CompletedProcess[str]:
     """Run `script`, or `module`, on `num_ranks` ranks and return its output and exit code."""
     return subprocess.run(
-        command(arguments, num_ranks=num_ranks, script=script, module=module),
+        command(arguments, num_ranks=num_ranks, script=script, module=module, max_restarts=max_restarts),
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -57,13 +67,15 @@ def launch(
     )
 
 
-def launch_warm(arguments: Sequence[object], *, num_ranks: int, script: Path = PRETRAIN) -> subprocess.CompletedProcess[str]:
+def launch_warm(
+    arguments: Sequence[object], *, num_ranks: int, script: Path = PRETRAIN, max_restarts: int = 0
+) -> subprocess.CompletedProcess[str]:
     """As `launch`, with imports already done. With a GPU it starts cold: CUDA does not survive a fork."""
     import torch
 
     if torch.cuda.is_available():
-        return launch(arguments, num_ranks=num_ranks, script=script)
-    argv = _torchrun_arguments(arguments, num_ranks, str(script))
+        return launch(arguments, num_ranks=num_ranks, script=script, max_restarts=max_restarts)
+    argv = _torchrun_arguments(arguments, num_ranks, str(script), max_restarts=max_restarts)
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
         request = {"argv": argv, "env": environment(), "stdout": str(stdout), "stderr": str(stderr)}

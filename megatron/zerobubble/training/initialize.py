@@ -62,6 +62,10 @@ class Launch:
     """Whether OMP_NUM_THREADS is set."""
     error_file: str | None = None
     """Where torchrun expects the reason of this rank's failure; None without torchrun."""
+    restart_count: int = 0
+    """How often torchrun has started all ranks again after a failure."""
+    max_restarts: int = 0
+    """How often it may (--max-restarts); 0 without torchrun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +87,18 @@ class Connection:
 
     Args:
         store: torch's.
+        launch: which attempt of the job this is.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, launch: Launch) -> None:
         self.store = store
+        self._launch = launch
 
     def of(self, name: str = "job") -> Store:
         """The part of the store that belongs to a job."""
         from torch.distributed import distributed_c10d as c10d
 
-        shared: Any = c10d.PrefixStore(name, self.store)  # `clone` is missing in torch's stubs
+        shared: Any = c10d.PrefixStore(_of_attempt(name, self._launch), self.store)  # `clone` is missing in torch's stubs
         return cast("Store", shared)
 
 
@@ -121,6 +127,8 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         world_size=number("WORLD_SIZE", 1),
         has_threads_set="OMP_NUM_THREADS" in environment,
         error_file=environment.get(_ERROR_FILE),
+        restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
+        max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0),
     )
 
 
@@ -140,7 +148,7 @@ def job_store(launch: Launch) -> Store:
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size))
     else:  # the first rank would open the port on which the script's process group wants to listen
         store = dist.HashStore()  # type: ignore[attr-defined]
-    shared: Any = c10d.PrefixStore("job", store)
+    shared: Any = c10d.PrefixStore(_of_attempt("job", launch), store)
     return shared
 
 
@@ -274,7 +282,7 @@ def connect(settings: Settings, launch: Launch) -> Connection:
     else:
         timeout = timedelta(minutes=settings.parallel.distributed_timeout_minutes)
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-    return Connection(store)
+    return Connection(store, launch)
 
 
 def join_job(
@@ -303,9 +311,10 @@ def join_job(
     _release_nccl_memory_early()
     connection = connection or connect(settings, launch)
     backend = _backend(settings)
+    groups: Any = connection.of(f"{name}/process_group")
     c10d.init_process_group(
         backend,
-        store=c10d.PrefixStore(f"{name}/process_group", connection.store),
+        store=groups,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(minutes=settings.parallel.distributed_timeout_minutes),
@@ -313,6 +322,11 @@ def join_job(
         device_id=host.device if backend == "nccl" and settings.parallel.eager_nccl_communicators else None,
     )
     return Job(launch=launch, host=host, store=connection.of(name), watch=watch or NewWatch(host.device))
+
+
+def _of_attempt(name: str, launch: Launch) -> str:
+    """The name of a job's keys: torchrun hosts one store for all of its attempts, where keys of those that failed remain."""
+    return name if launch.restart_count == 0 else f"{name}/restart {launch.restart_count}"
 
 
 def _release_nccl_memory_early() -> None:

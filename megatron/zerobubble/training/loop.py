@@ -30,7 +30,6 @@ from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.arguments import exit_with_error
-from megatron.zerobubble.training.checkpoint.load import load_checkpoint
 from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
@@ -57,6 +56,8 @@ from megatron.zerobubble.training.planning.replan import PlanFileWriter, make_re
 from megatron.zerobubble.training.resilience.early_exit import EarlyExit
 from megatron.zerobubble.training.resilience.failure import JobGuard
 from megatron.zerobubble.training.resilience.watchdog import watchdog
+from megatron.zerobubble.training.restarts.attempt import Attempt, join_attempt, leave_attempt
+from megatron.zerobubble.training.restarts.resume import has_room, keep_in_memory, start_from
 from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, build_training_state
 from megatron.zerobubble.training.step import StepResult, Trainer, TrainingState, evaluate
 
@@ -120,6 +121,7 @@ def pretrain(
     with guard, watchdog(settings, launch, connection.of(), watch):
         with watch.phase("joins the job"):
             job = join_job(settings, launch, host, connection=connection, watch=watch)
+            attempt = join_attempt(job)
         if settings.zero_bubble.schedule == AUTO:
             with watch.phase("runs trials to choose a schedule"):
                 settings = choose_schedule(
@@ -132,10 +134,11 @@ def pretrain(
         with watch.phase("builds the model"):
             training_state = _build(settings, job, tokenizer, model_provider, forward_step_provider)
         with watch.phase("prepares data, checkpoint and logs"):
-            run = _Run(training_state, job, tokenizer)
+            run = _Run(training_state, job, tokenizer, attempt)
         run.run()
         with watch.phase("leaves the job"):
             _tear_down(job)
+            leave_attempt(attempt, launch)
 
 
 def _build(
@@ -168,7 +171,7 @@ def _build(
 class _Run:
     """One call of `pretrain`, after the training state is built."""
 
-    def __init__(self, training_state: TrainingState, job: Job, tokenizer: Any) -> None:
+    def __init__(self, training_state: TrainingState, job: Job, tokenizer: Any, attempt: Attempt) -> None:
         self.training_state = training_state
         self.trainer = Trainer(training_state)
         self.plan_writer = PlanFileWriter(training_state.settings.zero_bubble.zero_bubble_save_plan)
@@ -183,13 +186,15 @@ class _Run:
         run = self.settings.run
         self.garbage = GarbageCollection(run)
         self.early_exit = EarlyExit(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
-        self.saver = None if self.settings.checkpoint.save is None else CheckpointSaver(training_state, job.store)
+        saves = self.settings.checkpoint.save is not None
+        self.saver = CheckpointSaver(training_state, job.store, run=attempt.job) if saves else None
         self.progress = Progress()
-        if self.settings.checkpoint.load is not None:
-            with job.watch.phase("loads the checkpoint"):
-                restored = load_checkpoint(training_state)
-            if restored is not None:
-                self.progress = Progress(restored.iteration, restored.consumed_samples)
+        self.memory = keep_in_memory(training_state, attempt)
+        with job.watch.phase("loads the checkpoint"):
+            restored = start_from(training_state, attempt, self.memory)
+        if restored is not None:
+            self.progress = Progress(restored.iteration, restored.consumed_samples)
+        self.keeps_in_memory = has_room(attempt, self.memory)
         self.metrics = MetricsLogger(
             self.settings,
             rank=job.launch.rank,
@@ -225,6 +230,8 @@ class _Run:
         self.training_state.schedule.close()
         if self.training_state.post_validation is not None:
             self.training_state.post_validation.close()
+        if self.memory is not None:
+            self.memory.remove()
 
     def _train(self) -> None:
         run, logs, progress = self.settings.run, self.settings.logging, self.progress
@@ -243,8 +250,9 @@ class _Run:
             evaluates = run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0)
             evaluates = evaluates and not self.early_exit.is_urgent
             saves = interval is not None and progress.iteration % interval == 0
+            keeps = self._keeps_in_memory() and not is_last
             logs_progress = progress.iteration % logs.log_interval == 0
-            if is_last or evaluates or saves or logs_progress:
+            if is_last or evaluates or saves or keeps or logs_progress:
                 self._flush()
             if self.replanner is None and self.iterations_here == 2 and not is_last:  # the first one that is recorded
                 self._log_balance()
@@ -257,6 +265,10 @@ class _Run:
                 log_memory(progress.iteration)
             if saves:
                 self._save()
+            if keeps and self.memory is not None:
+                self.metrics.log()  # or iterations up to here would be missing in the metrics of a run that resumes from them
+                with self.job.watch.phase(f"copies its state of iteration {progress.iteration} to a peer"):
+                    self.memory.keep(iteration=progress.iteration, consumed_samples=progress.consumed_samples)
             if is_last:
                 break
         self.step_profiler.close()
@@ -339,6 +351,10 @@ class _Run:
         with self.job.watch.phase(f"saves the checkpoint of iteration {progress.iteration}"):
             self.saver.save(iteration=progress.iteration, consumed_samples=progress.consumed_samples)
         progress.saved_iteration = progress.iteration
+
+    def _keeps_in_memory(self) -> bool:
+        interval = self.settings.checkpoint.in_memory_checkpoint_interval
+        return self.keeps_in_memory and interval is not None and self.progress.iteration % interval == 0
 
     def _exits_early(self) -> bool:
         """Whether to stop here, before --train-iters. All ranks return the same."""

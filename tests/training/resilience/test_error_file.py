@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,24 @@ def test_a_rank_that_raises_leaves_its_traceback(tmp_path: Path) -> None:
     ):
         raise ConnectionError("reset")
     assert not other.exists(), "rank 3 failed first"
+
+
+def test_a_rank_that_is_ended_while_it_writes_leaves_no_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends the other ranks when it sees the first exit, and would itself end with an error of its JSON parser."""
+    file = tmp_path / "error.json"
+
+    def die(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(text[:10].encode())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        monkeypatch.setattr(Path, "write_text", die)
+        write_error_file(str(file), "a line")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert "exitcode  : 2" in summary(file)
 
 
 def test_without_torchrun_there_is_no_file(tmp_path: Path) -> None:

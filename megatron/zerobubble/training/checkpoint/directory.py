@@ -22,13 +22,23 @@ from pathlib import Path
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.atomic_files import replace_text, sync
 
-__all__ = ["TRACKER", "existing_directory", "iteration_directory", "prepare", "publish", "tracked_iteration", "writing_directory"]
+__all__ = [
+    "TRACKER",
+    "existing_directory",
+    "iteration_directory",
+    "iterations_in",
+    "prepare",
+    "publish",
+    "tracked_iteration",
+    "writing_directory",
+]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Name of the file that holds the iteration of the latest checkpoint."""
 
 _MAX_DIGITS = 18
 _WRITING, _REPLACED = ".writing", ".replaced"
+_COMPLETE = re.compile(rf"iter_(\d{{7,{_MAX_DIGITS}}})(?:{re.escape(_REPLACED)})?")
 _LEFT_BEHIND = re.compile(rf"iter_\d{{7,}}{re.escape(_WRITING)}")
 
 
@@ -66,6 +76,13 @@ def tracked_iteration(folder: str | Path) -> int | None:
         held = repr(text[:40]) + (f" and {len(text) - 40:,} characters more" if len(text) > 40 else "")
         raise CheckpointError(f"{tracker} is damaged: it holds {held}, not an iteration")
     return int(text)
+
+
+def iterations_in(folder: str | Path) -> list[int]:
+    """The iterations of all complete checkpoints, newest first, whether the text file names them or not."""
+    folder = Path(folder)
+    found = (_COMPLETE.fullmatch(path.name) for path in (folder.iterdir() if folder.is_dir() else ()) if path.is_dir())
+    return sorted({int(name[1]) for name in found if name}, reverse=True)
 
 
 def prepare(folder: str | Path, iteration: int) -> Path:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -35,11 +35,20 @@ from megatron.zerobubble.training.checkpoint.directory import existing_directory
 from megatron.zerobubble.training.checkpoint.inspect import COMMON_FILE, inspect_checkpoint
 from megatron.zerobubble.training.checkpoint.manifest import Manifest
 from megatron.zerobubble.training.checkpoint.optimizer_kinds import OptimizerKind, ask_for, stored_kind, translate
+from megatron.zerobubble.training.checkpoint.rng_states import rng_states, set_rng_states
 from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load, prepare_to_save
 from megatron.zerobubble.training.checkpoint.verify import check_run, verify_checkpoint
 from megatron.zerobubble.training.step import TrainingState
 
-__all__ = ["RestoredProgress", "load_checkpoint", "run_on_rank_0", "state_to_save", "without_optimizer"]
+__all__ = [
+    "RestoredProgress",
+    "load_checkpoint",
+    "load_verified",
+    "run_on_rank_0",
+    "state_to_save",
+    "verified",
+    "without_optimizer",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -119,9 +128,35 @@ def load_checkpoint(training_state: TrainingState) -> RestoredProgress | None:
     if iteration is None:
         _log.info("no checkpoint in %s yet: starting from newly initialized weights", flags.load)
         return None
+    return load_verified(training_state, *verified(training_state, iteration))
+
+
+def verified(training_state: TrainingState, iteration: int) -> tuple[Path, Manifest | None]:
+    """Verify and inspect the checkpoint of an iteration in the --load directory; nothing is loaded. All ranks must call this.
+
+    Returns:
+        The arguments of `load_verified`: the checkpoint's directory, and its manifest, if there is one.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or contains more than data.
+    """
+    flags = training_state.settings.checkpoint
+    assert flags.load is not None
     directory = existing_directory(flags.load, iteration)
     manifest = verify_checkpoint(directory) if flags.verify_checkpoint else None
     run_on_rank_0(lambda: inspect_checkpoint(directory))
+    return directory, manifest
+
+
+def load_verified(training_state: TrainingState, directory: Path, manifest: Manifest | None) -> RestoredProgress | None:
+    """Load a checkpoint that `verified` returned. All ranks must call this.
+
+    Returns:
+        Progress of the run that saved it; None with --finetune.
+
+    Raises:
+        CheckpointError: it belongs to another model, or cannot be read after all.
+    """
     try:
         restored = _load_from(training_state, directory, manifest)
     except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError, AssertionError, OSError) as error:
@@ -129,7 +164,7 @@ def load_checkpoint(training_state: TrainingState) -> RestoredProgress | None:
             raise
         raise CheckpointError(f"{directory} cannot be loaded into this model: {_reason(error)}") from error
     _log.info("loaded %s", directory)
-    return None if flags.finetune else restored
+    return None if training_state.settings.checkpoint.finetune else restored
 
 
 def _reason(error: BaseException) -> str:
@@ -178,7 +213,7 @@ def _load_from(training_state: TrainingState, directory: Path, manifest: Manifes
         else:
             optimizer.reload_model_params()
     if loads_rng:
-        (megatron_lm.set_rng_state if is_foreign else _set_rng_state)(state["rng"])
+        (megatron_lm.set_rng_state if is_foreign else set_rng_states)(state["rng"])
     elif flags.load_rng and not flags.finetune:
         why = "the checkpoint has no random number generators" if same_layout else "the layout differs from the checkpoint's"
         _log.info("%s: dropout continues with newly seeded generators", why)
@@ -329,21 +364,8 @@ def _load_optimizer(training_state: TrainingState, state: dict[str, Any], *, ask
 
 
 def _rng_state() -> dict[str, ShardedTensor]:
-    """States of the random number generators that training uses: torch's, and those of megatron-core's RNG tracker.
-
-    Byte tensors (uint8), sharded by the rank's position in the layout; context-parallel ranks have the same. Python's and numpy's
-    generators are not saved: training does not use them.
-    """
-    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
-    states = {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state(), **tracker}
-    return {name: _at_this_place(f"rng.{name}", state) for name, state in states.items()}
-
-
-def _set_rng_state(states: dict[str, torch.Tensor]) -> None:
-    states = {name: state.reshape(-1).cpu() for name, state in states.items()}
-    torch.set_rng_state(states.pop("cpu"))
-    torch.cuda.set_rng_state(states.pop("device"))
-    tensor_parallel.get_cuda_rng_tracker().set_states(states)
+    """States of the generators, sharded by the rank's position in the layout; context-parallel ranks have the same."""
+    return {name: _at_this_place(f"rng.{name}", state) for name, state in rng_states().items()}
 
 
 def _at_this_place(key: str, data: torch.Tensor) -> ShardedTensor:

@@ -44,9 +44,10 @@ class CheckpointSaver:
     Args:
         training_state: model chunks, optimizer and scheduler to save.
         store: the job's store.
+        run: id of the job, the same on all ranks; None: a new one.
     """
 
-    def __init__(self, training_state: TrainingState, store: Store) -> None:
+    def __init__(self, training_state: TrainingState, store: Store, *, run: str | None = None) -> None:
         flags = training_state.settings.checkpoint
         assert flags.save is not None
         self._training_state = training_state
@@ -54,8 +55,8 @@ class CheckpointSaver:
         self._folder = flags.save
         self._retain_interval = flags.save_retain_interval
         self._is_async = flags.async_save
-        self._run = store.compare_set("save/run", "", uuid.uuid4().hex[:16]).decode()
-        """Id of this job, the same on all ranks, in the checkpoints that it saves."""
+        self._run = run or store.compare_set("save/run", "", uuid.uuid4().hex[:16]).decode()
+        """Id of the job in the checkpoints that it saves."""
         self._calls = AsyncCallsQueue()
         self._strategy = SaveStrategy()
         self._in_progress: int | None = None

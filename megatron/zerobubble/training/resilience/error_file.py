@@ -28,7 +28,9 @@ def write_error_file(path: str | None, line: str, *, details: str | None = None)
     extra = {"py_callstack": details or line, "timestamp": str(int(time.time()) - 1)}
     with contextlib.suppress(OSError):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8")
+        unfinished = Path(f"{path}.new")
+        unfinished.write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8")
+        unfinished.replace(path)  # torchrun, which may end this rank meanwhile, would not survive half a file
 
 
 def read_error_file(path: Path) -> str | None:

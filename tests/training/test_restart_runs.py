@@ -1,0 +1,121 @@
+"""Whole jobs whose ranks are killed: torchrun starts them again, and they resume by themselves, with the same losses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.launch import TINY_BATCH, TINY_MODEL, launch_warm, metrics, train
+from tools.benchmarks import restart
+
+RUN = [*TINY_MODEL, *TINY_BATCH, "--pipeline-model-parallel-size", "2", "--train-iters", "8", "--eval-iters", "0"]
+RUN += ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation", "--post-validation-patience", "0", "--clip-grad", "0.5"]
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import pretrain_gpt
+from megatron.zerobubble.training import loop, step
+from megatron.zerobubble.training.restarts.attempt import MEMORY, restarts_folder
+
+HERE = Path(__file__).parent
+ATTEMPT, RANK = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+
+def damage():
+    (HERE / "folder").write_text(str(restarts_folder(MEMORY, os.getppid())))
+    for file in (HERE / "checkpoints" / "iter_0000004").glob("*.distcp"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+
+class Killed(step.Trainer):
+    def __init__(self, training_state):
+        super().__init__(training_state)
+        self.iteration = 0
+        if (ATTEMPT, RANK) == (1, 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def iterate(self, data_iterator):
+        results = super().iterate(data_iterator)
+        self.iteration += 1
+        if (ATTEMPT, self.iteration, RANK) == (0, 5, 1):
+            damage()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return results
+
+if __name__ == "__main__":
+    loop.Trainer = Killed
+    pretrain_gpt.run(pretrain_gpt.model_provider, pretrain_gpt.forward_step_provider)
+"""
+"""Rank 1 is killed after its step of iteration 5, which is not validated yet; the checkpoint of iteration 4, if there is one,
+gets a flipped bit in each file. Rank 0 of the next attempt is killed before it has resumed from anything."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """The metrics of a run that nobody disturbs, with dropout and optimistic steps that are clipped."""
+    log = tmp_path_factory.mktemp("undisturbed") / "metrics.jsonl"
+    train([*RUN, "--data-path", corpus, "--metrics-jsonl", log])
+    return metrics(log)
+
+
+def killed(folder: Path, *flags: object) -> str:
+    """Run the job; return its output."""
+    script = folder / "killed.py"
+    script.write_text(KILLED)
+    flags = (*RUN, *flags, "--metrics-jsonl", folder / "metrics.jsonl")
+    done = launch_warm(flags, num_ranks=2, script=script, max_restarts=3)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def resumed_from(said: str) -> list[str]:
+    return re.findall(r"^restart \d of 3: (?:resuming|nothing).*", said, re.MULTILINE)
+
+
+@pytest.mark.sampled(0.5, group="restarts")
+def test_a_job_resumes_from_memory(corpus: str, undisturbed: dict[int, dict[str, Any]], tmp_path: Path) -> None:
+    said = killed(tmp_path, "--data-path", corpus, "--in-memory-checkpoint-interval", "2")
+    assert resumed_from(said) == ["restart 2 of 3: resuming after iteration 4, from the copies in memory"]
+    assert restart.differences(metrics(tmp_path / "metrics.jsonl"), undisturbed) == []
+    assert not Path((tmp_path / "folder").read_text()).exists(), "the end of the run removes what it kept"
+
+
+@pytest.mark.sampled(0.5, group="restarts")
+def test_a_job_resumes_from_its_own_intact_checkpoint(
+    corpus: str, undisturbed: dict[int, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Only --save is given, where an earlier job has left a newer checkpoint; and the newest of its own is damaged."""
+    folder = tmp_path / "checkpoints"
+    train([*RUN, "--data-path", corpus, "--train-iters", "9", "--save", folder, "--seed", "7"])
+    said = killed(tmp_path, "--data-path", corpus, "--save", folder, "--save-interval", "2")
+    assert resumed_from(said) == [f"restart 2 of 3: resuming after iteration 2, from {folder / 'iter_0000002'}"]
+    assert re.search(r"^restart 2 of 3: .*iter_0000004: .* damaged or of another run", said, re.MULTILINE), said
+    assert restart.differences(metrics(tmp_path / "metrics.jsonl"), undisturbed) == []
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "8\n"
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_a_job_without_copies_starts_again(corpus: str, undisturbed: dict[int, dict[str, Any]], tmp_path: Path) -> None:
+    said = killed(tmp_path, "--data-path", corpus)
+    nothing = "nothing that this job has saved can be resumed from: starting from newly initialized weights, at iteration 0"
+    assert resumed_from(said) == [f"restart 2 of 3: {nothing}"]
+    assert restart.differences(metrics(tmp_path / "metrics.jsonl"), undisturbed) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["memory", "disk"])
+def test_ten_kills_change_no_loss(mode: str, tmp_path: Path) -> None:
+    """4 ranks, cold starts; random ranks at random moments."""
+    out = tmp_path / "report.json"
+    assert restart.main(["--kills", "10", "--ranks", "4", "--seed", "2", "--modes", mode, "--out", str(out)]) == 0
+    report = json.loads(out.read_text())[mode]
+    assert report["kills"] == 10
+    assert report["differences"] == []
+    assert report["iterations_redone_per_kill"]["max"] <= 3, "two between copies, and the one that was under way"
