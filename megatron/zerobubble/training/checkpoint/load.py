@@ -198,7 +198,7 @@ def _load_common(directory: Path) -> dict[str, Any]:
     """The common state of a checkpoint that passed its inspection."""
     try:
         with _quiet_torch():
-            common: dict[str, Any] = dist_checkpointing.load_common_state_dict(directory)
+            common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(directory))
     except (CheckpointingException, AttributeError) as error:  # the latter while it composes the message of the former
         if (directory / COMMON_FILE).is_file():
             raise
