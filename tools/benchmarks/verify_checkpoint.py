@@ -73,16 +73,16 @@ def _set_up(rank: int, flags: Sequence[str]) -> tuple[Any, Any]:
     import torch.distributed as dist
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
-    import pretrain_gpt
     from megatron.zerobubble.mcore.cpu.device import HostDevice
     from megatron.zerobubble.mcore.model.layout import embedding_ranks
     from megatron.zerobubble.training.arguments import settings_from_argv
+    from megatron.zerobubble.training.gpt import forward_step_provider, model_provider
     from megatron.zerobubble.training.initialize import Job, Launch, set_up_model_parallel
     from megatron.zerobubble.training.setup import build_training_state
 
     logging.basicConfig(level=logging.WARNING)
     settings = settings_from_argv(flags, world_size=NUM_RANKS, rank=rank)
-    store: Any = dist.PrefixStore("job", dist.distributed_c10d._get_default_store())
+    store: Any = dist.PrefixStore("job", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     host = HostDevice()
     host.install()
     launch = Launch(rank=rank, local_rank=rank, ranks_on_host=NUM_RANKS, world_size=NUM_RANKS, has_threads_set=True)
@@ -95,8 +95,8 @@ def _set_up(rank: int, flags: Sequence[str]) -> tuple[Any, Any]:
         Job(launch=launch, host=host, store=store),
         spec,
         vocab_size=VOCABULARY,
-        model_provider=pretrain_gpt.model_provider,
-        forward_step_provider=pretrain_gpt.forward_step_provider,
+        model_provider=model_provider,
+        forward_step_provider=forward_step_provider,
     )
     with training_state.on_host():
         training_state.optimizer.step()  # allocates Adam's state; the gradients are zero
