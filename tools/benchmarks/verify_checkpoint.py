@@ -48,23 +48,38 @@ Round = dict[str, float]
 """Seconds of one load each, `verified` and `unverified`, followed by the measure."""
 
 
-def serve(rank: int, flags: Sequence[str], folder: str, num_rounds: int) -> dict[str, list[Round]]:
-    """Run one rank: save a checkpoint into `folder`, then load it. Returns the rounds of each case."""
+def serve(rank: int, flags: Sequence[str], num_rounds: int) -> dict[str, list[Round]]:
+    """Run one rank of a job with `flags`, which name the directory to save to and load from."""
     from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 
     with quiet_third_parties():
-        training_state, store = _set_up(rank, [*flags, "--save", folder, "--load", folder])
-        from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
+        return measure(*_set_up(rank, flags), num_rounds)
 
-        CheckpointSaver(training_state, store).save(iteration=1, consumed_samples=1)
-        rounds: dict[str, list[Round]] = {name: [] for name in CASES}
-        numbers = range(num_rounds + 1)
-        for number in track(numbers, "rounds") if rank == 0 else numbers:
-            for name, is_cold in CASES.items():
-                row: Round = {}
-                for verifies in (True, False) if number % 2 else (False, True):
-                    row |= _load(training_state, verifies=verifies, is_cold=is_cold)
-                rounds[name].append(row)
+
+def measure(training_state: Any, store: Any, num_rounds: int) -> dict[str, list[Round]]:
+    """Save a checkpoint, then load it again and again. All ranks must call this.
+
+    Args:
+        training_state: its settings name the same directory for --save and --load.
+        store: the job's store.
+        num_rounds: rounds that count.
+
+    Returns:
+        The rounds of each case.
+    """
+    from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
+
+    with training_state.on_host():
+        training_state.optimizer.step()  # allocates Adam's state; the gradients are zero
+    CheckpointSaver(training_state, store).save(iteration=1, consumed_samples=1)
+    rounds: dict[str, list[Round]] = {name: [] for name in CASES}
+    numbers = range(num_rounds + 1)
+    for number in track(numbers, "rounds") if torch.distributed.get_rank() == 0 else numbers:
+        for name, is_cold in CASES.items():
+            row: Round = {}
+            for verifies in (True, False) if number % 2 else (False, True):
+                row |= _load(training_state, verifies=verifies, is_cold=is_cold)
+            rounds[name].append(row)
     return {name: each[1:] for name, each in rounds.items()}  # the first one does not count
 
 
@@ -98,8 +113,6 @@ def _set_up(rank: int, flags: Sequence[str]) -> tuple[Any, Any]:
         model_provider=model_provider,
         forward_step_provider=forward_step_provider,
     )
-    with training_state.on_host():
-        training_state.optimizer.step()  # allocates Adam's state; the gradients are zero
     return training_state, store
 
 
@@ -193,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags += f" --seq-length 64 --pipeline-model-parallel-size {NUM_RANKS} --mock-data --micro-batch-size 1 --global-batch-size 2"
     flags += " --lr 1e-4 --train-iters 1 --no-bias-gelu-fusion --use-cpu-initialization"
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        cases = combined(run_on_ranks(serve, NUM_RANKS, flags.split(), folder, args.rounds))
+        cases = combined(run_on_ranks(serve, NUM_RANKS, [*flags.split(), "--save", folder, "--load", folder], args.rounds))
         num_bytes = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
     about = {
         "device": f"{platform.machine()} with {os.cpu_count()} CPUs",

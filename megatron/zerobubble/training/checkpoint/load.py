@@ -162,7 +162,7 @@ def _header_of(common: dict[str, Any], directory: Path) -> dict[str, Any]:
     read = [(name, header.get(name), kind) for name, kind in kinds.items()]
     read += [(name, common[name], dict) for name in ("optimizer", SCHEDULER) if name in common]
     for name, value, kind in read:
-        if type(value) is not kind or (kind is int and value < 0):
+        if type(value) is not kind or (isinstance(value, int) and value < 0):
             raise CheckpointError(f"{directory} is damaged: {name} in its common state is {quoted(value)}")
     return header
 
