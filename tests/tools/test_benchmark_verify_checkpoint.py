@@ -19,7 +19,7 @@ def test_a_tiny_run(tmp_path: Path) -> None:
         cases = benchmark.measure(training_state, store, 1)
     assert list(cases) == list(benchmark.CASES)
     for (row,) in cases.values():
-        assert set(row) == {f"{name} {measure}" for name in ("verified", "unverified") for measure in ("time", "cpu")}
+        assert set(row) == {f"{name} {measure}" for name in ("verified", "unverified", "alone") for measure in ("time", "cpu")}
         assert all(seconds > 0 for seconds in row.values())
 
 
@@ -30,6 +30,7 @@ def test_cpu_times_of_ranks_add_up_and_the_overhead_is_a_ratio_within_a_round() 
             "unverified time": unverified,
             "verified cpu": verified / 2,
             "unverified cpu": unverified,
+            "alone time": unverified / 4,
         }
 
     ranks = [{"case": [row(1.1, 1.0), row(6.0, 4.0), row(2.0, 2.0)]} for _ in range(2)]
@@ -38,6 +39,7 @@ def test_cpu_times_of_ranks_add_up_and_the_overhead_is_a_ratio_within_a_round() 
     assert [each["verified cpu"] for each in rounds] == pytest.approx([1.1, 6.0, 2.0])
     estimate = benchmark.overhead(rounds, "time")
     assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0.1, 0.0, 0.5))
+    assert benchmark.alone(rounds, "time").value == pytest.approx(0.25)
     assert benchmark.overhead(rounds, "cpu").value == pytest.approx(0.55 - 1.0)
 
 

@@ -7,6 +7,8 @@ reading costs least and the share of verifying is largest; or no load finds any 
   load      time from a barrier before the load to a barrier after it, which is that of the slowest rank
   CPU time  of both ranks together, all threads; other processes on the machine do not count
   overhead  the median over the rounds of the ratio within a round, less 1, with a 95 % confidence interval
+  alone     verifying alone, with all files in the page cache, over an unverified load, likewise: on a busy machine two loads
+            differ by more than verifying takes
 
   python -m tools.benchmarks.verify_checkpoint --json docs/benchmarks/data/verify_checkpoint.json
   python -m tools.benchmarks.verify_checkpoint --from docs/benchmarks/data/verify_checkpoint.json
@@ -23,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,7 @@ MEASURES = {"load": "time", "CPU time": "cpu"}
 """Title of a measure -> its suffix in a round."""
 
 Round = dict[str, float]
-"""Seconds of one load each, `verified` and `unverified`, followed by the measure."""
+"""Seconds of one load each, `verified` and `unverified`, and of verifying `alone`, followed by the measure."""
 
 
 def serve(rank: int, flags: Sequence[str], num_rounds: int) -> dict[str, list[Round]]:
@@ -79,7 +81,7 @@ def measure(training_state: Any, store: Any, num_rounds: int) -> dict[str, list[
             row: Round = {}
             for verifies in (True, False) if number % 2 else (False, True):
                 row |= _load(training_state, verifies=verifies, is_cold=is_cold)
-            rounds[name].append(row)
+            rounds[name].append(row | _verify(training_state))
     return {name: each[1:] for name, each in rounds.items()}  # the first one does not count
 
 
@@ -116,19 +118,33 @@ def _set_up(rank: int, flags: Sequence[str]) -> tuple[Any, Any]:
     return training_state, store
 
 
+def _verify(training_state: Any) -> Round:
+    """Verify the checkpoint alone on all ranks; it was just read."""
+    from megatron.zerobubble.training.checkpoint.directory import existing_directory
+    from megatron.zerobubble.training.checkpoint.verify import verify_checkpoint
+
+    directory = existing_directory(training_state.settings.checkpoint.load, 1)
+    return _timed("alone", lambda: verify_checkpoint(directory))
+
+
 def _load(training_state: Any, *, verifies: bool, is_cold: bool) -> Round:
-    """Load the checkpoint on all ranks: seconds until all have, and CPU seconds of this one."""
+    """Load the checkpoint on all ranks."""
     from megatron.zerobubble.training.checkpoint.load import load_checkpoint
 
     settings = training_state.settings
     checkpoint = replace(settings.checkpoint, verify_checkpoint=verifies)
     if is_cold and torch.distributed.get_rank() == 0:
         evict(Path(checkpoint.load))
+    changed = replace(training_state, settings=replace(settings, checkpoint=checkpoint))
+    return _timed("verified" if verifies else "unverified", lambda: load_checkpoint(changed))
+
+
+def _timed(name: str, action: Callable[[], object]) -> Round:
+    """Seconds until `action` is done on all ranks, and CPU seconds of this one."""
     torch.distributed.barrier()
     begin, cpu = time.perf_counter(), time.process_time()
-    load_checkpoint(replace(training_state, settings=replace(settings, checkpoint=checkpoint)))
+    action()
     torch.distributed.barrier()
-    name = "verified" if verifies else "unverified"
     return {f"{name} time": time.perf_counter() - begin, f"{name} cpu": time.process_time() - cpu}
 
 
@@ -154,11 +170,16 @@ def evict(folder: Path) -> None:
 
 def overhead(rounds: Sequence[Round], measure: str) -> Estimate:
     """What verifying adds, as a share of an unverified load."""
+    return _share(rounds, lambda row: row[f"verified {measure}"] - row[f"unverified {measure}"], measure)
 
-    def compute(rows: Sequence[Round]) -> float:
-        return statistics.median(row[f"verified {measure}"] / row[f"unverified {measure}"] for row in rows) - 1.0
 
-    return Estimate.of(rounds, compute)
+def alone(rounds: Sequence[Round], measure: str) -> Estimate:
+    """Verifying alone, as a share of an unverified load."""
+    return _share(rounds, lambda row: row[f"alone {measure}"], measure)
+
+
+def _share(rounds: Sequence[Round], part: Callable[[Round], float], measure: str) -> Estimate:
+    return Estimate.of(rounds, lambda rows: statistics.median(part(row) / row[f"unverified {measure}"] for row in rows))
 
 
 def to_markdown(body: dict[str, Any]) -> str:
@@ -168,14 +189,17 @@ def to_markdown(body: dict[str, Any]) -> str:
         f"{about['device']}, torch {about['torch']}, {NUM_RANKS} ranks, a checkpoint of {about['bytes'] / 1e9:.2f} GB, "
         f"{about['rounds']} rounds.",
         "",
-        "| files | measure | unverified | verified | overhead |",
-        "|---|---|---|---|---|",
+        "| files | measure | unverified | verified | overhead | alone |",
+        "|---|---|---|---|---|---|",
     ]
     for name, case in body["cases"].items():
         for title, measure in MEASURES.items():
             times = [statistics.median(row[f"{each} {measure}"] for row in case["rounds"]) for each in ("unverified", "verified")]
-            value, low, high = (case["overhead"][measure][each] for each in ("value", "low", "high"))
-            lines.append(f"| {name} | {title} | {times[0]:.2f} s | {times[1]:.2f} s | {value:.1%} ({low:.1%} to {high:.1%}) |")
+            shares = [
+                f"{share['value']:.1%} ({share['low']:.1%} to {share['high']:.1%})"
+                for share in (case["overhead"][measure], case["alone"][measure])
+            ]
+            lines.append(f"| {name} | {title} | {times[0]:.2f} s | {times[1]:.2f} s | {shares[0]} | {shares[1]} |")
     return "\n".join(lines)
 
 
@@ -216,7 +240,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "torch": torch.__version__,
     }
     results = {
-        name: {"rounds": rounds, "overhead": {each: asdict(overhead(rounds, each)) for each in MEASURES.values()}}
+        name: {
+            "rounds": rounds,
+            "overhead": {each: asdict(overhead(rounds, each)) for each in MEASURES.values()},
+            "alone": {each: asdict(alone(rounds, each)) for each in MEASURES.values()},
+        }
         for name, rounds in cases.items()
     }
     body = {"format": FORMAT, "about": about, "cases": results}
