@@ -10,7 +10,7 @@ import pytest
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.registry import MAX_OPS, build_plan
 
 PLAN = ["plan", "--schedule", "zbv", "--num-ranks", "2", "--num-microbatches", "4"]
 COSTS = ("--forward-ms", "--backward-ms", "--wgrad-ms", "--comm-ms", "--activation-after-backward")
@@ -60,6 +60,18 @@ def test_times_that_are_all_odd(value: str, capsys: pytest.CaptureFixture[str]) 
 def test_times_that_are_all_0_or_as_large_and_as_small_as_they_may_be(capsys: pytest.CaptureFixture[str]) -> None:
     for value in ("0", "1e12", "1e-8"):
         assert run([*PLAN, *(f"{flag}={value}" for flag in COSTS[:3])], capsys) == (0, "")
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-interleaved", "auto"])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1_000_000, 8), (4, 1_000_000), (3000, 3000), (10**6, 10**6)])
+def test_a_plan_of_too_many_ops_is_refused_before_it_is_made(
+    num_ranks: int, num_microbatches: int, schedule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--num-ranks", str(num_ranks), "--num-microbatches", str(num_microbatches)]
+    text = check_refused(["plan", "--schedule", schedule, *sizes], capsys)
+    assert f"{num_ranks:,} ranks" in text
+    assert f"{num_microbatches:,} microbatches" in text
+    assert f"at most {MAX_OPS:,}" in text
 
 
 FILES = {

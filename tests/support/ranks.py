@@ -49,7 +49,7 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: Any = None
-        self._crashes = tempfile.TemporaryDirectory()
+        self._crashes: Any = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(rank, *args)` on every rank."""
@@ -109,12 +109,15 @@ class RankPool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes, self._store = [], [], None
+        if self._crashes is not None:
+            self._crashes.cleanup()
+        self._processes, self._pipes, self._store, self._crashes = [], [], None, None
 
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
         context = multiprocessing.get_context("spawn")
+        self._crashes = tempfile.TemporaryDirectory()
         # Here, not on rank 0: a port that is free when asked for may be taken when rank 0 has started.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):

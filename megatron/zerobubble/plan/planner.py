@@ -17,7 +17,7 @@ from typing import NamedTuple
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.registry import check_at_least_one, plan_of, schedule_info, schedule_spec
+from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.bound import Bound, lower_bound
 from megatron.zerobubble.plan.search.search import Objective, SearchOptions, check_memory_limit, smallest_memory
@@ -121,6 +121,7 @@ def make_plan(
         PlanError: a hand-written pattern that exceeds the limit, or costs for another number of stages.
     """
     check_at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    check_size(num_ranks=num_ranks, num_microbatches=num_microbatches)
     if name == AUTO:
         if num_chunks is not None or max_pending_backward is not None:
             raise ConfigError("auto chooses the number of chunks and of pending microbatches; drop them or name a schedule")

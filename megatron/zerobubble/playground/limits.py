@@ -1,4 +1,4 @@
-"""Limits of what the playground accepts. `zerobubble plan` has none."""
+"""Limits of what the playground accepts. `zerobubble plan` takes much larger problems (`registry.MAX_OPS`)."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _KEYS = frozenset(
 )
 DEFAULT_OBJECTIVE = Objective.MAKESPAN
 """As in a run without --enable-optimizer-post-validation."""
-_REMEDY = "zerobubble plan has no limits"
+_REMEDY = "zerobubble plan takes larger ones"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Timeline
-from megatron.zerobubble.training.checkpoint.load import _SHARDING
+from megatron.zerobubble.training.checkpoint.contents import SHARDING
 from tests.support.gpt import Case, Trainer, compare
 from tests.support.ranks import RankPool
 
@@ -54,7 +54,7 @@ def _badly_saved(rank: int, case: Case) -> tuple[int, list[str]]:
             for tensor in state.values()
             if id(getattr(tensor, "data", None)) in marks
         }
-        saved = trainer.optimizer.sharded_state_dict(dict(model), metadata=dict(_SHARDING))
+        saved = trainer.optimizer.sharded_state_dict(dict(model), metadata=dict(SHARDING))
     tensors = [tensor for tensor in nested_values(saved) if getattr(tensor, "key", "").startswith("optimizer.state.exp_avg.")]
     before = [kept[each.key.removeprefix("optimizer.state.exp_avg."), each.global_offset] for each in tensors]
     wrong = [each.key for each, mark in zip(tensors, before, strict=True) if not (each.data == mark).all()]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.manifest import (
@@ -46,15 +47,19 @@ def test_an_intact_checkpoint_has_no_damage(checkpoint: Path) -> None:
     assert {path.name for path in checkpoint.iterdir()} == {*SIZES, MANIFEST}, "nothing unfinished is left"
 
 
-def test_a_record_has_the_sha256_of_each_block(checkpoint: Path) -> None:
+def test_a_record_has_the_checksum_of_each_block(checkpoint: Path) -> None:
     data = (checkpoint / "__0_0.distcp").read_bytes()
     record = record_of(checkpoint / "__0_0.distcp", block_bytes=BLOCK)
     assert record.num_bytes == 3500
-    assert list(record.digests) == [hashlib.sha256(data[at : at + BLOCK]).hexdigest() for at in (0, 1000, 2000, 3000)]
+    assert list(record.digests) == [xxhash.xxh3_128(data[at : at + BLOCK]).hexdigest() for at in (0, 1000, 2000, 3000)]
 
 
+@pytest.mark.parametrize("maps_pages", [True, False])
 @pytest.mark.parametrize("name", [name for name, size in SIZES.items() if size])
-def test_any_flipped_bit_is_found(name: str, checkpoint: Path) -> None:
+def test_any_flipped_bit_is_found(name: str, maps_pages: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the system does not know what is in the page cache."""
+    if not maps_pages:
+        monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)
     intact = (checkpoint / name).read_bytes()
     for at in {0, len(intact) // 2, len(intact) - 1, min(BLOCK, len(intact)) - 1}:
         for bit in (0, 7):
@@ -65,6 +70,18 @@ def test_any_flipped_bit_is_found(name: str, checkpoint: Path) -> None:
             block = at // BLOCK * BLOCK
             last = min(block + BLOCK, len(intact)) - 1
             assert found == (name, f"is damaged or of another run: its bytes {block:,} to {last:,} are not those that were saved")
+
+
+def test_a_block_in_the_page_cache_is_not_copied(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = Manifest.read(checkpoint)
+    assert manifest is not None
+    with (checkpoint / "common.pt").open("rb") as stream:
+        try:
+            os.preadv(stream.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+        except (OSError, AttributeError):
+            pytest.skip("this file system cannot read from the page cache alone")
+    monkeypatch.setattr("megatron.zerobubble.training.checkpoint.manifest._read_block", None)
+    assert damaged_blocks(checkpoint, manifest.blocks(), num_threads=1) == {}
 
 
 def missing(directory: Path) -> None:
@@ -146,7 +163,7 @@ def test_a_flipped_bit_in_the_manifest_is_found(checkpoint: Path) -> None:
             Manifest.read(checkpoint)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"7", b"\xff", b"[" * 100_000, b'{"sha256": "x"}', b"9" * 5000])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"7", b"\xff", b"[" * 100_000, b'{"xxh3_128": "x"}', b"9" * 5000])
 def test_other_content_of_the_manifest_is_one_line(content: bytes, checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"{MANIFEST} is damaged") as caught:
@@ -159,16 +176,16 @@ def test_other_content_of_the_manifest_is_one_line(content: bytes, checkpoint: P
     ("change", "expected"),
     [
         ({"format": "other/2"}, "has format 'other/2'; this version reads"),
-        ({"files": {"a": {"bytes": 5000, "sha256": []}}}, "is damaged: it is not a manifest"),
-        ({"files": {"../a": {"bytes": 1, "sha256": ["x"]}}}, "is damaged: it is not a manifest"),
+        ({"files": {"a": {"bytes": 5000, "xxh3_128": []}}}, "is damaged: it is not a manifest"),
+        ({"files": {"../a": {"bytes": 1, "xxh3_128": ["x"]}}}, "is damaged: it is not a manifest"),
         ({"block_bytes": 0}, "is damaged: it is not a manifest"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_one_line(change: dict[str, object], expected: str, checkpoint: Path) -> None:
     """Its own checksum is right."""
     path = checkpoint / MANIFEST
-    named = {name: value for name, value in json.loads(path.read_text()).items() if name != "sha256"} | change
-    own = hashlib.sha256(json.dumps(named, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    path.write_text(json.dumps(named | {"sha256": own}))
+    named = {name: value for name, value in json.loads(path.read_text()).items() if name != "xxh3_128"} | change
+    own = xxhash.xxh3_128(json.dumps(named, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    path.write_text(json.dumps(named | {"xxh3_128": own}))
     with pytest.raises(CheckpointError, match=expected):
         Manifest.read(checkpoint)

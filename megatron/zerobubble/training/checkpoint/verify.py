@@ -22,6 +22,7 @@ from megatron.zerobubble.training.checkpoint.manifest import (
     damaged_names,
     first_damage,
 )
+from megatron.zerobubble.training.checkpoint.rank_0 import run_on_rank_0
 
 __all__ = ["check_run", "verify_checkpoint"]
 
@@ -47,7 +48,7 @@ def verify_checkpoint(directory: Path) -> Manifest | None:
         CheckpointError: a file is missing, damaged, or not of this checkpoint; the same on all ranks.
     """
     begin = time.monotonic()
-    manifest = _read_on_rank_0(directory)
+    manifest = run_on_rank_0(lambda: _read(directory))
     if manifest is None:
         return None
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -81,21 +82,14 @@ def check_run(manifest: Manifest | None, run: str | None, directory: Path) -> No
         )
 
 
-def _read_on_rank_0(directory: Path) -> Manifest | None:
-    """The manifest, read by rank 0, which also compares names and sizes."""
-    found: list[Any] = [None, None]
-    if torch.distributed.get_rank() == 0:
-        try:
-            manifest = Manifest.read(directory)
-            if manifest is not None:
-                _refuse(directory, damaged_names(directory, manifest))
-            found = [manifest, None]
-        except CheckpointError as error:
-            found = [None, str(error)]
-    torch.distributed.broadcast_object_list(found, src=0)
-    manifest, failure = found
-    if failure is not None:
-        raise CheckpointError(failure if failure.endswith(_REMEDY) else f"{failure}; {_REMEDY}")
+def _read(directory: Path) -> Manifest | None:
+    """The manifest; names and sizes are those of the files."""
+    try:
+        manifest = Manifest.read(directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {_REMEDY}") from error
+    if manifest is not None:
+        _refuse(directory, damaged_names(directory, manifest))
     return manifest
 
 

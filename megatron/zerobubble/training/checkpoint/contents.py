@@ -1,0 +1,143 @@
+"""Contents of a checkpoint: what `save` writes and `load` asks for.
+
+Tensors are stored under global names (layers are numbered through the whole model), so a checkpoint can be loaded with another
+pipeline size, schedule or data-parallel size. Random number generators belong to a rank's position in the layout.
+
+The common state has a header with the layout and the flags of the model, and what Megatron-LM's own loop reads (see
+`megatron_lm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron.zerobubble.training.checkpoint import megatron_lm
+from megatron.zerobubble.training.checkpoint.rng_states import rng_states
+from megatron.zerobubble.training.checkpoint.torch_optimizer import prepare_to_save
+from megatron.zerobubble.training.step import TrainingState
+
+__all__ = [
+    "FORMAT",
+    "MODEL_FLAGS",
+    "SCHEDULER",
+    "SHARDING",
+    "layout_of",
+    "model_of",
+    "model_state",
+    "named_stages",
+    "state_to_save",
+    "without_optimizer",
+]
+
+FORMAT = "megatron-zerobubble/1"
+"""The header's `format`."""
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""How the distributed optimizer stores its state: per parameter, so that any layout can load it."""
+SCHEDULER = "opt_param_scheduler"
+"""Key of the learning-rate schedule in the common state."""
+MODEL_FLAGS = (
+    *("num_layers", "hybrid_layer_pattern", "hidden_size", "num_attention_heads"),
+    *("swiglu", "normalization", "position_embedding_type", "multi_latent_attention"),
+)
+"""Flags of the model in the header, which must be those of the run that loads."""
+
+
+def state_to_save(
+    training_state: TrainingState, *, iteration: int, consumed_samples: int, run: str | None = None
+) -> dict[str, Any]:
+    """The contents of a checkpoint, for megatron-core's `dist_checkpointing.save`: sharded tensors of this rank and common state.
+
+    All ranks must call this, inside `training_state.on_host()` and `parameters_in_place`.
+
+    Args:
+        training_state: model chunks, optimizer and scheduler to save.
+        iteration: iterations done.
+        consumed_samples: samples consumed so far by all ranks together.
+        run: id of the job, if the checkpoint will have a manifest, which names it, too.
+    """
+    flags = training_state.settings.checkpoint
+    state = model_state(training_state)
+    if flags.save_optim:
+        prepare_to_save(training_state.optimizer)
+        state["optimizer"] = training_state.optimizer.sharded_state_dict(dict(state), metadata=dict(SHARDING))
+        state[SCHEDULER] = training_state.scheduler.state_dict()
+    if flags.save_rng:
+        state["rng"] = _rng_state()
+    state |= megatron_lm.entries_for(
+        training_state, iteration=iteration, consumed_samples=consumed_samples, optimizer_format=SHARDING
+    )
+    state["header"] = {
+        "format": FORMAT,
+        "layout": layout_of(training_state),
+        "model": model_of(training_state),
+        "iteration": iteration,
+        "consumed_samples": consumed_samples,
+        "has_rng": flags.save_rng,
+    }
+    if run is not None:
+        state["header"]["run"] = run
+    return state
+
+
+def without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
+    """The common state without the optimizer, whose parameter numbers differ between ranks; megatron-core compares the rest."""
+    return {name: value for name, value in common.items() if name != "optimizer"}
+
+
+def named_stages(training_state: TrainingState) -> Iterator[tuple[str, Any]]:
+    """(key, stage) per chunk: `model`, or `model0`, `model1`, ... for several. Tensors have global names under any key."""
+    for index, chunk in enumerate(training_state.chunks):
+        stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        yield ("model" if len(training_state.chunks) == 1 else f"model{index}"), stage
+
+
+def model_state(training_state: TrainingState) -> dict[str, Any]:
+    """Sharded tensors of this rank's chunks."""
+    return {name: stage.sharded_state_dict(metadata={}) for name, stage in named_stages(training_state)}
+
+
+def layout_of(training_state: TrainingState) -> dict[str, Any]:
+    """How this run places layers on ranks: equal layouts have the same generators of random numbers."""
+    settings = training_state.settings
+    return {
+        "pipeline": settings.pipeline_size,
+        "tensor": settings.parallel.tensor_model_parallel_size,
+        "context": settings.parallel.context_parallel_size,
+        "data": settings.data_parallel_size,
+        "chunks": settings.num_chunks,
+        "stages": settings.stage_layers(training_state.schedule.spec.placement).text,
+    }
+
+
+def model_of(training_state: TrainingState) -> dict[str, Any]:
+    """The `MODEL_FLAGS` of this run; a hybrid model's pattern without stages."""
+    settings = training_state.settings
+    hybrid = settings.hybrid_pattern(training_state.schedule.spec.placement)
+    own = {
+        "num_layers": settings.num_layers,
+        "hybrid_layer_pattern": None if hybrid is None else hybrid.layers,
+        "multi_latent_attention": settings.mla.multi_latent_attention,
+    }
+    return own | {name: getattr(settings.model, name) for name in MODEL_FLAGS if name not in own}
+
+
+def _rng_state() -> dict[str, ShardedTensor]:
+    """States of the generators, sharded by the rank's position in the layout; context-parallel ranks have the same."""
+    return {name: _at_this_place(f"rng.{name}", state) for name, state in rng_states().items()}
+
+
+def _at_this_place(key: str, data: torch.Tensor) -> ShardedTensor:
+    places = (
+        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()),
+        (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()),
+        (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()),
+    )
+    offsets = [(axis, rank, size) for axis, (rank, size) in enumerate(places)]
+    replica = parallel_state.get_context_parallel_rank()
+    return ShardedTensor.from_rank_offsets(key, data, *offsets, replica_id=replica, prepend_axis_num=len(offsets))
