@@ -65,6 +65,7 @@ class Rank:
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are not named leave at once, too."""
     monkeypatch.setattr(watchdog, "_AFTERWARDS_S", 0.0)
+    monkeypatch.setattr(watchdog, "kill", lambda process: pytest.fail("all ranks here are this process"))
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ __all__ = [
     "model_of",
     "model_state",
     "named_stages",
+    "sharded_rng_states",
     "state_to_save",
     "without_optimizer",
 ]
@@ -68,7 +69,7 @@ def state_to_save(
         state["optimizer"] = training_state.optimizer.sharded_state_dict(dict(state), metadata=dict(SHARDING))
         state[SCHEDULER] = training_state.scheduler.state_dict()
     if flags.save_rng:
-        state["rng"] = _rng_state()
+        state["rng"] = sharded_rng_states()
     state |= megatron_lm.entries_for(
         training_state, iteration=iteration, consumed_samples=consumed_samples, optimizer_format=SHARDING
     )
@@ -127,7 +128,7 @@ def model_of(training_state: TrainingState) -> dict[str, Any]:
     return own | {name: getattr(settings.model, name) for name in MODEL_FLAGS if name not in own}
 
 
-def _rng_state() -> dict[str, ShardedTensor]:
+def sharded_rng_states() -> dict[str, ShardedTensor]:
     """States of the generators, sharded by the rank's position in the layout; context-parallel ranks have the same."""
     return {name: _at_this_place(f"rng.{name}", state) for name, state in rng_states().items()}
 

@@ -36,6 +36,7 @@ from megatron.zerobubble.training.checkpoint.contents import (
     model_of,
     model_state,
     named_stages,
+    sharded_rng_states,
 )
 from megatron.zerobubble.training.checkpoint.directory import existing_directory, tracked_iteration
 from megatron.zerobubble.training.checkpoint.inspect import COMMON_FILE, inspect_checkpoint
@@ -160,7 +161,7 @@ def _load_from(training_state: TrainingState, directory: Path, manifest: Manifes
             for name, _ in named_stages(training_state):
                 from_gpt(wanted[name])
         if loads_rng:
-            wanted["rng"] = megatron_lm.rng_object() if is_foreign else rng_state()
+            wanted["rng"] = megatron_lm.rng_object() if is_foreign else sharded_rng_states()
         with _quiet_torch():
             state = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
         for name, stage in named_stages(training_state):

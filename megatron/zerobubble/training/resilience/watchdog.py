@@ -216,21 +216,26 @@ class Watchdog:
         )
 
     def _silent_s(self, before: dict[int, Beat], beats: dict[int, Beat]) -> dict[int, float]:
-        """For how long each rank was silent that published nothing new between two looks."""
-        quiet = {
+        """For how long nothing was heard of the ranks that published nothing new between two looks.
+
+        On a busy machine a beat may be late: a rank is silent if the one that listens to it has heard nothing for half the limit,
+        or if that one is silent itself.
+        """
+        quiet = [
             rank
             for rank, beat in beats.items()
             if rank != self._rank and rank in before and before[rank].count == beat.count and not beat.is_last
-        }
-        silent_s = {}
-        for rank in quiet:
-            listener = (rank - 1) % self._world_size
-            if listener == self._rank:
-                silent_s[rank] = self._pulse.next_silent_s
-            elif listener in beats and listener not in quiet:
-                silent_s[rank] = beats[listener].silence_of_next_s
-            else:  # the rank that listens to it is silent, too
-                silent_s[rank] = 2.5 * self._pulse.interval_s
+        ]
+        silent_s: dict[int, float] = {}
+        for _ in quiet:  # as often as a row of silent ranks is long
+            for rank in quiet:
+                listener = (rank - 1) % self._world_size
+                if listener == self._rank:
+                    heard_s = self._pulse.next_silent_s
+                else:
+                    heard_s = beats[listener].silence_of_next_s if listener in beats else 0.0
+                if heard_s >= self._limit_s / 2.0 or listener in silent_s:
+                    silent_s[rank] = heard_s
         return silent_s
 
     def _end(self, verdict: Verdict) -> None:
