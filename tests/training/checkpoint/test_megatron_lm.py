@@ -17,7 +17,7 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training.checkpoint import load
+from megatron.zerobubble.training.checkpoint import contents, load
 from megatron.zerobubble.training.checkpoint.directory import TRACKER, iteration_directory
 from megatron.zerobubble.training.checkpoint.load import RestoredProgress, load_checkpoint
 from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
@@ -34,7 +34,7 @@ DROPOUT = ["--hidden-dropout", "0.1"]
 def as_megatron_lm(training_state: TrainingState, folder: Path, **changes: Any) -> None:
     """Save iteration 2 as Megatron-LM's loop does; `changes` replace entries of the common state."""
     with training_state.on_host():
-        state = load.state_to_save(training_state, iteration=2, consumed_samples=16)
+        state = contents.state_to_save(training_state, iteration=2, consumed_samples=16)
         del state["header"], state["rng"]
         directory = iteration_directory(folder, 2)
         directory.mkdir(parents=True)
