@@ -5,10 +5,12 @@ A folder per machine stands for its host memory. What it cannot show: that the m
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch.distributed as dist
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.restarts import in_memory
+from megatron.zerobubble.training.restarts.copies import Copies, CopyRecord
 from megatron.zerobubble.training.restarts.in_memory import InMemoryCheckpoints
 from megatron.zerobubble.training.restarts.local_state import state_bytes
 from tests.support.ranks import RankPool
@@ -110,19 +113,24 @@ def test_lost_and_damaged_copies_come_from_peers(four_ranks: RankPool, tmp_path:
 
 
 @contextmanager
-def full_memory(name: str, folder: Path) -> Iterator[None]:
-    """Writing fails: any file in the middle, for which a limit on file sizes stands, or that of a copy when it is opened."""
-    limit, blocked = resource.getrlimit(resource.RLIMIT_FSIZE), folder / "state-0000002-of-00003-by-00002.pt.writing"
+def full_memory(name: str) -> Iterator[None]:
+    """Writing fails: any file in the middle, for which a limit on file sizes stands, or only the copy that a peer sends."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    if name == "own":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
-    else:
-        blocked.mkdir()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "own":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+        else:
+            patch.setattr(Copies, "take", received_in_vain)
+        yield
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     signal.signal(signal.SIGXFSZ, old)
-    if blocked.exists():
-        blocked.rmdir()
+
+
+def received_in_vain(copies: Copies, record: CopyRecord, *, holder: int, write: Callable[[None], object]) -> str:
+    """Stands for `Copies.take` where no file can be opened."""
+    write(None)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def kept_with_full_memory(rank: int, root: str) -> list[bool]:
@@ -131,7 +139,7 @@ def kept_with_full_memory(rank: int, root: str) -> list[bool]:
         train(training_state, first=1, last=1)
         answers = [memory.keep(iteration=1, consumed_samples=8)]
         for name in ("own", "peer's"):
-            with full_memory(name, folder_of(rank, root, 1)) if rank == 2 else nullcontext():
+            with full_memory(name) if rank == 2 else nullcontext():
                 answers.append(memory.keep(iteration=2, consumed_samples=16))
             found, _ = memory.find()
             assert found is not None
