@@ -1,6 +1,6 @@
 """The fault laboratory: faults at random moments of real jobs, and what docs/reliability.md promises of them.
 
-`make test` runs a few, drawn by ZB_TEST_SEED; `make test-faults` runs NUM of them and prints a table.
+`make test` runs a few, drawn by ZB_TEST_SEED; `make test-faults` runs all NUM of them and prints a table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sends signals a
 
 
 @pytest.mark.parametrize("number", range(NUM))
-@pytest.mark.sampled(2 / NUM)
+@pytest.mark.sampled(1 / NUM)
 def test_a_fault_at_a_random_moment(number: int, tmp_path: Path) -> None:
     """The culprit is named, nothing of the job is left, and it goes on from its newest checkpoint as if nothing had happened."""
     trial = lab.drawn(f"{os.environ['ZB_TEST_SEED']} {number}")

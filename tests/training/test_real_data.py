@@ -8,8 +8,10 @@ import shutil
 import struct
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
@@ -57,6 +59,30 @@ def test_samples_are_drawn_by_weight(corpora: tuple[str, str]) -> None:
     assert drawn == {0: 16, 1: 48}
     assert len(datasets.valid) >= 8
     assert datasets.test is None
+
+
+@pytest.mark.parametrize("blended", [False, True])
+def test_a_loss_mask_does_not_depend_on_the_sample_that_was_read_first(blended: bool, corpora: tuple[str, str]) -> None:
+    """megatron-core masks the first sample's padding tokens in all others; a run that continues begins with another sample."""
+    given = settings(*(["--data-path", "1", corpora[0], "1", corpora[1], "--split", "80,20"] if blended else ["--mock-data"]))
+    tokenizer = build_tokenizer(given.tokenizer)
+    with_padding = _WithPadding(tokenizer, int(build_datasets(given, tokenizer, reads=True).train[0]["labels"][3]))
+    masks = []
+    for first in (0, 8):
+        train = build_datasets(given, with_padding, reads=True).train
+        masks.append({sample: train[sample]["loss_mask"] for sample in range(first, 16)})
+    assert not masks[0][0].all(), "the first sample has a padding token"
+    assert all(torch.equal(masks[0][sample], masks[1][sample]) for sample in masks[1])
+
+
+class _WithPadding:
+    """A tokenizer whose padding token is in the text, as one that ends documents is."""
+
+    def __init__(self, tokenizer: Any, pad: int) -> None:
+        self._tokenizer, self.pad = tokenizer, pad
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
 
 
 def test_each_split_has_its_own_data(corpora: tuple[str, str], tmp_path: Path) -> None:

@@ -110,7 +110,6 @@ def test_a_job_without_copies_starts_again(corpus: str, undisturbed: dict[int, d
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="losses differ by 3e-4 after some restarts of 4 ranks, from memory and from disk; cause unknown")
 @pytest.mark.parametrize("mode", ["memory", "disk"])
 def test_ten_kills_change_no_loss(mode: str, tmp_path: Path) -> None:
     """4 ranks, cold starts; random ranks at random moments."""

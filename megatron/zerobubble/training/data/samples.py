@@ -128,7 +128,18 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
     datasets = _built(BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: reads, config))
     for name, dataset, size in zip(SPLITS, datasets, sizes, strict=True):
         _check_enough(name, dataset, size)
+        _make_masks_per_sample(dataset)
     return Datasets(*datasets)
+
+
+def _make_masks_per_sample(dataset: Any) -> None:
+    """Make a loss mask for each sample, instead of a copy of the first one's.
+
+    megatron-core keeps the first sample's mask for the others, and then masks that sample's padding tokens in it: at those places
+    no other sample counts in the loss any more, so the loss depends on where the process began to read.
+    """
+    for part in getattr(dataset, "datasets", [dataset] if dataset is not None else []):
+        part.masks_and_position_ids_are_cacheable = False
 
 
 def _built(builder: BlendedMegatronDatasetBuilder) -> Any:
