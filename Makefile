@@ -15,6 +15,8 @@ USE_MCORE := tests/mcore tests/optimizer tests/training
 TE_OLDEST := 2.8.0
 TE_NEWEST := 2.20.2
 USE_TE := tests/wgrad/test_deferring.py tests/mcore/model/test_engine.py tests/training/test_engine_runs.py
+# Faults that make test-faults draws
+FAULTS ?= 30
 # For make playground: PLAYGROUND="--port 9000 --open"
 PLAYGROUND ?=
 SOURCES := megatron tools tests pretrain_gpt.py
@@ -76,7 +78,6 @@ test-te: setup  ## all tests of Transformer Engine's layers, with its Python of 
 	  ZB_TEST_TRANSFORMER_ENGINE=$$version $(PYTEST) $(USE_TE) -m "not gpu and not multi_gpu" || exit 1; \
 	done
 
-FAULTS ?= 30
 test-faults: setup  ## the fault laboratory: FAULTS=30 faults at random moments of real jobs, and a table of what became of them
 	rm -f fault-trials.jsonl
 	ZB_TEST_FAULTS=$(abspath fault-trials.jsonl) ZB_TEST_FAULTS_NUM=$(FAULTS) $(BIN)/python -m pytest -n 0 -v tests/faults -m "not gpu"
