@@ -50,7 +50,7 @@ def test_blends_in_files(tmp_path: Path) -> None:
 def test_a_file_of_another_form_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lists.json"
     path.write_text(text)
-    with pytest.raises(DataError, match="is not JSON|must be a JSON object such as"):
+    with pytest.raises(DataError, match=r"is not JSON|must be a JSON object such as"):
         read_blends_per_split(str(path))
 
 

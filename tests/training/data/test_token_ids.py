@@ -54,7 +54,8 @@ def test_a_small_dataset_is_searched_before_the_job_starts(tmp_path: Path, at: t
     given = settings(write(tmp_path, at=at, token=token))
     document, position = at
     with pytest.raises(
-        DataError, match=rf"data\.bin: document {document} has the token {token} at position {position}, and the vocabulary has 100"
+        DataError,
+        match=rf"data\.bin: document {document} has the token {token} at position {position}, and the vocabulary has 100",
     ):
         check_small_datasets(given, Tokenizer())
     check_small_datasets(given, Tokenizer(), at_most_bytes=DOCUMENTS * LENGTH * 4 - 1)  # too large to be searched
@@ -83,7 +84,7 @@ def batches(given: Settings) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("flags", [(), ("--num-workers", "1"), ("--no-mmap-bin-files",)])
 @pytest.mark.parametrize("is_blended", [False, True])
 def test_a_batch_names_the_document(tmp_path: Path, flags: tuple[str, ...], is_blended: bool) -> None:
-    """6 iterations of 8 samples of 32 tokens read 1536 of 2000 tokens, or with a blend 768 of each dataset: more in document 7."""
+    """6 iterations of 8 samples of 32 tokens read 1536 of 2000 tokens, with a blend 768 of each dataset: more in document 7."""
     folders = [tmp_path / "good", tmp_path / "bad"]
     for folder in folders:
         folder.mkdir()

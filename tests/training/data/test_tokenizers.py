@@ -106,7 +106,11 @@ def test_a_tokenizer_without_an_end_of_document(configs: dict[str, TokenizerConf
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("HuggingFaceTokenizer", {"tokenizer_model": "/absent"}, "HuggingFaceTokenizer: --tokenizer-model /absent cannot be loaded: "),
+        (
+            "HuggingFaceTokenizer",
+            {"tokenizer_model": "/absent"},
+            "HuggingFaceTokenizer: --tokenizer-model /absent cannot be loaded: ",
+        ),
         ("HuggingFaceTokenizer", {"vocab_size": 300}, "--vocab-size 300 is too small for the tokenizer, which has 400 tokens"),
         ("SentencePieceTokenizer", {"tokenizer_model": "/absent"}, "--tokenizer-model /absent: there is no such file"),
         ("SentencePieceTokenizer", {"tokenizer_model": __file__}, r"test_tokenizers\.py cannot be loaded: "),
@@ -125,14 +129,12 @@ def test_what_cannot_be_loaded_is_one_line(
 
 def test_gpt2_needs_its_end_of_text(configs: dict[str, TokenizerConfig], tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text('{"a": 0}')
-    with pytest.raises(DataError, match="vocab.json lacks the token <|endoftext|>"):
+    with pytest.raises(DataError, match=r"vocab\.json lacks the token <\|endoftext\|>"):
         build_tokenizer(replace(configs["GPT2BPETokenizer"], vocab_file=str(tmp_path / "vocab.json")))
 
 
 @pytest.mark.parametrize("package", ["transformers", "sentencepiece", "tiktoken"])
-def test_a_missing_package_is_named(
-    configs: dict[str, TokenizerConfig], package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(configs: dict[str, TokenizerConfig], package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find: Callable[[str], Any] = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
     config = next(config for config in configs.values() if config.package == package)

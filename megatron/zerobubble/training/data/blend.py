@@ -96,7 +96,9 @@ def read_blends_per_split(path: str) -> tuple[Blend | None, Blend | None, Blend 
         isinstance(words, list) and all(isinstance(word, str | int | float) for word in words) for words in lists.values()
     )
     if not well_formed or not set(lists) <= set(SPLITS):
-        raise DataError(f'{flag} must be a JSON object such as {{"train": ["0.3", "PREFIX", "0.7", "PREFIX"], "valid": ["PREFIX"]}}')
+        raise DataError(
+            f'{flag} must be a JSON object such as {{"train": ["0.3", "PREFIX", "0.7", "PREFIX"], "valid": ["PREFIX"]}}'
+        )
     train, valid, test = (
         parse_blend([str(word) for word in lists[split]], f"{flag}: {split}:") if lists.get(split) else None for split in SPLITS
     )

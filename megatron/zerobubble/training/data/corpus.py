@@ -35,7 +35,7 @@ class CorpusInfo:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def check_matches(self, tokenizer_type: str, vocab_size: int | None) -> None:
-        """Raise DataError unless the flags name the tokenizer and vocabulary of the data. A vocabulary size of None is not known."""
+        """Raise DataError unless the flags name the data's tokenizer and vocabulary. A vocabulary size of None is not known."""
         if tokenizer_type != self.tokenizer_type:
             raise DataError(
                 f"--tokenizer-type {tokenizer_type} does not match the data, which was made with {self.tokenizer_type}; "
@@ -57,7 +57,8 @@ class CorpusInfo:
         counted, found = (self.num_documents, self.num_tokens), (index.num_sequences, bin_bytes // index.item_bytes)
         if counted != found:
             raise DataError(
-                f"{corpus_info_path(index.prefix)} counts {counted[0]} documents with {counted[1]} tokens, and the dataset has {found[0]} "
+                f"{corpus_info_path(index.prefix)} counts {counted[0]} documents with {counted[1]} tokens, and the dataset "
+                f"has {found[0]} "
                 f"with {found[1]}: they are not of one run of the tool, or the index has another dtype; preprocess the text again"
             )
 

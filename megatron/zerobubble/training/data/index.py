@@ -1,7 +1,8 @@
 """Checks an indexed dataset, PREFIX.idx and PREFIX.bin, before anything reads it.
 
-megatron-core takes the index at its word: lengths that are all 0 make it count epochs forever, and a wrong pointer, length or dtype
-reads other tokens without an error. ``PREFIX.bin`` has the tokens of all sequences one after the other. ``PREFIX.idx``, little-endian::
+megatron-core takes the index at its word: lengths that are all 0 make it count epochs forever, and a wrong pointer, length or
+dtype reads other tokens without an error. ``PREFIX.bin`` has the tokens of all sequences one after the other. ``PREFIX.idx``,
+little-endian::
 
     9 bytes   MMIDIDX 00 00
     uint64    version, 1
@@ -79,7 +80,11 @@ class DatasetIndex:
             return np.memmap(self.path, dtype=dtype, mode="r", offset=offset, shape=(size,))
 
         num, begin = self.num_sequences, _HEADER.size
-        return mapped("<i4", begin, num), mapped("<i8", begin + 4 * num, num), mapped("<i8", begin + 12 * num, self.num_boundaries)
+        return (
+            mapped("<i4", begin, num),
+            mapped("<i8", begin + 4 * num, num),
+            mapped("<i8", begin + 12 * num, self.num_boundaries),
+        )
 
 
 def read_index(prefix: str) -> DatasetIndex:
@@ -103,13 +108,16 @@ def read_index(prefix: str) -> DatasetIndex:
     dtype = _DTYPES.get(code)
     if dtype not in _ITEM_BYTES:
         allowed = ", ".join(f"{code} ({name})" for code, name in _DTYPES.items() if name in _ITEM_BYTES)
-        raise DataError(f"{path} has dtype code {code}{f' ({dtype})' if dtype else ''}; token ids have one of {allowed}; {_REMEDY}")
+        raise DataError(
+            f"{path} has dtype code {code}{f' ({dtype})' if dtype else ''}; token ids have one of {allowed}; {_REMEDY}"
+        )
     if num_sequences == 0 or num_boundaries == 0:
         raise DataError(f"{path} has no documents; leave {prefix} out, or preprocess the text again")
     wanted = _HEADER.size + 12 * num_sequences + 8 * num_boundaries
     if num_bytes not in (wanted, wanted + num_sequences):
         raise DataError(
-            f"{path} has {num_bytes} bytes, and {num_sequences} sequences with {num_boundaries} document boundaries take {wanted}: "
+            f"{path} has {num_bytes} bytes, and {num_sequences} sequences with {num_boundaries} document boundaries take "
+            f"{wanted}: "
             f"it is cut short or damaged; {_REMEDY}"
         )
     return DatasetIndex(prefix, dtype, num_sequences, num_boundaries)
@@ -136,7 +144,8 @@ def check_dataset(prefix: str, *, reads_all: bool) -> DatasetIndex:
     end = _end_of_last(index)
     if end != bin_bytes:
         raise DataError(
-            f"{index.bin_path} has {bin_bytes} bytes, and the last sequence of its index, in {index.dtype}, ends at byte {end}: one of the two "
+            f"{index.bin_path} has {bin_bytes} bytes, and the last sequence of its index, in {index.dtype}, ends at byte "
+            f"{end}: one of the two "
             f"files is cut short, damaged or of another dataset; {_REMEDY}"
         )
     return index
@@ -178,7 +187,8 @@ def _check_sequences(index: DatasetIndex, bin_bytes: int) -> None:
         if length.min() <= 0:
             bad = int(np.argmax(length <= 0))
             raise DataError(
-                f"{index.path}: sequence {first + bad} has a length of {length[bad]}; it must be above 0: the index is damaged; {_REMEDY}"
+                f"{index.path}: sequence {first + bad} has a length of {length[bad]}; it must be above 0: the index is "
+                f"damaged; {_REMEDY}"
             )
         ends = end + np.cumsum(length, dtype=np.int64) * index.item_bytes
         begins = np.concatenate([[end], ends[:-1]])
@@ -201,7 +211,8 @@ def _check_boundaries(index: DatasetIndex) -> None:
     num, last = index.num_sequences, 0
     if boundaries[0] != 0 or boundaries[-1] != num:
         raise DataError(
-            f"{index.path}: its documents begin at sequence {boundaries[0]} and end at {boundaries[-1]}, not at 0 and {num}: the index is "
+            f"{index.path}: its documents begin at sequence {boundaries[0]} and end at {boundaries[-1]}, not at 0 and "
+            f"{num}: the index is "
             f"damaged; {_REMEDY}"
         )
     for first in range(0, index.num_boundaries, _PIECE):

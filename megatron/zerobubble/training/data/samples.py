@@ -116,7 +116,9 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=data.reset_attention_mask,
     )
-    if config.split_matrix is not None:  # splits that are not read are not built: test samples, and validation samples without evaluation
+    if (
+        config.split_matrix is not None
+    ):  # splits that are not read are not built: test samples, and validation samples without evaluation
         train, valid, _ = config.split_matrix
         config.split_matrix = [train, valid if run.eval_iters > 0 else None, None]
     counts = (settings.train_iters, run.eval_iters, run.eval_iters)
@@ -143,7 +145,7 @@ def _make_masks_per_sample(dataset: Any) -> None:
 
 
 def _built(builder: BlendedMegatronDatasetBuilder) -> Any:
-    """What `builder` builds. Raises DataError if it cannot write to the cache, for which megatron-core raises no class of its own."""
+    """What `builder` builds. Raises DataError if the cache cannot be written, for which megatron-core has no class of its own."""
     try:
         return builder.build()
     except Exception as error:
@@ -167,7 +169,8 @@ def _check_enough(name: str, dataset: Any | None, needed: int) -> None:
     """Raise DataError if a blend without weights, which megatron-core reads once, has too few samples."""
     if dataset is not None and len(dataset) < needed:
         raise DataError(
-            f"{name}: the datasets have {len(dataset)} samples together, and the run reads {needed}; several datasets without weights "
+            f"{name}: the datasets have {len(dataset)} samples together, and the run reads {needed}; several datasets "
+            "without weights "
             "are read once: give a weight before each prefix, so that they are repeated, or run fewer iterations"
         )
 

@@ -1,8 +1,9 @@
 """Finds token ids outside of the vocabulary, and names their dataset, document and position.
 
-An embedding raises an IndexError for them on the CPU and a device assertion on a GPU, neither of which names the data; and ids between
-the vocabulary and its padded size train on without a word. Datasets of another tokenizer have them, and those whose index has another
-dtype of the same size. Small datasets are searched before the job starts. In larger ones every batch is checked when it is read.
+An embedding raises an IndexError for them on the CPU and a device assertion on a GPU, neither of which names the data; and ids
+between the vocabulary and its padded size train on without a word. Datasets of another tokenizer have them, and those whose index
+has another dtype of the same size. Small datasets are searched before the job starts. In larger ones every batch is checked when it
+is read.
 
 -1 is megatron-core's padding, which it takes out of a batch and of the loss.
 """
@@ -106,11 +107,14 @@ def _locate(dataset: Any, sample: int, size: int) -> DataError:
         if bad.any():
             where = int(np.argmax(bad))
             return _error(dataset.dataset_path, int(tokens[where]), document=document, position=skipped + where, size=size)
-    return DataError(f"{dataset.dataset_path}.bin has a token outside of the vocabulary of {size} in sample {sample}, and had none before")
+    return DataError(
+        f"{dataset.dataset_path}.bin has a token outside of the vocabulary of {size} in sample {sample}, and had none before"
+    )
 
 
 def _error(prefix: str, token: int, *, document: int, position: int, size: int) -> DataError:
     return DataError(
-        f"{prefix}.bin: document {document} has the token {token} at position {position}, and the vocabulary has {size}, from 0 on: give "
+        f"{prefix}.bin: document {document} has the token {token} at position {position}, and the vocabulary has {size}, "
+        "from 0 on: give "
         "the tokenizer and --vocab-size that the data was made with, or preprocess the text again"
     )
