@@ -2,8 +2,8 @@
 
 An embedding raises an IndexError for them on the CPU and a device assertion on a GPU, neither of which names the data; and ids
 between the vocabulary and its padded size train on without a word. Datasets of another tokenizer have them, and those whose index
-has another dtype of the same size. Small datasets are searched before the job starts. In larger ones every batch is checked when it
-is read.
+has another dtype of the same size. Small datasets are searched before the job starts. In larger ones every batch is checked when
+it is read.
 
 -1 is megatron-core's padding, which it takes out of a batch and of the loss.
 """
