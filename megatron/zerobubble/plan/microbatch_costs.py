@@ -1,0 +1,217 @@
+"""Costs of microbatches that are not alike, and a model of them: a fit against tokens and squared lengths.
+
+Linear layers take time per token, attention per pair of tokens of one sequence. So a pass of a microbatch takes about
+``constant + per_token * tokens + per_square * squares``, where `squares` is the sum of the squared lengths of its sequences, with
+coefficients of its own for every stage and kind. Packed sequences attend to themselves only: two of 500 tokens have half the squares
+of one of 1,000.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron.zerobubble.errors import ConfigError, PlanError
+
+if TYPE_CHECKING:
+    from megatron.zerobubble.plan.costs import CostModel
+
+COST_LISTS = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
+"""The lists of costs, by their names in a plan file."""
+
+_Matrix = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchCosts:
+    """Costs of every stage and microbatch, `[stage][microbatch]`, in the units of `CostModel`.
+
+    Microbatches are numbered as they come in the global batch. Raises ConfigError for lists of different sizes, and for numbers
+    that are not finite or below 0.
+    """
+
+    forward_ms: _Matrix
+    """Time of F."""
+    backward_ms: _Matrix
+    """Time of B (dgrad)."""
+    wgrad_ms: _Matrix
+    """Time of W (wgrad)."""
+    activation: _Matrix
+    """Activation memory from the start of F to the end of B."""
+    activation_after_backward: _Matrix
+    """Activation memory from the end of B to the end of W."""
+    tokens: tuple[int, ...] = ()
+    """Tokens of every microbatch, for messages; empty: not known."""
+
+    def __post_init__(self) -> None:
+        for name in COST_LISTS:
+            rows = tuple(tuple(row) for row in getattr(self, name))
+            object.__setattr__(self, name, rows)
+            if len(rows) != self.num_stages or not rows:
+                raise ConfigError(f"costs: forward_ms has {self.num_stages} stages and {name} has {len(rows)}")
+            for stage, row in enumerate(rows):
+                if len(row) != self.num_microbatches or not row:
+                    raise ConfigError(
+                        f"costs: {name} of stage {stage} has {len(row)} microbatches and forward_ms of stage 0 has "
+                        f"{self.num_microbatches}; every stage needs one value per microbatch"
+                    )
+                for microbatch, value in enumerate(row):
+                    check_number(f"{name} of stage {stage}, microbatch {microbatch}", value)
+        object.__setattr__(self, "tokens", tuple(self.tokens))
+        if self.tokens:
+            check_tokens(self.tokens)
+            if len(self.tokens) != self.num_microbatches:
+                raise ConfigError(f"costs: {self.num_microbatches} microbatches and tokens of {len(self.tokens)}")
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.forward_ms)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches, m."""
+        return len(self.forward_ms[0])
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all microbatches cost the same."""
+        return all(len(set(row)) == 1 for name in COST_LISTS for row in getattr(self, name))
+
+    def means(self) -> dict[str, tuple[float, ...]]:
+        """Per stage, the mean over the microbatches, by the names of the lists of `CostModel`."""
+        return {name: tuple(map(_mean, getattr(self, name))) for name in COST_LISTS}
+
+    def reordered(self, assignment: Sequence[int]) -> MicrobatchCosts:
+        """The same costs, with microbatch i the one that was `assignment[i]`."""
+        lists = {name: tuple(tuple(row[index] for index in assignment) for row in getattr(self, name)) for name in COST_LISTS}
+        return MicrobatchCosts(**lists, tokens=tuple(self.tokens[index] for index in assignment) if self.tokens else ())
+
+    def merged(self, size: int) -> MicrobatchCosts:
+        """The costs of stages that are made of `size` consecutive ones of these."""
+        lists = {
+            name: tuple(
+                tuple(math.fsum(values) for values in zip(*rows[at : at + size], strict=True)) for at in range(0, len(rows), size)
+            )
+            for name, rows in ((name, getattr(self, name)) for name in COST_LISTS)
+        }
+        return MicrobatchCosts(**lists, tokens=self.tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """The `microbatches` object of the costs in a plan's JSON form."""
+        body: dict[str, Any] = {name: [list(row) for row in getattr(self, name)] for name in COST_LISTS}
+        return body | ({"tokens": list(self.tokens)} if self.tokens else {})
+
+    @staticmethod
+    def from_json(body: object) -> MicrobatchCosts:
+        """Parse the output of `to_json`. Raises PlanError for another form and ConfigError for wrong numbers."""
+        if not isinstance(body, Mapping):
+            raise PlanError(f"costs: 'microbatches' must be an object with {', '.join(COST_LISTS)}, got {body!r:.80}")
+        for name in COST_LISTS:
+            rows = body.get(name)
+            if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+                raise PlanError(f"costs: {name!r} of 'microbatches' must be a list of one list per stage, got {rows!r:.80}")
+        tokens = body.get("tokens", [])
+        if not isinstance(tokens, list):
+            raise PlanError(f"costs: 'tokens' must be a list of one number per microbatch, got {tokens!r:.80}")
+        return MicrobatchCosts(**{name: tuple(body[name]) for name in COST_LISTS}, tokens=tuple(tokens))
+
+
+class Terms(NamedTuple):
+    """``constant + per_token * tokens + per_square * squares``."""
+
+    constant: float = 0.0
+    per_token: float = 0.0
+    per_square: float = 0.0
+
+    def at(self, tokens: float, squares: float) -> float:
+        """The value for a microbatch of `tokens` tokens whose sequences' squared lengths sum to `squares`."""
+        return self.constant + self.per_token * tokens + self.per_square * squares
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthModel:
+    """How the costs of a microbatch follow from its lengths, per stage."""
+
+    forward_ms: tuple[Terms, ...]
+    """Time of F."""
+    backward_ms: tuple[Terms, ...]
+    """Time of B (dgrad)."""
+    wgrad_ms: tuple[Terms, ...]
+    """Time of W (wgrad)."""
+    activation: tuple[Terms, ...]
+    """Activation memory from the start of F to the end of B; 1 is one rank's share of a microbatch of the usual size."""
+    activation_after_backward: tuple[Terms, ...]
+    """Activation memory from the end of B to the end of W."""
+
+    @staticmethod
+    def of(costs: CostModel, *, tokens: float, squares: float, attention_share: float = 0.0) -> LengthModel:
+        """The model that gives `costs` to a microbatch of `tokens` tokens and `squares` squared lengths, without a measurement.
+
+        Args:
+            costs: times and activation memory of that microbatch.
+            tokens: its tokens, above 0.
+            squares: the sum of the squared lengths of its sequences, above 0.
+            attention_share: share of F's time, 0 to 1, that is attention and grows with the squares. In B attention is twice the
+                work it is in F, and in W none (arXiv 2401.10241, Table 1), from which B's share follows.
+
+        Raises:
+            ConfigError: a share outside 0..1, or no tokens.
+        """
+        if isinstance(attention_share, bool) or not 0 <= attention_share <= 1:
+            raise ConfigError(f"attention share is {attention_share!r}; it must be between 0 and 1")
+        if not (tokens > 0 and squares > 0):
+            raise ConfigError(f"a microbatch of {tokens:g} tokens and {squares:g} squared lengths has no costs; give 1 or more")
+        backward_share = 2 * attention_share / (1 + attention_share)
+
+        def terms(values: tuple[float, ...], share: float) -> tuple[Terms, ...]:
+            return tuple(Terms(0.0, value * (1 - share) / tokens, value * share / squares) for value in values)
+
+        return LengthModel(
+            forward_ms=terms(costs.forward_ms, attention_share),
+            backward_ms=terms(costs.backward_ms, backward_share),
+            wgrad_ms=terms(costs.wgrad_ms, 0.0),
+            activation=terms(costs.activation, 0.0),
+            activation_after_backward=terms(costs.activation_after_backward, 0.0),
+        )
+
+    def costs(self, tokens: Sequence[int], squares: Sequence[float] = ()) -> MicrobatchCosts:
+        """The costs of microbatches with these lengths; what a fit makes negative is 0.
+
+        Args:
+            tokens: tokens of every microbatch, 1 or more.
+            squares: per microbatch the sum of the squared lengths of its sequences; empty: each is one sequence.
+
+        Raises:
+            ConfigError: a length below 1, or lists of different sizes.
+        """
+        check_tokens(tokens)
+        if squares and len(squares) != len(tokens):
+            raise ConfigError(f"{len(tokens)} microbatches have tokens and {len(squares)} have squared lengths")
+        pairs = list(zip(tokens, squares or [float(count) * count for count in tokens], strict=True))
+        lists = {
+            name: tuple(tuple(max(0.0, terms.at(*pair)) for pair in pairs) for terms in getattr(self, name))
+            for name in COST_LISTS
+        }
+        return MicrobatchCosts(**lists, tokens=tuple(tokens))
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise ConfigError unless a cost is a finite number, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ConfigError(f"costs: {name} is {value!r}; it must be a finite number, 0 or more")
+
+
+def check_tokens(tokens: Sequence[object]) -> None:
+    """Raise ConfigError for the first microbatch without tokens, or if there is no microbatch."""
+    if not tokens:
+        raise ConfigError("no microbatch has tokens; give one length per microbatch")
+    for microbatch, value in enumerate(tokens):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"microbatch {microbatch} has {value!r} tokens; give a whole number, 1 or more")
+
+
+def _mean(values: tuple[float, ...]) -> float:
+    return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
