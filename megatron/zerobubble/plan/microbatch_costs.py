@@ -2,8 +2,8 @@
 
 Linear layers take time per token, attention per pair of tokens of one sequence. So a pass of a microbatch takes about
 ``constant + per_token * tokens + per_square * squares``, where `squares` is the sum of the squared lengths of its sequences, with
-coefficients of its own for every stage and kind. Packed sequences attend to themselves only: two of 500 tokens have half the squares
-of one of 1,000.
+coefficients of its own for every stage and kind. Packed sequences attend to themselves only: two of 500 tokens have half the
+squares of one of 1,000.
 """
 
 from __future__ import annotations

@@ -153,8 +153,8 @@ def peak_memory(plan: Plan, costs: CostModel) -> tuple[float, ...]:
 def memory_after_ops(row: Sequence[Op], costs: CostModel) -> list[float]:
     """One rank's activation memory at each of its ops, in microbatches: from the start of an F, from the end of another op.
 
-    Counts passes per stage instead of a running float sum, or sums what is in memory exactly, so that a plan exactly at a limit
-    compares equal to it. In a row of F alone each frees its activations at once.
+    Counts passes per stage instead of a running float sum, so that a plan exactly at a limit compares equal to it; for unequal
+    microbatches, a running sum. In a row of F alone each frees its activations at once.
     """
     has_backward = any(op.kind is not OpKind.F for op in row)
     memory = _counted_by_stage(row, costs) if costs.per_microbatch is None else _counted_by_microbatch(row, costs)
@@ -175,14 +175,14 @@ def _counted_by_stage(row: Sequence[Op], costs: CostModel) -> list[float]:
 
 
 def _counted_by_microbatch(row: Sequence[Op], costs: CostModel) -> list[float]:
-    held: dict[tuple[int, int], float] = {}
-    memory = []
+    every = costs.per_microbatch
+    assert every is not None
+    held, memory = 0.0, []
     for stage, kind, microbatch in row:
+        before, after = every.activation[stage][microbatch], every.activation_after_backward[stage][microbatch]
         if kind is OpKind.F:
-            held[stage, microbatch] = costs.of_microbatch("activation", stage, microbatch)
-        elif kind is OpKind.B:
-            held[stage, microbatch] = costs.of_microbatch("activation_after_backward", stage, microbatch)
+            held += before
         else:
-            held.pop((stage, microbatch), None)
-        memory.append(math.fsum(held.values()))
+            held -= after if kind is OpKind.W else before - after if kind is OpKind.B else before
+        memory.append(max(held, 0.0))
     return memory
