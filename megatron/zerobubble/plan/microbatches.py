@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs import CostModel
@@ -16,10 +17,12 @@ from megatron.zerobubble.plan.registry import plan_of, schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET, assign
 from megatron.zerobubble.plan.search.search import SearchOptions, check_memory_limit
+from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.plan.validate import validate
 
 _SMALLER_LIMITS = (0.85, 0.7, 0.5, 0.35)
-"""Memory limits, as shares of the requested one, of further orders to start from: long microbatches leave space for fewer."""
+"""Memory limits, as shares of the requested one, of further orders to start from where the data as it comes does not fit: long
+microbatches leave space for fewer."""
 
 
 class MicrobatchPlanner:
@@ -56,18 +59,21 @@ class MicrobatchPlanner:
         limit, plain = self._options.memory_limit, None if costs is None else costs.plain
         if base_options is None and limit is not None:
             base_options = replace(self._options, budget=0.0)
-        self._bases = [plan_of(spec, num_microbatches, costs=plain, options=base_options)]
-        if limit is None or self._fixed or base_options is None:
-            return
-        for share in _SMALLER_LIMITS:
-            smaller = replace(base_options, budget=0.0, memory_limit=share * limit)
-            with suppress(ConfigError, PlanError):  # too little for a microbatch of the mean size
-                self._bases.append(plan_of(spec, num_microbatches, costs=plain, options=smaller))
-
-    @property
-    def base(self) -> Plan:
+        self._spec, self._plain, self._base_options = spec, plain, base_options
+        self.base = plan_of(spec, num_microbatches, costs=plain, options=base_options)
         """The schedule's plan for equal microbatches."""
-        return self._bases[0]
+
+    @cached_property
+    def _smaller(self) -> list[Plan]:
+        """The schedule's plans under smaller memory limits."""
+        limit, options, plans = self._options.memory_limit, self._base_options, list[Plan]()
+        if limit is None or options is None or self._fixed:
+            return plans
+        for share in _SMALLER_LIMITS:
+            smaller = replace(options, budget=0.0, memory_limit=share * limit)
+            with suppress(ConfigError, PlanError):  # too little for a microbatch of the mean size
+                plans.append(plan_of(self._spec, self.base.num_microbatches, costs=self._plain, options=smaller))
+        return plans
 
     def plan(self, costs: CostModel) -> Plan:
         """The validated plan for microbatches with these costs.
@@ -76,7 +82,9 @@ class MicrobatchPlanner:
             ConfigError: a memory limit that the largest microbatch alone exceeds; the message has its tokens.
             PlanError: costs of another size, or an order that is fixed and fits the limit with no assignment that was tried.
         """
-        check_memory_limit(self.base.placement, self.base.num_microbatches, costs, self._options.memory_limit)
-        plan = assign(self._bases, costs, self._options, fixed_order=self._fixed)
-        validate(plan, memory_limit=self._options.memory_limit, costs=costs)
+        base, limit = self.base, self._options.memory_limit
+        check_memory_limit(base.placement, base.num_microbatches, costs, limit)
+        fits = limit is None or max(peak_memory(base, costs)) <= limit
+        plan = assign([base, *([] if fits else self._smaller)], costs, self._options, fixed_order=self._fixed)
+        validate(plan, memory_limit=limit, costs=costs)
         return plan
