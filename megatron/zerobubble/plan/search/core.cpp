@@ -133,75 +133,6 @@ class NativeCore {
     return order;
   }
 
-  std::pair<Order, std::vector<int>> assign(const Order& order, const std::vector<double>& patience_of,
-                                            const std::vector<int>& assignment, std::uint64_t seed, double budget,
-                                            double temperature, bool fixed_order) {
-    Random random(seed);
-    std::vector<int> chunks;
-    for (const auto& own : stages_) chunks.push_back(static_cast<int>(own.size()));
-    const Moves moves(m_, std::move(chunks));
-    take_slots(assignment);
-    Order rows = order, best = order;
-    std::vector<double> patience = patience_of, best_patience = patience_of, saved;
-    std::vector<int> best_slots = assignment, previous;
-    const bool filled = std::any_of(patience.begin(), patience.end(), [](double value) { return value < kInfinity; });
-    const int kinds = filled ? 2 : 3;
-    auto [score, objective] = run(rows, patience, nullptr);
-    double best_score = objective < kInfinity ? score : kInfinity;
-    if (score == kInfinity || (fixed_order && width_ == 1)) budget = 0.0;
-    if (budget > 0) find_critical(rows);
-    const double begin = work;
-    Changes changed;
-    while (work - begin < budget) {
-      const double left = 1.0 - (work - begin) / budget;
-      changed.clear();
-      saved.clear();
-      previous.clear();
-      const double choice = random.unit();
-      if (fixed_order || (width_ > 1 && choice < kAssignShare)) {
-        previous = slots_;
-        moves.reassign(slots_, random);
-      } else {
-        const double kind = random.unit();
-        if (filled && kind < kPatienceShare) {
-          saved = patience;
-          moves.vary_patience(patience, random);
-        } else if (kind < kSwapShare) {
-          moves.repeated_swap(rows, kinds, random, changed);
-        } else if (kind < kLateMoveShare) {
-          moves.repeated_shift(rows, random, changed);
-        } else {
-          moves.single_move(rows, critical_, random, changed);
-        }
-      }
-      work += kMoveWeight;
-      if (changed.empty() && saved.empty() && previous.empty()) continue;
-      for (auto& [rank, row] : changed) {
-        rows[rank].swap(row);
-        work += static_cast<double>(rows[rank].size());
-      }
-      const auto [candidate, reached] = run(rows, patience, nullptr);
-      if (candidate <= score + temperature * left * left * random.unit()) {
-        score = candidate;
-        find_critical(rows);
-        if (reached < kInfinity && score < best_score) {
-          best = rows;
-          best_patience = patience;
-          if (width_ > 1) best_slots = slots_;
-          best_score = score;
-        }
-      } else {
-        for (auto& [rank, row] : changed) rows[rank].swap(row);
-        if (!saved.empty()) patience.swap(saved);
-        if (!previous.empty()) slots_.swap(previous);
-      }
-    }
-    take_slots(best_slots);
-    Order found = fill(best, best_patience);
-    reset_slots();
-    return {std::move(found), std::move(best_slots)};
-  }
-
   Order decode(const Policy& policy) {
     const int S = num_stages_, m = m_;
     Order rows(p_);
@@ -246,57 +177,14 @@ class NativeCore {
     return rows;
   }
 
-  Order anneal(const Order& order, const std::vector<double>& patience_of, std::uint64_t seed, double budget,
-               double temperature) {
-    Random random(seed);
-    std::vector<int> chunks;
-    for (const auto& own : stages_) chunks.push_back(static_cast<int>(own.size()));
-    const Moves moves(m_, std::move(chunks));
-    Order rows = order, best = order;
-    std::vector<double> patience = patience_of, best_patience = patience_of, saved;
-    const bool filled = std::any_of(patience.begin(), patience.end(), [](double value) { return value < kInfinity; });
-    const int kinds = filled ? 2 : 3;
-    double score = run(rows, patience, nullptr).first, best_score = score;
-    if (score == kInfinity) return {};
-    find_critical(rows);
-    const double begin = work;
-    Changes changed;
-    while (work - begin < budget) {
-      const double left = 1.0 - (work - begin) / budget;
-      changed.clear();
-      saved.clear();
-      const double choice = random.unit();
-      if (filled && choice < kPatienceShare) {
-        saved = patience;
-        moves.vary_patience(patience, random);
-      } else if (choice < kSwapShare) {
-        moves.repeated_swap(rows, kinds, random, changed);
-      } else if (choice < (filled ? kShiftShare : kPlainShiftShare)) {
-        moves.repeated_shift(rows, random, changed);
-      } else {
-        moves.single_move(rows, critical_, random, changed);
-      }
-      work += kMoveWeight;
-      if (changed.empty() && saved.empty()) continue;
-      for (auto& [rank, row] : changed) {
-        rows[rank].swap(row);
-        work += static_cast<double>(rows[rank].size());
-      }
-      const double candidate = run(rows, patience, nullptr).first;
-      if (candidate <= score + temperature * left * left * random.unit()) {
-        score = candidate;
-        find_critical(rows);
-        if (score < best_score) {
-          best = rows;
-          best_patience = patience;
-          best_score = score;
-        }
-      } else {
-        for (auto& [rank, row] : changed) rows[rank].swap(row);
-        if (!saved.empty()) patience.swap(saved);
-      }
-    }
-    return fill(best, best_patience);
+  Order anneal(const Order& order, const std::vector<double>& patience, std::uint64_t seed, double budget, double temperature) {
+    return improve(order, patience, slots_, seed, budget, temperature, false, false).first;
+  }
+
+  std::pair<Order, std::vector<int>> assign(const Order& order, const std::vector<double>& patience,
+                                            const std::vector<int>& assignment, std::uint64_t seed, double budget,
+                                            double temperature, bool fixed_order) {
+    return improve(order, patience, assignment, seed, budget, temperature, true, fixed_order);
   }
 
  private:
@@ -478,6 +366,77 @@ class NativeCore {
     const double score = objective + kMeanWeight * (mean / p_);
     if (excess > 0) return {score + excess_ms_ * excess, kInfinity};
     return {score, objective};
+  }
+
+  // `assign`, or with `assigns` false `anneal`, which leaves the assignment as it is.
+  std::pair<Order, std::vector<int>> improve(const Order& order, const std::vector<double>& patience_of,
+                                             const std::vector<int>& assignment, std::uint64_t seed, double budget,
+                                             double temperature, bool assigns, bool fixed_order) {
+    Random random(seed);
+    std::vector<int> chunks;
+    for (const auto& own : stages_) chunks.push_back(static_cast<int>(own.size()));
+    const Moves moves(m_, std::move(chunks));
+    take_slots(assignment);
+    Order rows = order, best = order;
+    std::vector<double> patience = patience_of, best_patience = patience_of, saved;
+    std::vector<int> best_slots = assignment, previous;
+    const bool filled = std::any_of(patience.begin(), patience.end(), [](double value) { return value < kInfinity; });
+    const int kinds = filled ? 2 : 3;
+    const double shift_share = assigns ? kLateMoveShare : filled ? kShiftShare : kPlainShiftShare;
+    auto [score, objective] = run(rows, patience, nullptr);
+    double best_score = objective < kInfinity ? score : kInfinity;
+    if (score == kInfinity || (fixed_order && width_ == 1)) budget = 0.0;
+    if (budget > 0) find_critical(rows);
+    const double begin = work;
+    Changes changed;
+    while (work - begin < budget) {
+      const double left = 1.0 - (work - begin) / budget;
+      changed.clear();
+      saved.clear();
+      previous.clear();
+      const double choice = random.unit();
+      if (fixed_order || (assigns && width_ > 1 && choice < kAssignShare)) {
+        previous = slots_;
+        moves.reassign(slots_, random);
+      } else {
+        const double kind = assigns ? random.unit() : choice;
+        if (filled && kind < kPatienceShare) {
+          saved = patience;
+          moves.vary_patience(patience, random);
+        } else if (kind < kSwapShare) {
+          moves.repeated_swap(rows, kinds, random, changed);
+        } else if (kind < shift_share) {
+          moves.repeated_shift(rows, random, changed);
+        } else {
+          moves.single_move(rows, critical_, random, changed);
+        }
+      }
+      work += kMoveWeight;
+      if (changed.empty() && saved.empty() && previous.empty()) continue;
+      for (auto& [rank, row] : changed) {
+        rows[rank].swap(row);
+        work += static_cast<double>(rows[rank].size());
+      }
+      const auto [candidate, reached] = run(rows, patience, nullptr);
+      if (candidate <= score + temperature * left * left * random.unit()) {
+        score = candidate;
+        find_critical(rows);
+        if (reached < kInfinity && score < best_score) {
+          best = rows;
+          best_patience = patience;
+          if (width_ > 1) best_slots = slots_;
+          best_score = score;
+        }
+      } else {
+        for (auto& [rank, row] : changed) rows[rank].swap(row);
+        if (!saved.empty()) patience.swap(saved);
+        if (!previous.empty()) slots_.swap(previous);
+      }
+    }
+    take_slots(best_slots);
+    Order found = fill(best, best_patience);
+    reset_slots();
+    return {std::move(found), std::move(best_slots)};
   }
 
   void find_critical(const Order& rows) {

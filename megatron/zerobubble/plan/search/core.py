@@ -39,15 +39,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
 
+from megatron.zerobubble.plan.search.interface import Order, Policy, Rows
 from megatron.zerobubble.plan.search.moves import Moves, Random
-
-Order = list[bytes]
-"""Op codes per rank: bytes ``3 * chunk + kind`` with kind 0, 1, 2 for F, B, W."""
-
-Rows = Sequence[bytes | bytearray]
-"""Op codes per rank, as in `Order`, possibly without W."""
 
 EPSILON = 1e-9
 """Rounding allowed in comparisons of times and memory."""
@@ -68,71 +62,6 @@ single moves."""
 ASSIGN_SHARE, LATE_MOVE_SHARE = 0.8, 0.5
 """With unequal microbatches: share of moves that change the assignment, and upper end of the share of repeated shifts among the
 others."""
-
-
-class Policy(NamedTuple):
-    """The parameters of a list schedule."""
-
-    durations: Sequence[float]
-    """F, B, W time of every stage, flat, in milliseconds; they may differ from the true ones."""
-    comm_ms: float
-    """P2P latency per message in milliseconds; it may differ from the true one."""
-    offsets: Sequence[float]
-    """Priority of every stage's F, B and W of microbatch 0, flat."""
-    caps: Sequence[float]
-    """Per stage, most microbatches between its F and the F of the rank's next chunk (of the last chunk: its own B)."""
-    period: float
-    """Distance of two microbatches in priority."""
-    wait_weight: float
-    """Priority lost per millisecond of waiting for an op."""
-    max_wait: float
-    """Longest wait for an op while another could run."""
-    limit: float
-    """Memory limit of the policy, in the unit of the core's limit; the smaller of the two applies."""
-    settled: float
-    """Share to which every cap falls; above 0."""
-    settle_after: float
-    """Number of microbatches over which it falls; above 0."""
-
-
-class Core(Protocol):
-    """The interface of `PythonCore` and of the compiled core."""
-
-    work: float
-    """Op evaluations so far."""
-
-    def evaluate(self, order: Order) -> tuple[float, float]:
-        """Score, which the search minimizes, and objective (span or makespan) in ms; infinite if it deadlocks."""
-
-    def decode(self, policy: Policy) -> Order:
-        """List-schedule a policy. Empty if it cannot finish."""
-
-    def fill(self, rows: Order, patience: Sequence[float]) -> Order:
-        """The order with every W inserted; patience per rank. Empty if the rows deadlock or exceed the memory limit."""
-
-    def anneal(self, rows: Order, patience: Sequence[float], seed: int, budget: float, temperature: float) -> Order:
-        """Move ops within rows at random, with an acceptance threshold falling from `temperature` to 0, and fill the best.
-
-        If some patience is finite (rows without W), more of the moves change many ops at once, and some change the patience.
-        """
-
-    def evaluate_assigned(self, rows: Order, patience: Sequence[float], assignment: Sequence[int]) -> tuple[float, float]:
-        """Score and objective of rows whose microbatch i is `assignment[i]` in the costs; beyond the limit only a score."""
-
-    def fill_assigned(self, rows: Order, patience: Sequence[float], assignment: Sequence[int]) -> Order:
-        """`fill` with this assignment."""
-
-    def assign(
-        self,
-        rows: Order,
-        patience: Sequence[float],
-        assignment: Sequence[int],
-        seed: int,
-        budget: float,
-        temperature: float,
-        fixed_order: bool,
-    ) -> tuple[Order, list[int]]:
-        """Anneal the assignment and, unless it is fixed, the order. The order is empty if none met fits the memory limit."""
 
 
 class PythonCore:
@@ -347,40 +276,7 @@ class PythonCore:
 
     def anneal(self, rows: Rows, patience: Sequence[float], seed: int, budget: float, temperature: float) -> Order:
         """See `Core`."""
-        random = Random(seed)
-        current = [bytearray(row) for row in rows]
-        patient = list(patience)
-        filled = any(value < math.inf for value in patient)
-        score = self._run(current, patient, None)[0]
-        if score == math.inf:
-            return []
-        self._find_critical()
-        best, best_patience, best_score = list(current), patient, score
-        begin = self.work
-        while self.work - begin < budget:
-            left = 1.0 - (self.work - begin) / budget
-            varied, changed = patient, dict[int, bytearray]()
-            choice = random.unit()
-            if filled and choice < PATIENCE_SHARE:
-                varied = self._moves.vary_patience(patient, random)
-            elif choice < SWAP_SHARE:
-                changed = self._moves.repeated_swap(current, 2 if filled else 3, random)
-            elif choice < (SHIFT_SHARE if filled else PLAIN_SHIFT_SHARE):
-                changed = self._moves.repeated_shift(current, random)
-            else:
-                changed = self._moves.single_move(current, self._critical, random)
-            self.work += MOVE_WEIGHT
-            if not changed and varied is patient:
-                continue
-            candidate = [changed.get(rank, row) for rank, row in enumerate(current)]
-            self.work += sum(map(len, changed.values()))
-            candidate_score = self._run(candidate, varied, None)[0]
-            if candidate_score <= score + temperature * left * left * random.unit():
-                current, patient, score = candidate, varied, candidate_score
-                self._find_critical()
-                if score < best_score:
-                    best, best_patience, best_score = current, patient, score
-        return self.fill(best, best_patience)
+        return self._improve(rows, patience, self.slots, seed, budget, temperature, assigns=False, fixed_order=False)[0]
 
     def assign(
         self,
@@ -393,10 +289,26 @@ class PythonCore:
         fixed_order: bool,
     ) -> tuple[Order, list[int]]:
         """See `Core`."""
+        return self._improve(rows, patience, assignment, seed, budget, temperature, assigns=True, fixed_order=fixed_order)
+
+    def _improve(
+        self,
+        rows: Rows,
+        patience: Sequence[float],
+        assignment: Sequence[int],
+        seed: int,
+        budget: float,
+        temperature: float,
+        *,
+        assigns: bool,
+        fixed_order: bool,
+    ) -> tuple[Order, list[int]]:
+        """`assign`, or with `assigns` false `anneal`, which leaves the assignment as it is."""
         random = Random(seed)
         self.slots = self._taken(assignment)
         current, patient = [bytearray(row) for row in rows], list(patience)
         filled = any(value < math.inf for value in patient)
+        shift_share = LATE_MOVE_SHARE if assigns else SHIFT_SHARE if filled else PLAIN_SHIFT_SHARE
         score, objective = self._run(current, patient, None)
         best, best_patience, best_slots = list(current), patient, self.slots
         best_score = score if objective < math.inf else math.inf
@@ -409,10 +321,18 @@ class PythonCore:
             left = 1.0 - (self.work - begin) / budget
             varied, previous, changed = patient, self.slots, dict[int, bytearray]()
             choice = random.unit()
-            if fixed_order or (self.width > 1 and choice < ASSIGN_SHARE):
+            if fixed_order or (assigns and self.width > 1 and choice < ASSIGN_SHARE):
                 self.slots = self._moves.reassign(previous, random)
             else:
-                varied, changed = self._late_move(current, patient, filled, random)
+                kind = random.unit() if assigns else choice
+                if filled and kind < PATIENCE_SHARE:
+                    varied = self._moves.vary_patience(patient, random)
+                elif kind < SWAP_SHARE:
+                    changed = self._moves.repeated_swap(current, 2 if filled else 3, random)
+                elif kind < shift_share:
+                    changed = self._moves.repeated_shift(current, random)
+                else:
+                    changed = self._moves.single_move(current, self._critical, random)
             self.work += MOVE_WEIGHT
             if not changed and varied is patient and self.slots is previous:
                 continue
@@ -430,19 +350,6 @@ class PythonCore:
         found = self.fill(best, best_patience)
         self.slots = self._own_slots()
         return found, list(best_slots if self.width > 1 else assignment)
-
-    def _late_move(
-        self, current: list[bytearray], patient: list[float], filled: bool, random: Random
-    ) -> tuple[list[float], dict[int, bytearray]]:
-        """A move of the order, for `assign`: the patience afterwards, and the changed rows."""
-        kind = random.unit()
-        if filled and kind < PATIENCE_SHARE:
-            return self._moves.vary_patience(patient, random), {}
-        if kind < SWAP_SHARE:
-            return patient, self._moves.repeated_swap(current, 2 if filled else 3, random)
-        if kind < LATE_MOVE_SHARE:
-            return patient, self._moves.repeated_shift(current, random)
-        return patient, self._moves.single_move(current, self._critical, random)
 
     def _find_critical(self) -> None:
         """Find the critical path of the last run: the ops that determine when its longest rank ends, last first."""

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Callable, Sequence
 
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
-from megatron.zerobubble.plan.search.core import Order
+from megatron.zerobubble.plan.search.interface import Order
 from megatron.zerobubble.plan.transforms import split_fused
 
 SeedOrder = Callable[[int], Order]

@@ -33,7 +33,8 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.search.bound import lower_bound
-from megatron.zerobubble.plan.search.core import EPSILON, Core, Order, PythonCore
+from megatron.zerobubble.plan.search.core import EPSILON, PythonCore
+from megatron.zerobubble.plan.search.interface import Core, Order
 from megatron.zerobubble.plan.search.orders import SeedOrder, plan_of_order, repeated, without_wgrad
 from megatron.zerobubble.plan.search.policies import Block, Blocks, flat_durations
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
