@@ -33,6 +33,9 @@ FORMAT = "zerobubble-plan/1"
 UNEQUAL_FORMAT = "zerobubble-plan/2"
 """Version tag of a plan with an assignment, or with costs per microbatch or a matrix of links. Readers refuse any other tag."""
 
+FORMATS = (FORMAT, UNEQUAL_FORMAT)
+"""The version tags that this version reads."""
+
 _UNEQUAL_COSTS = ("microbatches", "links")
 
 _OP_TEXT = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
@@ -239,9 +242,9 @@ class Plan:
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise PlanError(f"the plan is not JSON: {error}") from None
-        if not isinstance(body, dict) or body.get("format") not in (FORMAT, UNEQUAL_FORMAT):
+        if not isinstance(body, dict) or body.get("format") not in FORMATS:
             given = body.get("format") if isinstance(body, dict) else type(body).__name__
-            raise PlanError(f"the plan has format {given!r}; this version reads {FORMAT!r} and {UNEQUAL_FORMAT!r}")
+            raise PlanError(f"the plan has format {given!r}; this version reads {' and '.join(FORMATS)}")
         schedule = _field(body, "schedule", str)
         num_ranks = _field(body, "num_ranks", int)
         num_microbatches = _field(body, "num_microbatches", int)
