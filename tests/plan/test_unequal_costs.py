@@ -63,6 +63,31 @@ def test_lengths_give_costs_by_their_model() -> None:
     assert fitted.forward_ms == ((0.0,),), "a fit that goes below 0 for a short microbatch is 0"
 
 
+@pytest.mark.parametrize("terms", [Terms(3.0, 0.02, 1e-6), Terms(0.0, 0.02, 1e-6), Terms(0.0, 0.01, 0.0), Terms(2.0, 0.0, 0.0)])
+def test_a_fit_finds_the_terms_that_made_the_costs(terms: Terms) -> None:
+    lengths = [(tokens, 0.3 * tokens * tokens) for tokens in (100.0, 700.0, 1500.0, 4000.0, 9000.0)]
+    found = Terms.fit(lengths, [terms.at(*pair) for pair in lengths])
+    assert found == pytest.approx(terms, rel=1e-6, abs=1e-9)
+
+
+def test_a_fit_has_no_negative_terms_and_extrapolates_one_length_in_proportion() -> None:
+    assert Terms.fit([(100.0, 1e4), (200.0, 4e4)], [1.0, 1.5])[1:] == (pytest.approx(0.005), 0.0)
+    falling = Terms.fit([(100.0, 1e4), (200.0, 4e4), (300.0, 9e4)], [3.0, 2.0, 1.0])
+    assert min(falling) >= 0
+    assert Terms.fit([(100.0, 1e4)] * 3, [2.0, 2.2, 1.8]) == (0.0, pytest.approx(0.02), 0.0)
+    assert Terms.fit([(100.0, 1e4)], [0.0]) == Terms()
+    measured = of_lengths(Placement.linear(2), (100, 250, 900), attention_share=0.2).per_microbatch
+    assert measured is not None
+    again = LengthModel.fit(measured).costs(measured.tokens)
+    for name in COST_LISTS:
+        for before, after in zip(getattr(measured, name), getattr(again, name), strict=True):
+            assert after == pytest.approx(before, rel=1e-6)
+    with pytest.raises(ConfigError, match="got 1 lengths and 0 values"):
+        Terms.fit([(1.0, 1.0)], [])
+    with pytest.raises(ConfigError, match="no microbatch has tokens"):
+        LengthModel.fit(MicrobatchCosts(**dict.fromkeys(COST_LISTS, ((1.0, 2.0),))))
+
+
 def test_attention_doubles_in_backward_and_is_absent_in_wgrad() -> None:
     """At twice the length, F of 3/4 linear and 1/4 attention takes 2.5 times as long; B, 3/5 and 2/5, 2.8; W 2."""
     costs = of_lengths(Placement.linear(1), (100, 200), attention_share=0.25).per_microbatch

@@ -130,6 +130,45 @@ class Terms(NamedTuple):
         """The value for a microbatch of `tokens` tokens whose sequences' squared lengths sum to `squares`."""
         return self.constant + self.per_token * tokens + self.per_square * squares
 
+    @staticmethod
+    def fit(lengths: Sequence[tuple[float, float]], values: Sequence[float]) -> Terms:
+        """The terms of 0 or more with the least squared error for measured values.
+
+        Of equally good ones those with the fewest terms, in proportion to the tokens before others: measurements of one length
+        say nothing of how a value grows.
+
+        Args:
+            lengths: (tokens, squares) of every measured microbatch.
+            values: what was measured for each.
+
+        Raises:
+            ConfigError: no measurement, or lists of different sizes.
+        """
+        if not values or len(values) != len(lengths):
+            raise ConfigError(
+                f"a fit needs one value per microbatch, 1 or more; got {len(lengths)} lengths and {len(values)} values"
+            )
+        columns = ([1.0] * len(lengths), [float(tokens) for tokens, _ in lengths], [float(squares) for _, squares in lengths])
+        scales = [max(column) or 1.0 for column in columns]
+        scaled = [[value / scale for value in column] for column, scale in zip(columns, scales, strict=True)]
+        noise = 1e-12 * math.fsum(value * value for value in values)
+        best, least = Terms(), math.fsum(value * value for value in values)
+        for chosen in ((1,), (2,), (0,), (0, 1), (1, 2), (0, 2), (0, 1, 2)):
+            found = _least_squares([scaled[index] for index in chosen], values)
+            if found is None or min(found) < 0:
+                continue
+            rows = zip(*(scaled[index] for index in chosen), strict=True)
+            errors = (
+                value - math.fsum(c * x for c, x in zip(found, row, strict=True)) for row, value in zip(rows, values, strict=True)
+            )
+            error = math.fsum(each * each for each in errors)
+            if error < least - noise:
+                coefficients = [0.0, 0.0, 0.0]
+                for index, value in zip(chosen, found, strict=True):
+                    coefficients[index] = value / scales[index]
+                best, least = Terms(*coefficients), error
+        return best
+
 
 @dataclass(frozen=True, kw_only=True)
 class LengthModel:
@@ -177,6 +216,22 @@ class LengthModel:
             activation_after_backward=terms(costs.activation_after_backward, 0.0),
         )
 
+    @staticmethod
+    def fit(costs: MicrobatchCosts, squares: Sequence[float] = ()) -> LengthModel:
+        """The model closest to the measured costs of microbatches, each list of each stage by itself (`Terms.fit`).
+
+        Args:
+            costs: measured, with tokens.
+            squares: as for `costs`.
+
+        Raises:
+            ConfigError: the costs have no tokens.
+        """
+        check_tokens(costs.tokens)
+        lengths = list(zip(costs.tokens, squares or [float(count) * count for count in costs.tokens], strict=True))
+        fitted = {name: tuple(Terms.fit(lengths, row) for row in getattr(costs, name)) for name in COST_LISTS}
+        return LengthModel(**fitted)
+
     def costs(self, tokens: Sequence[int], squares: Sequence[float] = ()) -> MicrobatchCosts:
         """The costs of microbatches with these lengths; what a fit makes negative is 0.
 
@@ -196,6 +251,23 @@ class LengthModel:
             for name in COST_LISTS
         }
         return MicrobatchCosts(**lists, tokens=tuple(tokens))
+
+
+def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float] | None:
+    """Coefficients of columns, by the normal equations; None if the columns depend on each other."""
+    size = len(columns)
+    rows = [[math.fsum(a * b for a, b in zip(one, other, strict=True)) for other in (*columns, values)] for one in columns]
+    for index in range(size):
+        pivot = max(range(index, size), key=lambda row: abs(rows[row][index]))
+        if abs(rows[pivot][index]) <= 1e-9 * len(values):
+            return None
+        rows[index], rows[pivot] = rows[pivot], rows[index]
+        rows[index] = [value / rows[index][index] for value in rows[index]]
+        for other in range(size):
+            if other != index:
+                factor = rows[other][index]
+                rows[other] = [value - factor * base for value, base in zip(rows[other], rows[index], strict=True)]
+    return [row[-1] for row in rows]
 
 
 def check_number(name: str, value: object) -> None:
