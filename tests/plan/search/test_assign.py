@@ -1,6 +1,9 @@
 """Assigning unequal microbatches to the slots of a plan: never slower, within the memory, the same from both cores."""
 
 import math
+import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -230,3 +233,31 @@ def test_auto_plans_for_unequal_microbatches() -> None:
     assert max(result.simulation.peak_memory) <= 2.0 + 1e-9
     assert result.bound.span_ms <= result.simulation.span_ms * (1 + 1e-9)
     assert result.runner_up is None or result.runner_up.simulation.span_ms >= result.simulation.span_ms
+
+
+@pytest.mark.skipif(not COMPILED, reason="the compiled core was not built")
+def test_other_threads_run_while_the_core_searches() -> None:
+    """A planner thread works one iteration ahead of the thread that launches kernels, and must not stop it.
+
+    With so long a switch interval a thread gives up the interpreter only where it says so.
+    """
+    core = best_core()(2, [0, 1], [1.0] * 6, 0.1, [1.0] * 2, [1.0] * 2, 9.0, True)
+    rows = [bytes([0, 0, 1, 1])] * 2
+    steps, seen = [0], list[int]()
+
+    def search() -> None:
+        before = steps[0]
+        core.assign(rows, [0.5] * 2, [0, 1], 0, 1e7, 0.0, False)
+        seen.append(steps[0] - before)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)
+    try:
+        thread = threading.Thread(target=search)
+        thread.start()
+        while thread.is_alive():
+            steps[0] += 1
+            time.sleep(0)
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen[0] > 0

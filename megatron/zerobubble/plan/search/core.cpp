@@ -477,6 +477,13 @@ class NativeCore {
   std::vector<std::vector<int>> counts_;
 };
 
+// Run what takes long, so that a planner thread does not stop the others of its process. A core belongs to one thread.
+template <typename Function>
+auto without_gil(Function function) {
+  const py::gil_scoped_release released;
+  return function();
+}
+
 std::vector<py::bytes> to_bytes(const Order& order) {
   std::vector<py::bytes> rows;
   for (const Row& row : order) rows.emplace_back(row);
@@ -502,12 +509,16 @@ PYBIND11_MODULE(_core, module) {
            })
       .def("assign", [](NativeCore& core, const Order& rows, const std::vector<double>& patience, const std::vector<int>& assignment,
                         std::uint64_t seed, double budget, double temperature, bool fixed_order) {
-             auto found = core.assign(rows, patience, assignment, seed, budget, temperature, fixed_order);
+             const auto found = without_gil([&] {
+               return core.assign(rows, patience, assignment, seed, budget, temperature, fixed_order);
+             });
              return std::make_pair(to_bytes(found.first), found.second);
            })
       .def("decode", [](NativeCore& core, const PolicyTuple& policy) { return to_bytes(core.decode(from_tuple(policy))); })
       .def("fill", [](NativeCore& core, const Order& rows,
                       const std::vector<double>& patience) { return to_bytes(core.fill(rows, patience)); })
       .def("anneal", [](NativeCore& core, const Order& rows, const std::vector<double>& patience, std::uint64_t seed, double budget,
-                        double temperature) { return to_bytes(core.anneal(rows, patience, seed, budget, temperature)); });
+                        double temperature) {
+             return to_bytes(without_gil([&] { return core.anneal(rows, patience, seed, budget, temperature); }));
+           });
 }
