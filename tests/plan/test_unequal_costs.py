@@ -290,3 +290,10 @@ def test_costs_of_another_size_are_refused() -> None:
     )
     with pytest.raises(PlanError, match="matrix of links has 3 rows and the plan 2 ranks"):
         simulate(plan, costs)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.5, True, "1"])
+def test_a_wrong_number_among_right_ones_is_found(value: object) -> None:
+    lists: dict[str, object] = dict.fromkeys(COST_LISTS, ((1.0, 2.0, 3.0),))
+    with pytest.raises(ConfigError, match="wgrad_ms of stage 0, microbatch 1 is "):
+        MicrobatchCosts(**lists | {"wgrad_ms": ((1.0, value, 3.0),)})  # type: ignore[arg-type]
