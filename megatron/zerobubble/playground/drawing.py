@@ -86,7 +86,7 @@ def draw_recorded(timeline: Timeline) -> Drawing:
 
 def _draw(plan: Plan, rows: Sequence[Sequence[TimedOp]], costs: CostModel) -> Drawing:
     begin, end = extent(rows)
-    stairs = activation_memory_over_time(rows, plan.num_microbatches, costs)
+    stairs = activation_memory_over_time(rows, plan.num_microbatches, costs.reordered(plan.assignment))
     times = rank_times(rows)
     peaks = [max((held for _, held in stair), default=0.0) for stair in stairs]
     counts = zip(live_microbatches(plan), pending_wgrads(plan), times, peaks, strict=True)

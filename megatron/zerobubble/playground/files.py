@@ -9,7 +9,7 @@ from typing import Any
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs import CostModel
-from megatron.zerobubble.plan.ir import FORMAT as PLAN_FORMAT
+from megatron.zerobubble.plan.ir import FORMATS as PLAN_FORMATS
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.search.bound import lower_bound
@@ -22,7 +22,7 @@ from megatron.zerobubble.playground.recorded import read_trace
 from megatron.zerobubble.profiling.report import FORMAT as REPORT_FORMAT
 
 _TAKEN = (
-    f"give a plan ({PLAN_FORMAT}), a report.json ({REPORT_FORMAT}), a trace.json, or costs with forward_ms, "
+    f"give a plan ({' or '.join(PLAN_FORMATS)}), a report.json ({REPORT_FORMAT}), a trace.json, or costs with forward_ms, "
     "backward_ms, wgrad_ms, activation and activation_after_backward"
 )
 _MOST_SNIFFED = 2000
@@ -49,7 +49,7 @@ def open_file(body: bytes) -> Opened:
         UserError: the format is unknown, or the content malformed.
     """
     given = _read(body)
-    if given.get("format") == PLAN_FORMAT:
+    if given.get("format") in PLAN_FORMATS:
         return {"kind": "plan", "drawings": [draw_plan(plan_result(body, given))]}
     if given.get("format") == REPORT_FORMAT:
         return _open_report(given)

@@ -29,6 +29,8 @@ constexpr double kPatienceShare = 0.05;
 constexpr double kSwapShare = 0.1;
 constexpr double kShiftShare = 0.9;
 constexpr double kPlainShiftShare = 0.2;
+constexpr double kAssignShare = 0.8;
+constexpr double kLateMoveShare = 0.5;
 
 using zerobubble::Changes;
 using zerobubble::Critical;
@@ -61,15 +63,17 @@ Policy from_tuple(const PolicyTuple& t) {
 class NativeCore {
  public:
   NativeCore(int num_microbatches, std::vector<int> stage_to_rank, std::vector<double> durations, double comm_ms,
-             std::vector<double> activation, std::vector<double> remaining, double limit, bool makespan)
+             std::vector<double> activation, std::vector<double> remaining, double limit, bool makespan,
+             std::vector<double> links, double excess_ms)
       : m_(num_microbatches),
         rank_of_(std::move(stage_to_rank)),
         durations_(std::move(durations)),
-        comm_ms_(comm_ms),
         activation_(std::move(activation)),
         remaining_(std::move(remaining)),
+        links_(std::move(links)),
         limit_(limit),
-        makespan_(makespan) {
+        makespan_(makespan),
+        excess_ms_(excess_ms) {
     num_stages_ = static_cast<int>(rank_of_.size());
     p_ = *std::max_element(rank_of_.begin(), rank_of_.end()) + 1;
     stages_.resize(p_);
@@ -77,6 +81,19 @@ class NativeCore {
       auto& own = stages_[rank_of_[stage]];
       chunk_of_.push_back(static_cast<int>(own.size()));
       own.push_back(stage);
+    }
+    const std::size_t plain = static_cast<std::size_t>(num_stages_);
+    width_ = m_ > 1 && activation_.size() == plain * m_ ? m_ : 1;
+    slots_.assign(m_, 0);
+    if (width_ > 1) reset_slots();
+    if (links_.empty()) {
+      for (int kind = 0; kind < 2; ++kind) {
+        for (int producer = 0; producer < num_stages_; ++producer) {
+          const int consumer = kind == 0 ? producer + 1 : producer - 1;
+          const bool crosses = consumer >= 0 && consumer < num_stages_ && rank_of_[producer] != rank_of_[consumer];
+          links_.insert(links_.end(), width_, crosses ? comm_ms : 0.0);
+        }
+      }
     }
     awaited_.resize(p_);
     bound_.resize(p_);
@@ -96,7 +113,23 @@ class NativeCore {
 
   Order fill(const Order& rows, const std::vector<double>& patience) {
     Order order(p_);
-    if (run(rows, patience, &order).first == kInfinity) return {};
+    if (run(rows, patience, &order).second == kInfinity) return {};
+    return order;
+  }
+
+  // The same with microbatch i of an order the one that is `assignment[i]` in the costs.
+  std::pair<double, double> evaluate_assigned(const Order& rows, const std::vector<double>& patience,
+                                              const std::vector<int>& assignment) {
+    take_slots(assignment);
+    const auto found = run(rows, patience, nullptr);
+    reset_slots();
+    return found;
+  }
+
+  Order fill_assigned(const Order& rows, const std::vector<double>& patience, const std::vector<int>& assignment) {
+    take_slots(assignment);
+    const Order order = fill(rows, patience);
+    reset_slots();
     return order;
   }
 
@@ -144,60 +177,29 @@ class NativeCore {
     return rows;
   }
 
-  Order anneal(const Order& order, const std::vector<double>& patience_of, std::uint64_t seed, double budget,
-               double temperature) {
-    Random random(seed);
-    std::vector<int> chunks;
-    for (const auto& own : stages_) chunks.push_back(static_cast<int>(own.size()));
-    const Moves moves(m_, std::move(chunks));
-    Order rows = order, best = order;
-    std::vector<double> patience = patience_of, best_patience = patience_of, saved;
-    const bool filled = std::any_of(patience.begin(), patience.end(), [](double value) { return value < kInfinity; });
-    const int kinds = filled ? 2 : 3;
-    double score = run(rows, patience, nullptr).first, best_score = score;
-    if (score == kInfinity) return {};
-    find_critical(rows);
-    const double begin = work;
-    Changes changed;
-    while (work - begin < budget) {
-      const double left = 1.0 - (work - begin) / budget;
-      changed.clear();
-      saved.clear();
-      const double choice = random.unit();
-      if (filled && choice < kPatienceShare) {
-        saved = patience;
-        moves.vary_patience(patience, random);
-      } else if (choice < kSwapShare) {
-        moves.repeated_swap(rows, kinds, random, changed);
-      } else if (choice < (filled ? kShiftShare : kPlainShiftShare)) {
-        moves.repeated_shift(rows, random, changed);
-      } else {
-        moves.single_move(rows, critical_, random, changed);
-      }
-      work += kMoveWeight;
-      if (changed.empty() && saved.empty()) continue;
-      for (auto& [rank, row] : changed) {
-        rows[rank].swap(row);
-        work += static_cast<double>(rows[rank].size());
-      }
-      const double candidate = run(rows, patience, nullptr).first;
-      if (candidate <= score + temperature * left * left * random.unit()) {
-        score = candidate;
-        find_critical(rows);
-        if (score < best_score) {
-          best = rows;
-          best_patience = patience;
-          best_score = score;
-        }
-      } else {
-        for (auto& [rank, row] : changed) rows[rank].swap(row);
-        if (!saved.empty()) patience.swap(saved);
-      }
-    }
-    return fill(best, best_patience);
+  Order anneal(const Order& order, const std::vector<double>& patience, std::uint64_t seed, double budget, double temperature) {
+    return improve(order, patience, slots_, seed, budget, temperature, false, false).first;
+  }
+
+  std::pair<Order, std::vector<int>> assign(const Order& order, const std::vector<double>& patience,
+                                            const std::vector<int>& assignment, std::uint64_t seed, double budget,
+                                            double temperature, bool fixed_order) {
+    return improve(order, patience, assignment, seed, budget, temperature, true, fixed_order);
   }
 
  private:
+  // Index into costs per microbatch of the plan's microbatch `count`; 0 where all microbatches are equal.
+  int at(int list, int count) const { return list * width_ + slots_[count]; }
+
+  // Equal microbatches have one column of costs, whatever the assignment.
+  void take_slots(const std::vector<int>& assignment) {
+    if (width_ > 1) slots_ = assignment;
+  }
+
+  void reset_slots() {
+    for (int slot = 0; slot < m_; ++slot) slots_[slot] = width_ > 1 ? slot : 0;
+  }
+
   struct Choice {
     int stage;
     int kind;
@@ -255,7 +257,7 @@ class NativeCore {
     const int S = num_stages_, m = m_;
     ends_.assign(static_cast<std::size_t>(2) * S * m, -1.0);
     stack_.clear();
-    double total = 0, done = 0;
+    double total = 0, done = 0, excess = 0;
     for (int rank = p_ - 1; rank >= 0; --rank) {
       stack_.push_back(rank);
       awaited_[rank] = -1;
@@ -276,9 +278,9 @@ class NativeCore {
       double now = free_[rank], held = held_[rank];
       Row* emitted = out ? &(*out)[rank] : nullptr;
       const auto wgrad = [&](int chunk) {
-        now += durations_[3 * own[chunk] + 2];
-        held -= remaining_[own[chunk]];
-        ++counts[3 * chunk + 2];
+        const int count = counts[3 * chunk + 2]++;
+        now += durations_[at(3 * own[chunk] + 2, count)];
+        held -= remaining_[at(own[chunk], count)];
         if (emitted) emitted->push_back(static_cast<char>(3 * chunk + 2));
       };
       int step = begin;
@@ -302,10 +304,11 @@ class NativeCore {
             awaited_[rank] = awaited;
             break;
           }
-          if (rank_of_[producer] != rank) ready += comm_ms_;
+          ready += links_[at(kind * S + producer, count)];
         }
+        const double needed = activation_[at(stage, count)];
         while (true) {
-          const bool full = kind == 0 && held + activation_[stage] > limit_ + kEpsilon;
+          const bool full = kind == 0 && held + needed > limit_ + kEpsilon;
           if (!full && ready <= now) break;
           int oldest = -1, microbatch = m;
           for (int c = chunks - 1; c >= 0; --c) {
@@ -314,8 +317,12 @@ class NativeCore {
               microbatch = counts[3 * c + 2];
             }
           }
-          if (full && oldest < 0) return {kInfinity, kInfinity};
-          if (oldest < 0 || (!full && ready - now < patience[rank] * durations_[3 * own[oldest] + 2])) break;
+          if (full && oldest < 0) {
+            if (excess_ms_ <= 0) return {kInfinity, kInfinity};
+            excess += held + needed - limit_;
+            break;
+          }
+          if (oldest < 0 || (!full && ready - now < patience[rank] * durations_[at(3 * own[oldest] + 2, microbatch)])) break;
           wgrad(oldest);
         }
         if (ready > now) {
@@ -323,8 +330,8 @@ class NativeCore {
           bound[step] = awaited;
         }
         if (step == 0) first_[rank] = now;
-        now += durations_[3 * stage + kind];
-        held += kind == 0 ? activation_[stage] : remaining_[stage] - activation_[stage];
+        now += durations_[at(3 * stage + kind, count)];
+        held += kind == 0 ? needed : remaining_[at(stage, count)] - needed;
         counts[code] = count + 1;
         if (emitted) emitted->push_back(static_cast<char>(code));
         const long key = (static_cast<long>(kind) * S + stage) * m + count;
@@ -356,7 +363,80 @@ class NativeCore {
     const double objective = makespan_ ? *std::max_element(free_.begin(), free_.end()) -
                                              *std::min_element(first_.begin(), first_.end())
                                        : longest;
-    return {objective + kMeanWeight * (mean / p_), objective};
+    const double score = objective + kMeanWeight * (mean / p_);
+    if (excess > 0) return {score + excess_ms_ * excess, kInfinity};
+    return {score, objective};
+  }
+
+  // `assign`, or with `assigns` false `anneal`, which leaves the assignment as it is.
+  std::pair<Order, std::vector<int>> improve(const Order& order, const std::vector<double>& patience_of,
+                                             const std::vector<int>& assignment, std::uint64_t seed, double budget,
+                                             double temperature, bool assigns, bool fixed_order) {
+    Random random(seed);
+    std::vector<int> chunks;
+    for (const auto& own : stages_) chunks.push_back(static_cast<int>(own.size()));
+    const Moves moves(m_, std::move(chunks));
+    take_slots(assignment);
+    Order rows = order, best = order;
+    std::vector<double> patience = patience_of, best_patience = patience_of, saved;
+    std::vector<int> best_slots = assignment, previous;
+    const bool filled = std::any_of(patience.begin(), patience.end(), [](double value) { return value < kInfinity; });
+    const int kinds = filled ? 2 : 3;
+    const double shift_share = assigns ? kLateMoveShare : filled ? kShiftShare : kPlainShiftShare;
+    auto [score, objective] = run(rows, patience, nullptr);
+    double best_score = objective < kInfinity ? score : kInfinity;
+    if (score == kInfinity || (fixed_order && width_ == 1)) budget = 0.0;
+    if (budget > 0) find_critical(rows);
+    const double begin = work;
+    Changes changed;
+    while (work - begin < budget) {
+      const double left = 1.0 - (work - begin) / budget;
+      changed.clear();
+      saved.clear();
+      previous.clear();
+      const double choice = random.unit();
+      if (fixed_order || (assigns && width_ > 1 && choice < kAssignShare)) {
+        previous = slots_;
+        moves.reassign(slots_, random);
+      } else {
+        const double kind = assigns ? random.unit() : choice;
+        if (filled && kind < kPatienceShare) {
+          saved = patience;
+          moves.vary_patience(patience, random);
+        } else if (kind < kSwapShare) {
+          moves.repeated_swap(rows, kinds, random, changed);
+        } else if (kind < shift_share) {
+          moves.repeated_shift(rows, random, changed);
+        } else {
+          moves.single_move(rows, critical_, random, changed);
+        }
+      }
+      work += kMoveWeight;
+      if (changed.empty() && saved.empty() && previous.empty()) continue;
+      for (auto& [rank, row] : changed) {
+        rows[rank].swap(row);
+        work += static_cast<double>(rows[rank].size());
+      }
+      const auto [candidate, reached] = run(rows, patience, nullptr);
+      if (candidate <= score + temperature * left * left * random.unit()) {
+        score = candidate;
+        find_critical(rows);
+        if (reached < kInfinity && score < best_score) {
+          best = rows;
+          best_patience = patience;
+          if (width_ > 1) best_slots = slots_;
+          best_score = score;
+        }
+      } else {
+        for (auto& [rank, row] : changed) rows[rank].swap(row);
+        if (!saved.empty()) patience.swap(saved);
+        if (!previous.empty()) slots_.swap(previous);
+      }
+    }
+    take_slots(best_slots);
+    Order found = fill(best, best_patience);
+    reset_slots();
+    return {std::move(found), std::move(best_slots)};
   }
 
   void find_critical(const Order& rows) {
@@ -382,11 +462,12 @@ class NativeCore {
   int m_, p_, num_stages_;
   std::vector<int> rank_of_, chunk_of_;
   std::vector<std::vector<int>> stages_;
-  std::vector<double> durations_;
-  double comm_ms_;
-  std::vector<double> activation_, remaining_;
+  std::vector<double> durations_, activation_, remaining_, links_;
   double limit_;
   bool makespan_;
+  double excess_ms_;
+  int width_ = 1;
+  std::vector<int> slots_;
   std::vector<double> ends_, free_, first_, held_;
   std::vector<long> awaited_;
   std::vector<std::vector<long>> bound_;
@@ -395,6 +476,13 @@ class NativeCore {
   std::vector<int> position_, stack_;
   std::vector<std::vector<int>> counts_;
 };
+
+// Run what takes long, so that a planner thread does not stop the others of its process. A core belongs to one thread.
+template <typename Function>
+auto without_gil(Function function) {
+  const py::gil_scoped_release released;
+  return function();
+}
 
 std::vector<py::bytes> to_bytes(const Order& order) {
   std::vector<py::bytes> rows;
@@ -407,12 +495,30 @@ std::vector<py::bytes> to_bytes(const Order& order) {
 PYBIND11_MODULE(_core, module) {
   module.doc() = "Compiled twin of core.py";
   py::class_<NativeCore>(module, "NativeCore")
-      .def(py::init<int, std::vector<int>, std::vector<double>, double, std::vector<double>, std::vector<double>, double, bool>())
+      .def(py::init<int, std::vector<int>, std::vector<double>, double, std::vector<double>, std::vector<double>, double, bool,
+                    std::vector<double>, double>(),
+           py::arg("num_microbatches"), py::arg("stage_to_rank"), py::arg("durations"), py::arg("comm_ms"), py::arg("activation"),
+           py::arg("remaining"), py::arg("limit"), py::arg("makespan"), py::arg("links") = std::vector<double>(),
+           py::arg("excess_ms") = 0.0)
       .def_readwrite("work", &NativeCore::work)
       .def("evaluate", &NativeCore::evaluate)
+      .def("evaluate_assigned", &NativeCore::evaluate_assigned)
+      .def("fill_assigned", [](NativeCore& core, const Order& rows, const std::vector<double>& patience,
+                               const std::vector<int>& assignment) {
+             return to_bytes(core.fill_assigned(rows, patience, assignment));
+           })
+      .def("assign", [](NativeCore& core, const Order& rows, const std::vector<double>& patience, const std::vector<int>& assignment,
+                        std::uint64_t seed, double budget, double temperature, bool fixed_order) {
+             const auto found = without_gil([&] {
+               return core.assign(rows, patience, assignment, seed, budget, temperature, fixed_order);
+             });
+             return std::make_pair(to_bytes(found.first), found.second);
+           })
       .def("decode", [](NativeCore& core, const PolicyTuple& policy) { return to_bytes(core.decode(from_tuple(policy))); })
       .def("fill", [](NativeCore& core, const Order& rows,
                       const std::vector<double>& patience) { return to_bytes(core.fill(rows, patience)); })
       .def("anneal", [](NativeCore& core, const Order& rows, const std::vector<double>& patience, std::uint64_t seed, double budget,
-                        double temperature) { return to_bytes(core.anneal(rows, patience, seed, budget, temperature)); });
+                        double temperature) {
+             return to_bytes(without_gil([&] { return core.anneal(rows, patience, seed, budget, temperature); }));
+           });
 }
