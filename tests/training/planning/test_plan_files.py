@@ -113,7 +113,7 @@ def test_a_plan_that_does_not_fit_is_refused(
     with pytest.raises(kind) as refused:
         settings(RUN + _file(tmp_path, change) + flags, base="")
     assert re.search(message, str(refused.value))
-    assert str(tmp_path / "plan.json") in str(refused.value)
+    assert re.match(r"--zero-bubble-load-plan \S+/plan\.json: ", str(refused.value)), "its end, if the path is long"
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:

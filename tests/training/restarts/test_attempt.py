@@ -38,7 +38,12 @@ def launch(*, restart_count: int = 0, max_restarts: int = 2) -> Launch:
 
 
 def join(root: Path, *, restart_count: int = 0, max_restarts: int = 2) -> Attempt:
-    job = Job(launch=launch(restart_count=restart_count, max_restarts=max_restarts), host=mock.Mock(), store=dist.HashStore())  # type: ignore[arg-type]
+    job = Job(
+        launch=launch(restart_count=restart_count, max_restarts=max_restarts),
+        host=mock.Mock(),
+        store=dist.HashStore(),
+        watch=mock.Mock(),
+    )  # type: ignore[arg-type]
     return join_attempt(job, root=root)
 
 
