@@ -152,7 +152,8 @@ def test_a_relay_that_breaks_a_rule_is_noticed(relay: type[Relay]) -> None:
         with mock.patch(f"{__name__}.Relay", relay):
             try:
                 run_ranks(2, train, "zb-h1", 2, seed, True, Hazard.NONE, seed=seed)
-            except (FakeNcclError, AssertionError) as error:
+            # memory that is not written yet may hold any number, also one without a square root
+            except (FakeNcclError, AssertionError, ArithmeticError, ValueError) as error:
                 found.append(error)
     assert len(found) == 3, found
 

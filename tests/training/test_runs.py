@@ -291,7 +291,7 @@ def test_optimistic_steps_change_no_result(corpus: str, tmp_path: Path) -> None:
     save = ["--save", folder / "checkpoints", "--save-interval", "3", "--metrics-jsonl", folder / "metrics.jsonl"]
     done = launch([*RUN, *early, *save], num_ranks=2, script=script)
     assert done.returncode != 0
-    assert "Signal 9" in done.stderr
+    assert "Signal 9" in done.stderr or "ended from outside" in done.stderr, "torchrun sees it first, or rank 1 does"
     logged = metrics(folder / "metrics.jsonl")
     _same_metrics(logged, synchronous.metrics, [1, 2, 3, 4])
     assert [fields["amended"] for fields in logged.values()] == [True, True, True, True]
