@@ -39,6 +39,7 @@ class MicrobatchPlanner:
         options: memory limit, objective, seed and op evaluations per iteration. None, and no memory limit: see `assign`.
         base_options: the search for the schedule's own order; None: the hand-written order, or under a memory limit a search
             without a budget.
+        base: the schedule's plan for equal microbatches, if it is known; None: it is planned here.
 
     Raises:
         ConfigError: as `plan_of`.
@@ -53,14 +54,15 @@ class MicrobatchPlanner:
         costs: CostModel | None = None,
         options: SearchOptions | None = None,
         base_options: SearchOptions | None = None,
+        base: Plan | None = None,
     ) -> None:
-        self._fixed = not schedule_info(spec.name).is_searched
+        self._fixed = not schedule_info(spec.name).is_searched or spec.loaded_plan is not None
         self._options = options or SearchOptions(budget=ITERATION_BUDGET)
         limit, plain = self._options.memory_limit, None if costs is None else costs.plain
         if base_options is None and limit is not None:
             base_options = replace(self._options, budget=0.0)
         self._spec, self._plain, self._base_options = spec, plain, base_options
-        self.base = plan_of(spec, num_microbatches, costs=plain, options=base_options)
+        self.base = base or plan_of(spec, num_microbatches, costs=plain, options=base_options)
         """The schedule's plan for equal microbatches."""
 
     @cached_property
