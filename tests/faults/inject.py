@@ -123,12 +123,16 @@ class _Moments:
             timer.start()
 
     def _do(self) -> None:
-        Path(self._fault.note).write_text(f"{time.time()} {os.getpid()}")
+        other = ""
+        if self._fault.kind == "cut":
+            while not (found := cut()):  # a rank that joins the job has no connection yet
+                time.sleep(0.005)
+            other = f" {found}"
+        Path(self._fault.note).write_text(f"{time.time()} {os.getpid()}{other}")
+        if self._fault.kind == "cut":
+            return
         if self._fault.kind == "raise":
             raise InjectedError("the injected failure")
-        if self._fault.kind == "cut":
-            cut(Path(self._fault.note))
-            return
         if self._fault.kind == "full":
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
             return
@@ -154,8 +158,8 @@ def _slow_down(fault: Fault, rank: int) -> None:
     Watch.start, Watch.end = seen_start, seen_end  # type: ignore[method-assign]
 
 
-def cut(note: Path) -> None:
-    """Drop all that arrives from one other rank, the first one that has a connection to this one; add its rank to `note`."""
+def cut() -> str:
+    """Drop all that arrives from one other rank, the first one that has a connection to this one; its rank, or nothing."""
     own = _sockets(os.getpid())
     for other in sorted(_children(os.getppid()) - {os.getpid()}):
         theirs = {local for local, _ in _sockets(other).values()}
@@ -165,9 +169,8 @@ def cut(note: Path) -> None:
             for number in shared:
                 drop_all(number)
             variables = Path(f"/proc/{other}/environ").read_text().split("\0")
-            with note.open("a") as file:
-                file.write(" " + next(each.partition("=")[2] for each in variables if each.startswith("RANK=")))
-            return
+            return next(each.partition("=")[2] for each in variables if each.startswith("RANK="))
+    return ""
 
 
 def _children(pid: int) -> set[int]:

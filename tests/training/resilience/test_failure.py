@@ -44,6 +44,12 @@ def _no_pause(seconds: float) -> None:
     """In place of waiting for the rank that failed first."""
 
 
+def _raised_from(error: Exception, cause: Exception) -> Exception:
+    """As a library raises an error of its own about another one."""
+    error.__cause__ = cause
+    return error
+
+
 def report(error: Exception, *, rank: int = 0, store: object | None = None) -> tuple[list[int], str]:
     """(exit codes, what was said) of a guard around `error`."""
     left: list[int] = []
@@ -69,6 +75,7 @@ def test_the_first_to_fail_shows_its_traceback() -> None:
         RuntimeError("[pair.cc:537] Connection closed by peer [127.0.0.1]:1234"),
         torch.distributed.DistNetworkError("lost"),
         TransferError("stage 2, microbatch 1: send failed"),
+        _raised_from(Exception("the dataset failed to build"), RuntimeError("[pair.cc:553] Connection closed by peer")),
     ],
 )
 def test_a_rank_that_lost_a_peer_prints_one_line(error: Exception) -> None:

@@ -153,6 +153,11 @@ def _while(doing: str | None) -> str:
 
 def _lost_a_peer(error: Exception) -> bool:
     """Whether an error only means that another rank is gone."""
-    if isinstance(error, TransferError | torch.distributed.DistError | ConnectionError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _LOST_PEER)
+    reason: BaseException | None = error
+    while reason is not None:  # megatron-core raises an error of its own about one in a collective
+        if isinstance(reason, TransferError | torch.distributed.DistError | ConnectionError):
+            return True
+        if isinstance(reason, RuntimeError) and any(sign in str(reason).lower() for sign in _LOST_PEER):
+            return True
+        reason = None if isinstance(reason, UserError) else reason.__cause__
+    return False

@@ -26,6 +26,14 @@ _WAITING = (
     "torch/distributed/rendezvous.py",
     "megatron/core/distributed/param_and_grad_buffer.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
+    *(
+        f"megatron/zerobubble/{name}.py"
+        for name in (
+            *("runtime/issuer", "runtime/p2p", "runtime/staging", "wgrad/sharing", "optimizer/post_validation"),
+            *("mcore/ddp/zero2", "mcore/ddp/record_buckets", "mcore/model/context_parallel"),
+            *("mcore/post_validation/token_count", "training/restarts/in_memory"),
+        )
+    ),
 )
 """Ends of the paths of files whose functions wait for other ranks."""
 
