@@ -24,6 +24,7 @@ from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_
 from megatron.zerobubble.plan.search.search import SearchOptions, evaluations_per_second
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE, validate
+from megatron.zerobubble.profiling.lengths import fit_lengths
 from megatron.zerobubble.profiling.profile import RankProfile, combine, costs_within, unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.profiling.report import RankMemory
@@ -190,10 +191,26 @@ class Replanner:
         if self._headroom_bytes is not None:
             self._headroom = tuple(min(each.headroom_bytes for each in ranks) / self._unit_bytes for ranks in members)
         self.memory = None
-        if self._measured_with == num_microbatches and all(members):
+        if self._measured_with == num_microbatches and all(members) and self._schedule.unequal is None:
             self.memory = self._memory(self._schedule.plan(num_microbatches), members)
         self._schedule.replan(self._planned, self._costs)
+        self._learn_lengths([each.profile for each in everybody], num_microbatches)
         self._schedule.plan(num_microbatches)
+
+    def _learn_lengths(self, profiles: Sequence[RankProfile], num_microbatches: int) -> None:
+        """Plan unequal microbatches with what was measured of each length."""
+        unequal, placement = self._schedule.unequal, self._schedule.spec.placement
+        if unequal is None or not any(each.timed for each in profiles):
+            return
+        assert self._costs is not None
+        model, unit = fit_lengths(profiles, placement, usual_tokens=unequal.usual_tokens)
+        limit = self._schedule.spec.memory_limit
+        if self._headroom is not None and unit > 0 and min(self._headroom) > 0:
+            usual = min(placement.num_ranks, num_microbatches)
+            held = [each * self._unit_bytes / unit for each in self._headroom]
+            model, limit = model.within([usual / held[rank] for rank in placement.stage_to_rank]), 1.0
+        unequal.learn(model, comm_ms=self._costs.comm_ms, memory_limit=limit)
+        _log.info("microbatches are planned by length: %s", model.text(unequal.usual_tokens))
 
     def _memory(self, plan: Plan, members: Sequence[Sequence[Measured]]) -> tuple[RankMemory, ...]:
         """Memory in the iteration that ran `plan`, per pipeline rank: the maximum over its data- and tensor-parallel ranks."""

@@ -44,6 +44,8 @@ class Iteration:
     """Per microbatch of the plan, (sequence, batch, hidden) of the activations sent between stages, as sharded on this rank."""
     order: Sequence[int]
     """Per microbatch of the plan, its number in the order in which the data came."""
+    lengths: Sequence[tuple[int, float]] = ()
+    """Per microbatch of the plan, its tokens and squared lengths; empty: all are equal."""
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None

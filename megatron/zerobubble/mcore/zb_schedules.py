@@ -298,6 +298,7 @@ class PipelineSchedule:
             num_microbatches=num_microbatches,
             tensor_shapes=[shapes[each] for each in lengths],
             order=range(num_microbatches) if arranged is None else arranged.order,
+            lengths=() if arranged is None else arranged.lengths,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.zerobubble.errors import ConfigError, PlanError
@@ -135,6 +135,10 @@ class Terms(NamedTuple):
         """The value for a microbatch of `tokens` tokens whose sequences' squared lengths sum to `squares`."""
         return self.constant + self.per_token * tokens + self.per_square * squares
 
+    def scaled(self, factor: float) -> Terms:
+        """All terms times a factor."""
+        return Terms(*(factor * each for each in self))
+
     @staticmethod
     def fit(lengths: Sequence[tuple[float, float]], values: Sequence[float]) -> Terms:
         """The terms of 0 or more with the least squared error for measured values.
@@ -256,6 +260,27 @@ class LengthModel:
             for name in COST_LISTS
         }
         return MicrobatchCosts(**lists, tokens=tuple(tokens))
+
+    def within(self, scales: Sequence[float]) -> LengthModel:
+        """The model with the activation memory of each stage times a factor: in units of which a limit per rank is 1.
+
+        Args:
+            scales: one factor per stage.
+        """
+        lists = {
+            name: tuple(terms.scaled(scale) for terms, scale in zip(getattr(self, name), scales, strict=True))
+            for name in COST_LISTS[3:]
+        }
+        return replace(self, **lists)
+
+    def text(self, tokens: int) -> str:
+        """One line: time of F, B and W of all stages for one sequence of `tokens` tokens, and for one of half as many."""
+        halves = []
+        for length in (tokens, max(1, tokens // 2)):
+            costs = self.costs([length])
+            total = [math.fsum(row[0] for row in rows) for rows in (costs.forward_ms, costs.backward_ms, costs.wgrad_ms)]
+            halves.append(f"F {total[0]:.2f}, B {total[1]:.2f}, W {total[2]:.2f} ms for {length} tokens")
+        return "; ".join(halves)
 
 
 def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float] | None:

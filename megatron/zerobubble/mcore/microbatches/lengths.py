@@ -39,7 +39,7 @@ def lengths_of(tokens_of: TokensOf, item: Any, microbatch: int) -> Lengths:
     """The lengths of one item of a data iterator. Raises ConfigError if `tokens_of` returns something else than lengths."""
     found = tokens_of(item)
     tokens, squares = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-    if isinstance(tokens, torch.Tensor) or isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ConfigError(
             f"microbatch {microbatch}: microbatch_tokens returned {str(found)[:80]!r}; it must return the length of the rows, a "
             "whole number of 1 or more, or that and the sum of the squared lengths of their sequences"
@@ -107,8 +107,8 @@ class LengthExchange:
                 at = next(index for index, (a, b) in enumerate(zip(first, values, strict=True)) if a != b)
                 raise ConfigError(
                     f"two ranks of data-parallel replica {replica} read different data: microbatch {at // 2} has "
-                    f"{first[at // 2 * 2]:g} tokens on one and {values[at // 2 * 2]:g} on the other; their iterators must be over "
-                    "the same samples"
+                    f"{first[at // 2 * 2]:g} tokens on one and {values[at // 2 * 2]:g} on the other; their iterators must be "
+                    "over the same samples"
                 )
         return tuple(Lengths(int(tokens), squares) for tokens, squares in zip(first[::2], first[1::2], strict=True))
 

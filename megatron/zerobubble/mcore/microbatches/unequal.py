@@ -40,7 +40,7 @@ from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
 from megatron.zerobubble.plan.search.search import Objective, SearchOptions
 
-__all__ = ["Arranged", "UnequalMicrobatches", "UnequalOptions"]
+__all__ = ["Arranged", "UnequalMicrobatches", "UnequalOptions", "attention_share"]
 
 _NUM_KEPT = 4
 """Programs kept for lengths that come again."""
@@ -125,7 +125,7 @@ class UnequalMicrobatches:
     ) -> None:
         usual = float(options.usual_tokens)
         self._spec, self._options, self._plan, self._place = spec, options, plan, place
-        self._comm_ms = 0.0
+        self._comm_ms, self._memory_limit = 0.0, spec.memory_limit
         self.model = LengthModel.of(
             costs or CostModel.uniform(spec.placement),
             tokens=usual,
@@ -140,9 +140,21 @@ class UnequalMicrobatches:
         self._planners = _Planners()
         self._programs: OrderedDict[LengthsOfReplicas, Future[_Planned]] = OrderedDict()
 
-    def learn(self, model: LengthModel, *, comm_ms: float) -> None:
-        """From the next iteration on, plan with these costs. All ranks must call it at the same point, with the same costs."""
-        self.model, self._comm_ms = model, comm_ms
+    @property
+    def usual_tokens(self) -> int:
+        """Tokens of a row of the usual length."""
+        return self._options.usual_tokens
+
+    def learn(self, model: LengthModel, *, comm_ms: float, memory_limit: float | None) -> None:
+        """From the next iteration on, plan with these costs. All ranks must call it at the same point, with the same costs.
+
+        Args:
+            model: costs by length.
+            comm_ms: P2P latency of a message.
+            memory_limit: most activation memory of a rank, where 1.0 is p microbatches of which the model's stages of a rank hold
+                1 each; None: the schedule's own.
+        """
+        self.model, self._comm_ms, self._memory_limit = model, comm_ms, memory_limit
         self.forget()
 
     def forget(self) -> None:
@@ -244,7 +256,7 @@ class UnequalMicrobatches:
         return _Planned(self._place(plan, costs), plan.assignment or tuple(range(number)))
 
     def _planner(self, base: Plan) -> MicrobatchPlanner:
-        options = SearchOptions(budget=ITERATION_BUDGET, objective=self._options.objective, memory_limit=self._spec.memory_limit)
+        options = SearchOptions(budget=ITERATION_BUDGET, objective=self._options.objective, memory_limit=self._memory_limit)
         # Ws that run together stay together: only the assignment of such an order changes.
         spec = self._spec if self._spec.shard_gradients is None else replace(self._spec, loaded_plan=base)
         return MicrobatchPlanner(spec, base.num_microbatches, options=options, base=base)
@@ -253,3 +265,20 @@ class UnequalMicrobatches:
         """End the thread and destroy the group. Every rank of the world must call it."""
         self._thread.shutdown(cancel_futures=True)
         self._exchange.close()
+
+
+def attention_share(config: Any, tokens: int) -> float:
+    """About the share of a layer's forward time that grows with the square of the length: by operations, causal attention.
+
+    Args:
+        config: TransformerConfig of the model.
+        tokens: length of a sequence.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads * config.kv_channels
+    groups = (config.num_query_groups or config.num_attention_heads) * config.kv_channels
+    matrices = 3 if config.gated_linear_unit else 2
+    experts = config.moe_router_topk if config.num_moe_experts else 1
+    size = (config.moe_ffn_hidden_size if config.num_moe_experts else None) or config.ffn_hidden_size
+    linear = hidden * (2 * heads + 2 * groups) + hidden * size * matrices * experts  # half of the operations per token
+    attention = tokens * heads  # likewise: scores and values of half of the keys
+    return attention / (attention + linear)
