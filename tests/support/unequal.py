@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
 
+from megatron.zerobubble.mcore.microbatches.lengths import Lengths
 from megatron.zerobubble.mcore.microbatches.unequal import UnequalOptions
+from megatron.zerobubble.mcore.replanner import Replanner, Window
+from megatron.zerobubble.plan.search.search import SearchOptions
 from tests.support.gpt import MICRO_BATCH, SEQUENCE, VOCABULARY, Case, Difference, Outcome, Tensors, Trainer, compare
 
 
@@ -80,7 +83,7 @@ class UnequalTrainer(Trainer):
             for ahead in ([step] if unequal.num_expected == 0 else []) + [step + 1]:
                 unequal.expect(
                     tuple(
-                        tuple(replace_squares(tokens) for tokens in self.case.lengths(ahead, replica % 2))
+                        tuple(of_tokens(tokens) for tokens in self.case.lengths(ahead, replica % 2))
                         for replica in range(parallel_state.get_data_parallel_world_size())
                     )
                 )
@@ -95,10 +98,8 @@ class UnequalTrainer(Trainer):
             yield self._part(text[:, :-1]), self._part(text[:, 1:])
 
 
-def replace_squares(tokens: int) -> Any:
+def of_tokens(tokens: int) -> Lengths:
     """The lengths of a microbatch whose rows are one sequence each."""
-    from megatron.zerobubble.mcore.microbatches.lengths import Lengths
-
     return Lengths(tokens, float(tokens) ** 2)
 
 
@@ -114,3 +115,64 @@ def train_unequal(rank: int, case: UnequalCase) -> tuple[Outcome, list[tuple[int
     orders = trainer.orders
     trainer.close()
     return outcome, orders
+
+
+def evaluate_unequal(rank: int, case: UnequalCase) -> tuple[list[float], list[float], tuple[int, ...]]:
+    """(losses of an evaluation, losses of training on the same data, order of the evaluation)."""
+    trainer = case.trainer()
+    with torch.no_grad():
+        evaluated = trainer.forward_backward(0, forward_only=True)
+    trained = trainer.forward_backward(0)
+    order = trainer.orders[0]
+    trainer.close()
+    return evaluated, trained, order
+
+
+class Replanned(NamedTuple):
+    """What a rank has after re-planning."""
+
+    orders: str
+    model: str
+    has_learned: bool
+    grows: bool
+    num_recorded: int
+
+
+def replan_unequal(rank: int, case: UnequalCase) -> Replanned:
+    """Train with a window of two profiled iterations."""
+    trainer = case.trainer()
+    schedule = trainer.schedule
+    assert schedule.unequal is not None
+    before = schedule.unequal.model
+    replanner = Replanner(schedule, Window(start=1, end=2), SearchOptions(budget=1e4), num_microbatches=case.num_microbatches)
+    for iteration in range(1, case.num_steps + 1):
+        replanner.before(iteration, case.num_microbatches)
+        trainer.forward_backward(iteration)
+        if replanner.is_due(iteration):
+            replanner.after(iteration, case.num_microbatches)
+    model = schedule.unequal.model
+    short, long = (model.costs([tokens]) for tokens in (1, SEQUENCE))
+    timelines = schedule.timelines()
+    found = Replanned(
+        orders=str(trainer.orders),
+        model=str(model),
+        has_learned=model != before,
+        grows=all(short.activation[stage] < long.activation[stage] for stage in range(case.spec.placement.num_stages)),
+        num_recorded=sum(len(row) for row in timelines[-1].rows) if timelines else 0,
+    )
+    trainer.close()
+    return found
+
+
+def read_different_data(rank: int, case: UnequalCase) -> None:
+    """The last rank's iterator is over other samples."""
+    trainer = case.trainer()
+    trainer.forward_backward(rank // 3)
+
+
+def announce_wrong_lengths(rank: int, case: UnequalCase) -> None:
+    """Announce lengths that the data does not have."""
+    trainer = case.trainer()
+    assert trainer.schedule.unequal is not None
+    trainer.schedule.unequal.expect((tuple(of_tokens(SEQUENCE + 1 - tokens) for tokens in case.lengths(0, 0)),))
+    trainer.forward_backward(0)
