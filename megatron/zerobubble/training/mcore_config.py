@@ -68,6 +68,10 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
         overlap_p2p_comm=overlaps,
         batch_p2p_comm=not overlaps,
         deallocate_pipeline_outputs=on_gpu or not overlaps,
+        # Makes megatron-core's own schedules send a shape in front of every tensor.
+        variable_seq_lengths=settings.data.variable_seq_lengths
+        and settings.pipeline_size > 1
+        and settings.zero_bubble.schedule == "stock",
         calculate_per_token_loss=settings.optim.calculate_per_token_loss,
     )
 
