@@ -27,7 +27,7 @@ def check_documents(settings: Settings) -> None:
         )
     if settings.logging.log_throughput:
         raise ConfigError(
-            f"--log-throughput counts FLOPs of samples of --seq-length tokens, and with {flag} they differ; leave it out"
+            f"--log-throughput counts the FLOPs of samples of --seq-length tokens, and with {flag} they differ; leave it out"
         )
     if data.variable_seq_lengths:
         _check_lengths(settings)
