@@ -147,6 +147,20 @@ def squares(batch: dict[str, torch.Tensor]) -> float:
     return float((batch["cu_seqlens"].diff().double() ** 2).sum())
 
 
+def test_ranks_that_read_no_tokens_know_the_lengths(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = settings(prefix, "--variable-seq-lengths")
+    known = microbatch_lengths(dataset(given), given, consumed=8, num_microbatches=4, rank=0)
+
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("a middle stage opened the tokens")
+
+    monkeypatch.setattr("megatron.zerobubble.training.data.documents.IndexedDataset", opened)
+    train = build_datasets(given, build_tokenizer(given.tokenizer), reads=False).train
+    assert microbatch_lengths(train, given, consumed=8, num_microbatches=4, rank=0) == known
+    with pytest.raises(AssertionError, match="opened the tokens"):
+        train[0]
+
+
 def test_a_batch_is_padded_to_its_longest_sample(prefix: str) -> None:
     given = settings(prefix, "--variable-seq-lengths", "--pad-length-multiple", "8")
     train = dataset(given)
