@@ -123,7 +123,9 @@ def _check_datasets(settings: Settings, *, reads_all: bool) -> None:
 def _check_labels(settings: Settings, index: DatasetIndex, splits: tuple[range, ...]) -> None:
     """Raise if the documents of a split that the run reads have one token each: there is nothing to predict."""
     lengths, _, _ = index.entries()
-    for name, documents, is_read in zip(SPLITS, splits, (True, settings.run.eval_iters > 0, False), strict=False):
+    for name, documents, is_read in zip(
+        SPLITS, splits, (not settings.run.skip_train, settings.run.eval_iters > 0, False), strict=False
+    ):
         own = lengths[documents.start : documents.stop]
         if is_read and len(own) and own.max() < 2:
             where = f"the {len(own)} document(s) for {name}" if len(splits) > 1 else f"the {len(own)} document(s)"

@@ -73,7 +73,7 @@ def document_datasets(
     """
     sources, evaluates = settings.data.sources, settings.run.eval_iters > 0
     train, valid, test = sources.per_split if sources.divided is None else (sources.divided, sources.divided, None)
-    blends = (train, valid if evaluates else None, test if evaluates else None)
+    blends = (None if settings.run.skip_train else train, valid if evaluates else None, test if evaluates else None)
     built = (
         None if blend is None else _dataset(settings, tokenizer, blend, split, size)
         for blend, split, size in zip(blends, Split, sizes, strict=True)
