@@ -143,6 +143,24 @@ def test_conversations_are_tokenized_once(tmp_path: Path) -> None:
     assert tokenized_prefix(path, given, tokenizer) != prefix, "another version of the file"
 
 
+@pytest.mark.slow
+def test_other_processes_tokenize_a_large_file_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [PAIR | {"response": str(number)} for number in range(250)]
+    path = write_lines(tmp_path / "large.jsonl", lines)
+    module = "megatron.zerobubble.training.data.conversation_tokens"
+    given = settings(path)
+    tokenizer = build_tokenizer(given.tokenizer)
+    check_data_matches(given, tokenizer)
+    prefix = tokenized_prefix(path, given, tokenizer)
+    alone = Path(f"{prefix}.bin").read_bytes()
+    Path(f"{prefix}.idx").unlink()
+    monkeypatch.setattr(f"{module}._FEW", 10)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    check_data_matches(given, tokenizer)
+    assert Path(f"{prefix}.bin").read_bytes() == alone
+    assert Path(f"{prefix}.idx").is_file()
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "some.jsonl", [PAIR])
     given = settings(path)

@@ -20,7 +20,11 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +35,20 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.tokenizers import chat_tokenizer
 from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.data.conversations import ASSISTANT, FLAG, Conversation, conversations
+from megatron.zerobubble.training.data.processes import map_in_processes
 
 __all__ = ["Segment", "conversation_ids", "tokenize_conversations", "tokenized_prefix"]
 
 _log = logging.getLogger(__name__)
 
+_FEW = 2_000
+"""Conversations that are tokenized in this process: starting others takes seconds."""
+_QUIET_IMPORTS = "megatron.zerobubble.training.data.encoding"
+"""Imports what a process needs, without the warnings of megatron-core's optional packages."""
+_PIECE = 100
+"""Conversations that another process gets at a time."""
 _VERSION = 1
 """Of the form of the tokens; part of the names of the files."""
 
@@ -86,7 +98,7 @@ def tokenize_conversations(settings: Settings, tokenizer: Any, *, end: int) -> N
         if Path(f"{prefix}.idx").is_file() and Path(f"{prefix}.bin").is_file():
             continue
         try:
-            count = _write(prefix, path, tokenizer, end)
+            count = _write(prefix, _encoded(path, settings.tokenizer, tokenizer, end))
         except OSError as error:
             raise DataError(
                 f"{FLAG} {path}: its tokens cannot be written to {prefix}.bin: {error.strerror or error}; give --data-cache-path "
@@ -95,15 +107,51 @@ def tokenize_conversations(settings: Settings, tokenizer: Any, *, end: int) -> N
         _log.info("%s: tokenized %d conversations into %s.bin", path, count, prefix)
 
 
-def _write(prefix: str, path: str, tokenizer: Any, end: int) -> int:
+def _encoded(path: str, config: TokenizerConfig, tokenizer: Any, end: int) -> Iterator[np.ndarray[Any, Any]]:
+    """The tokens of each conversation of a file, as of `conversation_ids`; if it has many, from processes on all cores."""
+    lines = conversations(path)
+    few = list(islice(lines, _FEW))
+    num_processes = len(os.sched_getaffinity(0))
+    if len(few) < _FEW or num_processes == 1:
+        for conversation in chain(few, lines):
+            yield conversation_ids(conversation, tokenizer, end=end)
+        return
+    rest = chain(few, lines)
+    pieces = map_in_processes(
+        _encode_piece,
+        iter(lambda: list(islice(rest, _PIECE)), []),
+        num_processes=num_processes,
+        preload=[_QUIET_IMPORTS, *(["transformers.models.auto"] if config.package == "transformers" else [])],
+        initializer=_start_process,
+        initargs=(config, end),
+        remedy="tokenize a smaller file",
+    )
+    with closing(pieces):
+        for piece in pieces:
+            yield from piece
+
+
+def _start_process(config: TokenizerConfig, end: int) -> None:
+    """Make the process's own tokenizer, once. Ctrl-C is the first process's affair."""
+    from megatron.zerobubble.training.data.tokenizers import build_tokenizer  # which imports this module
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _encode_piece.encode = partial(conversation_ids, tokenizer=build_tokenizer(config), end=end)  # type: ignore[attr-defined]
+
+
+def _encode_piece(piece: list[Conversation]) -> list[np.ndarray[Any, Any]]:
+    return [_encode_piece.encode(conversation) for conversation in piece]  # type: ignore[attr-defined]
+
+
+def _write(prefix: str, conversations_ids: Iterable[np.ndarray[Any, Any]]) -> int:
     """Write .bin and .idx under other names, then rename them: whoever sees the index sees all. Returns the number of lines."""
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     bin_path, index_path = (Path(f"{prefix}.{os.getpid()}.{kind}") for kind in ("bin", "idx"))
     count = 0
     try:
         builder = IndexedDatasetBuilder(str(bin_path), dtype=np.int32)
-        for conversation in conversations(path):
-            ids = conversation_ids(conversation, tokenizer, end=end)
+        for ids in conversations_ids:
             builder.add_document(torch.from_numpy(ids), [len(ids)])
             count += 1
         builder.finalize(str(index_path))
