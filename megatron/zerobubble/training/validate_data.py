@@ -16,10 +16,9 @@ __all__ = ["check_data", "check_documents"]
 
 def check_documents(settings: Settings) -> None:
     """Raise for flags that do not go with samples that are documents."""
-    data = settings.data
-    if not data.reads_documents:
+    data, flag = settings.data, settings.data.document_flag
+    if flag is None:
         return
-    flag = "--sft" if data.sft else "--pack-sequences" if data.pack_sequences else "--variable-seq-lengths"
     if not settings.optim.calculate_per_token_loss:
         raise ConfigError(
             f"{flag} needs --calculate-per-token-loss: microbatches have unequal numbers of tokens that count, and without it "

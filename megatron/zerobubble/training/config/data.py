@@ -87,9 +87,9 @@ class DataConfig:
     def _check_documents(self) -> None:
         if self.pad_length_multiple > 1 and not self.variable_seq_lengths:
             raise ConfigError(f"--pad-length-multiple {self.pad_length_multiple} needs --variable-seq-lengths")
-        if not self.reads_documents:
+        flag = self.document_flag
+        if flag is None:
             return
-        flag = next(flag for flag, is_given in self._document_flags().items() if is_given)
         if self.mock_data:
             raise ConfigError(f"{flag} reads documents, and --mock-data has none; give --data-path")
         others = {
@@ -103,13 +103,16 @@ class DataConfig:
                     f"{other} is for samples that run across documents, and {flag} keeps documents apart; leave it out"
                 )
 
-    def _document_flags(self) -> dict[str, bool]:
-        return {"--sft": self.sft, "--pack-sequences": self.pack_sequences, "--variable-seq-lengths": self.variable_seq_lengths}
+    @property
+    def document_flag(self) -> str | None:
+        """The flag that makes documents samples, for errors; None if none is given."""
+        flags = {"--sft": self.sft, "--pack-sequences": self.pack_sequences, "--variable-seq-lengths": self.variable_seq_lengths}
+        return next((flag for flag, is_given in flags.items() if is_given), None)
 
     @property
     def reads_documents(self) -> bool:
         """Whether samples are documents (`data.documents`), instead of pieces of --seq-length of all text (megatron-core's)."""
-        return any(self._document_flags().values())
+        return self.document_flag is not None
 
     def _given_sources(self) -> list[str]:
         """The flags among those that name the data of a run, of which there may be one."""
