@@ -32,6 +32,7 @@ from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.arguments import exit_with_error
 from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.data.lengths import num_tokens
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.data.tokenizers import build_tokenizer, check_data_matches
 from megatron.zerobubble.training.flops import flops_per_sample
@@ -86,6 +87,7 @@ class _Iteration(NamedTuple):
     iteration: int
     consumed_samples: int
     samples: int
+    tokens: int
     elapsed_ms: Callable[[], float]
 
 
@@ -283,11 +285,12 @@ class _Run:
         results = self.trainer.iterate(data_iterator)
         end = self.marks.now()
         samples = get_current_running_global_batch_size()
+        tokens = num_tokens(self.datasets.train, self.settings, consumed=self.progress.consumed_samples, samples=samples)
         self.progress.iteration += 1
         self.progress.consumed_samples += samples
         progress = self.progress
         elapsed_ms = partial(self.marks.elapsed_ms, begin, end)
-        self.unvalidated.append(_Iteration(progress.iteration, progress.consumed_samples, samples, elapsed_ms))
+        self.unvalidated.append(_Iteration(progress.iteration, progress.consumed_samples, samples, tokens, elapsed_ms))
         self._add_metrics(results)
 
     def _ramp_up(self) -> None:
@@ -319,6 +322,7 @@ class _Run:
                     iteration=done.iteration,
                     consumed_samples=done.consumed_samples,
                     samples=done.samples,
+                    tokens=done.tokens,
                     elapsed_ms=done.elapsed_ms,
                     result=result,
                 )
