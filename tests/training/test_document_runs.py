@@ -60,16 +60,38 @@ def test_documents_apart_and_packed_are_the_same_training(
     assert numbers(documents, tmp_path, second) == pytest.approx(numbers(documents, tmp_path, first), rel=1e-6)
 
 
+PROFILED = ["--zero-bubble-pipeline-timers-start-iter", "1", "--zero-bubble-pipeline-timers-end-iter", "1"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (PADDED, [*PADDED, "--zero-bubble-v-schedule", "--enable-optimizer-post-validation", "--post-validation-patience", "0"]),
+        (PADDED, [*PADDED, "--enable-zero-bubble", *PROFILED, "--zero-bubble-planning-seconds", "0.1"]),
+        ([*PACKED, *ROPE], [*PACKED, "--variable-seq-lengths", *ROPE, "--zero-bubble-v-schedule"]),
+    ],
+    ids=["zbv-post-validation", "zb-h1-replanned", "zbv-packed"],
+)
+def test_unequal_microbatches_are_the_same_training(documents: str, tmp_path: Path, first: list[str], second: list[str]) -> None:
+    """Each iteration in the order planned for its lengths; megatron-core's own 1F1B takes the data as it comes."""
+    trace = ["--zero-bubble-trace", str(tmp_path / "trace")]
+    assert numbers(documents, tmp_path, [*second, *trace]) == pytest.approx(numbers(documents, tmp_path, first), rel=1e-6)
+    assert (tmp_path / "trace" / "report.json").exists()
+
+
 CONVERSATIONS = [
     {"messages": [{"role": "user", "content": "Say " * size}, {"role": "assistant", "content": "yes. " * (size // 2 + 1)}]}
     for size in range(12)
 ]
 
 
-def test_fine_tuning_continues_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "schedule", [[], ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]], ids=["stock", "zbv"]
+)
+def test_fine_tuning_continues_bit_for_bit(schedule: list[str], tmp_path: Path) -> None:
     """Evaluation included, on conversations that are held out."""
     path = write_lines(tmp_path / "chat.jsonl", CONVERSATIONS)
-    run = [*RUN, "--sft", "--variable-seq-lengths", *batch(2, 4), *P2, "--data-path", path, "--split", "80,20,0"]
+    run = [*RUN, "--sft", "--variable-seq-lengths", *batch(2, 8), *P2, "--data-path", path, "--split", "80,20,0", *schedule]
     run += ["--train-iters", "4", "--eval-iters", "1", "--eval-interval", "2", "--hidden-dropout", "0.1"]
     found: list[dict[int, dict[str, Any]]] = []
     checkpoints = str(tmp_path / "checkpoints")

@@ -53,6 +53,7 @@ from megatron.zerobubble.training.metrics.summary import description, summary_li
 from megatron.zerobubble.training.metrics.trace import report_pipeline
 from megatron.zerobubble.training.planning.auto import choose_schedule
 from megatron.zerobubble.training.planning.balance import log_balance
+from megatron.zerobubble.training.planning.lengths import announce_lengths
 from megatron.zerobubble.training.planning.replan import PlanFileWriter, make_replanner
 from megatron.zerobubble.training.resilience.early_exit import EarlyExit
 from megatron.zerobubble.training.resilience.failure import JobGuard
@@ -280,6 +281,13 @@ class _Run:
         self.iterations_here += 1
         if self.replanner is not None:
             self.replanner.before(self.iterations_here, get_num_microbatches())
+        announce_lengths(
+            self.training_state.schedule.unequal,
+            self.datasets.train,
+            self.settings,
+            iteration=self.progress.iteration,
+            consumed=self.progress.consumed_samples,
+        )
         begin = self.marks.now()
         self.trainer.begin_dropout(self.progress.consumed_samples)
         results = self.trainer.iterate(data_iterator)

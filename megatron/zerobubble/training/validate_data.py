@@ -42,14 +42,8 @@ def _check_lengths(settings: Settings) -> None:
             f"--seq-length {seq_length} is not divisible by --pad-length-multiple {multiple}, to which samples are padded; "
             f"{seq_length // multiple * multiple or multiple} would be"
         )
-    pipelines, schedule = settings.pipeline_size > 1, settings.zero_bubble.schedule
-    if pipelines and schedule != "stock":
-        raise ConfigError(
-            f"{flag} does not go with schedule {schedule} on {settings.pipeline_size} pipeline ranks, whose stages send tensors "
-            "of one shape: leave it out to pad samples to --seq-length (--pack-sequences, --sft), or use the stock schedule"
-        )
-    if pipelines and settings.moe.num_experts is not None and settings.moe.moe_token_dispatcher_type == "allgather":
-        raise ConfigError(f"{flag} does not go with --moe-token-dispatcher-type allgather in a pipeline; choose alltoall")
+    if settings.moe.num_experts is not None and settings.moe.moe_token_dispatcher_type == "allgather":
+        raise ConfigError(f"{flag} does not go with --moe-token-dispatcher-type allgather; choose alltoall")
 
 
 def _check_packing(settings: Settings) -> None:
