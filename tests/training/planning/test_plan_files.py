@@ -103,7 +103,7 @@ def _deadlock(body: dict[str, Any]) -> None:
             lambda body: body.update(format="zerobubble-plan/2", assignment=[1, 0, 2, 3, 4, 5]),
             "",
             PlanError,
-            "plans microbatches of unequal length, and a run has equal ones",
+            "plans microbatches of certain lengths, and a run plans each iteration for its own",
         ),
     ],
 )

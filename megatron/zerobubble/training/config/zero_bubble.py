@@ -281,7 +281,8 @@ class ZeroBubbleConfig:
             given = _GivenPlan.parse(Path(self.zero_bubble_load_plan).read_bytes())
             if given.plan.assignment or (given.costs is not None and given.costs.per_microbatch is not None):
                 raise PlanError(
-                    "it plans microbatches of certain lengths, and a run plans each iteration for its own; plan without --microbatch-tokens"
+                    "it plans microbatches of certain lengths, and a run plans each iteration for its own; plan without "
+                    "--microbatch-tokens"
                 )
             return given
         except OSError as error:
