@@ -148,7 +148,7 @@ def check_config(config: Any, spec: ScheduleSpec, *, knows_lengths: bool = False
     Args:
         config: TransformerConfig of the model.
         spec: the schedule.
-        knows_lengths: whether the schedule is told the lengths of unequal microbatches (`UnequalOptions`).
+        knows_lengths: whether the schedule gets the lengths of unequal microbatches (`UnequalOptions`).
 
     Raises:
         ConfigError: an option that the B/W split or the executor does not support.
