@@ -274,13 +274,14 @@ def test_links_are_read_and_shown(tool: ModuleType, tmp_path: Path, capsys: pyte
     [
         (["512,0,3"], "microbatch 1 has 0 tokens"),
         (["512,-7"], "--microbatch-tokens is '512,-7'"),
+        (["512," + "9" * 400], "tokens; give a whole number, at most 1e+12"),
         (["nothing"], "give whole numbers separated by commas, or a file of them"),
         (["512,700", "--num-microbatches", "3"], "has 2 lengths and --num-microbatches is 3"),
         (["512,700,100000", "--memory-limit", "0.5"], "microbatch 2 has 100000 tokens and the limit holds at most 33737"),
         (["512,700", "--links", "LINKS"], "has links of 3 ranks and --num-ranks is 2"),
         (["512,700", "--links", "LINKS", "--num-ranks", "3"], "give --bytes-per-token with --microbatch-tokens"),
         (["512,700", "--attention-share", "2"], "attention share is 2.0"),
-        (["512,700", "--costs", "COSTS"], "drop --microbatch-tokens"),
+        (["512,700", "--costs", "COSTS"], "drop the lengths (--microbatch-tokens)"),
     ],
 )
 def test_bad_lengths_and_links_are_refused_in_one_line(

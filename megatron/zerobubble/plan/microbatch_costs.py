@@ -282,12 +282,14 @@ def check_number(name: str, value: object) -> None:
 
 
 def check_tokens(tokens: Sequence[object]) -> None:
-    """Raise ConfigError for the first microbatch without tokens, or if there is no microbatch."""
+    """Raise ConfigError for the first microbatch without tokens or with more than `LARGEST`, or if there is no microbatch."""
     if not tokens:
         raise ConfigError("no microbatch has tokens; give one length per microbatch")
     for microbatch, value in enumerate(tokens):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"microbatch {microbatch} has {quoted(value)} tokens; give a whole number, 1 or more")
+        if value > LARGEST:
+            raise ConfigError(f"microbatch {microbatch} has {quoted(value)} tokens; give a whole number, at most {LARGEST:g}")
 
 
 def _mean(values: tuple[float, ...]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.render.svg import render_svg
@@ -51,12 +52,14 @@ def stem_of(plan: Plan) -> str:
     return f"{name}-p{plan.num_ranks}-m{plan.num_microbatches}"
 
 
-def flags(plan: Plan, objective: Objective) -> list[str]:
+def flags(plan: Plan, objective: Objective, costs: CostModel | None = None) -> list[str]:
     """Flags with which pretrain_gpt.py runs this plan, once it is saved as `stem_of(plan)`.json beside it.
 
     The batch is m microbatches of one sample, without data parallelism: with d data-parallel replicas and b samples per
-    microbatch the global batch is m*d*b.
+    microbatch the global batch is m*d*b. A plan for unequal microbatches has none: a run has others in every iteration.
     """
+    if plan.assignment or (costs is not None and costs.per_microbatch is not None):
+        return []
     words = [
         f"--pipeline-model-parallel-size {plan.num_ranks}",
         f"--zero-bubble-load-plan {stem_of(plan)}.json",

@@ -15,10 +15,11 @@ from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
-from megatron.zerobubble.playground.drawing import draw_plan, draw_recorded
+from megatron.zerobubble.playground.drawing import Drawing, draw_plan, draw_recorded
 from megatron.zerobubble.playground.limits import MAX_OPS
 from megatron.zerobubble.playground.problem import check_size, read_stages
 from megatron.zerobubble.playground.recorded import read_trace
+from megatron.zerobubble.playground.unequal import as_it_came, attention_share
 from megatron.zerobubble.profiling.report import FORMAT as REPORT_FORMAT
 
 _TAKEN = (
@@ -50,7 +51,7 @@ def open_file(body: bytes) -> Opened:
     """
     given = _read(body)
     if given.get("format") in PLAN_FORMATS:
-        return {"kind": "plan", "drawings": [draw_plan(plan_result(body, given))]}
+        return {"kind": "plan", "drawings": [_draw(plan_result(body, given))]}
     if given.get("format") == REPORT_FORMAT:
         return _open_report(given)
     if "traceEvents" in given:
@@ -58,10 +59,14 @@ def open_file(body: bytes) -> Opened:
         return {"kind": "trace", "drawings": [draw_recorded(timeline) for timeline in timelines[-_MOST_ITERATIONS:]]}
     if "forward_ms" in given or isinstance(given.get("costs"), dict):
         costs = read_stages(given.get("costs", given))
-        return {"kind": "costs", "costs": costs.to_json(), "from": "a file with costs"}
+        return {"kind": "costs", "costs": costs.to_json(), "attention_share": attention_share(costs), "from": "a file with costs"}
     raise PlanError(
         f"the file has format {quoted(given.get('format'))} and keys {', '.join(map(quoted, list(given)[:4]))}; {_TAKEN}"
     )
+
+
+def _draw(result: Result) -> Drawing:
+    return draw_plan(result, as_it_came(result.simulation.plan, result.simulation.costs))
 
 
 def _read(body: bytes) -> dict[str, Any]:
@@ -122,6 +127,7 @@ def _open_report(given: Mapping[str, Any]) -> Opened:
     return {
         "kind": "costs",
         "costs": costs.to_json(),
+        "attention_share": attention_share(costs),
         "num_ranks": sizes["num_ranks"],
         "num_microbatches": sizes["num_microbatches"],
         "schedule": schedule[:40] if isinstance(schedule, str) else None,
