@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, PlanError
@@ -22,6 +23,10 @@ KEYS = frozenset({"microbatch_tokens", "attention_share", "links", "bytes_per_to
 """Fields of a request."""
 _MOST_BYTES = 1e9
 """Bytes of a message per token, at most."""
+_DRAWN = ("mean", "variation", "seed")
+_MOST_MEAN = 1e9
+_MOST_VARIATION = 10.0
+_MOST_SEED = 2**31
 _DIGITS = 6
 
 
@@ -42,14 +47,44 @@ def read_unequal(given: Mapping[str, Any], num_ranks: int, num_microbatches: int
 def _tokens(given: object, num_microbatches: int) -> tuple[int, ...]:
     if given is None:
         return ()
+    if isinstance(given, dict):
+        return _drawn(given, num_microbatches)
     if not isinstance(given, list):
-        raise ConfigError(f"microbatch_tokens must be a list of one number per microbatch, got {quoted(given)}")
+        raise ConfigError(
+            f"microbatch_tokens must be a list of one number per microbatch, or an object with {', '.join(_DRAWN)} of log-normal "
+            f"lengths, got {quoted(given)}"
+        )
     check_tokens(given)
     if len(given) != num_microbatches:
         raise ConfigError(
             f"microbatch_tokens has {len(given)} lengths and num_microbatches is {num_microbatches}; give one per microbatch"
         )
     return tuple(given)
+
+
+def _drawn(given: Mapping[str, Any], num_microbatches: int) -> tuple[int, ...]:
+    if set(given) != set(_DRAWN):
+        raise ConfigError(f"log-normal lengths are an object with {', '.join(_DRAWN)}, got {quoted(given)}")
+    seed = given["seed"]
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MOST_SEED:
+        raise ConfigError(f"the seed of the lengths is {quoted(seed)}; give a whole number from 0 to {_MOST_SEED}")
+    mean = number("the mean length", given["mean"], _MOST_MEAN)
+    return log_normal_lengths(
+        num_microbatches, mean=mean, variation=number("the lengths' variation", given["variation"], _MOST_VARIATION), seed=seed
+    )
+
+
+def log_normal_lengths(count: int, *, mean: float, variation: float, seed: int) -> tuple[int, ...]:
+    """Lengths of a log-normal distribution in tokens, 1 or more; the same for the same seed.
+
+    Args:
+        count: how many.
+        mean: mean of the distribution, in tokens.
+        variation: its coefficient of variation, the standard deviation as a share of the mean.
+        seed: of the random numbers.
+    """
+    random, sigma = Random(seed), math.sqrt(math.log(1 + variation * variation))
+    return tuple(max(1, round(mean * random.lognormvariate(-sigma * sigma / 2, sigma))) for _ in range(count))
 
 
 def _links(given: object, num_ranks: int, tokens: tuple[int, ...], per_token: float) -> Links:

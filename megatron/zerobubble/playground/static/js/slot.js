@@ -67,7 +67,8 @@ export class Slot {
   /** The memory limit of its plan; null: the schedule's own. */
   get limit() {
     if (this.isOpened) return null;
-    return this.config.limit ?? (this.config.schedule === "auto" ? this.choices.auto_memory_limit : null);
+    if (this.config.limit !== null || this.config.schedule !== "auto") return this.config.limit;
+    return this.drawing?.memory_limit ?? this.choices.auto_memory_limit; // of unequal microbatches it depends on their lengths
   }
 
   /** The text of the trace that it shows, or null. */
