@@ -234,6 +234,20 @@ def test_lengths_are_assigned_and_shown(tool: ModuleType, tmp_path: Path, capsys
     assert capsys.readouterr().out == out
 
 
+def test_a_torch_table_has_the_order_and_not_the_assignment(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, table = tmp_path / "plan.json", tmp_path / "table.csv"
+    assert tool.main([*UNEQUAL, "512,4096,700,1800", "--json", str(plan)]) == 0
+    capsys.readouterr()
+    assert tool.main(["export", str(plan), "--torch-csv", str(table)]) == 0
+    err = capsys.readouterr().err
+    assert err == "the table has the order of ops, not the plan's assignment: its microbatches are slots\n"
+    assert tool.main(["import", str(table), "--schedule", "zbv"]) == 0
+    again = Plan.from_json(capsys.readouterr().out)
+    assert (again.ops, again.assignment) == (Plan.from_json(plan.read_text()).ops, ())
+
+
 def test_equal_lengths_give_the_usual_plan(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main([*UNEQUAL, "512,512,512,512"]) == 0
     out = capsys.readouterr().out

@@ -28,7 +28,7 @@ def test_lengths_are_planned_for_and_shown_and_the_link_restores_them(opened: Op
         assert page.input_value("[name=m]") == "6"
         assert page.locator("[name=m]").get_attribute("readonly") is not None
         page.wait_for_selector("main[aria-busy=false]")
-        assert page.locator("[name=effort] option").first.inner_text() == "hand-written schedule, microbatches assigned"
+        assert page.locator("[name=effort] option").first.inner_text() == "hand-written, microbatches assigned"
         with page.expect_download() as waiting:
             page.get_by_role("button", name="Plan", exact=True).click()
         waiting.value.save_as(tmp_path / "plan.json")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -280,6 +281,8 @@ def run_export(args: argparse.Namespace) -> None:
     plan = Plan.from_json(read_text(args.file))
     validate(plan)
     _write_text(args.torch_csv, to_torch_csv(plan).rstrip("\n"))
+    if plan.assignment:
+        print("the table has the order of ops, not the plan's assignment: its microbatches are slots", file=sys.stderr)
 
 
 def run_import(args: argparse.Namespace) -> None:

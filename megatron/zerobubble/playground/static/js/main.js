@@ -69,7 +69,7 @@ class Playground {
       const times = searched.map(({ seconds }) => seconds[option.value] ?? 0);
       // Searches share the cores of the server.
       const total = Math.max(0, ...times, times.reduce((sum, time) => sum + time, 0) / this.choices.num_searches);
-      if (option.value === "drawn") option.textContent = this.isUnequal ? "hand-written schedule, microbatches assigned" : "hand-written schedule, no search";
+      if (option.value === "drawn") option.textContent = this.isUnequal ? "hand-written, microbatches assigned" : "hand-written schedule, no search";
       else if (!searched.length) option.textContent = option.value;
       else option.textContent = `${option.value}, ${total ? `about ${roughly(total)}` : "nothing to search"}`;
     }

@@ -42,7 +42,7 @@ export class Panel {
       { class: "panel", "data-slot": shown.key },
       make("div", { class: "heading" }, title, shown.actions),
       make("p", { class: "measures" }, this.drawing.measures),
-      ...(this.drawing.lengths ?? []).map((line) => make("p", { class: "measures lengths" }, line)),
+      this.drawing.lengths?.length ? make("p", { class: "measures lengths" }, this.drawing.lengths.join("; ")) : null,
       this.drawing.slots ? this.slots() : null,
       lines.length ? make("details", {}, make("summary", {}, "Report of the run"), make("ul", {}, ...lines)) : null,
       this.chart,
