@@ -144,6 +144,15 @@ def test_links_alone_are_shown_and_the_plan_is_for_them() -> None:
     assert drawn["flags"], "a run may load it: its microbatches are equal"
 
 
+def test_a_file_of_links_is_opened() -> None:
+    opened = open_file(json.dumps(FASTER).encode())
+    assert opened == {"kind": "links", "links": FASTER | {"message_bytes": [0.0]}, "num_ranks": 2}
+    with pytest.raises(UserError, match="num_ranks is 65; the playground takes 1 to 64"):
+        open_file(json.dumps({"latency_ms": [[0.0] * 65] * 65}).encode())
+    with pytest.raises(UserError, match="latency_ms has 2 rows of 1 numbers"):
+        open_file(b'{"latency_ms": [[0], [0]]}')
+
+
 def test_only_plans_for_the_same_lengths_and_links_are_alike() -> None:
     base, other = search()[-1]["problem"], search(microbatch_tokens=[1371, 1371, 1371, 1371, 1371, 1373])[-1]["problem"]
     same = search(schedule="1f1b")[-1]["problem"]

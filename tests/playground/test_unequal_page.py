@@ -91,6 +91,10 @@ def test_links_are_planned_for_and_shown_and_the_link_restores_them(opened: Open
         page.select_option("[name=lengths]", "list")
         page.fill("[name=bytes]", "1000")
         page.wait_for_selector(".panel .lengths:has-text('links of ')")
+        drop(page, "links.json", json.dumps({"latency_ms": [[0, 3], [4, 0]], "gigabytes_per_s": [[0, 5], [6, 0]]}))
+        page.wait_for_selector(".panel h3:has-text('2 pipeline ranks')")
+        fields = [page.input_value(f"[name={name}]") for name in ("latency", "bandwidth", "bytes")]
+        assert fields == ["0 3\n4 0", "0 5\n6 0", "1000"]
         page.set_viewport_size({"width": 390, "height": 844})
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
 

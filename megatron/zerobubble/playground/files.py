@@ -11,6 +11,7 @@ from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import FORMATS as PLAN_FORMATS
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.links import Links
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.simulate import simulate
@@ -23,8 +24,8 @@ from megatron.zerobubble.playground.unequal import as_it_came, attention_share
 from megatron.zerobubble.profiling.report import FORMAT as REPORT_FORMAT
 
 _TAKEN = (
-    f"give a plan ({' or '.join(PLAN_FORMATS)}), a report.json ({REPORT_FORMAT}), a trace.json, or costs with forward_ms, "
-    "backward_ms, wgrad_ms, activation and activation_after_backward"
+    f"give a plan ({' or '.join(PLAN_FORMATS)}), a report.json ({REPORT_FORMAT}), a trace.json, links with latency_ms, or "
+    "costs with forward_ms, backward_ms, wgrad_ms, activation and activation_after_backward"
 )
 _MOST_SNIFFED = 2000
 _STARTS = {
@@ -44,7 +45,7 @@ _MOST_ITERATIONS = 8
 
 
 def open_file(body: bytes) -> Opened:
-    """Read a file for the page: ``kind`` is plan, costs or trace.
+    """Read a file for the page: ``kind`` is plan, costs, links or trace.
 
     Raises:
         UserError: the format is unknown, or the content malformed.
@@ -57,6 +58,10 @@ def open_file(body: bytes) -> Opened:
     if "traceEvents" in given:
         timelines = read_trace(given)
         return {"kind": "trace", "drawings": [draw_recorded(timeline) for timeline in timelines[-_MOST_ITERATIONS:]]}
+    if "latency_ms" in given:
+        links = Links.from_json(given)
+        check_size(links.num_ranks, 1)
+        return {"kind": "links", "links": links.to_json(), "num_ranks": links.num_ranks}
     if "forward_ms" in given or isinstance(given.get("costs"), dict):
         costs = read_stages(given.get("costs", given))
         return {"kind": "costs", "costs": costs.to_json(), "attention_share": attention_share(costs), "from": "a file with costs"}

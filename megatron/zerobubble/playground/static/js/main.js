@@ -12,7 +12,7 @@ import { Stages } from "./stages.js";
 import { CHOICES, LISTS, MOST_SLOTS, NUMBERS, fromQuery, slot as slotConfig, toQuery } from "./state.js";
 import { actions, copy } from "./downloads.js";
 import { Timelines } from "./timelines.js";
-import { Unequal, adopted } from "./unequal.js";
+import { Unequal, adopted, adoptedLinks } from "./unequal.js";
 
 const WAIT_MS = 250;
 
@@ -246,6 +246,7 @@ class Playground {
   /** Show a file that the server has read. */
   opened(answer, name, text) {
     if (answer.kind === "costs") return this.adoptCosts(answer, name);
+    if (answer.kind === "links") return this.adoptLinks(answer, name);
     const isTrace = answer.kind === "trace";
     this.place().open({ name, drawings: answer.drawings, trace: isTrace ? text : null });
     const { num_ranks, num_microbatches, costs, attention_share } = answer.drawings[answer.drawings.length - 1];
@@ -286,6 +287,14 @@ class Playground {
     const lost = microbatches && !microbatches.tokens ? "; it has no lengths of its microbatches, so their means count" : "";
     this.notify(`${name}: times of ${kinds.forward_ms.length} stages${from ? ` from ${from}` : ""}${lost}.`, "good");
     this.stages.set(kinds);
+  }
+
+  /** Plan for the links of a file, with the lengths in the form. */
+  adoptLinks({ links, num_ranks: p }, name) {
+    Object.assign(this.state, adoptedLinks(links));
+    this.render();
+    this.notify(`${name}: links of ${p} ranks.`, "good");
+    this.changed();
   }
 
   /** Show the plan of a point of the Pareto front, and set the slot's options to those that lead to it. */

@@ -56,14 +56,19 @@ export function adopted({ microbatches, links, comm_ms: c }, share, m) {
   const found = { c, links: "one" };
   if (tokens.length) Object.assign(found, { lengths: "list", tokens: tokens.join(" "), share: share ?? 0, m: tokens.length });
   else if (microbatches || m) found.lengths = "equal";
-  if (links) Object.assign(found, { links: "matrix", p: links.latency_ms.length }, matrices(links, tokens));
-  return found;
+  return links ? { ...found, ...adoptedLinks(links, tokens) } : found;
+}
+
+/** The state for a file's links; `tokens`: the lengths in the same file. */
+export function adoptedLinks(links, tokens = []) {
+  return { links: "matrix", p: links.latency_ms.length, ...matrices(links, tokens) };
 }
 
 function matrices({ latency_ms: latency, gigabytes_per_s: bandwidth, message_bytes: sizes }, tokens) {
   if (bandwidth && tokens.length && sizes.length === tokens.length) {
     return { latency: text(latency), bandwidth: text(bandwidth), bytes: sizes[0] / tokens[0] };
   }
+  if (bandwidth && !sizes.some(Boolean)) return { latency: text(latency), bandwidth: text(bandwidth) }; // bytes as in the form
   // Messages of one size: their time on the link is part of the latency.
   const size = bandwidth ? sizes.reduce((sum, each) => sum + each, 0) / sizes.length : 0;
   const time = (ms, one, other) => (one === other ? 0 : ms + (size ? size / (bandwidth[one][other] * BYTES_PER_MS) : 0));
