@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.unequal import Unequal
 from megatron.zerobubble.playground.unequal import log_normal_lengths
 from tests.playground.pages import SMALL, Open, cells, drop
 
@@ -61,9 +62,11 @@ def test_lengths_are_planned_for_and_shown_and_the_link_restores_them(opened: Op
 
 
 def test_log_normal_lengths_follow_the_form_and_become_a_list(opened: Open) -> None:
-    with opened("p=2&m=6&effort=drawn&s=zbv&lengths=log-normal&mean=1000&seed=3") as page:
+    with opened("p=2&m=6&effort=drawn&s=auto&lengths=log-normal&mean=1000&seed=3") as page:
         drawn = log_normal_lengths(6, mean=1000, variation=0.6, seed=3)
         page.wait_for_selector(f".lengths:has-text('microbatches of {min(drawn)} to {max(drawn)} tokens')")
+        limit = Unequal(drawn).auto_memory_limit(2)
+        assert page.locator(".slot output").inner_text() == f"{limit:.2f}", "1F1B's memory for the longest ones"
         page.fill("[name=m]", "7")
         more = log_normal_lengths(7, mean=1000, variation=0.6, seed=3)
         page.wait_for_selector(".panel h3:has-text('7 microbatches')")
