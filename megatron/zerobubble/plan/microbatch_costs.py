@@ -60,7 +60,9 @@ class MicrobatchCosts:
                         f"costs: {name} of stage {stage} has {len(row)} microbatches and forward_ms of stage 0 has "
                         f"{self.num_microbatches}; every stage needs one value per microbatch"
                     )
-                if set(map(type, row)) <= {int, float} and min(row) >= 0 and max(row) <= LARGEST:
+                is_number = set(map(type, row)) <= {int, float}
+                # A NaN is neither the smallest nor the largest number, but it is the sum.
+                if is_number and min(row) >= 0 and max(row) <= LARGEST and not math.isnan(sum(row)):
                     continue  # once per iteration and number, the check below would be half of the planner's own time
                 for microbatch, value in enumerate(row):
                     check_number(f"{name} of stage {stage}, microbatch {microbatch}", value)
