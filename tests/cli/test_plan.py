@@ -234,6 +234,20 @@ def test_lengths_are_assigned_and_shown(tool: ModuleType, tmp_path: Path, capsys
     assert capsys.readouterr().out == out
 
 
+def test_a_torch_table_has_the_order_and_not_the_assignment(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, table = tmp_path / "plan.json", tmp_path / "table.csv"
+    assert tool.main([*UNEQUAL, "512,4096,700,1800", "--json", str(plan)]) == 0
+    capsys.readouterr()
+    assert tool.main(["export", str(plan), "--torch-csv", str(table)]) == 0
+    err = capsys.readouterr().err
+    assert err == "the table has the order of ops, not the plan's assignment: its microbatches are slots\n"
+    assert tool.main(["import", str(table), "--schedule", "zbv"]) == 0
+    again = Plan.from_json(capsys.readouterr().out)
+    assert (again.ops, again.assignment) == (Plan.from_json(plan.read_text()).ops, ())
+
+
 def test_equal_lengths_give_the_usual_plan(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main([*UNEQUAL, "512,512,512,512"]) == 0
     out = capsys.readouterr().out
@@ -274,13 +288,14 @@ def test_links_are_read_and_shown(tool: ModuleType, tmp_path: Path, capsys: pyte
     [
         (["512,0,3"], "microbatch 1 has 0 tokens"),
         (["512,-7"], "--microbatch-tokens is '512,-7'"),
+        (["512," + "9" * 400], "tokens; give a whole number, at most 1e+12"),
         (["nothing"], "give whole numbers separated by commas, or a file of them"),
         (["512,700", "--num-microbatches", "3"], "has 2 lengths and --num-microbatches is 3"),
         (["512,700,100000", "--memory-limit", "0.5"], "microbatch 2 has 100000 tokens and the limit holds at most 33737"),
         (["512,700", "--links", "LINKS"], "has links of 3 ranks and --num-ranks is 2"),
         (["512,700", "--links", "LINKS", "--num-ranks", "3"], "give --bytes-per-token with --microbatch-tokens"),
         (["512,700", "--attention-share", "2"], "attention share is 2.0"),
-        (["512,700", "--costs", "COSTS"], "drop --microbatch-tokens"),
+        (["512,700", "--costs", "COSTS"], "drop the lengths (--microbatch-tokens)"),
     ],
 )
 def test_bad_lengths_and_links_are_refused_in_one_line(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from megatron.zerobubble.cli.parser import read_text
 from megatron.zerobubble.cli.progress import track, working
 from megatron.zerobubble.cli.published import REFERENCES, read_configs
-from megatron.zerobubble.cli.unequal import Unequal, add_unequal_flags, read_unequal
+from megatron.zerobubble.cli.unequal import add_unequal_flags, read_unequal
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs import CostModel
@@ -32,6 +33,7 @@ from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
+from megatron.zerobubble.plan.unequal import Unequal
 from megatron.zerobubble.plan.validate import validate
 
 EXAMPLES = """examples:
@@ -279,6 +281,8 @@ def run_export(args: argparse.Namespace) -> None:
     plan = Plan.from_json(read_text(args.file))
     validate(plan)
     _write_text(args.torch_csv, to_torch_csv(plan).rstrip("\n"))
+    if plan.assignment:
+        print("the table has the order of ops, not the plan's assignment: its microbatches are slots", file=sys.stderr)
 
 
 def run_import(args: argparse.Namespace) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.zerobubble.cli.parser import read_text
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.links import Links
-from megatron.zerobubble.plan.microbatch_costs import LengthModel, check_tokens
+from megatron.zerobubble.plan.microbatch_costs import check_tokens
+from megatron.zerobubble.plan.unequal import Unequal
 
 
 def add_unequal_flags(command: argparse.ArgumentParser) -> None:
@@ -37,40 +37,6 @@ def add_unequal_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--bytes-per-token", type=float, default=0.0, help="bytes of a message per token, for links with a bandwidth"
     )
-
-
-@dataclass(frozen=True)
-class Unequal:
-    """Lengths and links as given on the command line."""
-
-    tokens: tuple[int, ...] = ()
-    """Tokens of every microbatch; empty: all are equal."""
-    attention_share: float = 0.0
-    """Share of F's time in attention, at the mean length."""
-    links: Links | None = None
-    """None: one latency for all."""
-
-    def applied(self, costs: CostModel) -> CostModel:
-        """The costs of microbatches with these lengths on these links, from those of a microbatch of the mean length.
-
-        Raises:
-            ConfigError: the costs are of unequal microbatches already.
-        """
-        if self.tokens:
-            if costs.per_microbatch is not None:
-                raise ConfigError("--costs has costs of every microbatch; drop --microbatch-tokens")
-            mean = sum(self.tokens) / len(self.tokens)
-            squares = sum(count * count for count in self.tokens) / len(self.tokens)
-            model = LengthModel.of(costs, tokens=mean, squares=squares, attention_share=self.attention_share)
-            costs = replace(costs, per_microbatch=model.costs(self.tokens))
-        return costs if self.links is None else replace(costs, links=self.links)
-
-    def auto_memory_limit(self, num_ranks: int) -> float:
-        """1F1B's activation memory on rank 0, in the order of the data that needs most: that of the longest microbatches."""
-        if not self.tokens:
-            return 1.0
-        held = min(num_ranks, len(self.tokens))
-        return sum(sorted(self.tokens)[-held:]) * len(self.tokens) / (held * sum(self.tokens))
 
 
 def read_unequal(args: argparse.Namespace) -> Unequal:

@@ -72,11 +72,16 @@ class Links:
         return 0.0 if source == target else self._time(source, target, min(self.message_bytes))
 
     @cached_property
-    def neighbors_ms(self) -> float:
-        """Mean time of a mean message between neighbors of the ring of ranks, the pairs that placements use."""
+    def neighbors(self) -> tuple[float, ...]:
+        """Times of a mean message between neighbors of the ring of ranks, the pairs that placements use, in milliseconds."""
         p, size = self.num_ranks, math.fsum(self.message_bytes) / len(self.message_bytes)
         pairs = {(rank, (rank + 1) % p) for rank in range(p)} | {((rank + 1) % p, rank) for rank in range(p)}
-        times = [self._time(source, target, size) for source, target in sorted(pairs) if source != target]
+        return tuple(self._time(source, target, size) for source, target in sorted(pairs) if source != target)
+
+    @cached_property
+    def neighbors_ms(self) -> float:
+        """The mean of `neighbors`."""
+        times = self.neighbors
         return times[0] if len(set(times)) == 1 else math.fsum(times) / max(1, len(times))
 
     @property

@@ -60,7 +60,9 @@ class MicrobatchCosts:
                         f"costs: {name} of stage {stage} has {len(row)} microbatches and forward_ms of stage 0 has "
                         f"{self.num_microbatches}; every stage needs one value per microbatch"
                     )
-                if set(map(type, row)) <= {int, float} and min(row) >= 0 and max(row) <= LARGEST:
+                is_number = set(map(type, row)) <= {int, float}
+                # A NaN is neither the smallest nor the largest number, but it is the sum.
+                if is_number and min(row) >= 0 and max(row) <= LARGEST and not math.isnan(sum(row)):
                     continue  # once per iteration and number, the check below would be half of the planner's own time
                 for microbatch, value in enumerate(row):
                     check_number(f"{name} of stage {stage}, microbatch {microbatch}", value)
@@ -307,12 +309,14 @@ def check_number(name: str, value: object) -> None:
 
 
 def check_tokens(tokens: Sequence[object]) -> None:
-    """Raise ConfigError for the first microbatch without tokens, or if there is no microbatch."""
+    """Raise ConfigError for the first microbatch without tokens or with more than `LARGEST`, or if there is no microbatch."""
     if not tokens:
         raise ConfigError("no microbatch has tokens; give one length per microbatch")
     for microbatch, value in enumerate(tokens):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"microbatch {microbatch} has {quoted(value)} tokens; give a whole number, 1 or more")
+        if value > LARGEST:
+            raise ConfigError(f"microbatch {microbatch} has {quoted(value)} tokens; give a whole number, at most {LARGEST:g}")
 
 
 def _mean(values: tuple[float, ...]) -> float:

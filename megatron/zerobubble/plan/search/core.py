@@ -1,7 +1,8 @@
 """The inner loop of the search: score an order, build an order from a policy, and anneal an order.
 
-This file and `core.cpp` are twins, and so are `moves.py` and `moves.hpp`: the same arithmetic in the same order and the same
-random numbers, so that the same seed gives the same plan with and without a compiler. Change both together; a test compares them.
+This file and `core.cpp` with its headers are twins (`evaluate.hpp` scores, `decode.hpp` builds from a policy), and so are
+`moves.py` and `moves.hpp`: the same arithmetic in the same order and the same random numbers, so that the same seed gives the
+same plan with and without a compiler. Change both together; a test compares them.
 
 An *order* has one row per rank, and a row is a string of bytes ``3 * chunk + kind`` with kind 0, 1, 2 for F, B, W. Microbatches
 ascend per stage and kind (an invariant of every plan), so the bytes define the plan completely.
