@@ -11,7 +11,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.communication import place_communication
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
-from megatron.zerobubble.plan.links import Links
+from megatron.zerobubble.plan.links import Links, unequal_links
 from megatron.zerobubble.plan.memory_profile import activation_memory_over_time
 from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, LengthModel, MicrobatchCosts, Terms
 from megatron.zerobubble.plan.registry import build_plan
@@ -297,3 +297,12 @@ def test_a_wrong_number_among_right_ones_is_found(value: object) -> None:
     lists: dict[str, object] = dict.fromkeys(COST_LISTS, ((1.0, 2.0, 3.0),))
     with pytest.raises(ConfigError, match="wgrad_ms of stage 0, microbatch 1 is "):
         MicrobatchCosts(**lists | {"wgrad_ms": ((1.0, value, 3.0),)})  # type: ignore[arg-type]
+
+
+def test_measured_links_are_a_matrix_where_they_differ() -> None:
+    assert unequal_links({}, 2) is None
+    assert unequal_links({(0, 1): 0.1, (1, 0): 0.19}, 2) is None, "measurements of one link differ as much"
+    links = unequal_links({(0, 1): 0.1, (1, 0): 0.1, (1, 2): 1.0, (2, 1): 1.2}, 3)
+    assert links is not None
+    assert (links.time_ms(0, 1), links.time_ms(2, 1)) == (0.1, 1.2)
+    assert links.time_ms(0, 2) == pytest.approx(0.6), "no message takes it"

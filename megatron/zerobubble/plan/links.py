@@ -18,6 +18,8 @@ from megatron.zerobubble.plan.microbatch_costs import LARGEST
 
 _BYTES_PER_MS = 1e6
 """Bytes per millisecond in 1 GB/s."""
+_ALIKE = 2.0
+"""Measured links that differ by less than this factor are taken for equal: two measurements of one link differ, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,21 @@ class Links:
     def _time(self, source: int, target: int, size: float) -> float:
         latency = self.latency_ms[source][target]
         return latency + size / (self.gigabytes_per_s[source][target] * _BYTES_PER_MS) if self.gigabytes_per_s else latency
+
+
+def unequal_links(measured: Mapping[tuple[int, int], float], num_ranks: int) -> Links | None:
+    """The matrix of measured links; None if they are alike, or none was measured.
+
+    Args:
+        measured: (sender, receiver) -> milliseconds of a message. A pair that is missing, which no message uses, has their mean.
+        num_ranks: p.
+    """
+    if not measured or max(measured.values()) <= _ALIKE * min(measured.values()):
+        return None
+    mean = math.fsum(measured.values()) / len(measured)
+    return Links(
+        latency_ms=tuple(tuple(measured.get((sender, to), mean) for to in range(num_ranks)) for sender in range(num_ranks))
+    )
 
 
 def _is_matrix(value: object) -> bool:

@@ -34,6 +34,7 @@ from megatron.zerobubble.mcore.microbatches.lengths import (
 from megatron.zerobubble.plan.communication import Program
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.links import Links
 from megatron.zerobubble.plan.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
@@ -126,6 +127,7 @@ class UnequalMicrobatches:
         usual = float(options.usual_tokens)
         self._spec, self._options, self._plan, self._place = spec, options, plan, place
         self._comm_ms, self._memory_limit = 0.0, spec.memory_limit
+        self._links: Links | None = None
         self.model = LengthModel.of(
             costs or CostModel.uniform(spec.placement),
             tokens=usual,
@@ -145,16 +147,17 @@ class UnequalMicrobatches:
         """Tokens of a row of the usual length."""
         return self._options.usual_tokens
 
-    def learn(self, model: LengthModel, *, comm_ms: float, memory_limit: float | None) -> None:
+    def learn(self, model: LengthModel, *, comm_ms: float, links: Links | None, memory_limit: float | None) -> None:
         """From the next iteration on, plan with these costs. All ranks must call it at the same point, with the same costs.
 
         Args:
             model: costs by length.
             comm_ms: P2P latency of a message.
+            links: of unequal speed; None: all have `comm_ms`.
             memory_limit: most activation memory of a rank, where 1.0 is p microbatches of which the model's stages of a rank hold
                 1 each; None: the schedule's own.
         """
-        self.model, self._comm_ms, self._memory_limit = model, comm_ms, memory_limit
+        self.model, self._comm_ms, self._links, self._memory_limit = model, comm_ms, links, memory_limit
         self.forget()
 
     def forget(self) -> None:
@@ -247,7 +250,7 @@ class UnequalMicrobatches:
         matched = tuple(tuple(own[place] for place in self._ranked(own, replicas)) for own in replicas)
         most = most_of_replicas(matched)
         per_microbatch = model.costs([each.tokens for each in most], [each.squares for each in most])
-        costs = CostModel.of_microbatches(per_microbatch, comm_ms=self._comm_ms)
+        costs = CostModel.of_microbatches(per_microbatch, comm_ms=self._comm_ms, links=self._links)
         if not self._options.reorders:
             return _Planned(self._place(base, costs), tuple(range(number)))
         if number not in planners.by_number:
