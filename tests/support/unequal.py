@@ -15,6 +15,7 @@ from megatron.zerobubble.mcore.microbatches.unequal import UnequalOptions
 from megatron.zerobubble.mcore.replanner import Replanner, Window
 from megatron.zerobubble.plan.search.search import SearchOptions
 from tests.support.gpt import MICRO_BATCH, SEQUENCE, VOCABULARY, Case, Difference, Outcome, Tensors, Trainer, compare
+from tests.support.moe import MoeCase, MoeTrainer
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,21 @@ class UnequalTrainer(Trainer):
             generator = torch.Generator().manual_seed(100_000 * replica + 1000 * step + microbatch)
             text = torch.randint(0, VOCABULARY, (MICRO_BATCH, length + 1), generator=generator).to(self.device)
             yield self._part(text[:, :-1]), self._part(text[:, 1:])
+
+
+@dataclass(frozen=True)
+class UnequalMoeCase(UnequalCase, MoeCase):
+    """The same with experts."""
+
+    def trainer(self, initial: Tensors | None = None) -> UnequalMoeTrainer:
+        """What trains this case."""
+        return UnequalMoeTrainer(self, initial)
+
+
+class UnequalMoeTrainer(UnequalTrainer, MoeTrainer):
+    """The same with experts."""
+
+    case: UnequalMoeCase
 
 
 def of_tokens(tokens: int) -> Lengths:

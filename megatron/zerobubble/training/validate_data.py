@@ -42,7 +42,9 @@ def _check_lengths(settings: Settings) -> None:
             f"--seq-length {seq_length} is not divisible by --pad-length-multiple {multiple}, to which samples are padded; "
             f"{seq_length // multiple * multiple or multiple} would be"
         )
-    if settings.moe.num_experts is not None and settings.moe.moe_token_dispatcher_type == "allgather":
+    sends = settings.zero_bubble.schedule == "stock" and settings.pipeline_size > 1  # megatron-core then refuses that dispatcher
+    shares = settings.moe.expert_model_parallel_size > 1  # by ranks with other microbatches
+    if settings.moe.num_experts is not None and settings.moe.moe_token_dispatcher_type == "allgather" and (sends or shares):
         raise ConfigError(f"{flag} does not go with --moe-token-dispatcher-type allgather; choose alltoall")
 
 

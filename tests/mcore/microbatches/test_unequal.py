@@ -14,6 +14,7 @@ from tests.support.gpt import Case
 from tests.support.ranks import RankPool
 from tests.support.unequal import (
     UnequalCase,
+    UnequalMoeCase,
     announce_wrong_lengths,
     compare_unequal,
     evaluate_unequal,
@@ -75,8 +76,9 @@ ZBV = UnequalCase("zbv", 2, 6, num_chunks=2, adam_eps=1.0)
         replace(ZBV, shard_gradients=2, distributed_optimizer=True, different_data=True),
         replace(ZBV, recompute="full", tied=True),
         UnequalCase("zb", 4, 6, max_pending_backward=5, adam_eps=1.0),
+        UnequalMoeCase("zbv", 2, 6, num_chunks=2, adam_eps=1.0, expert_parallel=2, different_data=True, per_token_loss=True),
     ],
-    ids=["tp2", "sp2", "cp2", "dp2", "dp2-overlapped", "dp2-sharded", "recomputed-tied", "zb"],
+    ids=["tp2", "sp2", "cp2", "dp2", "dp2-overlapped", "dp2-sharded", "recomputed-tied", "zb", "ep2"],
 )
 @pytest.mark.sampled(0.5)
 def test_same_gradients_with(four_ranks: RankPool, case: UnequalCase) -> None:
