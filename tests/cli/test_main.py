@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,10 +90,11 @@ def test_the_reason_of_a_failed_job_is_the_last_line(tmp_path: Path) -> None:
     """Flags that only a rank can refuse, once it knows its device. torchrun's summary above names it as the root cause."""
     done = _train(tmp_path, "--distributed-backend", "gloo", "--ddp-average-in-collective", "--overlap-grad-reduce")
     assert done.returncode != 0
-    line = "zerobubble train: error: --ddp-average-in-collective: gloo sums and cannot average; leave it out, gradients are"
-    assert done.stderr.splitlines()[-1].startswith(line), done.stderr
+    which = "zerobubble train: (rank 1: )?error: "  # on a busy machine rank 0 comes after the others have waited for it
+    line = f"{which}--ddp-average-in-collective: gloo sums and cannot average; leave it out, gradients are"
+    assert re.match(line, done.stderr.splitlines()[-1]), done.stderr
     cause = done.stderr[done.stderr.index("Root Cause") :]
-    assert line in cause
+    assert re.search(line, cause)
 
 
 def test_a_dry_run_starts_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
