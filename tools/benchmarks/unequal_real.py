@@ -93,7 +93,10 @@ def serve(rank: int, sizes: Sizes, batches: Sequence[Sequence[int]], rounds: int
                     yield text[:-1].view(shape), text[1:].view(shape)
 
             def profiled(self) -> LengthModel:
-                """Costs by length of this placement, from a few iterations. All ranks must call it."""
+                """Costs by length of this placement, from a few iterations after as many. All ranks must call it."""
+                for each in batches[:PROFILED]:
+                    self.lengths = each
+                    self.iterate(len(each))
                 profiler = self.schedule.hooks.profiler = Profiler(self.schedule.device)
                 for each in batches[:PROFILED]:
                     self.lengths = each
@@ -111,7 +114,8 @@ def serve(rank: int, sizes: Sizes, batches: Sequence[Sequence[int]], rounds: int
         models: dict[Any, LengthModel] = {}
         for each in contenders.values():
             placement = each.schedule.spec.placement
-            models.setdefault(placement, each.profiled())
+            if placement not in models:
+                models[placement] = each.profiled()
             assert each.schedule.unequal is not None
             each.schedule.unequal.learn(models[placement], comm_ms=0.0, links=None, memory_limit=None)
         found = []
