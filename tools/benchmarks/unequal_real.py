@@ -4,9 +4,10 @@ Samples are files of Python's standard library, cut at the longest length; every
 1F1B and interleaved 1F1B run them sorted by length, in the direction that the simulator prefers, ZBV as they come, and ZBV in the
 order planned for them. All are built once and take turns.
 
-First the passes of ZBV and interleaved 1F1B are timed and fitted to the lengths; the plan, and the simulator, know those costs.
-The makespan is that of the passes: from the start of the first op of any rank to the end of the last one of any. *Kept* is the
-measured gain of the plan over a contender, over the simulated one, the gain with a 95 % interval over the rounds.
+First some iterations of each placement are timed and fitted to the lengths; the plan knows those costs. The simulator gets the
+costs that fit all passes of a contender in the rounds that count: on a CPU they depend on what runs beside them. The makespan is
+that of the passes: from the start of the first op of any rank to the end of the last one of any. *Kept* is the measured gain of
+the plan over a contender, over the simulated one, the gain with a 95 % interval over the rounds.
 
   python -m tools.benchmarks.unequal_real --json docs/benchmarks/data/unequal_real.json
 """
@@ -30,9 +31,12 @@ import torch.distributed as dist
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress import track
 from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.search.search import Objective
 from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.profiling.lengths import fit_lengths
+from megatron.zerobubble.profiling.profile import RankProfile, TimedPass
 from tools.benchmarks.emulation import run_on_ranks
 from tools.benchmarks.schedules.contenders import ContenderSpec, Runtime, Sizes
 from tools.benchmarks.schedules.report import Estimate
@@ -64,7 +68,6 @@ def serve(rank: int, sizes: Sizes, batches: Sequence[Sequence[int]], rounds: int
         from megatron.zerobubble.mcore.cpu.device import HostDevice
         from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
         from megatron.zerobubble.mcore.microbatches.unequal import UnequalOptions
-        from megatron.zerobubble.profiling.lengths import fit_lengths
         from megatron.zerobubble.profiling.profiler import Profiler
         from tools.benchmarks.schedules.gpt import GPTContender, set_up, tear_down
 
@@ -124,36 +127,71 @@ def serve(rank: int, sizes: Sizes, batches: Sequence[Sequence[int]], rounds: int
             lengths = batches[number % len(batches)]
             for name, each in contenders.items():
                 model = models[each.schedule.spec.placement]
-                each.lengths, simulated_ms = _arranged(each, lengths, model)
+                each.lengths, plan = _arranged(each, lengths, model)
                 dist.barrier()
                 each.iterate(len(lengths))
                 ops = each.timed_ops()
                 if number >= len(batches):
                     times = {"begin_ms": min(op.start_ms for op in ops), "end_ms": max(op.end_ms for op in ops)}
-                    found.append({"name": name, "batch": number % len(batches), "simulated_ms": simulated_ms, **times})
+                    passes = [
+                        (op.op.stage, op.op.kind, each.lengths[plan.batch_index(op.op.microbatch)], op.end_ms - op.start_ms)
+                        for op in ops
+                    ]
+                    ran = {"plan": plan.to_json(), "lengths": list(each.lengths), "passes": passes}
+                    found.append({"name": name, "batch": number % len(batches), **ran, **times})
         for each in contenders.values():
             each.close()
         tear_down(host)
     return found
 
 
-def _arranged(contender: Any, lengths: Sequence[int], model: LengthModel) -> tuple[Sequence[int], float]:
-    """The lengths in the order in which a contender gets them, and the makespan that the simulator predicts."""
-    from megatron.zerobubble.mcore.microbatches.lengths import Lengths
+def _costs(model: LengthModel, lengths: Sequence[int]) -> CostModel:
+    return CostModel.of_microbatches(model.costs(lengths), comm_ms=0.0)
 
-    def costs_of(ordered: Sequence[int]) -> CostModel:
-        return CostModel.of_microbatches(model.costs(ordered), comm_ms=0.0)
+
+def _arranged(contender: Any, lengths: Sequence[int], model: LengthModel) -> tuple[Sequence[int], Plan]:
+    """The lengths in the order in which a contender gets them, and the plan that it then runs."""
+    from megatron.zerobubble.mcore.microbatches.lengths import Lengths
 
     base = contender.schedule.plan(len(lengths))
     if contender.reorders:
         replicas = (tuple(Lengths(each, float(each) ** 2) for each in lengths),)
-        plan = contender.schedule.unequal._start(replicas).result().program.plan
-        return lengths, simulate(plan, costs_of(lengths)).makespan_ms
+        return lengths, contender.schedule.unequal.planned(replicas)
     orders = [list(lengths)]
     if contender.schedule.spec.name != "zbv":
         orders = [sorted(lengths), sorted(lengths, reverse=True)]
-    best = min(orders, key=lambda each: simulate(base, costs_of(each)).makespan_ms)
-    return best, simulate(base, costs_of(best)).makespan_ms
+    return min(orders, key=lambda each: simulate(base, _costs(model, each)).makespan_ms), base
+
+
+def fitted(runs: Sequence[Sequence[dict[str, Any]]], placement: Placement, *, usual_tokens: int) -> LengthModel:
+    """The costs by length that fit all passes of one contender, of all ranks and rounds."""
+    timed: dict[tuple[int, OpKind], list[TimedPass]] = {}
+    for both in runs:
+        for stage, kind, tokens, elapsed in (each for run in both for each in run["passes"]):
+            timed.setdefault((stage, kind), []).append(TimedPass(tokens, float(tokens) ** 2, elapsed))
+    profile = RankProfile(times_ms={}, memory={}, timed={key: tuple(values) for key, values in timed.items()})
+    return fit_lengths([profile], placement, usual_tokens=usual_tokens)[0]
+
+
+def rows_of(ranks: Sequence[Sequence[dict[str, Any]]], *, num_batches: int, usual_tokens: int) -> list[dict[str, Any]]:
+    """Measured and simulated makespan of every iteration."""
+    runs = list(zip(*ranks, strict=True))
+    models = {}
+    for name in CONTENDERS:
+        own = [both for both in runs if both[0]["name"] == name]
+        models[name] = fitted(own, Plan.from_json(own[0][0]["plan"]).placement, usual_tokens=usual_tokens)
+    return [
+        {
+            "name": both[0]["name"],
+            "batch": both[0]["batch"],
+            "round": place // (len(CONTENDERS) * num_batches),
+            "ms": max(each["end_ms"] for each in both) - min(each["begin_ms"] for each in both),
+            "simulated_ms": simulate(
+                Plan.from_json(both[0]["plan"]), _costs(models[both[0]["name"]], both[0]["lengths"])
+            ).makespan_ms,
+        }
+        for place, both in enumerate(runs)
+    ]
 
 
 def table(result: dict[str, Any]) -> str:
@@ -199,16 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = replace(Sizes(), seq_length=512, micro_batch_size=1)
     batches = batches_of(args.batches, args.num_microbatches, sizes.seq_length)
     ranks = run_on_ranks(serve, NUM_RANKS, sizes, batches, args.rounds)
-    rows = [
-        {
-            "name": both[0]["name"],
-            "batch": both[0]["batch"],
-            "round": place // (len(CONTENDERS) * args.batches),
-            "ms": max(each["end_ms"] for each in both) - min(each["begin_ms"] for each in both),
-            "simulated_ms": both[0]["simulated_ms"],
-        }
-        for place, both in enumerate(zip(*ranks, strict=True))
-    ]
+    rows = rows_of(ranks, num_batches=args.batches, usual_tokens=sizes.seq_length)
     result = {
         "format": FORMAT,
         "machine": f"{platform.machine()}, torch {torch.__version__}",

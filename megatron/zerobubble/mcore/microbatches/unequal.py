@@ -178,6 +178,10 @@ class UnequalMicrobatches:
         """Training iterations whose lengths are known and that have not begun."""
         return len(self._expected)
 
+    def planned(self, replicas: LengthsOfReplicas) -> Plan:
+        """The plan for these lengths, which an iteration with them runs. All ranks must call it at the same point."""
+        return self._start(replicas).result().program.plan
+
     def arrange(
         self, iterators: Sequence[Any], num_microbatches: int, *, equal: Callable[[], Program], forward_only: bool
     ) -> Arranged:
