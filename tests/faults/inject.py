@@ -123,14 +123,13 @@ class _Moments:
             timer.start()
 
     def _do(self) -> None:
-        other = ""
+        note = Path(self._fault.note)
         if self._fault.kind == "cut":
-            while not (found := cut()):  # a rank that joins the job has no connection yet
+            while not (other := cut()):  # a rank that joins the job has no connection yet
                 time.sleep(0.005)
-            other = f" {found}"
-        Path(self._fault.note).write_text(f"{time.time()} {os.getpid()}{other}")
-        if self._fault.kind == "cut":
+            note.write_text(f"{time.time()} {os.getpid()} {other}")
             return
+        note.write_text(f"{time.time()} {os.getpid()}")
         if self._fault.kind == "raise":
             raise InjectedError("the injected failure")
         if self._fault.kind == "full":

@@ -26,14 +26,18 @@ _WAITING = (
     "torch/distributed/rendezvous.py",
     "megatron/core/distributed/param_and_grad_buffer.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
-    *(
-        f"megatron/zerobubble/{name}.py"
-        for name in (
-            *("runtime/issuer", "runtime/p2p", "runtime/staging", "wgrad/sharing", "optimizer/post_validation"),
-            *("mcore/ddp/zero2", "mcore/ddp/record_buckets", "mcore/model/context_parallel"),
-            *("mcore/post_validation/token_count", "training/restarts/in_memory"),
-        )
-    ),
+    "megatron/zerobubble/runtime/issuer.py",
+    "megatron/zerobubble/runtime/p2p.py",
+    "megatron/zerobubble/runtime/staging.py",
+    "megatron/zerobubble/wgrad/linear.py",
+    "megatron/zerobubble/wgrad/sharing.py",
+    "megatron/zerobubble/optimizer/post_validation.py",
+    "megatron/zerobubble/mcore/cpu/gathers.py",
+    "megatron/zerobubble/mcore/ddp/record_buckets.py",
+    "megatron/zerobubble/mcore/ddp/zero2.py",
+    "megatron/zerobubble/mcore/model/context_parallel.py",
+    "megatron/zerobubble/mcore/post_validation/token_count.py",
+    "megatron/zerobubble/training/restarts/in_memory.py",
 )
 """Ends of the paths of files whose functions wait for other ranks."""
 
@@ -171,6 +175,8 @@ def _is_waiting(doing: Doing | None, frame: FrameType | None) -> bool:
     """Whether a rank waits for another one: by what it reported, or because its main thread is in a function that does."""
     if doing is not None and doing.waits_for is not None:
         return True
+    while frame is not None and frame.f_code.co_filename == threading.__file__:  # Event.wait, of a staged receive
+        frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.replace(os.sep, "/").endswith(_WAITING)
 
 
