@@ -22,7 +22,7 @@ def extensions() -> list[Extension]:
         Extension(
             "megatron.zerobubble.plan.search._core",
             sources=["megatron/zerobubble/plan/search/core.cpp"],
-            depends=["megatron/zerobubble/plan/search/moves.hpp"],
+            depends=[f"megatron/zerobubble/plan/search/{name}.hpp" for name in ("decode", "evaluate", "moves", "problem")],
             include_dirs=[get_include()],
             extra_compile_args=["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden"],
             extra_link_args=["-Wl,-S" if sys.platform == "darwin" else "-Wl,-s"],

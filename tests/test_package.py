@@ -30,7 +30,9 @@ from tests.training.launch import TINY_BATCH, TINY_MODEL
 ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron/zerobubble"
 BUILT = (".so", ".pyc", ".pyd")
-CORE_SOURCES = {f"{PACKAGE}/plan/search/core.cpp", f"{PACKAGE}/plan/search/moves.hpp"}
+CORE_SOURCES = {
+    f"{PACKAGE}/plan/search/{name}" for name in ("core.cpp", "decode.hpp", "evaluate.hpp", "moves.hpp", "problem.hpp")
+}
 CORE_BYTES = 600_000
 """More than the stripped core; with debug information it has ten times as many."""
 PLAN = ["plan", "--schedule", "zbv", "--num-ranks", "4", "--num-microbatches", "8"]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,8 @@ def install(
     weights_seed: int | None = None,
     dropout_seed: int | None = None,
     torch_attention: bool = False,
+    microbatch_tokens: Callable[[Any], int | tuple[int, float]] | None = None,
+    reorder_microbatches: bool = True,
 ) -> None:
     """Make a training loop that is written for megatron-core run a zero-bubble schedule. Every rank must call it.
 
@@ -97,6 +100,13 @@ def install(
             order of each rank's passes. Goes with `args`, too.
         torch_attention: replace megatron-core's own attention in the models that DistributedDataParallel wraps by torch's fused
             attention, which keeps no scores (`use_torch_attention`).
+        microbatch_tokens: takes what `next` of the data iterator returns and returns the length of its rows, padding included, or
+            that and the sum of the squared lengths of the sequences in a row, where several are packed. Microbatches may then
+            have different lengths: each iteration is planned for its own, which all ranks exchange before it begins, and config's
+            variable_seq_lengths may be on. It must not read the values of tensors on a GPU, which would wait for the GPU. None:
+            all microbatches have the sequence length that the loop gives to the schedule. Goes with `args`, too.
+        reorder_microbatches: with `microbatch_tokens`, run the microbatches of a global batch in the order that suits their
+            lengths. Results come back in the order of the data. Gradients are a sum in another order. Goes with `args`, too.
 
     Raises:
         CompatibilityError: the installed megatron-core is not supported; the message lists the differences.
@@ -121,7 +131,13 @@ def install(
         config = _from_flags(args)
     _check_supported(config)
     if config.schedule != "stock":
-        _install(config, weights_seed=weights_seed, dropout_seed=dropout_seed)
+        _install(
+            config,
+            weights_seed=weights_seed,
+            dropout_seed=dropout_seed,
+            microbatch_tokens=microbatch_tokens,
+            reorder_microbatches=reorder_microbatches,
+        )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -194,7 +210,14 @@ def _check_supported(config: ZeroBubbleConfig) -> None:
         )
 
 
-def _install(config: ZeroBubbleConfig, *, weights_seed: int | None, dropout_seed: int | None) -> None:
+def _install(
+    config: ZeroBubbleConfig,
+    *,
+    weights_seed: int | None,
+    dropout_seed: int | None,
+    microbatch_tokens: Callable[[Any], int | tuple[int, float]] | None,
+    reorder_microbatches: bool,
+) -> None:
     from megatron.zerobubble.mcore.replanner import Window
     from megatron.zerobubble.mcore.stock_loop.optimistic_steps import PostValidationOptions
     from megatron.zerobubble.mcore.stock_loop.patches import install_options
@@ -211,6 +234,8 @@ def _install(config: ZeroBubbleConfig, *, weights_seed: int | None, dropout_seed
             weights_seed=weights_seed,
             dropout_seed=dropout_seed,
             torch_attention=config.zero_bubble_torch_attention,
+            microbatch_tokens=microbatch_tokens,
+            reorder_microbatches=reorder_microbatches,
             memory_limit=None
             if limit is None or limit.is_relative
             else ByteLimit(total_bytes=limit.total_bytes, ranks_on_host=launch.ranks_on_host),

@@ -14,6 +14,7 @@ from megatron.zerobubble.cli import main as cli
 from megatron.zerobubble.cli.published import read_configs
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.search import best_core
 
@@ -211,3 +212,107 @@ def test_torch_tables_and_back(tool: ModuleType, tmp_path: Path, capsys: pytest.
         table.write_text(text)
         assert tool.main(["import", str(table)]) == 2
         assert message in capsys.readouterr().err
+
+
+UNEQUAL = ["plan", "--schedule", "zbv", "--num-ranks", "2", "--microbatch-tokens"]
+
+
+def test_lengths_are_assigned_and_shown(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths, target = tmp_path / "lengths.txt", tmp_path / "plan.json"
+    lengths.write_text("[512, 4096, 700,\n1800, 1024, 96]")
+    assert tool.main([*UNEQUAL, str(lengths), "--attention-share", "0.1", "--json", str(target)]) == 0
+    out = capsys.readouterr().out
+    body = json.loads(target.read_text())
+    assert body["format"] == "zerobubble-plan/2"
+    assert sorted(body["assignment"]) == list(range(6))
+    assert body["costs"]["microbatches"]["tokens"] == [512, 4096, 700, 1800, 1024, 96]
+    assert "microbatches of 96 to 4096 tokens (mean 1371), idle share " in out
+    assert f"in the order of the data: {' '.join(map(str, body['assignment']))}\n" in out
+    assert tool.main([*UNEQUAL, "512,4096,700,1800,1024,96", "--attention-share", "0.1"]) == 0
+    assert capsys.readouterr().out == out
+    assert tool.main(["show", str(target)]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_a_torch_table_has_the_order_and_not_the_assignment(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, table = tmp_path / "plan.json", tmp_path / "table.csv"
+    assert tool.main([*UNEQUAL, "512,4096,700,1800", "--json", str(plan)]) == 0
+    capsys.readouterr()
+    assert tool.main(["export", str(plan), "--torch-csv", str(table)]) == 0
+    err = capsys.readouterr().err
+    assert err == "the table has the order of ops, not the plan's assignment: its microbatches are slots\n"
+    assert tool.main(["import", str(table), "--schedule", "zbv"]) == 0
+    again = Plan.from_json(capsys.readouterr().out)
+    assert (again.ops, again.assignment) == (Plan.from_json(plan.read_text()).ops, ())
+
+
+def test_equal_lengths_give_the_usual_plan(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main([*UNEQUAL, "512,512,512,512"]) == 0
+    out = capsys.readouterr().out
+    assert tool.main([*UNEQUAL[:-1], "--num-microbatches", "4"]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_links_are_read_and_shown(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    links = tmp_path / "links.json"
+    links.write_text(json.dumps({"latency_ms": [[0, 0.5], [1.0, 0]], "gigabytes_per_s": [[0, 1], [2, 0]]}))
+    sizes = ["--links", str(links), "--bytes-per-token", "1000"]
+    assert tool.main([*UNEQUAL, "1000,2000,3000", *sizes, "--memory-limit", "1.5", "--effort", "fast", "--json", "-"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["costs"]["links"]["message_bytes"] == [1e6, 2e6, 3e6]
+    assert max(body["metrics"]["peak_memory"]) <= 1.5 + 1e-9
+    assert tool.main([*UNEQUAL, "1000,2000,3000", *sizes]) == 0
+    assert "links of 1.500 to 1.500 ms per message of microbatch 0" in capsys.readouterr().out
+    auto = [
+        "plan",
+        "--schedule",
+        "auto",
+        "--num-ranks",
+        "2",
+        "--num-microbatches",
+        "3",
+        "--effort",
+        "fast",
+        "--links",
+        str(links),
+    ]
+    links.write_text(json.dumps({"latency_ms": [[0, 0.5], [1.0, 0]]}))
+    assert tool.main(auto) == 0
+    assert "links of 0.500 to 1.000 ms" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["512,0,3"], "microbatch 1 has 0 tokens"),
+        (["512,-7"], "--microbatch-tokens is '512,-7'"),
+        (["512," + "9" * 400], "tokens; give a whole number, at most 1e+12"),
+        (["nothing"], "give whole numbers separated by commas, or a file of them"),
+        (["512,700", "--num-microbatches", "3"], "has 2 lengths and --num-microbatches is 3"),
+        (["512,700,100000", "--memory-limit", "0.5"], "microbatch 2 has 100000 tokens and the limit holds at most 33737"),
+        (["512,700", "--links", "LINKS"], "has links of 3 ranks and --num-ranks is 2"),
+        (["512,700", "--links", "LINKS", "--num-ranks", "3"], "give --bytes-per-token with --microbatch-tokens"),
+        (["512,700", "--attention-share", "2"], "attention share is 2.0"),
+        (["512,700", "--costs", "COSTS"], "drop the lengths (--microbatch-tokens)"),
+    ],
+)
+def test_bad_lengths_and_links_are_refused_in_one_line(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    matrix = [[1.0] * 3] * 3
+    files = {"LINKS": tmp_path / "links.json", "COSTS": tmp_path / "costs.json"}
+    files["LINKS"].write_text(json.dumps({"latency_ms": matrix, "gigabytes_per_s": matrix}))
+    lists = {name: [[1.0, 2.0]] * 4 for name in COST_LISTS}
+    means = {name: [1.5] * 4 for name in COST_LISTS}
+    files["COSTS"].write_text(json.dumps(means | {"microbatches": lists}))
+    assert tool.main([*UNEQUAL, *(str(files.get(word, word)) for word in arguments)]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_the_number_of_microbatches_is_needed(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(UNEQUAL[:-1]) == 2
+    assert "give --num-microbatches, or --microbatch-tokens" in capsys.readouterr().err

@@ -48,7 +48,8 @@ def _typical(rank: int, stages: tuple[int, ...]) -> dict[tuple[int, OpKind], flo
     return {(stage, kind): value + 0.3 * stage + 1e-6 * rank for stage in stages for kind, value in base.items()}
 
 
-def _train(rank: int, case: Case, window: Window | None) -> dict[str, Any]:
+def _train(rank: int, case: Case, window: Window | None, slower: float = 1.0) -> dict[str, Any]:
+    """Links between ranks 1 and 2 take `slower` times as long as the others."""
     trainer = Trainer(case, seed=1234 + 100 * rank)
     schedule = trainer.schedule
     handwritten = schedule.plan(case.num_microbatches)
@@ -65,7 +66,11 @@ def _train(rank: int, case: Case, window: Window | None) -> dict[str, Any]:
     link_times = schedule.link_times
     with (
         mock.patch.object(Profiler, "profile", return_value=measured),
-        mock.patch.object(schedule, "link_times", side_effect=lambda: dict.fromkeys(link_times(), LINK_MS)),
+        mock.patch.object(
+            schedule,
+            "link_times",
+            side_effect=lambda: {pair: LINK_MS * (slower if set(pair) == {1, 2} else 1.0) for pair in link_times()},
+        ),
     ):
         for iteration in range(1, case.num_steps + 1):
             if replanner is not None:
@@ -83,6 +88,7 @@ def _train(rank: int, case: Case, window: Window | None) -> dict[str, Any]:
         "plan": now.to_json(),
         "found": len(found),
         "evaluation": _evaluate(trainer),
+        "links": None if replanner is None or replanner.costs is None else replanner.costs.links,
         "times": None if replanner is None or replanner.costs is None else _gain(handwritten, now, replanner),
     }
     trainer.close()
@@ -115,6 +121,20 @@ def test_training_results_do_not_change(four_ranks: RankPool) -> None:
         assert new["losses"] == old["losses"]
         assert new["evaluation"] == old["evaluation"]
         assert all(torch.equal(new["weights"][name], weight) for name, weight in old["weights"].items())
+
+
+def test_links_of_unequal_speed_are_planned_for(four_ranks: RankPool) -> None:
+    """The matrix is measured; the losses stay, and so does the order of the data."""
+    before = four_ranks.run(_train, replace(ZBV, num_steps=2), None)
+    after = four_ranks.run(_train, replace(ZBV, num_steps=2), Window(start=1, end=1), 5.0)
+    assert len({result["plan"] for result in after}) == 1
+    plan, links = Plan.from_json(after[0]["plan"]), after[0]["links"]
+    assert plan.assignment == ()
+    assert (links.latency_ms[1][2], links.latency_ms[0][1]) == (5.0, 1.0)
+    slow, fast = after[0]["times"]
+    assert fast < slow
+    for old, new in zip(before, after, strict=True):
+        assert new["losses"] == old["losses"]
 
 
 def test_a_hand_written_schedule_is_refined_within_its_memory(four_ranks: RankPool) -> None:

@@ -61,7 +61,7 @@ def test_json_has_exactly_the_documented_keys() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": "zerobubble-plan/2"},
+        {"format": "zerobubble-plan/3"},
         {"format": None},
         {"num_ranks": 3},
         {"num_ranks": "2"},

@@ -17,6 +17,7 @@ from megatron.zerobubble.playground.tasks import encode, run_task
 PLAN = json.loads(build_plan("zbv", num_ranks=2, num_microbatches=3).to_json())
 SMALL = {"num_ranks": 2, "num_microbatches": 4, "schedule": "zbv", "effort": "drawn"}
 STAGES = {name: [1.0] * 4 for name in ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")}
+LINKS = {"latency_ms": [[0, 1], [1, 0]]}
 DEEP = "[" * 100_000 + "]" * 100_000
 HUGE = "9" * 5000
 _SIMULATED = simulate(Plan.from_json(json.dumps(PLAN)), CostModel.uniform(Placement.v(2)))
@@ -51,6 +52,15 @@ REQUESTS: list[tuple[str, bytes]] = [
     ("search", nested(SMALL, "memory_limit")),
     ("search", nested(SMALL, "schedule")),
     ("search", nested(SMALL, "stages")),
+    ("search", text(SMALL | {"microbatch_tokens": [10**400] * 4})),
+    ("search", text(SMALL | {"microbatch_tokens": {"mean": 10**400, "variation": 1, "seed": 0}})),
+    ("search", text(SMALL | {"microbatch_tokens": {"mean": 1, "variation": 1, "seed": HUGE}})),
+    ("search", text(SMALL | {"links": {"latency_ms": [[0, 10**400], [1, 0]]}})),
+    ("search", text(SMALL | {"links": LINKS | {"gigabytes_per_s": [[0, 5e-324], [1, 0]], "message_bytes": [1]}})),
+    ("search", nested(SMALL, "microbatch_tokens")),
+    ("search", nested(SMALL, "links")),
+    ("open", text(PLAN | {"format": "zerobubble-plan/2", "assignment": [10**400, 0, 1]})),
+    ("open", text(PLAN | {"format": "zerobubble-plan/2", "costs": STAGES | {"microbatches": {"tokens": HUGE}}})),
     ("pareto", text(SMALL | {"memory_limits": [10**400]})),
     ("open", DEEP.encode()),
     ("open", HUGE.encode()),

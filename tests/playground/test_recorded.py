@@ -13,8 +13,11 @@ import pytest
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.plan.costs import Activations, CostModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.microbatch_costs import LengthModel
+from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
+from megatron.zerobubble.plan.registry import build_plan, schedule_spec
 from megatron.zerobubble.plan.render.trace import render_chrome_trace, render_trace
+from megatron.zerobubble.plan.search.search import SearchOptions
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
 from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
 from megatron.zerobubble.playground.deviations import compare
@@ -185,3 +188,17 @@ def test_another_order_and_another_run_are_named() -> None:
     fused = build_plan("1f1b-v", num_ranks=4, num_microbatches=6)
     with pytest.raises(PlanError, match="do not have the same passes"):
         compare(simulate(fused, CostModel.uniform(fused.placement)), run)
+
+
+def test_a_plan_for_unequal_microbatches_is_drawn_with_its_own_times() -> None:
+    """Version 2 of a plan file: costs per microbatch, and an assignment."""
+    spec = schedule_spec("zbv", num_ranks=2)
+    model = LengthModel.of(CostModel.uniform(spec.placement), tokens=100, squares=1e4)
+    costs = CostModel.of_microbatches(model.costs([100, 300, 50, 150]))
+    plan = MicrobatchPlanner(spec, 4, options=SearchOptions(budget=1e4)).plan(costs)
+    simulation = simulate(plan, costs)
+    answer = open_file(plan.to_json(costs=costs.to_json()).encode())
+    assert answer["kind"] == "plan"
+    drawn = answer["drawings"][0]
+    assert drawn["metrics"]["makespan_ms"] == pytest.approx(simulation.makespan_ms)
+    assert drawn["num_microbatches"] == 4

@@ -184,7 +184,9 @@ class Trainer:
                 self._load(initial)
             self.optimizer = self._optimizer()
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self.schedule = PipelineSchedule(spec, self.built.chunks, store=self.built.store, config=self.config)
+        self.schedule = PipelineSchedule(
+            spec, self.built.chunks, store=self.built.store, config=self.config, **self._schedule_options()
+        )
 
     def close(self) -> None:
         """Destroy every process group, and everything that refers to one. The trainer cannot be used afterwards."""
@@ -201,6 +203,10 @@ class Trainer:
 
     def _parallel_sizes(self) -> dict[str, Any]:
         """More keywords for megatron-core's parallel state."""
+        return {}
+
+    def _schedule_options(self) -> dict[str, Any]:
+        """More keywords for the schedule."""
         return {}
 
     # -- construction -----------------------------------------------------------------------------------------------------
@@ -396,7 +402,8 @@ class Trainer:
     def forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         """megatron-core's contract: the output and a loss function."""
         tokens, labels = next(iterator)
-        positions = self._part(torch.arange(SEQUENCE, device=self.device).expand(MICRO_BATCH, SEQUENCE))
+        length = tokens.size(1) * self.case.context_parallel
+        positions = self._part(torch.arange(length, device=self.device).expand(MICRO_BATCH, length))
         output = model(tokens, positions, None, labels=labels)
 
         def loss_func(per_token: torch.Tensor) -> tuple[Any, ...]:

@@ -86,6 +86,35 @@ def train_shared(rank: int, flags: str, options: dict[str, Any]) -> History:
         return train(rank, flags, **options)
 
 
+def train_unequal(rank: int, flags: str, options: dict[str, Any]) -> History:
+    """`train`, on microbatches of unequal length, different ones on every replica. Without options: megatron-core's own schedule,
+    whose ranks exchange a shape with every message."""
+    loop = example()
+
+    def batches(args: Any) -> Iterator[torch.Tensor]:
+        generator = torch.Generator().manual_seed(5 + parallel_state.get_data_parallel_rank())
+        while True:
+            length = int(torch.randint(1, args.seq_length + 1, (1,), generator=generator))
+            yield torch.randint(0, loop.VOCABULARY, (args.micro_batch_size, length + 1), generator=generator)
+
+    def forward_step(args: Any, data_iterator: Iterator[Any], chunk: Any) -> tuple[Any, Any]:
+        text = next(data_iterator)
+        positions = torch.arange(text.size(1) - 1).expand(len(text), -1)
+        return chunk(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous()), loop.loss_function
+
+    configured = functools.partial(TransformerConfig, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    with (
+        mock.patch.object(loop, "TransformerConfig", configured),
+        mock.patch.multiple(loop, batches=batches, forward_step=forward_step),
+    ):
+        return train(rank, flags, **({"microbatch_tokens": tokens_of} | options if options else {}))
+
+
+def tokens_of(text: torch.Tensor) -> int:
+    """Length of the rows of a microbatch of `train_unequal`."""
+    return text.size(1) - 1
+
+
 def train_hybrid(rank: int, flags: str, options: dict[str, Any], pattern: str, argument: str = "hybrid_layer_pattern") -> History:
     """`train`, of a `HybridModel` that is given this pattern as this argument."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel

@@ -1,12 +1,14 @@
 """The planning commands of `zerobubble`: build or search a plan, show it, compare, convert. They work without torch.
 
-Times are per rank and microbatch; a schedule with several virtual stages per rank divides them equally.
+Times are per rank and microbatch; a schedule with several virtual stages per rank divides them equally. With microbatches of
+unequal length they are those of the mean length.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +17,23 @@ from typing import Any
 from megatron.zerobubble.cli.parser import read_text
 from megatron.zerobubble.cli.progress import track, working
 from megatron.zerobubble.cli.published import REFERENCES, read_configs
+from megatron.zerobubble.cli.unequal import add_unequal_flags, read_unequal
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, Result, make_plan
-from megatron.zerobubble.plan.registry import build_plan, known_schedules, parse_max_pending_backward
+from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, plan_of, schedule_spec
 from megatron.zerobubble.plan.render.summary import headline, measures, summary
 from megatron.zerobubble.plan.render.svg import render_svg
 from megatron.zerobubble.plan.render.trace import render_chrome_trace
+from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
 from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
+from megatron.zerobubble.plan.unequal import Unequal
 from megatron.zerobubble.plan.validate import validate
 
 EXAMPLES = """examples:
@@ -41,6 +47,7 @@ EXAMPLES = """examples:
       --forward-ms 18.5 --backward-ms 18.1 --wgrad-ms 9.3 --comm-ms 0.6 --activation-after-backward 0.37 \\
       --json plan.json --svg plan.svg --trace plan.trace.json
   zerobubble plan --schedule zb-h1 --num-ranks 4 --num-microbatches 12 --json - | zerobubble show -
+  zerobubble plan --schedule zbv --num-ranks 2 --microbatch-tokens 512,4096,700,1800,1024,96 --attention-share 0.1
 """
 
 
@@ -96,7 +103,9 @@ def add_commands(commands: Any) -> None:
 def _add_problem(command: argparse.ArgumentParser) -> None:
     """Add the flags for sizes, costs and the search."""
     command.add_argument("--num-ranks", type=int, required=True, help="pipeline ranks (PP), p")
-    command.add_argument("--num-microbatches", type=int, required=True, help="microbatches per iteration, m")
+    command.add_argument(
+        "--num-microbatches", type=int, help="microbatches per iteration, m; with --microbatch-tokens their number is known"
+    )
     for name, default, meaning in (
         ("forward-ms", 1.0, "F, forward, in ms per rank and microbatch"),
         ("backward-ms", 1.0, "B, input gradient (dgrad), in ms per rank and microbatch"),
@@ -106,6 +115,7 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
     ):
         command.add_argument(f"--{name}", type=float, default=default, help=f"{meaning} (default %(default)s)")
     command.add_argument("--costs", metavar="FILE", help="JSON with per-stage lists instead of these scalars, as in a plan file")
+    add_unequal_flags(command)
     command.add_argument(
         "--objective",
         choices=[objective.value for objective in Objective],
@@ -119,7 +129,7 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
 
 
-def _costs(args: argparse.Namespace, placement: Placement) -> CostModel:
+def _costs(args: argparse.Namespace, unequal: Unequal, placement: Placement) -> CostModel:
     if args.costs is not None:
         try:
             body = json.loads(Path(args.costs).read_text(encoding="utf-8"))
@@ -128,43 +138,46 @@ def _costs(args: argparse.Namespace, placement: Placement) -> CostModel:
         except RecursionError:
             raise PlanError(f"{args.costs} is JSON that is nested too deeply") from None
         costs = CostModel.from_json(body.get("costs", body) if isinstance(body, dict) else body)
-        costs.check_fits(placement)
-        return costs
-    return CostModel.uniform(
-        placement,
-        forward_ms=args.forward_ms,
-        backward_ms=args.backward_ms,
-        wgrad_ms=args.wgrad_ms,
-        comm_ms=args.comm_ms,
-        activation_after_backward=args.activation_after_backward,
-    )
+    else:
+        costs = CostModel.uniform(
+            placement,
+            forward_ms=args.forward_ms,
+            backward_ms=args.backward_ms,
+            wgrad_ms=args.wgrad_ms,
+            comm_ms=args.comm_ms,
+            activation_after_backward=args.activation_after_backward,
+        )
+    costs = unequal.applied(costs)
+    costs.check_fits(placement, args.num_microbatches)
+    return costs
 
 
 def _result(args: argparse.Namespace, memory_limit: float | None) -> Result:
     """The hand-written pattern without a limit and an effort, otherwise the best plan found."""
     name = args.schedule
+    unequal = read_unequal(args)
     if name == AUTO and memory_limit is None:
-        memory_limit = AUTO_MEMORY_LIMIT
+        memory_limit = AUTO_MEMORY_LIMIT * unequal.auto_memory_limit(args.num_ranks)
     effort = Effort(args.effort or "default")
     options = SearchOptions(memory_limit=memory_limit, objective=Objective(args.objective), seed=args.seed, budget=effort.budget)
     pending = args.max_pending_backward
     pending = None if pending is None else parse_max_pending_backward(pending, args.num_ranks)
     if name != AUTO and memory_limit is None and args.effort is None:
-        plan = build_plan(
-            name,
-            num_ranks=args.num_ranks,
-            num_microbatches=args.num_microbatches,
-            num_chunks=args.num_chunks,
-            max_pending_backward=pending,
-        )
-        simulation = simulate(plan, _costs(args, plan.placement))
+        spec = schedule_spec(name, num_ranks=args.num_ranks, num_chunks=args.num_chunks, max_pending_backward=pending)
+        costs = _costs(args, unequal, spec.placement)
+        if costs.is_plain:
+            plan = plan_of(spec, args.num_microbatches)
+        else:
+            options = replace(options, budget=ITERATION_BUDGET)
+            plan = MicrobatchPlanner(spec, args.num_microbatches, options=options).plan(costs)
+        simulation = simulate(plan, costs)
         bound = lower_bound(plan.placement, plan.num_microbatches, simulation.costs, max(simulation.peak_memory))
         return Result(simulation, bound)
     return make_plan(
         name,
         num_ranks=args.num_ranks,
         num_microbatches=args.num_microbatches,
-        costs_of=lambda placement: _costs(args, placement),
+        costs_of=lambda placement: _costs(args, unequal, placement),
         options=options,
         num_chunks=args.num_chunks,
         max_pending_backward=pending,
@@ -268,6 +281,8 @@ def run_export(args: argparse.Namespace) -> None:
     plan = Plan.from_json(read_text(args.file))
     validate(plan)
     _write_text(args.torch_csv, to_torch_csv(plan).rstrip("\n"))
+    if plan.assignment:
+        print("the table has the order of ops, not the plan's assignment: its microbatches are slots", file=sys.stderr)
 
 
 def run_import(args: argparse.Namespace) -> None:

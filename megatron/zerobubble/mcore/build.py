@@ -142,8 +142,13 @@ def make_store(
     return WeightGradStore(kernel, rank=parallel_state.get_pipeline_model_parallel_rank(), policy=policy)
 
 
-def check_config(config: Any, spec: ScheduleSpec) -> None:
+def check_config(config: Any, spec: ScheduleSpec, *, knows_lengths: bool = False) -> None:
     """Check that every option of the model works with the schedule.
+
+    Args:
+        config: TransformerConfig of the model.
+        spec: the schedule.
+        knows_lengths: whether the schedule gets the lengths of unequal microbatches (`UnequalOptions`).
 
     Raises:
         ConfigError: an option that the B/W split or the executor does not support.
@@ -151,6 +156,8 @@ def check_config(config: Any, spec: ScheduleSpec) -> None:
     if spec.is_stock:
         return
     for name, why in _refused(config):
+        if name == "variable_seq_lengths" and knows_lengths:
+            continue
         raise ConfigError(f"{name} does not go with schedule {spec.name!r}: {why}. Turn it off or use the stock schedule")
 
 
@@ -164,7 +171,8 @@ _REFUSED = {
     "fine_grained_activation_offloading": "it follows megatron-core's own schedules",
     "cpu_offloading": "it hooks into the backward pass that is split here",
     "num_microbatches_with_partial_activation_checkpoints": "it counts 1F1B's warmup microbatches",
-    "variable_seq_lengths": "receive buffers have a fixed shape; pad to the sequence length",
+    "variable_seq_lengths": "ranks have to know the lengths before an iteration begins: give microbatch_tokens to "
+    "megatron.zerobubble.install, or pad to the sequence length",
     "enable_autocast": "B and W compute in the dtype of the weights, outside of autocast; use bf16 or fp16 weights",
     "use_transformer_engine_op_fuser": "its fused operations compute weight gradients in backward, without the hooks of W",
     "enable_cuda_graph": "a graph would hold the backward pass in one piece",

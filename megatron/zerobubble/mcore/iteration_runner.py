@@ -98,6 +98,8 @@ class IterationRunner:
         executor = self._executor(program, work, recorder, hooks)
         if is_training:
             start_first_gathers(self._chunks)
+        if isinstance(hooks.profiler, Profiler):
+            hooks.profiler.lengths = iteration.lengths
         self._store.keeps_order = hooks.profiler is not None  # the plan decides what each op takes and holds
         self._store.due_at_once = _due_at_once(program, self._rank)
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +20,13 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs import Activations, CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.links import unequal_links
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
+from megatron.zerobubble.plan.search.assign import assign
 from megatron.zerobubble.plan.search.search import SearchOptions, evaluations_per_second
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE, validate
+from megatron.zerobubble.profiling.lengths import fit_lengths
 from megatron.zerobubble.profiling.profile import RankProfile, combine, costs_within, unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.profiling.report import RankMemory
@@ -72,8 +75,8 @@ class Measured:
 
     profile: RankProfile
     """Times and memory of its passes."""
-    link_ms: tuple[float, ...]
-    """P2P latency of each of its outgoing links."""
+    link_ms: Mapping[tuple[int, int], float]
+    """P2P latency of each of its outgoing links, by the pipeline ranks (sender, receiver)."""
     state_bytes: int = 0
     """Weights, gradients and optimizer state."""
     headroom_bytes: int = 0
@@ -93,8 +96,12 @@ def measured_costs(everybody: Sequence[Measured], placement: Placement) -> CostM
         everybody: measurements of all ranks of the world.
         placement: the placement they were measured with.
     """
-    links = [elapsed for each in everybody for elapsed in each.link_ms]
-    return combine([each.profile for each in everybody], placement, link_ms=links)
+    slowest: dict[tuple[int, int], float] = {}
+    for each in everybody:
+        for pair, elapsed in each.link_ms.items():
+            slowest[pair] = max(elapsed, slowest.get(pair, 0.0))  # of the replicas, which wait for each other
+    costs = combine([each.profile for each in everybody], placement, link_ms=list(slowest.values()))
+    return replace(costs, links=unequal_links(slowest, placement.num_ranks))
 
 
 class Replanner:
@@ -179,7 +186,7 @@ class Replanner:
         self._profiler = self._schedule.hooks.profiler = None
         own = Measured(
             profile=profile,
-            link_ms=tuple(link_ms.values()),
+            link_ms=link_ms,
             state_bytes=self._state_bytes(),
             headroom_bytes=0 if self._headroom_bytes is None else self._headroom_bytes(profile),
         )
@@ -190,10 +197,26 @@ class Replanner:
         if self._headroom_bytes is not None:
             self._headroom = tuple(min(each.headroom_bytes for each in ranks) / self._unit_bytes for ranks in members)
         self.memory = None
-        if self._measured_with == num_microbatches and all(members):
+        if self._measured_with == num_microbatches and all(members) and self._schedule.unequal is None:
             self.memory = self._memory(self._schedule.plan(num_microbatches), members)
         self._schedule.replan(self._planned, self._costs)
+        self._learn_lengths([each.profile for each in everybody], num_microbatches)
         self._schedule.plan(num_microbatches)
+
+    def _learn_lengths(self, profiles: Sequence[RankProfile], num_microbatches: int) -> None:
+        """Plan unequal microbatches with what was measured of each length."""
+        unequal, placement = self._schedule.unequal, self._schedule.spec.placement
+        if unequal is None or not any(each.timed for each in profiles):
+            return
+        assert self._costs is not None
+        model, unit = fit_lengths(profiles, placement, usual_tokens=unequal.usual_tokens)
+        limit = self._schedule.spec.memory_limit
+        if self._headroom is not None and unit > 0 and min(self._headroom) > 0:
+            usual = min(placement.num_ranks, num_microbatches)
+            held = [each * self._unit_bytes / unit for each in self._headroom]
+            model, limit = model.within([usual / held[rank] for rank in placement.stage_to_rank]), 1.0
+        unequal.learn(model, comm_ms=self._costs.comm_ms, links=self._costs.links, memory_limit=limit)
+        _log.info("microbatches are planned by length: %s", model.text(unequal.usual_tokens))
 
     def _memory(self, plan: Plan, members: Sequence[Sequence[Measured]]) -> tuple[RankMemory, ...]:
         """Memory in the iteration that ran `plan`, per pipeline rank: the maximum over its data- and tensor-parallel ranks."""
@@ -257,7 +280,10 @@ class Replanner:
             costs, limit = costs_within(costs, spec.placement, num_microbatches, self._headroom), 1.0
         share = 1.0 if num_microbatches == self._usual_num_microbatches else 0.1
         options = replace(self._options, budget=share * self._options.budget, memory_limit=limit)
-        found = executed_plan(spec, plan_of(spec.searched, num_microbatches, costs=costs, options=options))
+        found = plan_of(spec.searched, num_microbatches, costs=costs, options=options)
+        if costs.links is not None:  # which that search takes for equal
+            found = replace(assign([found], costs, options), assignment=())  # all microbatches are equal
+        found = executed_plan(spec, found)
         plans = [found]
         if limit is None or max(peak_memory(current, costs)) <= limit + MEMORY_TOLERANCE:
             plans.append(current)

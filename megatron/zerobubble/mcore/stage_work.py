@@ -40,8 +40,12 @@ class Iteration:
     forward_step_func: Callable[..., Any]
     data_iterators: Sequence[Any]
     num_microbatches: int
-    tensor_shape: tuple[int, ...]
-    """(sequence, batch, hidden) of the activations sent between stages, as sharded on this rank."""
+    tensor_shapes: Sequence[tuple[int, ...]]
+    """Per microbatch of the plan, (sequence, batch, hidden) of the activations sent between stages, as sharded on this rank."""
+    order: Sequence[int]
+    """Per microbatch of the plan, its number in the order in which the data came."""
+    lengths: Sequence[tuple[int, float]] = ()
+    """Per microbatch of the plan, its tokens and squared lengths; empty: all are equal."""
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
@@ -101,7 +105,9 @@ class ChunkWork:
 
     def buffer(self, message: Message) -> Tensor:
         """An uninitialized receive buffer for an activation or a gradient, in the pipeline's dtype."""
-        return torch.empty(self._iteration.tensor_shape, dtype=self._config.pipeline_dtype, device=self._device)
+        return torch.empty(
+            self._iteration.tensor_shapes[message.microbatch], dtype=self._config.pipeline_dtype, device=self._device
+        )
 
     def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor | None:
         """Run F of one microbatch.
@@ -132,7 +138,7 @@ class ChunkWork:
             cp_group_size=iteration.context_parallel_size,
             collect_non_loss_data=iteration.collect_non_loss_data,
             is_first_microbatch=first,
-            current_microbatch=op.microbatch,
+            current_microbatch=iteration.order[op.microbatch],
             vp_stage=chunk if self._virtual else None,
             is_last_stage=op.stage == self._last_stage,
         )

@@ -24,6 +24,8 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
 from megatron.zerobubble.mcore.given_groups import check_given_groups
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
+from megatron.zerobubble.mcore.microbatches.lengths import Lengths
+from megatron.zerobubble.mcore.microbatches.unequal import UnequalMicrobatches, UnequalOptions
 from megatron.zerobubble.mcore.post_validation.rewind import Replayed
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.stage_work import Iteration
@@ -77,6 +79,8 @@ class PipelineSchedule:
         config: the chunks' TransformerConfig.
         timeout: how long a transfer between two ranks may take; None for the backend's default.
         p2p_max_ctas: most CTAs of a transfer between stages on NCCL; None leaves it to NCCL.
+        unequal: microbatches have lengths of their own, and each iteration is planned for them; None: all have the sequence
+            length of the call. A stock schedule takes None: megatron-core has a way of its own.
 
     Raises:
         ConfigError: a schedule of ours without a store.
@@ -91,6 +95,7 @@ class PipelineSchedule:
         config: Any,
         timeout: timedelta | None = None,
         p2p_max_ctas: int | None = None,
+        unequal: UnequalOptions | None = None,
     ) -> None:
         self.spec = spec
         self.hooks = IterationHooks()
@@ -114,9 +119,13 @@ class PipelineSchedule:
         """Shape and dtype of what travels between stages, from the first iteration on."""
         self._links: ProcessGroupLinks | None = None
         self._runner: IterationRunner | None = None
+        self.unequal: UnequalMicrobatches | None = None
+        """Plans every iteration for the lengths of its microbatches; None: they are equal."""
         if not spec.is_stock:
             warm_up_groups(config, self._chunks, self.device)
             self._runner = self._make_runner(store, timeout, p2p_max_ctas)
+            if unequal is not None:
+                self.unequal = UnequalMicrobatches(spec, unequal, plan=self.plan, place=self._placed)
 
     def _make_runner(self, store: WeightGradStore | None, timeout: timedelta | None, max_ctas: int | None) -> IterationRunner:
         spec = self.spec
@@ -157,6 +166,8 @@ class PipelineSchedule:
         self._plan_for, self._costs = plan_for, costs
         self._plans.clear()
         self._programs.clear()
+        if self.unequal is not None:
+            self.unequal.forget()
 
     def program(self, num_microbatches: int, *, forward_only: bool = False) -> Program:
         """The plan that runs for this many microbatches, with its transfers. Placed on first use."""
@@ -169,10 +180,14 @@ class PipelineSchedule:
             if forward_only:
                 plan = only_forward(plan)
                 validate(plan, forward_only=True)
-            is_fenced = not forward_only and self.hooks.before_gradients is not None
-            fence = speculative_forwards(plan) if is_fenced else ()
-            self._programs[key] = program_of(plan, costs=self._costs, fence=fence)
+                self._programs[key] = program_of(plan, costs=self._costs)
+            else:
+                self._programs[key] = self._placed(plan, self._costs)
         return self._programs[key]
+
+    def _placed(self, plan: Plan, costs: CostModel | None) -> Program:
+        """A training plan with its transfers."""
+        return program_of(plan, costs=costs, fence=() if self.hooks.before_gradients is None else speculative_forwards(plan))
 
     # -- what was measured ------------------------------------------------------------------------------------------------
 
@@ -198,6 +213,8 @@ class PipelineSchedule:
         """Destroy the process groups of the links. Every rank of the world must call it."""
         if self._links is not None:
             self._links.close()
+        if self.unequal is not None:
+            self.unequal.close()
         if self.hooks.token_count is not None:
             self.hooks.token_count.close()
             self.hooks.token_count = None
@@ -260,26 +277,43 @@ class PipelineSchedule:
         timers, hooks = self._config.timers, self.hooks
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=self._config.barrier_with_L1_time)
+        iterators, equal = (
+            self._checked_iterators(data_iterator),
+            partial(self.program, num_microbatches, forward_only=forward_only),
+        )
+        lengths: Sequence[Lengths | None] = [None] * num_microbatches
+        arranged = None
+        if self.unequal is not None:
+            with nullcontext() if hooks.watch is None else hooks.watch.doing("exchanges the lengths of microbatches"):
+                arranged = self.unequal.arrange(iterators, num_microbatches, equal=equal, forward_only=forward_only)
+            iterators, lengths = arranged.iterators, arranged.lengths
+        program = equal() if arranged is None else arranged.program
+        if hooks.before_gradients is not None and not forward_only:
+            iterators = [None if iterator is None else Replayed(iterator) for iterator in iterators]
+        shape_of = partial(self._tensor_shape, seq_length, micro_batch_size, decoder_seq_length)
+        shapes = {each: shape_of(each) for each in dict.fromkeys(lengths)}
         iteration = Iteration(
             forward_step_func=forward_step_func,
-            data_iterators=self._iterators(data_iterator, replays=hooks.before_gradients is not None and not forward_only),
+            data_iterators=iterators,
             num_microbatches=num_microbatches,
-            tensor_shape=self._tensor_shape(seq_length, micro_batch_size, decoder_seq_length),
+            tensor_shapes=[shapes[each] for each in lengths],
+            order=range(num_microbatches) if arranged is None else arranged.order,
+            lengths=() if arranged is None else arranged.lengths,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             context_parallel_size=parallel_state.get_context_parallel_world_size(),
         )
-        self._message = iteration.tensor_shape, self._config.pipeline_dtype
+        self._message = max(shapes.values()), self._config.pipeline_dtype
         self._count_tokens(forward_only=forward_only)
         with nullcontext() if hooks.watch is None else hooks.watch.passes(forward_only=forward_only):
             with self._without_timers():
-                work = self._runner.run(self.program(num_microbatches, forward_only=forward_only), iteration, hooks)
+                work = self._runner.run(program, iteration, hooks)
             if self._config.finalize_model_grads_func is not None and not forward_only:
                 self._finalize_gradients(work.num_tokens, pg_collection, force_all_reduce)
         if timers is not None:
             timers("forward-backward").stop()
-        return work.losses
+        return work.losses if arranged is None else arranged.restored(work.losses)
 
     def _count_tokens(self, *, forward_only: bool) -> None:
         """With post-validation and per-token loss, from the first training iteration on, send the number of tokens early."""
@@ -327,12 +361,6 @@ class PipelineSchedule:
         if len(given) != len(self._chunks) or any(a is not b for a, b in zip(given, self._chunks, strict=True)):
             raise ConfigError("the model given to the schedule is not the list of chunks that the schedule was built for")
 
-    def _iterators(self, data_iterator: Any, *, replays: bool) -> Sequence[Any]:
-        iterators = self._checked_iterators(data_iterator)
-        if not replays:
-            return iterators
-        return [None if iterator is None else Replayed(iterator) for iterator in iterators]
-
     def _checked_iterators(self, data_iterator: Any) -> Sequence[Any]:
         if isinstance(data_iterator, list):
             if len(data_iterator) != len(self._chunks):
@@ -345,9 +373,18 @@ class PipelineSchedule:
             )
         return [data_iterator]
 
-    def _tensor_shape(self, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None) -> tuple[int, ...]:
-        if getattr(self._config, "variable_seq_lengths", False):
-            raise ConfigError(f"variable_seq_lengths is not supported by schedule {self.spec.name!r}; pad to --seq-length")
+    def _tensor_shape(
+        self, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, lengths: Lengths | None
+    ) -> tuple[int, ...]:
+        """Shape of what travels between stages for a microbatch of these lengths; None: of the call's sequence length."""
+        if lengths is not None:
+            seq_length, decoder_seq_length = lengths.tokens, None
+            self._check_divides(seq_length)
+        elif getattr(self._config, "variable_seq_lengths", False):
+            raise ConfigError(
+                f"variable_seq_lengths with schedule {self.spec.name!r} needs the lengths before an iteration begins: give "
+                "microbatch_tokens to megatron.zerobubble.install, or pad to the sequence length and leave it out"
+            )
         (shape,) = schedules.get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -357,3 +394,13 @@ class PipelineSchedule:
             cp_group=parallel_state.get_context_parallel_group(),
         )
         return tuple(shape)
+
+    def _check_divides(self, tokens: int) -> None:
+        """Raise ConfigError if ranks cannot share the sequences of a microbatch."""
+        context = parallel_state.get_context_parallel_world_size()
+        by, why = (2 * context, f"context parallelism of {context}") if context > 1 else (1, "")
+        if self._config.sequence_parallel:
+            size = parallel_state.get_tensor_model_parallel_world_size()
+            by, why = by * size, " and ".join(filter(None, [why, f"sequence parallelism over {size} ranks"]))
+        if tokens % by:
+            raise ConfigError(f"a microbatch has {tokens} tokens, and {why} needs a multiple of {by}: pad it")

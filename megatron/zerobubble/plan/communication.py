@@ -125,7 +125,7 @@ def place_communication(
         lookahead: for comparison, instead of the timeline: the number of ops before its use at which a receive is posted.
 
     Raises:
-        PlanError: the costs are for another number of stages.
+        PlanError: the costs are for another number of stages, ranks or microbatches.
     """
     fences = tuple(fence) or (0,) * plan.num_ranks
     takes = [[_taken_by(op, plan) for op in row] for row in plan.ops]
@@ -215,8 +215,9 @@ def _on_timeline(plan: Plan, sends: list[list[Message | None]], costs: CostModel
     Ops that end at the same time are in an order in which they can run, also if some take no time. Ops before a fence come first
     on all ranks: none of them needs one from behind a fence, and no receive from there is posted before they have ended.
     """
-    costs.check_fits(plan.placement)
-    rows = run_in_order(plan, lambda op: costs.duration_ms(op.stage, op.kind), costs.comm_ms)
+    costs.check_fits(plan.placement, plan.num_microbatches)
+    costs = costs.reordered(plan.assignment)
+    rows = run_in_order(plan, lambda op: costs.duration_ms(*op), costs.comm_ms if costs.links is None else costs.link_ms)
     ended, sent = [0] * plan.num_ranks, {}
     for rank, step in sorted(execution_order(plan), key=lambda at: (at[1] >= fence[at[0]], rows[at[0]][at[1]].end_ms)):
         ended[rank] += 1

@@ -29,7 +29,15 @@ from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.messages import quoted
 
 FORMAT = "zerobubble-plan/1"
-"""Version tag of the JSON form. Readers refuse any other."""
+"""Version tag of the JSON form of a plan for equal microbatches and links."""
+
+UNEQUAL_FORMAT = "zerobubble-plan/2"
+"""Version tag of a plan with an assignment, or with costs per microbatch or a matrix of links. Readers refuse any other tag."""
+
+FORMATS = (FORMAT, UNEQUAL_FORMAT)
+"""The version tags that this version reads."""
+
+_UNEQUAL_COSTS = ("microbatches", "links")
 
 _OP_TEXT = re.compile(r"(\d{1,6})(F|BW|B|W)(\d{1,6})")
 _LONGEST_NAME = 80
@@ -154,18 +162,26 @@ class Plan:
         placement: stage -> rank.
         num_microbatches: m.
         ops: per rank its ops in compute order.
+        assignment: the microbatch of the global batch that the plan runs as its microbatch i, counted in the order in which the
+            data came. Empty: in that order. An op names the plan's own microbatch; costs are those of the data (`batch_index`).
     """
 
     schedule: str
     placement: Placement
     num_microbatches: int
     ops: tuple[tuple[Op, ...], ...]
+    assignment: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.schedule) > _LONGEST_NAME:
             raise PlanError(f"the plan's schedule is a name of {len(self.schedule)} letters; give at most {_LONGEST_NAME}")
         if not self.schedule.isprintable():
             raise PlanError(f"the plan's schedule is {quoted(self.schedule)}; give a name of printable letters")
+        if self.assignment and sorted(self.assignment) != list(range(self.num_microbatches)):
+            raise PlanError(
+                f"plan {self.schedule!r} assigns the microbatches {list(self.assignment)}; "
+                f"it must name each of 0..{self.num_microbatches - 1} exactly once"
+            )
         if len(self.ops) != self.placement.num_ranks:
             raise PlanError(f"plan {self.schedule!r} has {len(self.ops)} rows of ops for {self.placement.num_ranks} ranks")
         if self.num_microbatches < 1:
@@ -191,6 +207,10 @@ class Plan:
         """Number of stages, p*v."""
         return self.placement.num_stages
 
+    def batch_index(self, microbatch: int) -> int:
+        """The position in the global batch of what the plan's ops call `microbatch`."""
+        return self.assignment[microbatch] if self.assignment else microbatch
+
     # -- text ---------------------------------------------------------------------------------------------------------
 
     def to_text(self) -> str:
@@ -206,15 +226,21 @@ class Plan:
     # -- JSON ---------------------------------------------------------------------------------------------------------
 
     def to_json(self, *, costs: Mapping[str, Any] | None = None, metrics: Mapping[str, Any] | None = None) -> str:
-        """The stable JSON form, optionally with the costs the plan was made for and the metrics it reaches."""
+        """The stable JSON form, optionally with the costs the plan was made for and the metrics it reaches.
+
+        Version 2 only where something is unequal, so that older readers still read every plan that they can run.
+        """
+        unequal = self.assignment or (costs is not None and any(name in costs for name in _UNEQUAL_COSTS))
         body: dict[str, Any] = {
-            "format": FORMAT,
+            "format": UNEQUAL_FORMAT if unequal else FORMAT,
             "schedule": self.schedule,
             "num_ranks": self.num_ranks,
             "num_microbatches": self.num_microbatches,
             "stage_to_rank": list(self.placement.stage_to_rank),
             "ops": [[str(op) for op in row] for row in self.ops],
         }
+        if self.assignment:
+            body["assignment"] = list(self.assignment)
         if costs is not None:
             body["costs"] = dict(costs)
         if metrics is not None:
@@ -230,9 +256,9 @@ class Plan:
             raise PlanError(f"the plan is not JSON: {error}") from None
         except RecursionError:
             raise PlanError("the plan is JSON that is nested too deeply") from None
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
+        if not isinstance(body, dict) or body.get("format") not in FORMATS:
             given = body.get("format") if isinstance(body, dict) else type(body).__name__
-            raise PlanError(f"the plan has format {quoted(given)}; this version reads {FORMAT!r}")
+            raise PlanError(f"the plan has format {quoted(given)}; this version reads {' and '.join(FORMATS)}")
         schedule = _field(body, "schedule", str)
         num_ranks = _field(body, "num_ranks", int)
         num_microbatches = _field(body, "num_microbatches", int)
@@ -243,7 +269,11 @@ class Plan:
         placement = Placement(tuple(stage_to_rank))
         if placement.num_ranks != num_ranks:
             raise PlanError(f"the plan has num_ranks {quoted(num_ranks)} but stage_to_rank names {placement.num_ranks} ranks")
-        return Plan.of(schedule, placement, num_microbatches, [[Op.parse(word) for word in row] for row in rows])
+        assigned = body.get("assignment", []) if body["format"] == UNEQUAL_FORMAT else []
+        if not isinstance(assigned, list):
+            raise PlanError(f"the plan's 'assignment' must be a list of one index per microbatch, got {quoted(assigned)}")
+        ops = tuple(tuple(Op.parse(word) for word in row) for row in rows)
+        return Plan(schedule, placement, num_microbatches, ops, tuple(_int_list(assigned, "assignment")))
 
 
 def _field(body: Mapping[str, Any], name: str, kind: type) -> Any:

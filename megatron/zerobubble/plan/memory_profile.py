@@ -6,12 +6,11 @@ ends, and BW both. The highest step is the simulator's peak (`simulate.peak_memo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind
-from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.simulate import TimedOp, memory_after_ops
 
 Stair = tuple[tuple[float, float], ...]
 """A step function as (time in milliseconds, activation memory from then on), in ascending time."""
@@ -23,20 +22,13 @@ def activation_memory_over_time(rows: Sequence[Sequence[TimedOp]], num_microbatc
     Args:
         rows: the timed ops per rank, simulated or recorded, with backward passes.
         num_microbatches: m.
-        costs: activation memory per stage.
+        costs: activation memory per stage; of unequal microbatches in the plan's own order (`CostModel.reordered`).
     """
     unit = min(len(rows), num_microbatches)
     return tuple(_stair(row, costs, unit) for row in rows)
 
 
 def _stair(row: Sequence[TimedOp], costs: CostModel, unit: int) -> Stair:
-    """One rank's steps. Counts passes per stage instead of a running float sum, as the simulator does."""
-    stages = sorted({timed.op.stage for timed in row})
-    before, after = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
-    steps = []
-    for (stage, kind, _), start, end in row:
-        before[stage] += 1 if kind is OpKind.F else -1 if kind in (OpKind.B, OpKind.BW) else 0
-        after[stage] += 1 if kind is OpKind.B else -1 if kind is OpKind.W else 0
-        memory = math.fsum(before[s] * costs.activation[s] + after[s] * costs.activation_after_backward[s] for s in stages)
-        steps.append((start if kind is OpKind.F else end, memory / unit))
-    return tuple(steps)
+    memory = memory_after_ops([timed.op for timed in row], costs)
+    starts = (start if op.kind is OpKind.F else end for op, start, end in row)
+    return tuple((at, value / unit) for at, value in zip(starts, memory, strict=True))

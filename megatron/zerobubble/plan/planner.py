@@ -17,6 +17,7 @@ from typing import NamedTuple
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.bound import Bound, lower_bound
@@ -132,7 +133,13 @@ def make_plan(
 
 def _one(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Result:
     costs = costs_of(spec.placement)
-    plan = plan_of(spec, num_microbatches, costs=costs, options=options)
+    if costs.is_plain:
+        plan = plan_of(spec, num_microbatches, costs=costs, options=options)
+    else:
+        # Half of the budget for the order of equal microbatches, half for these ones.
+        half = replace(options, budget=0.5 * options.budget)
+        planner = MicrobatchPlanner(spec, num_microbatches, costs=costs, options=half, base_options=half)
+        plan = planner.plan(costs)
     simulation = simulate(plan, costs)
     limit = max(simulation.peak_memory) if options.memory_limit is None else options.memory_limit
     return Result(simulation, lower_bound(plan.placement, num_microbatches, costs, limit))

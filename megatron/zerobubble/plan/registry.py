@@ -374,7 +374,8 @@ def plan_of(
     Args:
         spec: the schedule. Its memory limit is not used here, only that of `options`: see `initial_plan`.
         num_microbatches: m, at least 1.
-        costs: times and activation memory per stage; None: F=B=W, free links, and activations kept in full until W.
+        costs: times and activation memory per stage; None: F=B=W, free links, and activations kept in full until W. Of unequal
+            microbatches and links the means count: `microbatches.MicrobatchPlanner` plans for each.
         options: search for the schedule's best order, under their memory limit or, without one, the schedule's own. A schedule
             that is a single hand-written pattern is only checked against the limit. None: the hand-written pattern, or for a
             schedule without one the best of a few list schedules.
@@ -386,6 +387,7 @@ def plan_of(
     info = schedule_info(spec.name)
     check_at_least_one(num_microbatches=num_microbatches)
     check_size(num_ranks=spec.num_ranks, num_microbatches=num_microbatches, num_chunks=spec.num_chunks)
+    costs = None if costs is None else costs.plain
     plan = info.generate(Request(spec=spec, num_microbatches=num_microbatches, costs=costs, options=options))
     if costs is not None:
         costs.check_fits(plan.placement)

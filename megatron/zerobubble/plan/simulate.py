@@ -1,14 +1,18 @@
 """Plan x CostModel -> when every op runs, the iteration time, the bubble rate and the peak activation memory.
 
-Execution is in order: an op starts when its rank is free and its inputs (`dependencies.requirements`) are computed, plus
-`comm_ms` if they come from another rank. Sends and receives take no time on the ranks. Definitions:
+Execution is in order: an op starts when its rank is free and its inputs (`dependencies.requirements`) are computed, plus the
+time of the link if they come from another rank. Sends and receives take no time on the ranks. Definitions:
 
 - span: max over ranks of (end of the rank's last op - start of its first): the iteration time with post-validation, when the
   optimizer needs no global synchronization (arXiv 2401.10241, section 4);
 - makespan: last end - first start over all ranks: the iteration time with the synchronous optimizer;
 - bubble rate: (span - work) / span, with the work m*(F+B+W) of the bottleneck rank (section 5.3);
+- idle share: (makespan - mean work of a rank) / makespan, over all ranks;
 - peak memory: per rank, in units of the activation memory of 1F1B's rank 0, which is min(p, m) microbatches of one rank's share
   of the layers. F adds a stage's `activation`, B leaves `activation_after_backward`, and W or BW frees the rest.
+
+Costs per microbatch are those of the data: the plan's microbatch i has the costs of `Plan.batch_index(i)`, and a long one counts
+in memory for as many short ones as it has tokens.
 """
 
 from __future__ import annotations
@@ -48,6 +52,12 @@ class Simulation:
     peak_memory: tuple[float, ...]
     """Peak activation memory per rank; 1.0 is 1F1B's rank 0."""
 
+    @property
+    def idle_share(self) -> float:
+        """Share of the makespan, 0..1, in which ranks do not compute, over all ranks."""
+        busy = math.fsum(end - start for row in self.rows for _, start, end in row)
+        return max(0.0, 1.0 - busy / (len(self.rows) * self.makespan_ms)) if self.makespan_ms > 0 else 0.0
+
     def metrics(self) -> dict[str, Any]:
         """The `metrics` object of the plan's JSON form."""
         return {
@@ -62,13 +72,13 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
     """Simulate a validated plan under `costs`. Linear in the number of ops.
 
     Raises:
-        PlanError: the costs are for another number of stages.
+        PlanError: the costs are for another number of stages, ranks or microbatches.
         DeadlockError: the ranks wait for each other forever.
     """
-    costs.check_fits(plan.placement)
-    durations = {(stage, kind): costs.duration_ms(stage, kind) for stage in range(plan.num_stages) for kind in OpKind}
-    rows = run_in_order(plan, lambda op: durations[op.stage, op.kind], costs.comm_ms)
-    busy = [math.fsum(durations[op.stage, op.kind] for op in row) for row in plan.ops]
+    costs.check_fits(plan.placement, plan.num_microbatches)
+    own = costs.reordered(plan.assignment)
+    rows = run_in_order(plan, _durations(plan, own), own.comm_ms if own.links is None else own.link_ms)
+    busy = [math.fsum(map(_durations(plan, own), row)) for row in plan.ops]
     filled = [row for row in rows if row]
     span = span_of(rows)
     first, last = (
@@ -86,17 +96,29 @@ def simulate(plan: Plan, costs: CostModel) -> Simulation:
     )
 
 
-def run_in_order(plan: Plan, duration_ms: Callable[[Op], float], comm_ms: float) -> tuple[tuple[TimedOp, ...], ...]:
+def _durations(plan: Plan, costs: CostModel) -> Callable[[Op], float]:
+    """Op -> its duration, under costs in the plan's own order of microbatches."""
+    if costs.per_microbatch is not None:
+        return lambda op: costs.duration_ms(*op)
+    durations = {(stage, kind): costs.duration_ms(stage, kind) for stage in range(plan.num_stages) for kind in OpKind}
+    return lambda op: durations[op.stage, op.kind]
+
+
+def run_in_order(
+    plan: Plan, duration_ms: Callable[[Op], float], link_ms: float | Callable[[int, int, int], float]
+) -> tuple[tuple[TimedOp, ...], ...]:
     """Per rank its ops, each as early as it can run in plan order. Linear in the number of ops.
 
     Args:
         plan: a validated plan.
         duration_ms: op -> its duration.
-        comm_ms: P2P latency, added if an op needs another rank's result.
+        link_ms: time of a message, added if an op needs another rank's result: one number, or a function of the sending rank, the
+            receiving rank and the microbatch.
 
     Raises:
         DeadlockError: the ranks wait for each other forever.
     """
+    transfer = link_ms if callable(link_ms) else lambda source, target, microbatch: link_ms
     rows: list[list[TimedOp]] = [[] for _ in plan.ops]
     produced: dict[Op, tuple[float, int]] = {}
     for rank, step in execution_order(plan):
@@ -104,7 +126,7 @@ def run_in_order(plan: Plan, duration_ms: Callable[[Op], float], comm_ms: float)
         start = rows[rank][-1].end_ms if rows[rank] else 0.0
         for need in requirements(op, plan.num_stages):
             ready, producer = produced[need]
-            start = max(start, ready if producer == rank else ready + comm_ms)
+            start = max(start, ready if producer == rank else ready + transfer(producer, rank, op.microbatch))
         end = start + duration_ms(op)
         rows[rank].append(TimedOp(op, start, end))
         produced[result_of(op)] = (end, rank)
@@ -122,32 +144,45 @@ def peak_memory(plan: Plan, costs: CostModel) -> tuple[float, ...]:
     It does not depend on times: a rank's memory changes only with its own ops. In a forward-only plan each F frees its
     activations at once.
     """
-    costs.check_fits(plan.placement)
+    costs.check_fits(plan.placement, plan.num_microbatches)
+    own = costs.reordered(plan.assignment)
     unit = min(plan.num_ranks, plan.num_microbatches)
-    return tuple(_peak_of_row(row, costs) / unit for row in plan.ops)
+    return tuple(max(memory_after_ops(row, own), default=0.0) / unit for row in plan.ops)
 
 
-def _peak_of_row(row: tuple[Op, ...], costs: CostModel) -> float:
-    """Peak of one rank in microbatches. Only F adds memory, and B on a stage with recomputation.
+def memory_after_ops(row: Sequence[Op], costs: CostModel) -> list[float]:
+    """One rank's activation memory at each of its ops, in microbatches: from the start of an F, from the end of another op.
 
-    Counts passes per stage instead of a running float sum, so that a plan exactly at a limit compares equal to it.
+    Counts passes per stage instead of a running float sum, so that a plan exactly at a limit compares equal to it; for unequal
+    microbatches, a running sum. In a row of F alone each frees its activations at once.
     """
     has_backward = any(op.kind is not OpKind.F for op in row)
+    memory = _counted_by_stage(row, costs) if costs.per_microbatch is None else _counted_by_microbatch(row, costs)
+    if has_backward:
+        return memory
+    return [costs.of_microbatch("activation", op.stage, op.microbatch) for op in row]
+
+
+def _counted_by_stage(row: Sequence[Op], costs: CostModel) -> list[float]:
     stages = sorted({op.stage for op in row})
-    before = dict.fromkeys(stages, 0)
-    after = dict.fromkeys(stages, 0)
-    peak = 0.0
-    grows = [costs.activation_after_backward[s] > costs.activation[s] for s in range(costs.num_stages)]
+    before, after = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+    memory = []
     for stage, kind, _ in row:
+        before[stage] += 1 if kind is OpKind.F else -1 if kind in (OpKind.B, OpKind.BW) else 0
+        after[stage] += 1 if kind is OpKind.B else -1 if kind is OpKind.W else 0
+        memory.append(math.fsum(before[s] * costs.activation[s] + after[s] * costs.activation_after_backward[s] for s in stages))
+    return memory
+
+
+def _counted_by_microbatch(row: Sequence[Op], costs: CostModel) -> list[float]:
+    every = costs.per_microbatch
+    assert every is not None
+    held, memory = 0.0, []
+    for stage, kind, microbatch in row:
+        before, after = every.activation[stage][microbatch], every.activation_after_backward[stage][microbatch]
         if kind is OpKind.F:
-            before[stage] += 1
-        elif kind is OpKind.W:
-            after[stage] -= 1
+            held += before
         else:
-            before[stage] -= 1
-            after[stage] += kind is OpKind.B
-        if kind is OpKind.F or grows[stage]:
-            memory = math.fsum(before[s] * costs.activation[s] + after[s] * costs.activation_after_backward[s] for s in stages)
-            peak = max(peak, memory)
-        before[stage] -= kind is OpKind.F and not has_backward
-    return peak
+            held -= after if kind is OpKind.W else before - after if kind is OpKind.B else before
+        memory.append(max(held, 0.0))
+    return memory

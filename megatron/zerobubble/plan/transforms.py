@@ -24,8 +24,10 @@ def first_microbatches(plan: Plan, num_microbatches: int) -> Plan:
     time. Patterns that are defined only for many microbatches are used for few this way.
 
     Raises:
-        PlanError: the plan has fewer microbatches.
+        PlanError: the plan has fewer microbatches, or assigns those of a whole batch.
     """
+    if plan.assignment:
+        raise PlanError(f"plan {plan.schedule!r} assigns all microbatches of a batch; it cannot be restricted to the first ones")
     if num_microbatches > plan.num_microbatches:
         raise PlanError(
             f"plan {plan.schedule!r} has {plan.num_microbatches} microbatches; it cannot be restricted to {num_microbatches}"

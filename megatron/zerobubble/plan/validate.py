@@ -22,7 +22,7 @@ from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.dependencies import execution_order, marked_grid
 from megatron.zerobubble.plan.ir import Op, OpKind, Plan
-from megatron.zerobubble.plan.simulate import peak_memory
+from megatron.zerobubble.plan.simulate import memory_after_ops, peak_memory
 
 MEMORY_TOLERANCE = 1e-9
 """Rounding allowed when a peak is compared with a limit."""
@@ -162,8 +162,8 @@ def _check_memory(plan: Plan, costs: CostModel, limit: float) -> None:
     worst = max(range(plan.num_ranks), key=peaks.__getitem__)
     if peaks[worst] <= limit + MEMORY_TOLERANCE:
         return
-    live = live_timeline(plan)[worst]
-    step = live.index(max(live))
+    memory = memory_after_ops(plan.ops[worst], costs.reordered(plan.assignment))
+    step = memory.index(max(memory))
     op = plan.ops[worst][step]
     problem = f"memory peaks at {peaks[worst]:.4f} and the limit is {limit:.4f} (1.0 is 1F1B's rank 0)"
     _fail(plan, worst, step, op, problem, "choose a schedule that needs less activation memory, or raise the limit")

@@ -2,7 +2,7 @@
 
 ``ranks[r]`` holds parallel lists with one entry per op: ``kinds`` (index into `KINDS`), ``chunks``, ``stages``, ``microbatches``,
 ``starts`` and ``ends`` in milliseconds from the first op of all ranks; and the staircase of activation memory: ``held`` after the
-times ``steps``.
+times ``steps``. ``microbatches`` are slots of the plan; ``slots`` has, of unequal microbatches, which one of the data each runs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.memory_profile import activation_memory_over_time
+from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.render.svg import SPAN_COLORS
 from megatron.zerobubble.plan.render.text import chunks_of, extent, render_text
-from megatron.zerobubble.plan.simulate import TimedOp
+from megatron.zerobubble.plan.simulate import Simulation, TimedOp
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
-from megatron.zerobubble.playground.words import headline, measures, milliseconds, percent, title
+from megatron.zerobubble.playground.unequal import attention_share, drawn_slots
+from megatron.zerobubble.playground.words import headline, lengths, measures, milliseconds, percent, title
 from megatron.zerobubble.profiling.breakdown import rank_times
 from megatron.zerobubble.profiling.report import report
 
@@ -35,15 +37,21 @@ _TEXT_OPS = 2000
 _DIGITS = 5
 
 
-def draw_plan(result: Result) -> Drawing:
-    """The drawing of a simulated plan."""
+def draw_plan(result: Result, came: Simulation | None = None) -> Drawing:
+    """The drawing of a simulated plan.
+
+    Args:
+        result: the plan.
+        came: what it is compared with if its microbatches or links are unequal, see `as_it_came`.
+    """
     simulation, plan = result.simulation, result.simulation.plan
     drawing = _draw(plan, simulation.rows, simulation.costs)
     return drawing | {
         "source": "plan",
         "headline": headline(plan),
         "measures": measures(simulation),
-        "metrics": result.metrics() | _sent(plan.placement, plan.num_microbatches),
+        "lengths": lengths(simulation, came),
+        "metrics": result.metrics() | _sent(plan.placement, plan.num_microbatches) | _idle(simulation, came),
         "plan": plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics()),
     }
 
@@ -86,7 +94,7 @@ def draw_recorded(timeline: Timeline) -> Drawing:
 
 def _draw(plan: Plan, rows: Sequence[Sequence[TimedOp]], costs: CostModel) -> Drawing:
     begin, end = extent(rows)
-    stairs = activation_memory_over_time(rows, plan.num_microbatches, costs)
+    stairs = activation_memory_over_time(rows, plan.num_microbatches, costs.reordered(plan.assignment))
     times = rank_times(rows)
     peaks = [max((held for _, held in stair), default=0.0) for stair in stairs]
     counts = zip(live_microbatches(plan), pending_wgrads(plan), times, peaks, strict=True)
@@ -112,15 +120,44 @@ def _draw(plan: Plan, rows: Sequence[Sequence[TimedOp]], costs: CostModel) -> Dr
             }
             for live, pending, time, peak in counts
         ],
+        "slots": drawn_slots(plan, costs),
         "costs": costs.to_json(),
+        "attention_share": attention_share(costs),
         "text": render_text(rows, max_width=_TEXT_OPS),
     }
 
 
-def _problem(plan: Plan, costs: CostModel) -> dict[str, float]:
-    """What two plans must have in common to be compared: sizes, links, and the costs of the whole model, however it is cut."""
+def _problem(plan: Plan, costs: CostModel) -> dict[str, Any]:
+    """What two plans must have in common to be compared: sizes, links, and the costs of the whole model, however it is cut.
+
+    Of unequal microbatches every one's costs are in it, of unequal links the time of a mean message between neighbors.
+    """
+    every, links = costs.per_microbatch, costs.links
+    unequal = {
+        "microbatches": [] if every is None else _per_microbatch(every),
+        "links": [] if links is None else list(links.neighbors),
+    }
     sums = {name: math.fsum(values) for name, values in costs.to_json().items() if isinstance(values, list)}
-    return {"num_ranks": plan.num_ranks, "num_microbatches": plan.num_microbatches, "comm_ms": costs.comm_ms} | sums
+    return {"num_ranks": plan.num_ranks, "num_microbatches": plan.num_microbatches, "comm_ms": costs.comm_ms} | sums | unequal
+
+
+def _per_microbatch(every: MicrobatchCosts) -> list[float]:
+    rows = (row for name in COST_LISTS for row in getattr(every, name))
+    return list(map(math.fsum, zip(*rows, strict=True)))
+
+
+def _idle(simulation: Simulation, came: Simulation | None) -> dict[str, Any]:
+    """The idle share of the makespan, if microbatches or links are unequal, and that of the data as it came."""
+    if simulation.costs.is_plain:
+        return {}
+    found: dict[str, Any] = {"idle_share": simulation.idle_share}
+    if came is not None:
+        found |= {
+            "came_idle_share": came.idle_share,
+            "came_makespan_ms": came.makespan_ms,
+            "came_peak_memory": max(came.peak_memory),
+        }
+    return found
 
 
 def _rank(row: Sequence[TimedOp], stair: Sequence[tuple[float, float]], begin: float) -> dict[str, Any]:

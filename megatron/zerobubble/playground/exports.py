@@ -5,13 +5,15 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.render.svg import render_svg
 from megatron.zerobubble.plan.render.trace import render_chrome_trace
 from megatron.zerobubble.plan.search.search import Objective
 from megatron.zerobubble.plan.simulate import Simulation
-from megatron.zerobubble.playground.words import headline, measures
+from megatron.zerobubble.playground.unequal import drawn_slots
+from megatron.zerobubble.playground.words import headline, lengths, measures
 
 _SVG_WIDTH_PX = 1600
 _SVG_MOST_PX = 24_000
@@ -40,8 +42,20 @@ def export(simulation: Simulation, form: Export) -> TextFile:
     if form is Export.TRACE:
         return TextFile(name=f"{stem}.trace.json", media_type="application/json", text=render_chrome_trace(simulation.rows))
     width = max(_SVG_WIDTH_PX, min(_SVG_MOST_PX, _PX_PER_PASS * max(map(len, simulation.rows))))
-    svg = render_svg(simulation.rows, title=headline(simulation.plan), subtitle=measures(simulation), width_px=width)
+    subtitle = "; ".join([measures(simulation), *lengths(simulation)])
+    svg = render_svg(
+        simulation.rows, title=headline(simulation.plan), subtitle=subtitle, width_px=width, notes=_notes(simulation)
+    )
     return TextFile(name=f"{stem}.svg", media_type="image/svg+xml", text=svg)
+
+
+def _notes(simulation: Simulation) -> list[str]:
+    """Per slot which microbatch of the data it runs, and its tokens."""
+    slots = drawn_slots(simulation.plan, simulation.costs)
+    if slots is None:
+        return []
+    tokens = [f", {count} tokens" for count in slots["tokens"]] or [""] * len(slots["indices"])
+    return [f" (microbatch {index} of the data{words})" for index, words in zip(slots["indices"], tokens, strict=True)]
 
 
 def stem_of(plan: Plan) -> str:
@@ -51,12 +65,14 @@ def stem_of(plan: Plan) -> str:
     return f"{name}-p{plan.num_ranks}-m{plan.num_microbatches}"
 
 
-def flags(plan: Plan, objective: Objective) -> list[str]:
+def flags(plan: Plan, objective: Objective, costs: CostModel | None = None) -> list[str]:
     """Flags with which pretrain_gpt.py runs this plan, once it is saved as `stem_of(plan)`.json beside it.
 
     The batch is m microbatches of one sample, without data parallelism: with d data-parallel replicas and b samples per
-    microbatch the global batch is m*d*b.
+    microbatch the global batch is m*d*b. A plan for unequal microbatches has none: a run has others in every iteration.
     """
+    if plan.assignment or (costs is not None and costs.per_microbatch is not None):
+        return []
     words = [
         f"--pipeline-model-parallel-size {plan.num_ranks}",
         f"--zero-bubble-load-plan {stem_of(plan)}.json",

@@ -9,21 +9,23 @@ from typing import Any
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs import CostModel
-from megatron.zerobubble.plan.ir import FORMAT as PLAN_FORMAT
+from megatron.zerobubble.plan.ir import FORMATS as PLAN_FORMATS
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.links import Links
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
-from megatron.zerobubble.playground.drawing import draw_plan, draw_recorded
+from megatron.zerobubble.playground.drawing import Drawing, draw_plan, draw_recorded
 from megatron.zerobubble.playground.limits import MAX_OPS
 from megatron.zerobubble.playground.problem import check_size, read_stages
 from megatron.zerobubble.playground.recorded import read_trace
+from megatron.zerobubble.playground.unequal import as_it_came, attention_share
 from megatron.zerobubble.profiling.report import FORMAT as REPORT_FORMAT
 
 _TAKEN = (
-    f"give a plan ({PLAN_FORMAT}), a report.json ({REPORT_FORMAT}), a trace.json, or costs with forward_ms, "
-    "backward_ms, wgrad_ms, activation and activation_after_backward"
+    f"give a plan ({' or '.join(PLAN_FORMATS)}), a report.json ({REPORT_FORMAT}), a trace.json, links with latency_ms, or "
+    "costs with forward_ms, backward_ms, wgrad_ms, activation and activation_after_backward"
 )
 _MOST_SNIFFED = 2000
 _STARTS = {
@@ -43,25 +45,33 @@ _MOST_ITERATIONS = 8
 
 
 def open_file(body: bytes) -> Opened:
-    """Read a file for the page: ``kind`` is plan, costs or trace.
+    """Read a file for the page: ``kind`` is plan, costs, links or trace.
 
     Raises:
         UserError: the format is unknown, or the content malformed.
     """
     given = _read(body)
-    if given.get("format") == PLAN_FORMAT:
-        return {"kind": "plan", "drawings": [draw_plan(plan_result(body, given))]}
+    if given.get("format") in PLAN_FORMATS:
+        return {"kind": "plan", "drawings": [_draw(plan_result(body, given))]}
     if given.get("format") == REPORT_FORMAT:
         return _open_report(given)
     if "traceEvents" in given:
         timelines = read_trace(given)
         return {"kind": "trace", "drawings": [draw_recorded(timeline) for timeline in timelines[-_MOST_ITERATIONS:]]}
+    if "latency_ms" in given:
+        links = Links.from_json(given)
+        check_size(links.num_ranks, 1)
+        return {"kind": "links", "links": links.to_json(), "num_ranks": links.num_ranks}
     if "forward_ms" in given or isinstance(given.get("costs"), dict):
         costs = read_stages(given.get("costs", given))
-        return {"kind": "costs", "costs": costs.to_json(), "from": "a file with costs"}
+        return {"kind": "costs", "costs": costs.to_json(), "attention_share": attention_share(costs), "from": "a file with costs"}
     raise PlanError(
         f"the file has format {quoted(given.get('format'))} and keys {', '.join(map(quoted, list(given)[:4]))}; {_TAKEN}"
     )
+
+
+def _draw(result: Result) -> Drawing:
+    return draw_plan(result, as_it_came(result.simulation.plan, result.simulation.costs))
 
 
 def _read(body: bytes) -> dict[str, Any]:
@@ -122,6 +132,7 @@ def _open_report(given: Mapping[str, Any]) -> Opened:
     return {
         "kind": "costs",
         "costs": costs.to_json(),
+        "attention_share": attention_share(costs),
         "num_ranks": sizes["num_ranks"],
         "num_microbatches": sizes["num_microbatches"],
         "schedule": schedule[:40] if isinstance(schedule, str) else None,

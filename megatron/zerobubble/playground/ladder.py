@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
-from megatron.zerobubble.plan.registry import build_plan, schedule_info
+from megatron.zerobubble.plan.registry import plan_of, schedule_info, schedule_spec
+from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
 from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions, evaluations_per_second
 from megatron.zerobubble.plan.simulate import simulate
@@ -64,10 +66,12 @@ def climb(problem: Problem) -> Iterator[Rung]:
 
 def budgets_of(problem: Problem) -> tuple[float, ...]:
     """Budgets of the searches after the hand-written schedule; empty if there is no search."""
-    is_fixed = problem.schedule != AUTO and not schedule_info(problem.schedule).is_searched
+    is_fixed = problem.is_plain and problem.schedule != AUTO and not schedule_info(problem.schedule).is_searched
     if is_fixed or problem.effort is None:
-        # A fixed schedule is only checked against the limit. `auto` has no hand-written schedule of its own.
-        return () if problem.memory_limit is None and problem.schedule != AUTO else (0.0,)
+        # A fixed schedule is only checked against the limit. `auto` has no hand-written schedule of its own. Unequal microbatches
+        # are always assigned, with half of the budget.
+        least = 0.0 if problem.is_plain else 2 * ITERATION_BUDGET
+        return () if problem.memory_limit is None and problem.schedule != AUTO else (least,)
     rungs = (Effort.FAST.budget, _BETWEEN, Effort.DEFAULT.budget, Effort.MAX.budget)
     return tuple(budget for budget in rungs if budget <= problem.effort.budget)
 
@@ -145,7 +149,10 @@ def _searched(problem: Problem, budget: float) -> Result:
 
 
 def _hand_written(problem: Problem) -> Result | None:
-    """The hand-written schedule, for `auto` the best of them; None if it exceeds the memory limit."""
+    """The hand-written schedule, for `auto` the best of them; None if it exceeds the memory limit.
+
+    Unequal microbatches are assigned to it, as by `zerobubble plan` without an effort.
+    """
     if problem.schedule != AUTO:
         return _hand_written_one(problem)
     if problem.num_chunks is not None or problem.max_pending_backward is not None:
@@ -160,14 +167,18 @@ def _hand_written(problem: Problem) -> Result | None:
 
 
 def _hand_written_one(problem: Problem) -> Result | None:
-    plan = build_plan(
+    spec = schedule_spec(
         problem.schedule,
         num_ranks=problem.num_ranks,
-        num_microbatches=problem.num_microbatches,
         num_chunks=problem.num_chunks,
         max_pending_backward=problem.max_pending_backward,
     )
-    costs = problem.costs_of(plan.placement)
+    costs = problem.costs_of(spec.placement)
+    if costs.is_plain:
+        plan = plan_of(spec, problem.num_microbatches)
+    else:
+        options = SearchOptions(objective=problem.objective, seed=problem.seed, budget=ITERATION_BUDGET)
+        plan = MicrobatchPlanner(spec, problem.num_microbatches, options=options).plan(costs)
     simulation = simulate(plan, costs)
     peak = max(simulation.peak_memory)
     if problem.memory_limit is not None and peak > problem.memory_limit + MEMORY_TOLERANCE:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.messages import quoted
+
 MAX_RANKS = 64
 MAX_MICROBATCHES = 512
 MAX_STAGES_PER_RANK = 8
@@ -25,3 +28,10 @@ TASK_SECONDS = 60.0
 """Time limit of tasks other than searches: reading a file, drawing, exporting."""
 WORKER_BYTES = 6 * 2**30
 """Address space of a worker process."""
+
+
+def number(name: str, value: object, most: float) -> float:
+    """Read a number from 0 to `most`. Raises ConfigError with its name on anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+        raise ConfigError(f"{name} is {quoted(value)}; give a number from 0 to {most:g}")
+    return float(value)

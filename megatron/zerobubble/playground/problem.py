@@ -14,6 +14,7 @@ from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
 from megatron.zerobubble.plan.search.search import Effort, Objective
+from megatron.zerobubble.plan.unequal import Unequal
 from megatron.zerobubble.playground.limits import (
     MAX_MEMORY,
     MAX_MICROBATCHES,
@@ -21,12 +22,14 @@ from megatron.zerobubble.playground.limits import (
     MAX_RANKS,
     MAX_STAGES_PER_RANK,
     MAX_TIME_MS,
+    number,
 )
+from megatron.zerobubble.playground.unequal import KEYS, read_unequal
 
 Choice = TypeVar("Choice", Effort, Objective)
 
 _SCALARS = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "activation_after_backward")
-_KEYS = frozenset(
+_KEYS = KEYS | frozenset(
     {
         "num_ranks",
         "num_microbatches",
@@ -69,9 +72,19 @@ class Problem:
     """Uniform costs per rank and microbatch, as for `CostModel.uniform`; ignored with `stages`."""
     stages: CostModel | None
     """Costs per stage; for placements with fewer stages the costs of consecutive stages are added up."""
+    unequal: Unequal
+    """Lengths of the microbatches, for which the times are those of the mean length, and links, instead of one latency."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all microbatches are equal, and all links."""
+        return self.unequal.is_plain and (self.stages is None or self.stages.is_plain)
 
     def costs_of(self, placement: Placement) -> CostModel:
         """The costs for a placement. Raises PlanError if they cannot be derived from the table without guessing."""
+        return self.unequal.applied(self._mean_costs(placement))
+
+    def _mean_costs(self, placement: Placement) -> CostModel:
         if self.stages is None:
             return CostModel.uniform(placement, **self.times)
         if self.stages.num_stages % placement.num_stages == 0:
@@ -100,19 +113,22 @@ def read_problem(body: bytes) -> Problem:
     name = given.get("schedule")
     if name != AUTO:
         schedule_info(shown(name))
+    num_microbatches = _whole(given, "num_microbatches", 1, MAX_MICROBATCHES)
+    unequal = read_unequal(given, num_ranks, num_microbatches)
     return Problem(
         num_ranks=num_ranks,
-        num_microbatches=_whole(given, "num_microbatches", 1, MAX_MICROBATCHES),
+        num_microbatches=num_microbatches,
         schedule=str(name),
         num_chunks=_chunks(given),
         max_pending_backward=_pending(given, num_ranks),
-        memory_limit=_limit(given, str(name)),
+        memory_limit=_limit(given, AUTO_MEMORY_LIMIT * unequal.auto_memory_limit(num_ranks) if name == AUTO else None),
         memory_limits=_memories(given),
         objective=_choice(Objective, given.get("objective", DEFAULT_OBJECTIVE.value), "objective"),
         effort=None if given.get("effort", "drawn") == "drawn" else _choice(Effort, given["effort"], "effort"),
         seed=_whole(given, "seed", 0, 2**31) if "seed" in given else 0,
         times=_times(given.get("times", {})),
         stages=None if given.get("stages") is None else read_stages(given["stages"]),
+        unequal=unequal,
     )
 
 
@@ -146,18 +162,9 @@ def _whole(given: Mapping[str, Any], name: str, least: int, most: int) -> int:
     return value
 
 
-def number(name: str, value: object, most: float) -> float:
-    """Read a number from 0 to `most`. Raises ConfigError with its name on anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
-        raise ConfigError(f"{name} is {quoted(value)}; give a number from 0 to {most:g}")
-    return float(value)
-
-
-def _limit(given: Mapping[str, Any], schedule: str) -> float | None:
+def _limit(given: Mapping[str, Any], usual: float | None) -> float | None:
     value = given.get("memory_limit")
-    if value is None:
-        return AUTO_MEMORY_LIMIT if schedule == AUTO else None
-    return _memory(value)
+    return usual if value is None else _memory(value)
 
 
 def _memory(value: object) -> float:

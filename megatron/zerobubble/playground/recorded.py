@@ -17,8 +17,8 @@ from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.simulate import TimedOp
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Timeline
 from megatron.zerobubble.plan.validate import validate
-from megatron.zerobubble.playground.limits import MAX_OPS, MAX_RANKS, MAX_TIME_MS
-from megatron.zerobubble.playground.problem import check_size, number
+from megatron.zerobubble.playground.limits import MAX_OPS, MAX_RANKS, MAX_TIME_MS, number
+from megatron.zerobubble.playground.problem import check_size
 
 _KINDS = frozenset(kind.value for kind in OpKind)
 _ACTIVITIES = frozenset(activity.value for activity in Activity)

@@ -14,8 +14,10 @@ from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.messages import one_line, quoted
-from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.planner import AUTO, Result
 from megatron.zerobubble.plan.search.search import Objective
+from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_plan
 from megatron.zerobubble.playground.exports import Export, export, flags
@@ -24,6 +26,7 @@ from megatron.zerobubble.playground.ladder import climb, for_other_objective, pa
 from megatron.zerobubble.playground.limits import MAX_POINTS
 from megatron.zerobubble.playground.problem import DEFAULT_OBJECTIVE, read_object, read_problem
 from megatron.zerobubble.playground.recorded import read_trace
+from megatron.zerobubble.playground.unequal import as_it_came
 from megatron.zerobubble.playground.words import titled, verdict
 
 Event = dict[str, Any]
@@ -45,14 +48,17 @@ def _search(body: bytes) -> Iterator[Event]:
     problem = read_problem(body)
     yield {"event": "started", "seconds": seconds_by_effort(problem)}
     shown, share = None, share_of_climb(problem)
+    own = _OwnOrders(problem.max_pending_backward)
     for rung in climb(problem):
         event: Event = {"event": "best", "spent": share * rung.spent, "verdict": ""}
         if problem.schedule == AUTO and rung.spent == 1.0:
             event["verdict"] = verdict(rung.result, problem.objective)
         if rung.result is not shown:
             plan = rung.result.simulation.plan
-            event["drawing"] = draw_plan(rung.result) | {"derived_from": problem.derived_from(plan.placement)}
-            event["flags"] = flags(plan, problem.objective)
+            drawing = draw_plan(rung.result, own.of(rung.result))
+            derived = problem.derived_from(plan.placement)
+            event["drawing"] = drawing | {"derived_from": derived, "memory_limit": problem.memory_limit}
+            event["flags"] = flags(plan, problem.objective, rung.result.simulation.costs)
         shown = rung.result
         yield event
     assert shown is not None
@@ -61,6 +67,21 @@ def _search(body: bytes) -> Iterator[Event]:
         objective.value: objective.of(shown.simulation if objective is problem.objective else other) for objective in Objective
     }
     yield {"event": "times", "spent": 1.0, "times_ms": times}
+
+
+class _OwnOrders:
+    """What the plans of a search are compared with, simulated once per schedule: they differ in order and assignment only."""
+
+    def __init__(self, max_pending_backward: int | None) -> None:
+        self._pending = max_pending_backward
+        self._found: dict[tuple[str, Placement], Simulation | None] = {}
+
+    def of(self, result: Result) -> Simulation | None:
+        plan, costs = result.simulation.plan, result.simulation.costs
+        key = (plan.schedule, plan.placement)
+        if key not in self._found:
+            self._found[key] = as_it_came(plan, costs, self._pending)
+        return self._found[key]
 
 
 def _pareto(body: bytes) -> Iterator[Event]:
@@ -86,8 +107,10 @@ def _show(body: bytes) -> Iterator[Event]:
     """The drawing of a plan sent by the page, with the flags for an objective."""
     given = read_object(body)
     result = plan_result(*_plan_of(given))
-    words = flags(result.simulation.plan, _objective(given))
-    yield {"event": "done", "drawing": draw_plan(result), "flags": words}
+    simulation = result.simulation
+    words = flags(simulation.plan, _objective(given), simulation.costs)
+    drawing = draw_plan(result, as_it_came(simulation.plan, simulation.costs))
+    yield {"event": "done", "drawing": drawing, "flags": words}
 
 
 def _export(body: bytes) -> Iterator[Event]:

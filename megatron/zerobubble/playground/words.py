@@ -69,6 +69,31 @@ def measures(simulation: Simulation) -> str:
     )
 
 
+def lengths(simulation: Simulation, came: Simulation | None = None) -> list[str]:
+    """The unequal microbatches and links of a plan, one line each; none if all are equal.
+
+    Args:
+        simulation: of the plan.
+        came: of the schedule's own order with the data as it came; None: not known.
+    """
+    costs, lines = simulation.costs, list[str]()
+    if costs.is_plain:
+        return lines
+    every, links = costs.per_microbatch, costs.links
+    if every is not None and every.tokens:
+        mean = sum(every.tokens) / len(every.tokens)
+        lines.append(f"microbatches of {min(every.tokens)} to {max(every.tokens)} tokens (mean {mean:.0f})")
+    elif every is not None:
+        lines.append("microbatches of unequal costs")
+    if links is not None:
+        least, most = min(links.neighbors), max(links.neighbors)
+        lines.append(f"links of {milliseconds(least)} to {milliseconds(most)} per mean message between neighboring ranks")
+    idle = f"idle share {percent(simulation.idle_share)} of the makespan"
+    if came is not None:
+        idle += f", {percent(came.idle_share)} in the schedule's own order with the data as it came"
+    return [*lines, idle]
+
+
 def verdict(result: Result, objective: Objective) -> str:
     """For `auto`: the chosen schedule, its iteration time, and by how much the runner-up is slower."""
     mine = objective.of(result.simulation)

@@ -108,6 +108,20 @@ class MemoryMeter(Recorder):
         changes = {key: median(values[1:] or values) for key, values in self._changes.items()}
         return {stage: _stage_memory(stage, changes) for stage in sorted({stage for stage, _ in changes})}
 
+    def of_microbatches(self) -> dict[int, list[StageMemory]]:
+        """For each stage of this rank, the activation memory of every microbatch of the plan, in its order.
+
+        The first microbatch also allocates masks and tables that stay.
+        """
+        return {
+            stage: [
+                _stage_memory(stage, {key: values[number] for key, values in self._changes.items() if number < len(values)})
+                for number in range(len(forwards))
+            ]
+            for (stage, kind), forwards in sorted(self._changes.items(), key=lambda item: item[0][0])
+            if kind is OpKind.F
+        }
+
 
 def _stage_memory(stage: int, changes: Mapping[tuple[int, OpKind], float]) -> StageMemory:
     activation = max(0.0, changes.get((stage, OpKind.F), 0.0))

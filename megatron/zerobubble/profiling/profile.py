@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import NamedTuple
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.costs import CostModel
@@ -25,6 +26,28 @@ class StageMemory:
     """After F."""
     after_backward: float
     """After B, until W."""
+
+
+class TimedPass(NamedTuple):
+    """One pass of a microbatch whose length is known."""
+
+    tokens: int
+    """Tokens of the microbatch."""
+    squares: float
+    """Sum of the squared lengths of its sequences."""
+    elapsed_ms: float
+    """How long the pass took."""
+
+
+class MeasuredMicrobatch(NamedTuple):
+    """Activation memory of one microbatch whose length is known."""
+
+    tokens: int
+    """Tokens of the microbatch."""
+    squares: float
+    """Sum of the squared lengths of its sequences."""
+    memory: StageMemory
+    """What it holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +65,10 @@ class RankProfile:
     peak after an op plus this, provided that no more is in flight."""
     most_bytes: int = 0
     """Peak of the memory in use at any moment of the order that ran: at most the sum of the other two."""
+    timed: Mapping[tuple[int, OpKind], tuple[TimedPass, ...]] = field(default_factory=dict)
+    """(stage, kind) -> its passes by length, where microbatches have lengths of their own."""
+    measured: Mapping[int, tuple[MeasuredMicrobatch, ...]] = field(default_factory=dict)
+    """Stage -> its microbatches' memory by length, likewise."""
 
 
 def combine(ranks: Sequence[RankProfile], placement: Placement, *, link_ms: Sequence[float] = ()) -> CostModel:

@@ -7,7 +7,7 @@ its input, so the time between the two is the pass alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from statistics import median
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.profiling.memory import MemoryMeter
-from megatron.zerobubble.profiling.profile import RankProfile
+from megatron.zerobubble.profiling.profile import MeasuredMicrobatch, RankProfile, TimedPass
 from megatron.zerobubble.runtime.recording import Recorder
 
 
@@ -29,8 +29,11 @@ class Profiler(Recorder):
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.lengths: Sequence[tuple[int, float]] = ()
+        """(tokens, squares) of every microbatch of the plan in the next iteration; empty: all are equal."""
         self._marks = Marks(device)
-        self._passes: list[tuple[Op, Any, Any]] = []
+        self._passes: list[tuple[Op, Any, Any, Sequence[tuple[int, float]]]] = []
+        self._measured: Sequence[tuple[int, float]] = ()
         self._started: Any = None
         self._meter = MemoryMeter(device)
         self._iterations = self._begin = 0
@@ -42,6 +45,7 @@ class Profiler(Recorder):
             self._passes.clear()  # counting bytes took longer than the passes
         self._begin = len(self._passes)
         if self._iterations == 1:
+            self._measured = self.lengths
             self._entered.enter_context(self._meter)
         return self
 
@@ -65,18 +69,36 @@ class Profiler(Recorder):
 
     def end(self, op: Op) -> None:
         """The op's work has been issued (CUDA) or done (CPU)."""
-        self._passes.append((op, self._started, self._marks.now()))
+        self._passes.append((op, self._started, self._marks.now(), self.lengths))
 
     def profile(self) -> RankProfile:
         """The median time of each stage's ops by kind, and its activation memory. Synchronizes a CUDA device."""
         self._marks.synchronize()
         times: dict[tuple[int, OpKind], list[float]] = {}
-        for op, start, end in self._passes:
-            times.setdefault((op.stage, op.kind), []).append(self._marks.elapsed_ms(start, end))
+        timed: dict[tuple[int, OpKind], list[TimedPass]] = {}
+        for op, start, end, lengths in self._passes:
+            elapsed, key = self._marks.elapsed_ms(start, end), (op.stage, op.kind)
+            times.setdefault(key, []).append(elapsed)
+            if lengths:
+                timed.setdefault(key, []).append(TimedPass(*lengths[op.microbatch], elapsed))
         return RankProfile(
             times_ms={key: median(values) for key, values in times.items()},
             memory=self._meter.typical(),
             peak_bytes=self._meter.peak_bytes,
             workspace_bytes=self._meter.workspace_bytes,
             most_bytes=self._meter.most_bytes,
+            timed={key: tuple(values) for key, values in timed.items()},
+            measured=self._by_length(),
         )
+
+    def _by_length(self) -> dict[int, tuple[MeasuredMicrobatch, ...]]:
+        """The memory of the first iteration's microbatches but the first one, which allocates more, if there are others."""
+        if not self._measured:
+            return {}
+        first = 1 if len(self._measured) > 1 else 0
+        return {
+            stage: tuple(MeasuredMicrobatch(*lengths, memory) for lengths, memory in zip(self._measured, held, strict=True))[
+                first:
+            ]
+            for stage, held in self._meter.of_microbatches().items()
+        }

@@ -85,7 +85,10 @@ def forward_step_provider(setup: ModelSetup) -> ForwardStep:
             needs_mask=setup.settings.data.reset_attention_mask,
             parts=parts,
         )
-        output = chunk(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, loss_mask=batch.loss_mask)
+        packed = {} if batch.packed_seq_params is None else {"packed_seq_params": batch.packed_seq_params}
+        output = chunk(
+            batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, loss_mask=batch.loss_mask, **packed
+        )
         return output, partial(loss_function, batch.loss_mask, shared_over=shared)
 
     return forward_step

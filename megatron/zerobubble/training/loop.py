@@ -32,6 +32,7 @@ from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.arguments import exit_with_error
 from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.data.lengths import num_tokens
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.data.tokenizers import build_tokenizer, check_data_matches
 from megatron.zerobubble.training.flops import flops_per_sample
@@ -52,6 +53,7 @@ from megatron.zerobubble.training.metrics.summary import description, summary_li
 from megatron.zerobubble.training.metrics.trace import report_pipeline
 from megatron.zerobubble.training.planning.auto import choose_schedule
 from megatron.zerobubble.training.planning.balance import log_balance
+from megatron.zerobubble.training.planning.lengths import announce_lengths
 from megatron.zerobubble.training.planning.replan import PlanFileWriter, make_replanner
 from megatron.zerobubble.training.resilience.early_exit import EarlyExit
 from megatron.zerobubble.training.resilience.failure import JobGuard
@@ -86,6 +88,7 @@ class _Iteration(NamedTuple):
     iteration: int
     consumed_samples: int
     samples: int
+    tokens: int
     elapsed_ms: Callable[[], float]
 
 
@@ -278,16 +281,24 @@ class _Run:
         self.iterations_here += 1
         if self.replanner is not None:
             self.replanner.before(self.iterations_here, get_num_microbatches())
+        announce_lengths(
+            self.training_state.schedule.unequal,
+            self.datasets.train,
+            self.settings,
+            iteration=self.progress.iteration,
+            consumed=self.progress.consumed_samples,
+        )
         begin = self.marks.now()
         self.trainer.begin_dropout(self.progress.consumed_samples)
         results = self.trainer.iterate(data_iterator)
         end = self.marks.now()
         samples = get_current_running_global_batch_size()
+        tokens = num_tokens(self.datasets.train, self.settings, consumed=self.progress.consumed_samples, samples=samples)
         self.progress.iteration += 1
         self.progress.consumed_samples += samples
         progress = self.progress
         elapsed_ms = partial(self.marks.elapsed_ms, begin, end)
-        self.unvalidated.append(_Iteration(progress.iteration, progress.consumed_samples, samples, elapsed_ms))
+        self.unvalidated.append(_Iteration(progress.iteration, progress.consumed_samples, samples, tokens, elapsed_ms))
         self._add_metrics(results)
 
     def _ramp_up(self) -> None:
@@ -319,6 +330,7 @@ class _Run:
                     iteration=done.iteration,
                     consumed_samples=done.consumed_samples,
                     samples=done.samples,
+                    tokens=done.tokens,
                     elapsed_ms=done.elapsed_ms,
                     result=result,
                 )

@@ -68,6 +68,7 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
         overlap_p2p_comm=overlaps,
         batch_p2p_comm=not overlaps,
         deallocate_pipeline_outputs=on_gpu or not overlaps,
+        **_lengths(settings),
         calculate_per_token_loss=settings.optim.calculate_per_token_loss,
     )
 
@@ -91,6 +92,16 @@ def _shape(settings: Settings) -> dict[str, Any]:
         "persist_layer_norm": False,
         "cuda_graph_scope": [],
     }
+
+
+def _lengths(settings: Settings) -> dict[str, Any]:
+    """Makes megatron-core's own schedules send a shape in front of every tensor."""
+    sends_shapes = settings.data.variable_seq_lengths and settings.pipeline_size > 1 and settings.zero_bubble.schedule == "stock"
+    if not sends_shapes:
+        return {}
+    # megatron-core refuses its default dispatcher, even where nothing is dispatched.
+    others = {} if settings.moe.num_experts is not None else {"moe_token_dispatcher_type": "alltoall"}
+    return {"variable_seq_lengths": True, **others}
 
 
 def _context(settings: Settings) -> dict[str, Any]:

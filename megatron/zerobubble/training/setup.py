@@ -28,6 +28,7 @@ from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.training import mcore_config
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job
+from megatron.zerobubble.training.planning.lengths import unequal_options
 from megatron.zerobubble.training.step import ForwardStep, TrainingState
 
 __all__ = ["ModelProvider", "ModelSetup", "build_training_state"]
@@ -124,6 +125,7 @@ def build_training_state(
         config=config,
         timeout=timeout,
         p2p_max_ctas=zero_bubble.zero_bubble_p2p_max_ctas,
+        unequal=None if spec.is_stock else unequal_options(settings, config),
     )
     pipeline = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     job.watch.begin_pipeline(pipeline)

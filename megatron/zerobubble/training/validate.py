@@ -12,12 +12,11 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError
+from megatron.zerobubble.errors import CheckpointError, ConfigError
 from megatron.zerobubble.mcore.model.transformer_engine import OLDEST_TRANSFORMER_ENGINE
 from megatron.zerobubble.plan.partition.hybrid_pattern import MAMBA
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.corpus import documents_of_splits, read_corpus_info
-from megatron.zerobubble.training.data.index import check_dataset, file_bytes
+from megatron.zerobubble.training.validate_data import check_data, check_documents
 from megatron.zerobubble.training.validate_model import (
     check_attention,
     check_context_parallel,
@@ -70,10 +69,11 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     check_latent_attention(settings)
     check_experts(settings)
     check_fp8(settings)
+    check_documents(settings)
     _check_installed(settings)
     _check_optimizer(settings)
     _check_gradients(settings)
-    _check_data(settings, reads_all=is_first)
+    check_data(settings, reads_all=is_first)
     _check_checkpoint(settings)
     check_trace(settings)
     check_targets(settings, tries=is_first)
@@ -242,49 +242,6 @@ def _check_gradients(settings: Settings) -> None:
     for problem, is_given in problems.items():
         if is_given:
             raise ConfigError(f"--zero-bubble-shard-gradients {size} {problem}")
-
-
-def _check_data(settings: Settings, *, reads_all: bool) -> None:
-    if settings.data.mock_data:
-        return
-    sources, run = settings.data.sources, settings.run
-    for prefix in sources.prefixes:
-        _check_dataset(settings, prefix, reads_all=reads_all)
-    if sources.divided is not None:
-        for prefix in sources.divided.prefixes:
-            _check_splits(settings, prefix)
-        return
-    train, valid, _ = sources.per_split
-    if train is None and not run.skip_train:
-        raise ConfigError("no data to train on: give --train-data-path, or --skip-train to evaluate only")
-    if valid is None and run.eval_iters > 0:
-        raise ConfigError("no data to validate on: give --valid-data-path, or --eval-iters 0")
-
-
-def _check_dataset(settings: Settings, prefix: str, *, reads_all: bool) -> None:
-    """Raise unless a dataset is there and whole, and was made with the tokenizer of the run."""
-    index = check_dataset(prefix, reads_all=reads_all)
-    info = read_corpus_info(prefix)
-    if info is not None:
-        info.check_matches(settings.tokenizer.tokenizer_type, settings.tokenizer.known_vocab_size)
-        info.check_index(index, bin_bytes=file_bytes(index.bin_path))
-
-
-def _check_splits(settings: Settings, prefix: str) -> None:
-    """Raise if a split that the run reads has no documents: megatron-core would search for its samples forever."""
-    data, run = settings.data, settings.run
-    counts = documents_of_splits(prefix, data.split_weights)
-
-    def check(name: str, count: int, is_read: bool, remedy: str) -> None:
-        if is_read and count == 0:
-            raise DataError(
-                f"--split {data.split_text!r} leaves none of the {sum(counts)} document(s) of {prefix} for {name}; give a larger "
-                f"share, such as --split 90,10,0, {remedy}or more documents"
-            )
-
-    training, validation, _ = counts
-    check("training", training, not run.skip_train or data.split_weights[0] > 0.0, "a share of 0, " if run.skip_train else "")
-    check("validation", validation, run.eval_iters > 0, "--eval-iters 0, ")
 
 
 def _check_checkpoint(settings: Settings) -> None:

@@ -33,11 +33,42 @@ from megatron.zerobubble.mcore.stock_loop import patches as installing
 from tests.support.gpt import _destroy_groups
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
 from tests.support.ranks import RankPool
-from tests.support.stock import EXAMPLE, example, train, train_hybrid, train_mtp, train_shared
+from tests.support.stock import EXAMPLE, example, train, train_hybrid, train_mtp, train_shared, train_unequal
 from tests.training.launch import launch
 
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
+
+
+UNEQUAL = f"--num-layers 4 --hidden-size 32 --train-iters 3 --num-microbatches 6 --lr 1e-4 {TWO}"
+
+
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        ("", {"schedule": "zb-h1"}),
+        ("--virtual-pipeline-model-parallel-size 2 --overlap-grad-reduce --use-distributed-optimizer", {"schedule": "zbv"}),
+        ("--virtual-pipeline-model-parallel-size 2", {"schedule": "zbv", "optimizer_post_validation": True}),
+        ("", {"schedule": "1f1b", "reorder_microbatches": False}),
+    ],
+    ids=["zb-h1", "zbv", "post-validation", "in-order"],
+)
+def test_unequal_microbatches(four_ranks: RankPool, more: str, options: dict[str, Any]) -> None:
+    """The losses of megatron-core's own 1F1B with variable_seq_lengths, in the order of the data, on two replicas."""
+    expected = _losses(four_ranks.run(train_unequal, UNEQUAL, {}))
+    actual = _losses(four_ranks.run(train_unequal, f"{UNEQUAL} {more}", options))
+    assert len(expected) == 2
+    for own, reference in zip(actual, expected, strict=True):
+        if options.get("reorder_microbatches", True):
+            assert own[0] == reference[0], "a forward pass sees one microbatch, whenever it runs"
+            assert own[1:] == [pytest.approx(losses, rel=1e-4) for losses in reference[1:]]
+        else:
+            assert own == reference
+
+
+def test_lengths_that_are_not_known(four_ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match=r"variable_seq_lengths .* schedule 'zb-h1'.*give microbatch_tokens to"):
+        four_ranks.run(train_unequal, UNEQUAL, {"schedule": "zb-h1", "microbatch_tokens": None})
 
 
 def _losses(histories: list[Any]) -> list[Any]:

@@ -16,7 +16,8 @@ with quiet_third_parties():
     from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    from megatron.zerobubble.training.data.samples import Batch, ConsumedSamples, next_batch
+    from megatron.zerobubble.training.data.sampler import ConsumedSamples
+    from megatron.zerobubble.training.data.samples import Batch, next_batch
 
 
 def microbatches(*, consumed: int, num_ranks: int, total: int = 48, micro: int = 2) -> list[list[list[int]]]:

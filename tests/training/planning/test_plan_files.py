@@ -99,6 +99,12 @@ def _deadlock(body: dict[str, Any]) -> None:
         (lambda body: body.update(costs={}), "", PlanError, "plan.json: costs: 'forward_ms' must be a list"),
         (lambda body: body.update(costs=FOUR_STAGES), "", PlanError, "plan.json: the costs are for 4 stages and the plan has 8"),
         (lambda body: None, "--zero-bubble-schedule stock", ConfigError, "its schedule 'stock' is unknown"),
+        (
+            lambda body: body.update(format="zerobubble-plan/2", assignment=[1, 0, 2, 3, 4, 5]),
+            "",
+            PlanError,
+            "plans microbatches of certain lengths, and a run plans each iteration for its own",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(

@@ -25,6 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.zerobubble.mcore.build import build_chunks
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
+from megatron.zerobubble.mcore.microbatches.unequal import UnequalOptions
 from megatron.zerobubble.mcore.model.layout import pipeline_layout
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
@@ -89,7 +90,9 @@ class GPTContender:
             self._chunks, self._store = built.chunks, built.store
             self._optimizer = get_megatron_optimizer(self._optimizer_config(), self._chunks)
             step_on_shards(self._optimizer, self._chunks)
-        self._schedule = PipelineSchedule(self._spec, self._chunks, store=built.store, config=self._config)
+        self._schedule = PipelineSchedule(
+            self._spec, self._chunks, store=built.store, config=self._config, unequal=self._unequal_options()
+        )
         self._schedule.recordings.every = 1
 
     def iterate(self, num_microbatches: int) -> None:
@@ -127,6 +130,10 @@ class GPTContender:
     def close(self) -> None:
         """Destroy the schedule's process groups. Every rank must call it."""
         self._schedule.close()
+
+    def _unequal_options(self) -> UnequalOptions | None:
+        """How microbatches of unequal length are planned; None: they are equal."""
+        return None
 
     def _make_spec(self, contender: ContenderSpec, num_ranks: int) -> ScheduleSpec:
         name = STOCK if contender.runtime is Runtime.STOCK else contender.schedule
@@ -169,7 +176,7 @@ class GPTContender:
 
     def _forward_step(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         tokens, labels = next(iterator)
-        positions = torch.arange(self._sizes.seq_length, device=tokens.device).expand_as(tokens)
+        positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
         return model(tokens, positions, None, labels=labels), _mean
 
 

@@ -33,6 +33,8 @@ from megatron.zerobubble.mcore.build import check_config, make_store
 from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.ddp.wrap import order_wgrads_by_bucket
 from megatron.zerobubble.mcore.memory import state_bytes, usable_bytes
+from megatron.zerobubble.mcore.microbatches.lengths import TokensOf
+from megatron.zerobubble.mcore.microbatches.unequal import UnequalOptions, attention_share
 from megatron.zerobubble.mcore.model.attention import use_torch_attention
 from megatron.zerobubble.mcore.model.embeddings import Finalize, FinalizeGradients, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.hybrid import check_hybrid, place_stack
@@ -90,6 +92,10 @@ class StockLoopOptions:
     """Whether torch's attention replaces megatron-core's own."""
     post_validation: PostValidationOptions | None = None
     """How optimizer steps are taken optimistically; None: by megatron-core's own `step`."""
+    microbatch_tokens: TokensOf | None = None
+    """Length of a microbatch of the loop's data; None: all have the sequence length of the schedule's call."""
+    reorder_microbatches: bool = True
+    """Whether microbatches of unequal length may run in another order than that in which they come."""
     memory_limit: ByteLimit | None = None
     """Most memory per rank, with weights, gradients and optimizer state; None: no limit in bytes."""
     weights_seed: int | None = None
@@ -259,7 +265,7 @@ class StockLoop:
             num_ranks=parallel_state.get_pipeline_model_parallel_world_size(),
             num_chunks=config.virtual_pipeline_model_parallel_size,
         )
-        check_config(config, spec)
+        check_config(config, spec, knows_lengths=self.options.microbatch_tokens is not None)
         check_hybrid(module)
         if self.options.torch_attention:
             use_torch_attention(module)
@@ -316,7 +322,9 @@ class StockLoop:
     ) -> list[Any]:
         """One call of the loop's forward-backward function; arguments and result are megatron-core's. All ranks must call it."""
         chunks = model if isinstance(model, list) else [model]
-        running = next((each for each in self._running if each.chunks == chunks), None) or self._start(chunks, num_microbatches)
+        running = next((each for each in self._running if each.chunks == chunks), None) or self._start(
+            chunks, num_microbatches, usual_tokens=int(given["seq_length"])
+        )
         self._place_finalize(get_model_config(chunks[0]), running.schedule.spec.placement)
         if forward_only and running.steps is not None:
             running.steps.flush()
@@ -345,7 +353,7 @@ class StockLoop:
             replanner.after(running.iterations, num_microbatches)
         return results
 
-    def _start(self, chunks: Sequence[nn.Module], num_microbatches: int) -> _Running:
+    def _start(self, chunks: Sequence[nn.Module], num_microbatches: int, *, usual_tokens: int) -> _Running:
         known = {id(each.wrapped): each for each in self._adopted}
         strangers = [chunk for chunk in chunks if id(chunk) not in known]
         if strangers:
@@ -370,6 +378,7 @@ class StockLoop:
             store=first.store,
             config=get_model_config(chunks[0]),
             p2p_max_ctas=self.options.p2p_max_ctas,
+            unequal=self._unequal(get_model_config(chunks[0]), usual_tokens),
         )
         relay = None
         if self.options.is_v:
@@ -386,13 +395,28 @@ class StockLoop:
         self._running.append(running)
         return running
 
+    def _unequal(self, config: Any, usual_tokens: int) -> UnequalOptions | None:
+        """How microbatches of unequal length are planned; None: they are equal."""
+        if self.options.microbatch_tokens is None:
+            return None
+        return UnequalOptions(
+            tokens_of=self.options.microbatch_tokens,
+            usual_tokens=usual_tokens,
+            attention_share=attention_share(config, usual_tokens),
+            reorders=self.options.reorder_microbatches,
+            objective=self._objective,
+        )
+
+    @property
+    def _objective(self) -> Objective:
+        """A synchronous optimizer waits for all ranks: the iteration takes from the first op of any to the last op of any."""
+        return Objective.MAKESPAN if self.options.post_validation is None else Objective.SPAN
+
     def _make_replanner(self, schedule: PipelineSchedule, chunks: Sequence[nn.Module], num_microbatches: int) -> Replanner | None:
         options = self.options
         if options.timed is None:
             return None
-        # A synchronous optimizer waits for all ranks: the iteration takes from the first op of any rank to the last op of any.
-        objective = Objective.MAKESPAN if options.post_validation is None else Objective.SPAN
-        search = SearchOptions(objective=objective, budget=budget_of(options.planning_seconds))
+        search = SearchOptions(objective=self._objective, budget=budget_of(options.planning_seconds))
         limit = options.memory_limit
         if limit is None:
             return Replanner(schedule, options.timed, search, num_microbatches=num_microbatches)

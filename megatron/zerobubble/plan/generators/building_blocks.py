@@ -20,7 +20,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 
 from megatron.zerobubble.plan.generators.zbv import zbv
-from megatron.zerobubble.plan.search.core import Order
+from megatron.zerobubble.plan.search.interface import Order
 from megatron.zerobubble.plan.search.orders import SeedOrder, seed_order_of
 
 _PERIOD = 6

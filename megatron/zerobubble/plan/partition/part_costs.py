@@ -37,4 +37,4 @@ class PartCosts:
         """The costs of stages with these `layers`, on the same number of ranks."""
         nothing = (0.0,) * layers.num_stages
         stages = {kind: tuple(self.by_kind[kind].stages_ms(layers)) if kind in self.by_kind else nothing for kind in _KINDS}
-        return CostModel(**stages, comm_ms=self.comm_ms)
+        return CostModel.of_lists(stages, comm_ms=self.comm_ms)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.render.text import render_text
@@ -16,6 +18,32 @@ def headline(plan: Plan) -> str:
         f"{plan.schedule}: {plan.num_ranks} pipeline ranks (PP), {plan.num_microbatches} microbatches per iteration, "
         f"{plan.placement.num_chunks} stage(s) per rank ({plan.placement.name})"
     )
+
+
+def lengths(simulation: Simulation) -> list[str]:
+    """The unequal microbatches and links of a plan, one line each; empty if all are equal."""
+    costs, plan, lines = simulation.costs, simulation.plan, []
+    every = costs.per_microbatch
+    if every is not None:
+        tokens = [every.tokens[plan.batch_index(i)] for i in range(plan.num_microbatches)] if every.tokens else []
+        mean = f" (mean {sum(tokens) / len(tokens):.0f})" if tokens else ""
+        lines.append(
+            f"microbatches of {min(tokens)} to {max(tokens)} tokens{mean}" if tokens else "microbatches of unequal costs"
+        )
+        lines[-1] += f", idle share {100 * simulation.idle_share:.2f} % of the makespan"
+        if plan.assignment:
+            lines.append(f"in the order of the data: {_joined(plan.assignment)}")
+        if tokens:
+            lines.append(f"with tokens: {_joined(tokens)}")
+    if costs.links is not None:
+        p = costs.links.num_ranks
+        times = [costs.links.time_ms(a, b) for a in range(p) for b in range(p) if a != b]
+        lines.append(f"links of {min(times):.3f} to {max(times):.3f} ms per message of microbatch 0")
+    return lines
+
+
+def _joined(values: Sequence[int]) -> str:
+    return " ".join(map(str, values))
 
 
 def measures(simulation: Simulation) -> str:
@@ -48,4 +76,4 @@ def summary(result: Result, width: int) -> str:
         )
     ]
     timeline = render_text(simulation.rows, max_width=width)
-    return "\n".join([headline(plan), "", timeline, "", measures(simulation), bounds(result), *ranks])
+    return "\n".join([headline(plan), "", timeline, "", *lengths(simulation), measures(simulation), bounds(result), *ranks])

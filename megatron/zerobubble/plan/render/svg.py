@@ -59,6 +59,8 @@ class _Panel:
     """Pixels per millisecond."""
     length_ms: float
     top: int
+    notes: Sequence[str] = ()
+    """Per microbatch what the title of its ops adds to their name."""
 
     @property
     def bottom(self) -> int:
@@ -106,9 +108,10 @@ class _Panel:
     def _op(self, timed: TimedOp, y: int, chunk: int) -> str:
         op, x = timed.op, self._x(timed.start_ms)
         width = max((timed.end_ms - timed.start_ms) * self.scale, 0)
+        note = self.notes[op.microbatch] if self.notes else ""
         box = (
             f"<rect x='{x:.2f}' y='{y}' width='{width:.2f}' height='{_ROW}' fill='{COLORS[op.kind][chunk > 0]}' "
-            f"stroke='white' stroke-width='0.6'><title>{op} {timed.start_ms - self.begin_ms:.3f}.."
+            f"stroke='white' stroke-width='0.6'><title>{op}{escape(note)} {timed.start_ms - self.begin_ms:.3f}.."
             f"{timed.end_ms - self.begin_ms:.3f} ms</title></rect>"
         )
         number = str(op.microbatch)
@@ -121,11 +124,20 @@ class _Panel:
         return _LEFT + (time_ms - self.begin_ms) * self.scale
 
 
-def render_svg(rows: Rows, *, title: str = "", subtitle: str = "", width_px: int = 1200) -> str:
-    """A standalone SVG document: one row of boxes per rank, microbatch numbers where they fit, an axis in ms and a legend."""
+def render_svg(rows: Rows, *, title: str = "", subtitle: str = "", width_px: int = 1200, notes: Sequence[str] = ()) -> str:
+    """A standalone SVG document: one row of boxes per rank, microbatch numbers where they fit, an axis in ms and a legend.
+
+    Args:
+        rows: the timed ops, per rank.
+        title: title of the picture.
+        subtitle: a smaller line below the title.
+        width_px: width of the picture in pixels.
+        notes: per microbatch what the titles of its ops add to their names; empty: nothing.
+    """
     begin, end = extent(rows)
     ranks = [RankTimeline(ops=tuple(row)) for row in rows]
-    panel = _Panel(ranks=ranks, begin_ms=begin, length_ms=end - begin, scale=_scale(end - begin, width_px), top=_TOP)
+    scale = _scale(end - begin, width_px)
+    panel = _Panel(ranks=ranks, begin_ms=begin, length_ms=end - begin, scale=scale, top=_TOP, notes=notes)
     body = [*panel.draw(), *_legend(ranks, panel.bottom + 28)]
     return _document(body, title=title, subtitle=subtitle, width_px=width_px, height=panel.bottom + 58)
 

@@ -1,7 +1,8 @@
 """The inner loop of the search: score an order, build an order from a policy, and anneal an order.
 
-This file and `core.cpp` are twins, and so are `moves.py` and `moves.hpp`: the same arithmetic in the same order and the same
-random numbers, so that the same seed gives the same plan with and without a compiler. Change both together; a test compares them.
+This file and `core.cpp` with its headers are twins (`evaluate.hpp` scores, `decode.hpp` builds from a policy), and so are
+`moves.py` and `moves.hpp`: the same arithmetic in the same order and the same random numbers, so that the same seed gives the
+same plan with and without a compiler. Change both together; a test compares them.
 
 An *order* has one row per rank, and a row is a string of bytes ``3 * chunk + kind`` with kind 0, 1, 2 for F, B, W. Microbatches
 ascend per stage and kind (an invariant of every plan), so the bytes define the plan completely.
@@ -27,6 +28,10 @@ Proof: take the oldest unfinished microbatch, and let its next op be an F of chu
 microbatch has passed this stage and older ones have freed their memory, so all activations in memory belong to chunks below c,
 and by the inequality for c - 1 this activation fits.
 
+Unequal microbatches have costs of their own, and an *assignment* states which of them an order runs as its microbatch i.
+Annealing then changes both (`assign`). An F that does not fit the memory limit is charged for its excess instead of ending the
+evaluation, so that the search leaves assignments that do not fit in small steps. Policies are for equal microbatches only.
+
 All work is counted in op evaluations, never in seconds, so a budget gives the same plan on every machine.
 """
 
@@ -35,15 +40,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
 
+from megatron.zerobubble.plan.search.interface import Order, Policy, Rows
 from megatron.zerobubble.plan.search.moves import Moves, Random
-
-Order = list[bytes]
-"""Op codes per rank: bytes ``3 * chunk + kind`` with kind 0, 1, 2 for F, B, W."""
-
-Rows = Sequence[bytes | bytearray]
-"""Op codes per rank, as in `Order`, possibly without W."""
 
 EPSILON = 1e-9
 """Rounding allowed in comparisons of times and memory."""
@@ -61,52 +60,9 @@ PATIENCE_SHARE, SWAP_SHARE, SHIFT_SHARE, PLAIN_SHIFT_SHARE = 0.05, 0.1, 0.9, 0.2
 """Upper ends of the shares of moves: patience (without W only), repeated swaps, repeated shifts (without W, with W); the rest are
 single moves."""
 
-
-class Policy(NamedTuple):
-    """The parameters of a list schedule."""
-
-    durations: Sequence[float]
-    """F, B, W time of every stage, flat, in milliseconds; they may differ from the true ones."""
-    comm_ms: float
-    """P2P latency per message in milliseconds; it may differ from the true one."""
-    offsets: Sequence[float]
-    """Priority of every stage's F, B and W of microbatch 0, flat."""
-    caps: Sequence[float]
-    """Per stage, most microbatches between its F and the F of the rank's next chunk (of the last chunk: its own B)."""
-    period: float
-    """Distance of two microbatches in priority."""
-    wait_weight: float
-    """Priority lost per millisecond of waiting for an op."""
-    max_wait: float
-    """Longest wait for an op while another could run."""
-    limit: float
-    """Memory limit of the policy, in the unit of the core's limit; the smaller of the two applies."""
-    settled: float
-    """Share to which every cap falls; above 0."""
-    settle_after: float
-    """Number of microbatches over which it falls; above 0."""
-
-
-class Core(Protocol):
-    """The interface of `PythonCore` and of the compiled core."""
-
-    work: float
-    """Op evaluations so far."""
-
-    def evaluate(self, order: Order) -> tuple[float, float]:
-        """Score, which the search minimizes, and objective (span or makespan) in ms; infinite if it deadlocks."""
-
-    def decode(self, policy: Policy) -> Order:
-        """List-schedule a policy. Empty if it cannot finish."""
-
-    def fill(self, rows: Order, patience: Sequence[float]) -> Order:
-        """The order with every W inserted; patience per rank. Empty if the rows deadlock or exceed the memory limit."""
-
-    def anneal(self, rows: Order, patience: Sequence[float], seed: int, budget: float, temperature: float) -> Order:
-        """Move ops within rows at random, with an acceptance threshold falling from `temperature` to 0, and fill the best.
-
-        If some patience is finite (rows without W), more of the moves change many ops at once, and some change the patience.
-        """
+ASSIGN_SHARE, LATE_MOVE_SHARE = 0.8, 0.5
+"""With unequal microbatches: share of moves that change the assignment, and upper end of the share of repeated shifts among the
+others."""
 
 
 class PythonCore:
@@ -122,8 +78,10 @@ class PythonCore:
         remaining: Sequence[float],
         limit: float,
         makespan: bool,
+        links: Sequence[float] = (),
+        excess_ms: float = 0.0,
     ) -> None:
-        """Take costs as in `CostModel`, with `durations` flat over (stage, F B W).
+        """Take costs as in `CostModel`, with `durations` flat over (stage, F B W), and of unequal microbatches over them in turn.
 
         Args:
             num_microbatches: m.
@@ -134,6 +92,8 @@ class PythonCore:
             remaining: per stage, memory from B to W.
             limit: most memory per rank, in the unit of `activation`.
             makespan: minimize the makespan instead of the span.
+            links: time of a message of each producing stage, flat over (F B, stage), in place of `comm_ms`.
+            excess_ms: milliseconds charged per unit of memory above the limit; 0: an order that exceeds it has no score.
         """
         self.m = num_microbatches
         self.rank_of = list(stage_to_rank)
@@ -142,16 +102,35 @@ class PythonCore:
         self.stages = [[s for s, rank in enumerate(self.rank_of) if rank == r] for r in range(self.p)]
         self.chunk_of = [self.stages[rank].index(s) for s, rank in enumerate(self.rank_of)]
         self.durations = list(durations)
-        self.comm_ms = comm_ms
         self.activation = list(activation)
         self.remaining = list(remaining)
         self.limit = limit
         self.makespan = makespan
-        self.work = 0.0
+        self.excess_ms = excess_ms
+        self.width = self.m if self.m > 1 and len(self.activation) == self.num_stages * self.m else 1
+        self.slots = self._own_slots()
+        self.links = list(links) or self._equal_links(comm_ms)
+        self.work = self.excess = 0.0
         self.step_of: list[int] = []
         self._ranks: list[_Rank] = []
         self._critical: list[tuple[int, int]] = []
         self._moves = Moves(self.m, [len(stages) for stages in self.stages])
+
+    def _own_slots(self) -> list[int]:
+        return list(range(self.m)) if self.width > 1 else [0] * self.m
+
+    def _taken(self, assignment: Sequence[int]) -> list[int]:
+        """Equal microbatches have one column of costs, whatever the assignment."""
+        return list(assignment) if self.width > 1 else [0] * self.m
+
+    def _equal_links(self, comm_ms: float) -> list[float]:
+        links = []
+        for kind in (0, 1):
+            for producer in range(self.num_stages):
+                consumer = producer + 1 if kind == 0 else producer - 1
+                crosses = 0 <= consumer < self.num_stages and self.rank_of[consumer] != self.rank_of[producer]
+                links += [comm_ms if crosses else 0.0] * self.width
+        return links
 
     # -- scoring --------------------------------------------------------------------------------------------------------
 
@@ -162,7 +141,21 @@ class PythonCore:
     def fill(self, rows: Rows, patience: Sequence[float]) -> Order:
         """See `Core`."""
         order = [bytearray() for _ in range(self.p)]
-        return [bytes(row) for row in order] if self._run(rows, patience, order)[0] < math.inf else []
+        return [bytes(row) for row in order] if self._run(rows, patience, order)[1] < math.inf else []
+
+    def evaluate_assigned(self, rows: Rows, patience: Sequence[float], assignment: Sequence[int]) -> tuple[float, float]:
+        """See `Core`."""
+        self.slots = self._taken(assignment)
+        found = self._run(rows, patience, None)
+        self.slots = self._own_slots()
+        return found
+
+    def fill_assigned(self, rows: Rows, patience: Sequence[float], assignment: Sequence[int]) -> Order:
+        """See `Core`."""
+        self.slots = self._taken(assignment)
+        order = self.fill(rows, patience)
+        self.slots = self._own_slots()
+        return order
 
     def _run(self, rows: Rows, patience: Sequence[float], out: list[bytearray] | None) -> tuple[float, float]:
         """Score and objective of rows that may leave W out; the rows with every W are appended to `out`."""
@@ -173,6 +166,7 @@ class PythonCore:
             for rank, (stages, row, waits) in enumerate(zip(self.stages, rows, patience, strict=True))
         ]
         stack = list(range(self.p - 1, -1, -1))
+        self.excess = 0.0
         self.work += sum(map(len, rows))
         while stack:
             if not ranks[stack.pop()].advance(ranks, ends, stack):
@@ -185,7 +179,10 @@ class PythonCore:
             longest = max(longest, span)
             mean += span
         objective = max(rank.now for rank in ranks) - min(rank.first for rank in ranks) if self.makespan else longest
-        return objective + MEAN_WEIGHT * (mean / self.p), objective
+        score = objective + MEAN_WEIGHT * (mean / self.p)
+        if self.excess > 0:
+            return score + self.excess_ms * self.excess, math.inf
+        return score, objective
 
     # -- list scheduling ------------------------------------------------------------------------------------------------
 
@@ -280,40 +277,80 @@ class PythonCore:
 
     def anneal(self, rows: Rows, patience: Sequence[float], seed: int, budget: float, temperature: float) -> Order:
         """See `Core`."""
+        return self._improve(rows, patience, self.slots, seed, budget, temperature, assigns=False, fixed_order=False)[0]
+
+    def assign(
+        self,
+        rows: Rows,
+        patience: Sequence[float],
+        assignment: Sequence[int],
+        seed: int,
+        budget: float,
+        temperature: float,
+        fixed_order: bool,
+    ) -> tuple[Order, list[int]]:
+        """See `Core`."""
+        return self._improve(rows, patience, assignment, seed, budget, temperature, assigns=True, fixed_order=fixed_order)
+
+    def _improve(
+        self,
+        rows: Rows,
+        patience: Sequence[float],
+        assignment: Sequence[int],
+        seed: int,
+        budget: float,
+        temperature: float,
+        *,
+        assigns: bool,
+        fixed_order: bool,
+    ) -> tuple[Order, list[int]]:
+        """`assign`, or with `assigns` false `anneal`, which leaves the assignment as it is."""
         random = Random(seed)
-        current = [bytearray(row) for row in rows]
-        patient = list(patience)
+        self.slots = self._taken(assignment)
+        current, patient = [bytearray(row) for row in rows], list(patience)
         filled = any(value < math.inf for value in patient)
-        score = self._run(current, patient, None)[0]
-        if score == math.inf:
-            return []
-        self._find_critical()
-        best, best_patience, best_score = list(current), patient, score
+        shift_share = LATE_MOVE_SHARE if assigns else SHIFT_SHARE if filled else PLAIN_SHIFT_SHARE
+        score, objective = self._run(current, patient, None)
+        best, best_patience, best_slots = list(current), patient, self.slots
+        best_score = score if objective < math.inf else math.inf
+        if score == math.inf or (fixed_order and self.width == 1):
+            budget = 0.0
+        if budget > 0:
+            self._find_critical()
         begin = self.work
         while self.work - begin < budget:
             left = 1.0 - (self.work - begin) / budget
-            varied, changed = patient, dict[int, bytearray]()
+            varied, previous, changed = patient, self.slots, dict[int, bytearray]()
             choice = random.unit()
-            if filled and choice < PATIENCE_SHARE:
-                varied = self._moves.vary_patience(patient, random)
-            elif choice < SWAP_SHARE:
-                changed = self._moves.repeated_swap(current, 2 if filled else 3, random)
-            elif choice < (SHIFT_SHARE if filled else PLAIN_SHIFT_SHARE):
-                changed = self._moves.repeated_shift(current, random)
+            if fixed_order or (assigns and self.width > 1 and choice < ASSIGN_SHARE):
+                self.slots = self._moves.reassign(previous, random)
             else:
-                changed = self._moves.single_move(current, self._critical, random)
+                kind = random.unit() if assigns else choice
+                if filled and kind < PATIENCE_SHARE:
+                    varied = self._moves.vary_patience(patient, random)
+                elif kind < SWAP_SHARE:
+                    changed = self._moves.repeated_swap(current, 2 if filled else 3, random)
+                elif kind < shift_share:
+                    changed = self._moves.repeated_shift(current, random)
+                else:
+                    changed = self._moves.single_move(current, self._critical, random)
             self.work += MOVE_WEIGHT
-            if not changed and varied is patient:
+            if not changed and varied is patient and self.slots is previous:
                 continue
             candidate = [changed.get(rank, row) for rank, row in enumerate(current)]
             self.work += sum(map(len, changed.values()))
-            candidate_score = self._run(candidate, varied, None)[0]
+            candidate_score, reached = self._run(candidate, varied, None)
             if candidate_score <= score + temperature * left * left * random.unit():
                 current, patient, score = candidate, varied, candidate_score
                 self._find_critical()
-                if score < best_score:
-                    best, best_patience, best_score = current, patient, score
-        return self.fill(best, best_patience)
+                if reached < math.inf and score < best_score:
+                    best, best_patience, best_slots, best_score = current, patient, self.slots, score
+            else:
+                self.slots = previous
+        self.slots = best_slots
+        found = self.fill(best, best_patience)
+        self.slots = self._own_slots()
+        return found, list(best_slots if self.width > 1 else assignment)
 
     def _find_critical(self) -> None:
         """Find the critical path of the last run: the ops that determine when its longest rank ends, last first."""
@@ -363,16 +400,16 @@ class _Rank:
                 if ready < 0:
                     self.awaited = key
                     return True
-                if core.rank_of[producer] != core.rank_of[stage]:
-                    ready += core.comm_ms
-            if not self._fill(ready, core.activation[stage] if kind == 0 else -math.inf):
+                ready += core.links[(kind * num_stages + producer) * core.width + core.slots[count]]
+            at = stage * core.width + core.slots[count]
+            if not self._fill(ready, core.activation[at] if kind == 0 else -math.inf):
                 return False
             if ready > self.now:
                 self.now, self.bound[self.step] = ready, key
             if self.step == 0:
                 self.first = self.now
-            self.now += core.durations[3 * stage + kind]
-            self.held += core.activation[stage] if kind == 0 else core.remaining[stage] - core.activation[stage]
+            self.now += core.durations[(3 * stage + kind) * core.width + core.slots[count]]
+            self.held += core.activation[at] if kind == 0 else core.remaining[at] - core.activation[at]
             self.counts[code] = count + 1
             self.out.append(code)
             self.step += 1
@@ -391,23 +428,30 @@ class _Rank:
 
     def _fill(self, ready: float, needed: float) -> bool:
         """Run W until the next op fits the memory and starts too soon (at `ready`) for another W; whether it fits."""
+        core = self.core
         while True:
-            full = self.held + needed > self.core.limit + EPSILON
+            full = self.held + needed > core.limit + EPSILON
             if not full and ready <= self.now:
                 return True
-            oldest, microbatch = -1, self.core.m
+            oldest, microbatch = -1, core.m
             for chunk in reversed(range(len(self.stages))):
                 done = self.counts[3 * chunk + 2]
                 if done < self.counts[3 * chunk + 1] and done < microbatch:
                     oldest, microbatch = chunk, done
             if full and oldest < 0:
-                return False
-            if oldest < 0 or (not full and ready - self.now < self.patience * self.core.durations[3 * self.stages[oldest] + 2]):
+                core.excess += self.held + needed - core.limit
+                return core.excess_ms > 0
+            if oldest < 0:
+                return True
+            wgrad = core.durations[(3 * self.stages[oldest] + 2) * core.width + core.slots[microbatch]]
+            if not full and ready - self.now < self.patience * wgrad:
                 return True
             self._wgrad(oldest)
 
     def _wgrad(self, chunk: int) -> None:
-        self.now += self.core.durations[3 * self.stages[chunk] + 2]
-        self.held -= self.core.remaining[self.stages[chunk]]
+        core, stage = self.core, self.stages[chunk]
+        slot = core.slots[self.counts[3 * chunk + 2]]
+        self.now += core.durations[(3 * stage + 2) * core.width + slot]
+        self.held -= core.remaining[stage * core.width + slot]
         self.counts[3 * chunk + 2] += 1
         self.out.append(3 * chunk + 2)

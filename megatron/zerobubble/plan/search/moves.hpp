@@ -12,6 +12,7 @@
 namespace zerobubble {
 
 constexpr double kCriticalShare = 0.7;
+constexpr double kRotateShare = 0.3;
 
 using Row = std::string;
 using Order = std::vector<Row>;
@@ -121,6 +122,17 @@ class Moves {
         }
       }
       if (row != rows[rank]) changed.emplace_back(rank, std::move(row));
+    }
+  }
+
+  void reassign(std::vector<int>& slots, Random& random) const {
+    const int from = random.below(m_), to = (from + 1 + random.below(m_ - 1)) % m_;
+    if (random.unit() >= kRotateShare) {
+      std::swap(slots[from], slots[to]);
+    } else if (from < to) {
+      std::rotate(slots.begin() + from, slots.begin() + from + 1, slots.begin() + to + 1);
+    } else {
+      std::rotate(slots.begin() + to, slots.begin() + from, slots.begin() + from + 1);
     }
   }
 

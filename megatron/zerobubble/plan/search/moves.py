@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+ROTATE_SHARE = 0.3
+"""Share of reassignments that move one microbatch to another slot, and those between by one, instead of swapping two."""
+
 CRITICAL_SHARE = 0.7
 """Share of single moves that take an op on the critical path, because no other single move shortens it."""
 
@@ -124,6 +127,17 @@ class Moves:
                     row.insert(target, row.pop(step))
             if row != rows[rank]:
                 changed[rank] = row
+        return changed
+
+    def reassign(self, slots: Sequence[int], random: Random) -> list[int]:
+        """Assign two microbatches to each other's slots, or move one to another slot; there are at least two."""
+        start = random.below(self._m)
+        target = (start + 1 + random.below(self._m - 1)) % self._m
+        changed = list(slots)
+        if random.unit() >= ROTATE_SHARE:
+            changed[start], changed[target] = changed[target], changed[start]
+        else:
+            changed.insert(target, changed.pop(start))
         return changed
 
     def _some_ranks(self, random: Random) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Callable, Sequence
 
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
-from megatron.zerobubble.plan.search.core import Order
+from megatron.zerobubble.plan.search.interface import Order
 from megatron.zerobubble.plan.transforms import split_fused
 
 SeedOrder = Callable[[int], Order]
@@ -57,10 +57,11 @@ def without_wgrad(order: Order, *, tail: bool = False) -> Order:
 
 def seed_order_of(generate: Callable[[int], Plan]) -> SeedOrder:
     """A seed order from a function that takes the number of microbatches and returns a plan; every BW becomes B and W."""
-    return lambda num_microbatches: _order_of(split_fused(generate(num_microbatches)))
+    return lambda num_microbatches: order_of(split_fused(generate(num_microbatches)))
 
 
-def _order_of(plan: Plan) -> Order:
+def order_of(plan: Plan) -> Order:
+    """The op codes of a plan with split backwards."""
     kind_code = {kind: code for code, kind in enumerate(_KINDS)}
     chunk = [plan.placement.chunk_of(stage) for stage in range(plan.num_stages)]
     return [bytes(3 * chunk[op.stage] + kind_code[op.kind] for op in row) for row in plan.ops]

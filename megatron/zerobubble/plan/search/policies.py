@@ -27,7 +27,7 @@ from typing import Any
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.search.core import Policy
+from megatron.zerobubble.plan.search.interface import Policy
 
 _NEVER = 1000.0
 _WGRAD_DELAYS = (-0.1, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, _NEVER, _NEVER)

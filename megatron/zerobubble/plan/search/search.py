@@ -33,7 +33,8 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.search.bound import lower_bound
-from megatron.zerobubble.plan.search.core import EPSILON, Core, Order, PythonCore
+from megatron.zerobubble.plan.search.core import EPSILON, PythonCore
+from megatron.zerobubble.plan.search.interface import Core, Order
 from megatron.zerobubble.plan.search.orders import SeedOrder, plan_of_order, repeated, without_wgrad
 from megatron.zerobubble.plan.search.policies import Block, Blocks, flat_durations
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
@@ -131,12 +132,23 @@ def smallest_memory(placement: Placement, num_microbatches: int, costs: CostMode
     """The smallest feasible memory limit; 1.0 is 1F1B's rank 0.
 
     It is the activation memory of a single microbatch on the rank that needs most, each of its chunks counted at its maximum
-    (see `CostModel.reserved`).
+    (see `CostModel.reserved`); of unequal microbatches, that of the largest.
     """
-    costs.check_fits(placement)
+    costs.check_fits(placement, num_microbatches)
+    return max(memory_of_microbatches(placement, costs)) / min(placement.num_ranks, num_microbatches)
+
+
+def memory_of_microbatches(placement: Placement, costs: CostModel) -> list[float]:
+    """Activation memory of each microbatch alone on the rank that needs most, in the unit of the costs; one if all are equal."""
     costs = costs.reserved
-    unit = min(placement.num_ranks, num_microbatches)
-    return max(math.fsum(costs.activation[stage] for stage in stages) for stages in placement.rank_to_stages) / unit
+    own = range(1 if costs.per_microbatch is None else costs.per_microbatch.num_microbatches)
+    return [
+        max(
+            math.fsum(costs.of_microbatch("activation", stage, microbatch) for stage in stages)
+            for stages in placement.rank_to_stages
+        )
+        for microbatch in own
+    ]
 
 
 def check_memory_limit(placement: Placement, num_microbatches: int, costs: CostModel, limit: float | None) -> None:
@@ -149,8 +161,21 @@ def check_memory_limit(placement: Placement, num_microbatches: int, costs: CostM
     if limit < least - MEMORY_TOLERANCE:
         raise ConfigError(
             f"memory limit {limit:.6g} is too small for any plan of {num_microbatches} microbatches on "
-            f"{placement.num_ranks} ranks ({placement.name} placement): the smallest that works is {math.ceil(least * 1e6) / 1e6}"
+            f"{placement.num_ranks} ranks ({placement.name} placement){_largest(placement, costs, limit / least)}: "
+            f"the smallest that works is {math.ceil(least * 1e6) / 1e6}"
         )
+
+
+def _largest(placement: Placement, costs: CostModel, share: float) -> str:
+    """Which microbatch a limit of this share of its memory is too small for, in tokens if they are known."""
+    memory = memory_of_microbatches(placement, costs)
+    if len(memory) == 1 or costs.per_microbatch is None:
+        return ""
+    index = memory.index(max(memory))
+    tokens = costs.per_microbatch.tokens
+    return f", microbatch {index} " + (
+        f"has {tokens[index]} tokens and the limit holds at most {int(tokens[index] * share)}" if tokens else "is the largest"
+    )
 
 
 def memory_of(options: SearchOptions, placement: Placement, num_microbatches: int) -> float:

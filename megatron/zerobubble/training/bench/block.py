@@ -237,7 +237,7 @@ class _Block:
             self._costs, self._unit_bytes = self._replanner.costs, self._replanner.unit_bytes
         elif self._profiler is not None:
             schedule.hooks.profiler = None
-            own = Measured(profile=self._profiler.profile(), link_ms=tuple(schedule.link_times().values()))
+            own = Measured(profile=self._profiler.profile(), link_ms=schedule.link_times())
             everybody, placement = own.gathered(), schedule.spec.placement
             self._costs = measured_costs(everybody, placement)
             self._unit_bytes = unit_bytes([each.profile for each in everybody], placement)

@@ -158,7 +158,8 @@ def _source(blocks: Sequence[FirstBlock]) -> _Source | None:
 
     names = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
     links = statistics.median(costs.comm_ms for _, costs in alike)
-    return _Source(costs=CostModel(**{name: median(name) for name in names}, comm_ms=links), settings=alike[0][0].result.settings)
+    costs = CostModel.of_lists({name: median(name) for name in names}, comm_ms=links)
+    return _Source(costs=costs, settings=alike[0][0].result.settings)
 
 
 def _outside_ms(blocks: Sequence[FirstBlock]) -> float | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.training.config.require import at_most, not_negative
+from megatron.zerobubble.training.config.require import at_most, not_negative, positive
 from megatron.zerobubble.training.data.blend import SPLITS, Sources, parse_blend, read_blend, read_blends_per_split
 
 __all__ = ["DataConfig"]
@@ -51,9 +51,21 @@ class DataConfig:
     """Mask the loss of end-of-document tokens."""
     mmap_bin_files: bool = True
     """Read .bin files through file pointers. By default they are memory-mapped."""
+    variable_seq_lengths: bool = False
+    """Make each document a sample of its own length, and pad a microbatch to its longest sample instead of --seq-length. Longer
+    documents become several samples."""
+    pad_length_multiple: int = 1
+    """With --variable-seq-lengths: pad microbatches to a multiple of this many tokens."""
+    pack_sequences: bool = False
+    """Pack several documents into each sample of at most --seq-length tokens. No document attends to another one. Without
+    --variable-seq-lengths samples are padded to --seq-length."""
+    sft: bool = False
+    """Fine-tune on conversations: --data-path and its kin name files of JSON lines with messages, or prompt and response. Only
+    answers count in the loss. Without --variable-seq-lengths samples are padded to --seq-length."""
 
     def __post_init__(self) -> None:
         not_negative(self, "num_workers")
+        positive(self, "pad_length_multiple")
         at_most(self, 1024, "num_workers")
         weights = re.split(r"[,/]\s*", self.split_text.strip())
         are_numbers = len(weights) <= 3 and all(re.fullmatch(r"\d*\.?\d+", weight.strip()) for weight in weights)
@@ -63,6 +75,7 @@ class DataConfig:
             raise ConfigError(f"--split {quoted(self.split_text)} has a number that is too large; give for example 969,30,1")
         if not any(self.split_weights):
             raise ConfigError(f"--split {self.split_text!r} has no proportion above 0; give for example 969,30,1")
+        self._check_documents()
         given = self._given_sources()
         if len(given) > 1:
             raise ConfigError(f"{given[0]} and {given[1]} are both given; choose one")
@@ -70,6 +83,36 @@ class DataConfig:
             raise ConfigError("no data: give --data-path PREFIX (see tools/preprocess_data.py), or --mock-data")
         if self.split is not None and given[0] not in ("--data-path", "--data-args-path", "--mock-data"):
             raise ConfigError(f"--split divides --data-path; {given[0]} is divided already, so leave --split out")
+
+    def _check_documents(self) -> None:
+        if self.pad_length_multiple > 1 and not self.variable_seq_lengths:
+            raise ConfigError(f"--pad-length-multiple {self.pad_length_multiple} needs --variable-seq-lengths")
+        flag = self.document_flag
+        if flag is None:
+            return
+        if self.mock_data:
+            raise ConfigError(f"{flag} reads documents, and --mock-data has none; give --data-path")
+        others = {
+            "--reset-position-ids": self.reset_position_ids,
+            "--reset-attention-mask": self.reset_attention_mask,
+            "--eod-mask-loss": self.eod_mask_loss,
+        }
+        for other, is_given in others.items():
+            if is_given:
+                raise ConfigError(
+                    f"{other} is for samples that run across documents, and {flag} keeps documents apart; leave it out"
+                )
+
+    @property
+    def document_flag(self) -> str | None:
+        """The flag that makes documents samples, for errors; None if none is given."""
+        flags = {"--sft": self.sft, "--pack-sequences": self.pack_sequences, "--variable-seq-lengths": self.variable_seq_lengths}
+        return next((flag for flag, is_given in flags.items() if is_given), None)
+
+    @property
+    def reads_documents(self) -> bool:
+        """Whether samples are documents (`data.documents`), instead of pieces of --seq-length of all text (megatron-core's)."""
+        return self.document_flag is not None
 
     def _given_sources(self) -> list[str]:
         """The flags among those that name the data of a run, of which there may be one."""

@@ -278,7 +278,13 @@ class ZeroBubbleConfig:
         if self.zero_bubble_load_plan is None:
             return None
         try:
-            return _GivenPlan.parse(Path(self.zero_bubble_load_plan).read_bytes())
+            given = _GivenPlan.parse(Path(self.zero_bubble_load_plan).read_bytes())
+            if given.plan.assignment or (given.costs is not None and given.costs.per_microbatch is not None):
+                raise PlanError(
+                    "it plans microbatches of certain lengths, and a run plans each iteration for its own; plan without "
+                    "--microbatch-tokens"
+                )
+            return given
         except OSError as error:
             raise ConfigError(f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: {error.strerror}") from None
         except (PlanError, ConfigError) as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.training.data.index import DatasetIndex, read_index
 
-__all__ = ["CorpusInfo", "corpus_info_path", "documents_of_splits", "read_corpus_info"]
+__all__ = ["CorpusInfo", "corpus_info_path", "documents_of_splits", "read_corpus_info", "split_documents"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,11 @@ def documents_of_splits(prefix: str, weights: tuple[float, ...]) -> tuple[int, .
     Raises:
         DataError: the index cannot be read or is damaged.
     """
-    num_documents = float(read_index(prefix).num_sequences)
+    return tuple(len(documents) for documents in split_documents(read_index(prefix).num_sequences, weights))
+
+
+def split_documents(num_documents: int, weights: tuple[float, ...]) -> tuple[range, ...]:
+    """The numbers of the documents in each split, as megatron-core cuts them. Arguments as in `documents_of_splits`."""
     shares = itertools.accumulate((weight / sum(weights) for weight in weights), initial=0.0)
-    cuts = [round(share * num_documents) for share in shares]
-    return tuple(end - begin for begin, end in itertools.pairwise(cuts))
+    cuts = [round(share * float(num_documents)) for share in shares]
+    return tuple(range(begin, end) for begin, end in itertools.pairwise(cuts))

@@ -6,13 +6,10 @@ Documents come back in order. Only a few pieces of text per process are under wa
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +17,7 @@ import numpy as np
 from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
+from megatron.zerobubble.training.data.processes import map_in_processes
 from megatron.zerobubble.training.data.texts import Document
 
 with quiet_third_parties():
@@ -32,7 +30,6 @@ __all__ = ["Encoded", "Encoder", "encode"]
 _PIECE_CHARACTERS = 200_000
 _PIECE_DOCUMENTS = 1_000
 """A process gets documents in pieces of about this many characters, and at most this many documents."""
-_PIECES_PER_PROCESS = 3
 
 
 class Encoded(NamedTuple):
@@ -94,21 +91,18 @@ def encode(
     if num_processes == 1:
         yield from map(encoder, documents)
         return
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *(["transformers.models.auto"] if config.package == "transformers" else [])])
-    pool = ProcessPoolExecutor(num_processes, context, initializer=_start_process, initargs=(config, appends_eod))
-    pending: deque[Future[list[Encoded]]] = deque()
-    try:
-        for piece in _pieces(documents):
-            pending.append(pool.submit(_encode_piece, piece))
-            if len(pending) > _PIECES_PER_PROCESS * num_processes:
-                yield from pending.popleft().result()
-        while pending:
-            yield from pending.popleft().result()
-    except BrokenProcessPool:
-        raise DataError("a tokenizing process died, perhaps for lack of memory; give fewer --workers") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+    results = map_in_processes(
+        _encode_piece,
+        _pieces(documents),
+        num_processes=num_processes,
+        preload=[__name__, *(["transformers.models.auto"] if config.package == "transformers" else [])],
+        initializer=_start_process,
+        initargs=(config, appends_eod),
+        remedy="give fewer --workers",
+    )
+    with closing(results):
+        for piece in results:
+            yield from piece
 
 
 def _pieces(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -1,4 +1,4 @@
-"""Samples: megatron-core's GPT datasets, in an order that depends only on the number of consumed samples.
+"""Samples: megatron-core's GPT datasets, or documents, in an order that depends only on the number of consumed samples.
 
 Every rank that needs a batch reads it itself: the sampler is a pure function of (consumed samples, data-parallel rank), so
 the ranks of a tensor-parallel group, and the first and last stage of a pipeline, read the same samples without a broadcast.
@@ -19,16 +19,20 @@ from typing import Any
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.model.sequence_parts import WHOLE, SequenceParts, slices
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.blend import SPLITS
+from megatron.zerobubble.training.data.collate import PaddedBatches
+from megatron.zerobubble.training.data.document_splits import document_datasets
+from megatron.zerobubble.training.data.sampler import ConsumedSamples
 from megatron.zerobubble.training.data.token_ids import checked_batches, vocabulary_size
 
-__all__ = ["Batch", "ConsumedSamples", "Datasets", "build_datasets", "chunk_iterators", "chunk_reads", "next_batch"]
+__all__ = ["Batch", "Datasets", "build_datasets", "chunk_iterators", "chunk_reads", "next_batch"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +41,7 @@ DataIterator = Iterator[dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Datasets:
-    """Training, validation and test samples; None on ranks that read none."""
+    """Training, validation and test samples; None on ranks that read none, unless they are documents, whose lengths all know."""
 
     train: Any | None
     """Samples of --train-iters global batches."""
@@ -61,32 +65,8 @@ class Batch:
     """[b, s], float32: 1 for tokens whose loss counts, else 0."""
     attention_mask: torch.Tensor | None = None
     """[b, 1, s, S], bool, True where attention is forbidden. None: causal."""
-
-
-class ConsumedSamples(Sampler[list[int]]):
-    """Yields the sample indices of each microbatch of one data-parallel rank, after the consumed samples.
-
-    Microbatch k of rank r of dp has the b samples from ``consumed + (k * dp + r) * b`` on, so a global batch is the same set of
-    samples for every data-parallel size.
-
-    Args:
-        consumed: samples consumed so far by all ranks together.
-        total: samples of the dataset.
-        micro_batch_size: samples per microbatch, b.
-        rank: data-parallel rank, r.
-        num_ranks: data-parallel size, dp.
-    """
-
-    def __init__(self, *, consumed: int, total: int, micro_batch_size: int, rank: int, num_ranks: int) -> None:
-        self._starts = range(consumed + rank * micro_batch_size, total - micro_batch_size + 1, micro_batch_size * num_ranks)
-        self._micro_batch_size = micro_batch_size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in self._starts:
-            yield list(range(start, start + self._micro_batch_size))
-
-    def __len__(self) -> int:
-        return len(self._starts)
+    packed_seq_params: PackedSeqParams | None = None
+    """With --pack-sequences: where each sequence begins in the row, in `thd` format."""
 
 
 def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datasets:
@@ -101,6 +81,13 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
         DataError: there are too few samples, or the cache cannot be written.
     """
     data, run = settings.data, settings.run
+    counts = (settings.train_iters, run.eval_iters, run.eval_iters)
+    sizes = [max(1, iterations * settings.global_batch_size) for iterations in counts]
+    if data.reads_documents:
+        documents = document_datasets(settings, tokenizer, (sizes[0], sizes[1], sizes[2]))
+        for name, dataset, size in zip(SPLITS, documents, sizes, strict=True):
+            _check_enough(name, dataset, size)
+        return Datasets(*documents)
     sources = data.sources
     config = GPTDatasetConfig(
         random_seed=run.seed,
@@ -121,8 +108,6 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
     ):  # splits that are not read are not built: test samples, and validation samples without evaluation
         train, valid, _ = config.split_matrix
         config.split_matrix = [train, valid if run.eval_iters > 0 else None, None]
-    counts = (settings.train_iters, run.eval_iters, run.eval_iters)
-    sizes = [max(1, iterations * settings.global_batch_size) for iterations in counts]
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
     if data.data_cache_path is None:  # mutes warnings that indices of synthetic and of blended data are not cached
         for name in ("gpt_dataset", "blended_dataset"):
@@ -176,9 +161,13 @@ def _check_enough(name: str, dataset: Any | None, needed: int) -> None:
 
 
 def chunk_reads(chunk: Any, settings: Settings) -> bool:
-    """Whether a chunk reads samples: the first stage reads tokens, the last one labels, and all stages a special mask."""
+    """Whether a chunk reads samples.
+
+    The first stage reads tokens, the last one labels, and all stages a special mask or where packed documents begin.
+    """
     stage = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-    return bool(stage.pre_process or stage.post_process or settings.data.reset_attention_mask)
+    data = settings.data
+    return bool(stage.pre_process or stage.post_process or data.reset_attention_mask or data.pack_sequences)
 
 
 def chunk_iterators(
@@ -220,6 +209,7 @@ def chunk_iterators(
                 batch_sampler=sampler,
                 num_workers=settings.data.num_workers,
                 pin_memory=on_gpu,
+                collate_fn=PaddedBatches(settings) if settings.data.reads_documents else None,
                 generator=torch.Generator(),  # its own: reading samples must not advance the rank's generator
             )
         )
@@ -261,4 +251,19 @@ def next_batch(
     if needs_mask:
         wanted += ["attention_mask"]
     own = {name: slices(sample[name], parts, dim=2 if name == "attention_mask" else 1) for name in wanted}
-    return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in own.items()})
+    packed = _packed(sample["cu_seqlens"], device) if "cu_seqlens" in sample else None
+    return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in own.items()}, packed_seq_params=packed)
+
+
+def _packed(cu_seqlens: torch.Tensor, device: torch.device) -> PackedSeqParams:
+    """What attention needs to keep sequences apart.
+
+    Args:
+        cu_seqlens: [k + 1] int32, on the host: where each sequence of the row begins, and s.
+        device: for the copy.
+    """
+    longest = int(cu_seqlens.diff().max())  # on the host: nothing waits for the device
+    on_device = cu_seqlens.to(device, non_blocking=True)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=on_device, cu_seqlens_kv=on_device, max_seqlen_q=longest, max_seqlen_kv=longest
+    )

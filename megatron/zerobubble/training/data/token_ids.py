@@ -77,7 +77,7 @@ def checked_batches(
     Args:
         batches: on the host, with tokens and labels [b, S], int64.
         samples: per batch, the numbers of its samples in the dataset.
-        dataset: megatron-core's GPTDataset, or a BlendedDataset of them.
+        dataset: megatron-core's GPTDataset, or a BlendedDataset of them, or of documents.
         size: of the vocabulary.
 
     Raises:
@@ -94,6 +94,9 @@ def checked_batches(
 
 def _locate(dataset: Any, sample: int, size: int) -> DataError:
     """The error of a sample that has a token id outside of the vocabulary."""
+    if hasattr(dataset, "find"):
+        prefix, document, position, token = dataset.find(sample, size)
+        return _error(prefix, token, document=document, position=position, size=size)
     if hasattr(dataset, "dataset_index"):
         return _locate(dataset.datasets[dataset.dataset_index[sample]], int(dataset.dataset_sample_index[sample]), size)
     shuffled = dataset.shuffle_index[sample]

@@ -50,12 +50,18 @@ class IterationRecord:
     """Samples of this iteration."""
     result: StepResult
     """Loss and optimizer step of this rank."""
+    tokens: int | None = None
+    """Tokens of this iteration, without padding; None: --seq-length of every sample."""
     elapsed_ms: Callable[[], float]
     """Reads the iteration time in milliseconds, once the device has done the iteration."""
     seconds: float = field(default=math.nan)
     """Iteration time in seconds."""
     loss: float = field(default=math.nan)
     """Mean loss per token over all ranks."""
+
+    def num_tokens(self, settings: Settings) -> int:
+        """Tokens of this iteration."""
+        return self.samples * settings.model.seq_length if self.tokens is None else self.tokens
 
     def to_json(self, settings: Settings, *, flops_per_sample: float | None = None) -> dict[str, Any]:
         """The JSON object of this iteration in --metrics-jsonl; with TFLOP/s if the FLOPs of a sample are given."""
@@ -68,7 +74,7 @@ class IterationRecord:
             "grad_norm": self.result.grad_norm,
             "skipped": not self.result.is_stepped,
             "amended": self.result.rolled_back is not None,
-            "tokens_per_s": self.samples * settings.model.seq_length / self.seconds,
+            "tokens_per_s": self.num_tokens(settings) / self.seconds,
             "iteration_ms": self.seconds * 1000.0,
             "schedule": settings.zero_bubble.schedule,
             **rate,
@@ -155,7 +161,9 @@ class MetricsLogger:
             losses = mean_losses(torch.stack([record.result.loss for record in records]))
             for record, loss in zip(records, losses, strict=True):
                 record.loss, record.seconds = loss, record.elapsed_ms() / 1000.0
-                self.totals.add(samples=record.samples, seconds=record.seconds, loss=loss)
+                self.totals.add(
+                    samples=record.samples, tokens=record.num_tokens(self._settings), seconds=record.seconds, loss=loss
+                )
             settings = self._settings
             samples = sum(record.samples for record in records)
             aux_losses = self._aux_losses.take(samples // (settings.batch.micro_batch_size * settings.data_parallel_size))

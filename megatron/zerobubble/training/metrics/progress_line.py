@@ -45,7 +45,7 @@ def progress_line(
     losses = [record.loss for record in records if record.result.is_stepped and math.isfinite(record.loss)] or [last.loss]
     seconds = sum(record.seconds for record in records) / len(records)
     samples = sum(record.samples for record in records) / len(records)
-    tokens_per_s = settings.model.seq_length * samples / seconds
+    tokens_per_s = sum(record.num_tokens(settings) for record in records) / len(records) / seconds
     result = last.result
     parts = [
         f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {last.iteration:8d}/{train_iters:8d}",

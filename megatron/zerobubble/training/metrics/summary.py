@@ -24,11 +24,11 @@ class Totals:
     """Of the last logged iteration."""
     last_validation_loss: float | None = None
     """Of the last evaluation."""
-    _speeds: list[tuple[int, float]] = field(default_factory=list)
+    _speeds: list[tuple[int, int, float]] = field(default_factory=list)
 
-    def add(self, *, samples: int, seconds: float, loss: float) -> None:
+    def add(self, *, samples: int, tokens: int, seconds: float, loss: float) -> None:
         """Add an iteration."""
-        self._speeds.append((samples, seconds))
+        self._speeds.append((samples, tokens, seconds))
         self.last_loss = loss
 
     @property
@@ -39,12 +39,17 @@ class Totals:
     @property
     def seconds(self) -> float:
         """Mean seconds of an iteration; defined after the second."""
-        return sum(seconds for _, seconds in self._speeds[1:]) / self.num_timed
+        return sum(seconds for _, _, seconds in self._speeds[1:]) / self.num_timed
 
     @property
     def samples_per_s(self) -> float:
         """Mean samples per second of all ranks together; defined after the second iteration."""
-        return sum(samples for samples, _ in self._speeds[1:]) / (self.seconds * self.num_timed)
+        return sum(samples for samples, _, _ in self._speeds[1:]) / (self.seconds * self.num_timed)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Mean tokens per second of all ranks together, without padding; defined after the second iteration."""
+        return sum(tokens for _, tokens, _ in self._speeds[1:]) / (self.seconds * self.num_timed)
 
 
 def description(settings: Settings, *, on_cpu: bool) -> str:
@@ -54,7 +59,8 @@ def description(settings: Settings, *, on_cpu: bool) -> str:
         f"training with {schedule_name(settings)}: {settings.world_size} ranks = {settings.pipeline_size} pipeline x "
         f"{settings.parallel.tensor_model_parallel_size} tensor x {f'{context} context x ' if context > 1 else ''}"
         f"{settings.data_parallel_size} data, "
-        f"{settings.num_microbatches} microbatches of {settings.batch.micro_batch_size} x {settings.model.seq_length} "
+        f"{settings.num_microbatches} microbatches of {settings.batch.micro_batch_size} x "
+        f"{'at most ' if settings.data.variable_seq_lengths else ''}{settings.model.seq_length} "
         f"tokens, {settings.precision.name} on {'CPU' if on_cpu else 'GPU'}"
     )
 
@@ -119,7 +125,7 @@ def _losses(totals: Totals) -> str:
 def _speed(settings: Settings, totals: Totals) -> dict[str, str]:
     if not totals.num_timed:
         return {}
-    tokens = totals.samples_per_s * settings.model.seq_length
+    tokens = totals.tokens_per_s
     rate = f"{tokens:.0f} tokens per second, {tokens / settings.world_size:.0f} per GPU"
     if totals.flops_per_sample is not None:
         flops = totals.flops_per_sample * totals.samples_per_s

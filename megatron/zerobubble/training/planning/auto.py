@@ -72,7 +72,7 @@ def choose_schedule(
         forward_step_provider=forward_step_provider,
     )
     profile = _profile(training_state, tokenizer, on_gpu=not job.host.enabled)
-    own = Measured(profile=profile, link_ms=tuple(training_state.schedule.link_times().values()))
+    own = Measured(profile=profile, link_ms=training_state.schedule.link_times())
     costs = measured_costs(own.gathered(), probed.placement)
     _tear_down(training_state)
     del training_state

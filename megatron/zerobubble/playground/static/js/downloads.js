@@ -18,9 +18,13 @@ export function actions(shown, fail) {
     make(
       "div",
       { class: "popover" },
-      make("p", { class: "hint" }, `For pretrain_gpt.py, beside the saved ${stem}.json:`),
-      flags,
-      make("button", { type: "button", click: guarded(() => copy(flags.textContent)) }, "Copy flags"),
+      ...(shown.flags?.length
+        ? [
+            make("p", { class: "hint" }, `For pretrain_gpt.py, beside the saved ${stem}.json:`),
+            flags,
+            make("button", { type: "button", click: guarded(() => copy(flags.textContent)) }, "Copy flags"),
+          ]
+        : [make("p", { class: "hint" }, "A plan for unequal microbatches is not loaded: a run has others in every iteration.")]),
     ),
   );
   return make(

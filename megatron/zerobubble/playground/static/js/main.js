@@ -9,12 +9,12 @@ import { brief, roughly } from "./numbers.js";
 import { Pareto } from "./pareto.js";
 import { Slot } from "./slot.js";
 import { Stages } from "./stages.js";
-import { MOST_SLOTS, fromQuery, slot as slotConfig, toQuery } from "./state.js";
+import { CHOICES, LISTS, MOST_SLOTS, NUMBERS, fromQuery, slot as slotConfig, toQuery } from "./state.js";
 import { actions, copy } from "./downloads.js";
 import { Timelines } from "./timelines.js";
+import { Unequal, adopted, adoptedLinks } from "./unequal.js";
 
 const WAIT_MS = 250;
-const SCALARS = ["p", "m", "f", "b", "w", "c", "a"];
 
 class Playground {
   constructor(choices) {
@@ -39,6 +39,7 @@ class Playground {
       { box: byId("stages-table"), fill: byId("stages-fill"), clear: byId("stages-clear"), note: byId("stages-note") },
       { state: this.state, numStages: () => this.numStages(), changed: () => this.changed() },
     );
+    this.unequal = new Unequal(this.form, { state: this.state, drawnTokens: () => this.drawnTokens() });
     this.fillForm();
     for (const config of this.state.slots) this.addSlot(config);
     this.baseline = this.slots[this.state.baseline];
@@ -52,7 +53,13 @@ class Playground {
     this.form.objective.replaceChildren(...objectives.map(({ name, label }) => make("option", { value: name }, label)));
     this.form.effort.replaceChildren(...efforts.map((value) => make("option", { value }, value)));
     this.estimate();
-    for (const name of [...SCALARS, "objective", "effort"]) this.form[name].value = this.state[name];
+    this.render();
+  }
+
+  /** Copy the state into the form. */
+  render() {
+    for (const name of [...NUMBERS, ...CHOICES, ...LISTS]) this.form[name].value = this.state[name];
+    this.unequal.render();
   }
 
   /** Write beside each effort how long its searches take for the schedules and the size that are chosen now. */
@@ -62,10 +69,14 @@ class Playground {
       const times = searched.map(({ seconds }) => seconds[option.value] ?? 0);
       // Searches share the cores of the server.
       const total = Math.max(0, ...times, times.reduce((sum, time) => sum + time, 0) / this.choices.num_searches);
-      if (option.value === "drawn") option.textContent = "hand-written schedule, no search";
+      if (option.value === "drawn") option.textContent = this.isUnequal ? "hand-written, microbatches assigned" : "hand-written schedule, no search";
       else if (!searched.length) option.textContent = option.value;
       else option.textContent = `${option.value}, ${total ? `about ${roughly(total)}` : "nothing to search"}`;
     }
+  }
+
+  get isUnequal() {
+    return this.state.lengths !== "equal" || this.state.links !== "one";
   }
 
   listen() {
@@ -113,8 +124,13 @@ class Playground {
 
   /** Copy the form into the state. A value that the browser rejects is left out until it is valid. */
   take() {
-    for (const name of SCALARS) {
+    this.state.lengths = this.form.lengths.value;
+    this.state.links = this.form.links.value;
+    for (const name of LISTS) this.state[name] = this.form[name].value;
+    this.unequal.take();
+    for (const name of NUMBERS) {
       const field = this.form[name];
+      if (field.closest("[hidden]") || field.readOnly) continue;
       if (!field.checkValidity()) return this.notify(`${field.closest("label").textContent.trim()}: ${field.validationMessage}`);
       this.state[name] = Number(field.value);
     }
@@ -221,13 +237,21 @@ class Playground {
     return Math.max(this.state.p, ...planned.map(({ drawing }) => drawing.costs.forward_ms.length));
   }
 
+  /** The lengths of a plan on the page, as the data came; none if all are equal. */
+  drawnTokens() {
+    const { m } = this.state;
+    return this.slots.map(({ drawing }) => drawing?.costs.microbatches?.tokens ?? []).find(({ length }) => length === m) ?? [];
+  }
+
   /** Show a file that the server has read. */
   opened(answer, name, text) {
     if (answer.kind === "costs") return this.adoptCosts(answer, name);
+    if (answer.kind === "links") return this.adoptLinks(answer, name);
     const isTrace = answer.kind === "trace";
     this.place().open({ name, drawings: answer.drawings, trace: isTrace ? text : null });
-    const { num_ranks: p, num_microbatches: m, costs } = answer.drawings[answer.drawings.length - 1];
-    this.notify(`${name}: opened.`, "good", ["Plan for its costs", () => this.adoptCosts({ costs, num_ranks: p, num_microbatches: m }, name)]);
+    const { num_ranks, num_microbatches, costs, attention_share } = answer.drawings[answer.drawings.length - 1];
+    const given = { num_ranks, num_microbatches, costs, attention_share };
+    this.notify(`${name}: opened.`, "good", ["Plan for its costs", () => this.adoptCosts(given, name)]);
     this.keepLink();
     return undefined;
   }
@@ -246,10 +270,10 @@ class Playground {
   }
 
   /** Plan with measured costs. */
-  adoptCosts({ costs, num_ranks: p, num_microbatches: m, schedule, from }, name) {
-    const { comm_ms: c, ...kinds } = costs;
-    Object.assign(this.state, { c: brief(c), p: p ?? this.state.p, m: m ?? this.state.m });
-    for (const field of SCALARS) this.form[field].value = this.state[field];
+  adoptCosts({ costs, num_ranks: p, num_microbatches: m, attention_share: share, schedule, from }, name) {
+    const { comm_ms: c, microbatches, links, ...kinds } = costs;
+    Object.assign(this.state, p ? { p } : {}, m ? { m } : {}, adopted({ microbatches, links, comm_ms: brief(c) }, share, m));
+    this.render();
     byId("stages").open = true;
     const isPlanned = this.slots.some((each) => !each.isOpened && each.config.schedule === schedule);
     const info = this.choices.schedules.find((known) => known.name === schedule);
@@ -260,8 +284,17 @@ class Playground {
       if (info.num_chunks === null) target.config.chunks = kinds.forward_ms.length / this.state.p;
       target.render();
     }
-    this.notify(`${name}: times of ${kinds.forward_ms.length} stages${from ? ` from ${from}` : ""}.`, "good");
+    const lost = microbatches && !microbatches.tokens ? "; it has no lengths of its microbatches, so their means count" : "";
+    this.notify(`${name}: times of ${kinds.forward_ms.length} stages${from ? ` from ${from}` : ""}${lost}.`, "good");
     this.stages.set(kinds);
+  }
+
+  /** Plan for the links of a file, with the lengths in the form. */
+  adoptLinks({ links, num_ranks: p }, name) {
+    Object.assign(this.state, adoptedLinks(links));
+    this.render();
+    this.notify(`${name}: links of ${p} ranks.`, "good");
+    this.changed();
   }
 
   /** Show the plan of a point of the Pareto front, and set the slot's options to those that lead to it. */

@@ -41,7 +41,7 @@ export function paintPasses(context, drawing, view, ink, kinds, spanColors) {
     paintBoxes(line, rank, view, column, colors.kinds);
     const top = Math.round(index * step * ratio);
     for (let y = top; y < top + Math.round(view.rowHeight * ratio); y++) pixels.data.set(line, y * pixels.width);
-    if (size) collect(rank, index * step + view.rowHeight / 2 + 0.5, view, size, numbers);
+    if (size) collect(rank, index * step + view.rowHeight / 2 + 0.5, view, size, numbers, Boolean(drawing.slots));
   });
   flush(context, pixels, view.left, ratio);
   context.textAlign = "center";
@@ -71,9 +71,13 @@ function paintBoxes(line, { starts, ends, kinds, chunks }, view, column, colors)
   }
 }
 
-/** The font size at which the largest microbatch number fits into every box in sight; 0 if there is none: all numbers or none. */
-function numberSize({ ranks, num_microbatches: count }, view) {
+/**
+ * The font size at which the largest microbatch number fits into every box in sight; 0 if there is none: all numbers or none.
+ * Unequal microbatches have their numbers where they fit: the shortest one would take those of all others.
+ */
+function numberSize({ ranks, num_microbatches: count, slots }, view) {
   if (view.rowHeight < 11) return 0;
+  if (slots) return Math.max(LEAST_FONT, view.fontSize);
   let least = Infinity;
   for (const { starts, ends } of ranks) {
     for (let i = firstAbove(ends, view.from); i < starts.length && starts[i] <= view.to; i++) {
@@ -85,12 +89,12 @@ function numberSize({ ranks, num_microbatches: count }, view) {
 }
 
 /** The microbatch numbers, in the middle of what is in sight of their boxes. */
-function collect({ starts, ends, chunks, microbatches }, y, view, size, numbers) {
+function collect({ starts, ends, chunks, microbatches }, y, view, size, numbers, isUneven) {
   for (let i = firstAbove(ends, view.from); i < starts.length && starts[i] <= view.to; i++) {
     const from = Math.max(view.left, view.x(starts[i]));
     const to = Math.min(view.left + view.width, view.x(ends[i]));
     const text = String(microbatches[i]);
-    const isCut = to - from < view.x(ends[i]) - view.x(starts[i]); // by the edge of the chart
+    const isCut = isUneven || to - from < view.x(ends[i]) - view.x(starts[i]); // by the edge of the chart, or short
     if (isCut && to - from < DIGIT * size * text.length + PADDING) continue;
     if (ends[i] > starts[i]) numbers.push({ text, x: (from + to) / 2, y, isLater: chunks[i] > 0 });
   }

@@ -42,6 +42,8 @@ export class Panel {
       { class: "panel", "data-slot": shown.key },
       make("div", { class: "heading" }, title, shown.actions),
       make("p", { class: "measures" }, this.drawing.measures),
+      this.drawing.lengths?.length ? make("p", { class: "measures lengths" }, this.drawing.lengths.join("; ")) : null,
+      this.drawing.slots ? this.slots() : null,
       lines.length ? make("details", {}, make("summary", {}, "Report of the run"), make("ul", {}, ...lines)) : null,
       this.chart,
       this.alternative(),
@@ -82,6 +84,25 @@ export class Panel {
       );
     });
     return details;
+  }
+
+  /** Which microbatch of the data runs in which slot of the plan; built when it is opened. */
+  slots() {
+    const { indices, tokens } = this.drawing.slots;
+    const details = make("details", { class: "slots" }, make("summary", {}, "Microbatches of the data in the slots of the plan"));
+    details.addEventListener("toggle", () => {
+      if (!details.open || details.children.length > 1) return;
+      const rows = indices.map((index, slot) => [String(slot), String(index), tokens.length ? String(tokens[slot]) : "–"]);
+      details.append(make("div", { class: "scroll" }, table("Microbatches in slots", ["slot", "microbatch of the data", "tokens"], rows)));
+    });
+    return details;
+  }
+
+  /** The microbatch of a pass in words. */
+  microbatch(slot) {
+    if (!this.drawing.slots) return `microbatch ${slot}`;
+    const { indices, tokens } = this.drawing.slots;
+    return `slot ${slot}: microbatch ${indices[slot]} of the data${tokens.length ? `, ${tokens[slot]} tokens` : ""}`;
   }
 
   /** Paint under a scale `x` (time -> px of the chart), between `left` and `left + width`. */
@@ -168,7 +189,7 @@ export class Panel {
     const name = this.kinds[row.kinds[index]].name;
     const chunk = this.drawing.num_chunks > 1 ? `, chunk ${row.chunks[index]}` : "";
     return [
-      `${name} of microbatch ${row.microbatches[index]}`,
+      `${name} of ${this.microbatch(row.microbatches[index])}`,
       `rank ${rank}, stage ${row.stages[index]}${chunk}`,
       `${milliseconds(row.starts[index])} to ${milliseconds(row.ends[index])}`,
       `activation memory ${number(row.held[index])} of 1F1B's`,

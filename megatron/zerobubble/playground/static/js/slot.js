@@ -67,7 +67,8 @@ export class Slot {
   /** The memory limit of its plan; null: the schedule's own. */
   get limit() {
     if (this.isOpened) return null;
-    return this.config.limit ?? (this.config.schedule === "auto" ? this.choices.auto_memory_limit : null);
+    if (this.config.limit !== null || this.config.schedule !== "auto") return this.config.limit;
+    return this.drawing?.memory_limit ?? this.choices.auto_memory_limit; // of unequal microbatches it depends on their lengths
   }
 
   /** The text of the trace that it shows, or null. */
@@ -113,8 +114,7 @@ export class Slot {
     if (limit !== null) this.range.value = limit;
     else if (!this.range.dataset.touched || this.limit !== null) this.range.value = this.limit ?? 1;
     this.range.dataset.touched = "yes";
-    this.output.textContent = this.limit === null ? "none" : this.limit.toFixed(2);
-    this.range.setAttribute("aria-valuetext", this.limit === null ? "no limit" : `${this.limit.toFixed(2)} of 1F1B on rank 0`);
+    this.showLimit();
     this.description.textContent = this.info.description;
     this.chunks.value = chunks ?? "";
     this.pending.value = pending;
@@ -123,6 +123,11 @@ export class Slot {
     if (this.info.takes_max_pending_backward) options.push(make("label", { class: "wide", title: "1p, 2p or a number" }, "max pending backward ", this.pending));
     const inside = this.options.querySelector(":focus");
     if (!inside) this.options.replaceChildren(...options);
+  }
+
+  showLimit() {
+    this.output.textContent = this.limit === null ? "none" : this.limit.toFixed(2);
+    this.range.setAttribute("aria-valuetext", this.limit === null ? "no limit" : `${this.limit.toFixed(2)} of 1F1B on rank 0`);
   }
 
   setLetter(letter) {
@@ -150,6 +155,7 @@ export class Slot {
 
   adopt({ drawing, flags }) {
     this.drawing = drawing;
+    if (!this.isOpened) this.showLimit();
     this.flags = flags ?? null;
     this.error = "";
     this.arrived();

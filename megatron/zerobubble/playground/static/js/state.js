@@ -1,15 +1,25 @@
 // The state of the form, and its encoding in the query string of a link.
 
+import { countOf, unequal } from "./unequal.js";
+
 export const MOST_SLOTS = 3;
 export const TABLE_KINDS = ["forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward"];
 
-const SCALARS = { p: 8, m: 24, f: 1, b: 1, w: 1, c: 0, a: 1 };
+const TIMES = { p: 8, m: 24, f: 1, b: 1, w: 1, c: 0, a: 1 };
+const UNEQUAL = { share: 0, mean: 4096, cv: 0.6, seed: 0, node: 4, between: 1, bytes: 0 };
+const SCALARS = { ...TIMES, ...UNEQUAL };
 // The objective is that of a run without --enable-optimizer-post-validation.
-const WORDS = { objective: "makespan", effort: "fast" };
+const WORDS = { objective: "makespan", effort: "fast", lengths: "equal", links: "one" };
+const TEXTS = { tokens: "", latency: "", bandwidth: "" };
+
+/** The names of the form's fields that are numbers, choices and texts. */
+export const NUMBERS = Object.keys(SCALARS);
+export const CHOICES = Object.keys(WORDS);
+export const LISTS = Object.keys(TEXTS);
 
 /** The state of a new page. */
 export function defaults() {
-  return { ...SCALARS, ...WORDS, table: null, baseline: 0, slots: [slot("1f1b"), slot("zbv")] };
+  return { ...SCALARS, ...WORDS, ...TEXTS, table: null, baseline: 0, slots: [slot("1f1b"), slot("zbv")] };
 }
 
 /** A schedule to plan. With `limit` null the memory limit is the schedule's own. */
@@ -23,6 +33,7 @@ export function toQuery(state) {
   for (const [name, usual] of Object.entries({ ...SCALARS, ...WORDS })) {
     if (state[name] !== usual) query.set(name, String(state[name]));
   }
+  for (const name of LISTS) if (state[name].trim()) query.set(name, packed(state[name]));
   for (const { schedule, limit, chunks, pending } of state.slots) {
     query.append("s", [schedule, limit ?? "", chunks ?? "", pending].join("~").replace(/~+$/, ""));
   }
@@ -38,6 +49,10 @@ export function fromQuery(search, { schedules, objectives, efforts }) {
   for (const name of Object.keys(SCALARS)) state[name] = numberOr(query.get(name), state[name]);
   if (objectives.some(({ name }) => name === query.get("objective"))) state.objective = query.get("objective");
   if (efforts.includes(query.get("effort"))) state.effort = query.get("effort");
+  if (["log-normal", "list"].includes(query.get("lengths"))) state.lengths = query.get("lengths");
+  if (["nodes", "matrix"].includes(query.get("links"))) state.links = query.get("links");
+  for (const name of LISTS) state[name] = (query.get(name) ?? "").replaceAll("_", " ").replaceAll("~", "\n");
+  if (state.lengths === "list") state.m = countOf(state);
   const known = new Set(schedules.map((schedule) => schedule.name));
   const slots = query.getAll("s").map((text) => text.split("~")).filter(([name]) => known.has(name));
   if (slots.length) {
@@ -62,6 +77,7 @@ export function problem(state, { schedule, limit, chunks, pending }) {
     memory_limit: limit,
     num_chunks: chunks,
     max_pending_backward: pending || null,
+    ...unequal(state),
   };
   if (state.table) return { ...body, stages: { ...state.table, comm_ms: state.c } };
   const times = {
@@ -72,6 +88,11 @@ export function problem(state, { schedule, limit, chunks, pending }) {
     activation_after_backward: state.a,
   };
   return { ...body, times };
+}
+
+/** A list or a matrix for an address: its numbers joined by _, its lines by ~. */
+function packed(text) {
+  return text.trim().split("\n").map((line) => line.trim().split(/[\s,;]+/).join("_")).join("~");
 }
 
 function readTable(text) {

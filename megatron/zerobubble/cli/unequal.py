@@ -1,0 +1,95 @@
+"""Flags of `zerobubble plan` for microbatches of unequal length and links of unequal speed: costs as they are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.zerobubble.cli.parser import read_text
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.links import Links
+from megatron.zerobubble.plan.microbatch_costs import check_tokens
+from megatron.zerobubble.plan.unequal import Unequal
+
+
+def add_unequal_flags(command: argparse.ArgumentParser) -> None:
+    """Add the flags to a planning command."""
+    command.add_argument(
+        "--microbatch-tokens",
+        metavar="LIST",
+        help="tokens of every microbatch, separated by commas, or a file of them (- reads standard input); the times are then "
+        "those of a microbatch of the mean length, and the plan assigns microbatches to its slots",
+    )
+    command.add_argument(
+        "--attention-share",
+        type=float,
+        default=0.0,
+        help="share of F's time in attention, which grows with the square of the length (default %(default)s)",
+    )
+    command.add_argument(
+        "--links",
+        metavar="FILE",
+        help="JSON with latency_ms and optionally gigabytes_per_s, one row per sending and one column per receiving rank, "
+        "in place of --comm-ms",
+    )
+    command.add_argument(
+        "--bytes-per-token", type=float, default=0.0, help="bytes of a message per token, for links with a bandwidth"
+    )
+
+
+def read_unequal(args: argparse.Namespace) -> Unequal:
+    """Read the flags, and take the number of microbatches from the lengths if it is not given.
+
+    Raises:
+        ConfigError: lengths that are not whole numbers of 1 or more, their number differs from the number of microbatches, or a
+            matrix of links that is not one.
+    """
+    tokens = () if args.microbatch_tokens is None else _read_tokens(args.microbatch_tokens)
+    if args.num_microbatches is None:
+        if not tokens:
+            raise ConfigError("the number of microbatches is missing: give --num-microbatches, or --microbatch-tokens")
+        args.num_microbatches = len(tokens)
+    if tokens and len(tokens) != args.num_microbatches:
+        raise ConfigError(
+            f"--microbatch-tokens has {len(tokens)} lengths and --num-microbatches is {args.num_microbatches}; "
+            "give one per microbatch"
+        )
+    return Unequal(tokens, args.attention_share, None if args.links is None else _read_links(args, tokens))
+
+
+def _read_tokens(given: str) -> tuple[int, ...]:
+    text = given
+    if given == "-" or not given.replace(",", "").replace(" ", "").isdecimal():
+        if given != "-" and not Path(given).is_file():
+            raise ConfigError(f"--microbatch-tokens is {given!r:.80}; give whole numbers separated by commas, or a file of them")
+        text = read_text(given)
+    words = text.translate(str.maketrans("[],", "   ")).split()
+    try:
+        tokens = tuple(map(int, words))
+    except ValueError as error:
+        raise ConfigError(f"--microbatch-tokens: {error}; give whole numbers, 1 or more") from None
+    check_tokens(tokens)
+    return tokens
+
+
+def _read_links(args: argparse.Namespace, tokens: tuple[int, ...]) -> Links:
+    try:
+        body = json.loads(read_text(args.links))
+    except ValueError as error:
+        raise ConfigError(f"{args.links} is not JSON: {error}") from None
+    links = Links.from_json(body)
+    if links.num_ranks != args.num_ranks:
+        raise ConfigError(
+            f"{args.links} has links of {links.num_ranks} ranks and --num-ranks is {args.num_ranks}; "
+            "give one row and one column per rank"
+        )
+    if args.bytes_per_token > 0 and tokens:
+        links = replace(links, message_bytes=tuple(args.bytes_per_token * count for count in tokens))
+    if links.gigabytes_per_s and not any(links.message_bytes):
+        raise ConfigError(
+            f"{args.links} has gigabytes_per_s and messages of 0 bytes; give --bytes-per-token with --microbatch-tokens, or "
+            "message_bytes in the file"
+        )
+    return links

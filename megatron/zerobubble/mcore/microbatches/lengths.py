@@ -1,0 +1,117 @@
+"""The lengths of an iteration's microbatches, known to every rank before its first pass.
+
+A receive needs the shape of what arrives, and ranks in the middle of the pipeline read no data. So lengths are exchanged once per
+iteration, from host to host, and no message between passes carries a shape. All ranks of the world learn the lengths of all
+data-parallel replicas: one plan runs on all of them, because replicas meet in collectives whose order follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.zerobubble.errors import ConfigError
+
+__all__ = ["LengthExchange", "Lengths", "LengthsOfReplicas", "TokensOf", "lengths_of", "most_of_replicas", "ranked"]
+
+
+class Lengths(NamedTuple):
+    """How long a microbatch is."""
+
+    tokens: int
+    """Length of its rows, padding included: the sequence dimension of its tensors, before context parallelism divides it."""
+    squares: float
+    """Sum of the squared lengths of the sequences of a row; `tokens` squared where a row is one sequence."""
+
+
+LengthsOfReplicas = tuple[tuple[Lengths, ...], ...]
+"""Lengths per data-parallel replica and microbatch, in the order in which the data comes."""
+
+TokensOf = Callable[[Any], int | tuple[int, float]]
+"""An item of the data iterator -> its tokens, or (tokens, sum of the squared lengths of its sequences). See `Lengths`."""
+
+
+def lengths_of(tokens_of: TokensOf, item: Any, microbatch: int) -> Lengths:
+    """The lengths of one item of a data iterator. Raises ConfigError if `tokens_of` returns something else than lengths."""
+    found = tokens_of(item)
+    tokens, squares = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise ConfigError(
+            f"microbatch {microbatch}: microbatch_tokens returned {str(found)[:80]!r}; it must return the length of the rows, a "
+            "whole number of 1 or more, or that and the sum of the squared lengths of their sequences"
+        )
+    squares = float(tokens) ** 2 if squares is None else float(squares)
+    if not 0 < squares < float("inf"):
+        raise ConfigError(
+            f"microbatch {microbatch}: microbatch_tokens returned {squares:g} squared lengths; give a number above 0"
+        )
+    return Lengths(tokens, squares)
+
+
+def most_of_replicas(replicas: LengthsOfReplicas) -> tuple[Lengths, ...]:
+    """The most tokens, and the most squared lengths, of each microbatch over the replicas, which wait for each other."""
+    return tuple(
+        Lengths(max(each.tokens for each in column), max(each.squares for each in column))
+        for column in zip(*replicas, strict=True)
+    )
+
+
+def ranked(lengths: Sequence[Lengths]) -> list[int]:
+    """The microbatches from the longest to the shortest; equal ones stay in the order in which they come."""
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index].tokens, -lengths[index].squares))
+
+
+class LengthExchange:
+    """Exchanges lengths between all ranks of the world, through host memory.
+
+    Every rank of the world must construct it at the same point: it makes a gloo group.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+        self._num_replicas = parallel_state.get_data_parallel_world_size()
+        self._replica = parallel_state.get_data_parallel_rank()
+
+    def __call__(self, own: Sequence[Lengths] | None, num_microbatches: int) -> LengthsOfReplicas:
+        """The lengths of all replicas. All ranks of the world must call it.
+
+        Args:
+            own: lengths of this rank's microbatches; None if it reads no data.
+            num_microbatches: of every replica.
+
+        Raises:
+            ConfigError: on every rank: no rank of a replica reads data, or two read different lengths.
+        """
+        sent = torch.zeros(num_microbatches * 2 + 1, dtype=torch.float64)
+        sent[-1] = self._replica
+        if own is not None:
+            sent[:-1] = torch.tensor(own, dtype=torch.float64).reshape(-1)
+        received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+        dist.all_gather(received, sent, group=self._group)
+        found: dict[int, list[list[float]]] = {}
+        for values in (each.tolist() for each in received):
+            if values[0]:
+                found.setdefault(int(values[-1]), []).append(values[:-1])
+        return tuple(self._of_replica(replica, found.get(replica, [])) for replica in range(self._num_replicas))
+
+    def _of_replica(self, replica: int, found: Sequence[list[float]]) -> tuple[Lengths, ...]:
+        if not found:
+            raise ConfigError(f"no rank of data-parallel replica {replica} has a data iterator, so its lengths are unknown")
+        first = found[0]
+        for values in found:
+            if values != first:
+                at = next(index for index, (a, b) in enumerate(zip(first, values, strict=True)) if a != b)
+                raise ConfigError(
+                    f"two ranks of data-parallel replica {replica} read different data: microbatch {at // 2} has "
+                    f"{first[at // 2 * 2]:g} tokens on one and {values[at // 2 * 2]:g} on the other; their iterators must be "
+                    "over the same samples"
+                )
+        return tuple(Lengths(int(tokens), squares) for tokens, squares in zip(first[::2], first[1::2], strict=True))
+
+    def close(self) -> None:
+        """Destroy the group. Every rank of the world must call it."""
+        dist.destroy_process_group(self._group)

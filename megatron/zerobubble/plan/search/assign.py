@@ -1,0 +1,284 @@
+"""Assignment of unequal microbatches to the places of a plan, and the order of ops that suits them.
+
+A schedule for equal microbatches keeps its ranks busy because everything in a column takes the same time. With unequal ones each
+rank waits for the longest pass near it. Which microbatch runs when is free, though: within a global batch their order does not
+change the sum of the gradients. So a microbatch of the plan is a *slot*, and the search looks for the permutation of the data
+that suits the slots: long ones side by side in the middle, short ones at both ends, where all ranks wait for one. Meanwhile it
+moves ops as for equal microbatches (`core`), and W fills what remains.
+
+The result is never slower than the plan it starts from with the data in the order in which it came, nor sorted by length,
+wherever those fit the memory limit. A long microbatch counts there for several short ones. Equal costs give the plan itself, to
+the op. The budget is in op evaluations, so every rank that plans for the same lengths finds the same plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Op, OpKind, Plan
+from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, MicrobatchCosts
+from megatron.zerobubble.plan.search.interface import Core, Order
+from megatron.zerobubble.plan.search.orders import order_of, plan_of_order, without_wgrad
+from megatron.zerobubble.plan.search.search import Objective, SearchOptions, best_core, check_memory_limit
+from megatron.zerobubble.plan.simulate import peak_memory, simulate
+from megatron.zerobubble.plan.transforms import split_fused
+from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
+
+ITERATION_BUDGET = 1e6
+"""Op evaluations for one iteration's plan: about 20 ms of the compiled core."""
+
+_PATIENCE = 0.45
+_PATIENCES = (0.2, 0.45, 0.9)
+_PROBE_SHARE = 0.3
+_SMALL_ROUND = 5e5
+_MOST_ROUNDS = 8
+_TEMPERATURES = (0.02, 0.005)
+"""Initial thresholds of the first rounds and of the last one, as shares of the bottleneck rank's time per microbatch."""
+_EXCESS_ROUNDS = 30.0
+"""Memory above the limit, of one microbatch, is charged like this many times the bottleneck rank's time per microbatch."""
+
+
+class _Found(NamedTuple):
+    """An order with the assignment for which it is complete, and the rows from which annealing goes on."""
+
+    objective: float
+    order: Order
+    assignment: list[int]
+
+
+class _Start(NamedTuple):
+    score: float
+    rows: Order
+    patience: list[float]
+    assignment: list[int]
+
+
+def assign(
+    bases: Sequence[Plan], costs: CostModel, options: SearchOptions, *, fixed_order: bool = False, core: type[Any] | None = None
+) -> Plan:
+    """The best order and assignment found for these microbatches and links.
+
+    Args:
+        bases: plans of one placement and number of microbatches to start from. The first one is the schedule's own; the others,
+            which need less memory, are for limits that it exceeds. All have split backwards, or none.
+        costs: costs per microbatch as the data comes, and links. With plain costs the first base is returned.
+        options: objective, seed, budget, and the memory limit; None: the most that the first base needs with the data as it comes
+            or sorted by length, for which a run has to have the memory anyway.
+        fixed_order: change the assignment only; W still runs early where the memory limit demands it.
+        core: `PythonCore` or the compiled one; by default the compiled one if the install built it.
+
+    Raises:
+        ConfigError: a limit that the largest microbatch alone exceeds.
+        PlanError: costs for another number of stages, ranks or microbatches; a plan with fused and split backwards; with
+            `fixed_order`, no assignment found that fits the memory limit.
+    """
+    base = bases[0]
+    costs.check_fits(base.placement, base.num_microbatches)
+    if costs.is_plain:
+        return base
+    check_memory_limit(base.placement, base.num_microbatches, costs, options.memory_limit)
+    return _Search(bases, costs, options, fixed_order, core or best_core()).best()
+
+
+class _Search:
+    """The state of one search."""
+
+    def __init__(
+        self, bases: Sequence[Plan], costs: CostModel, options: SearchOptions, fixed_order: bool, core: type[Any]
+    ) -> None:
+        self._base, self._costs, self._options, self._fixed = bases[0], costs, options, fixed_order
+        self._fused = _is_fused(self._base)
+        self._m = self._base.num_microbatches
+        stages = self._base.placement.rank_to_stages
+        self._bottleneck_ms = max(
+            math.fsum(costs.forward_ms[s] + costs.backward_ms[s] + costs.wgrad_ms[s] for s in own) for own in stages
+        )
+        self._came = list(self._base.assignment) or list(range(self._m))
+        self._ascending = sorted(range(self._m), key=self._work_ms)
+        self._orders = [order_of(split_fused(plan)) for plan in bases]
+        if self._fused:
+            self._orders = [without_wgrad(order) for order in self._orders]
+        self._reserved = costs if self._fused else costs.reserved
+        limit = options.memory_limit
+        self._limit = max(self._peaks(self._reserved)) if limit is None else float(limit)
+        self._core = self._make_core(core)
+        self._found: list[_Found] = []
+        self._seed = options.seed * 1_000_003
+
+    def _work_ms(self, microbatch: int) -> float:
+        every = self._costs.per_microbatch
+        if every is None:
+            return 0.0
+        return math.fsum(row[microbatch] for rows in (every.forward_ms, every.backward_ms, every.wgrad_ms) for row in rows)
+
+    def _given(self) -> list[Plan]:
+        """The base with the data in the order in which it came, and sorted by length both ways."""
+        assignments = (self._came, self._ascending, self._ascending[::-1])
+        return [replace(self._base, assignment=tuple(assignment)) for assignment in assignments]
+
+    def _peaks(self, costs: CostModel) -> list[float]:
+        return [max(peak_memory(plan, costs)) for plan in self._given()]
+
+    def _make_core(self, core: type[Any]) -> Core:
+        flat = flat_costs(self._reserved, self._base, fused=self._fused)
+        made: Core = core(
+            self._m,
+            list(self._base.placement.stage_to_rank),
+            flat.durations,
+            float(self._costs.comm_ms),
+            flat.activation,
+            flat.remaining,
+            self._limit * min(self._base.num_ranks, self._m),
+            self._options.objective is Objective.MAKESPAN,
+            flat.links,
+            _EXCESS_ROUNDS * self._bottleneck_ms,
+        )
+        return made
+
+    def best(self) -> Plan:
+        """Score the given orders, anneal from the best starts, and return the best of all."""
+        for plan in self._given():
+            objective = self._take(self._orders[0], plan.assignment)
+            if objective == math.inf and max(peak_memory(plan, self._costs)) <= self._limit + MEMORY_TOLERANCE:
+                # It fits, but not with the memory that the search reserves at every F (`CostModel.reserved`).
+                objective = self._options.objective.of(simulate(plan, self._costs))
+                self._found.append(_Found(objective, self._orders[0], list(plan.assignment)))
+        budget = self._options.budget
+        starts = [self._start(order) for order in self._orders]
+        probe = _PROBE_SHARE * budget / len(starts) if len(starts) > 1 else 0.0
+        reached = [self._anneal(start, probe, _TEMPERATURES[0]) for start in starts]
+        start = starts[min(range(len(starts)), key=lambda index: (reached[index], index))]
+        left = budget - probe * len(starts)
+        rounds = max(2, min(_MOST_ROUNDS, int(left / _SMALL_ROUND)))
+        share = 1.0 / rounds if left <= 4 * _SMALL_ROUND else 0.5 / rounds
+        for _ in range(rounds):
+            self._anneal(start, share * left, _TEMPERATURES[0])
+        if not self._found and not self._fixed:
+            self._anneal(self._start(_one_after_the_other(self._base)), 0.5 * left, _TEMPERATURES[0])
+        if not self._found:
+            raise self._too_little_memory()
+        best = min(self._found, key=lambda found: found.objective)
+        if share * rounds < 1 and not self._fixed:
+            rows = without_wgrad(best.order)
+            self._anneal(_Start(0.0, rows, [_PATIENCE] * len(rows), best.assignment), 0.25 * left, _TEMPERATURES[1])
+            best = min(self._found, key=lambda found: found.objective)
+        if share * rounds < 1:
+            given = _Start(0.0, best.order, [math.inf] * len(best.order), best.assignment)
+            self._anneal(given, (0.5 if self._fixed else 0.25) * left, _TEMPERATURES[1])
+            best = min(self._found, key=lambda found: found.objective)
+        return self._plan_of(best)
+
+    def _start(self, order: Order) -> _Start:
+        """The best of an order's assignments by rule, with its own Ws or with Ws that fill the bubbles."""
+        rising, falling = self._ascending[::2], self._ascending[1::2][::-1]
+        choices = [(order, math.inf)]
+        if not self._fixed and not self._fused:
+            choices = [(without_wgrad(order), patience) for patience in _PATIENCES]
+        starts = []
+        for rows, value in choices:
+            patience = [value] * len(rows)
+            for assignment in (rising + falling, self._came, self._ascending, self._ascending[::-1]):
+                score = self._core.evaluate_assigned(rows, patience, assignment)[0]
+                starts.append(_Start(score, rows, patience, assignment))
+        return min(starts, key=lambda start: start.score)
+
+    def _anneal(self, start: _Start, budget: float, temperature: float) -> float:
+        """Anneal from a start and keep what is found; its objective, infinite if nothing fits the memory limit."""
+        self._seed = (self._seed + 1) & (2**63 - 1)
+        order, assignment = self._core.assign(
+            start.rows, start.patience, start.assignment, self._seed, budget, temperature * self._bottleneck_ms, self._fixed
+        )
+        return self._take(order, assignment) if order else math.inf
+
+    def _take(self, order: Order, assignment: Sequence[int]) -> float:
+        patience = [math.inf] * len(order)
+        filled = self._core.fill_assigned(order, patience, assignment)
+        if not filled:
+            return math.inf
+        objective = self._core.evaluate_assigned(filled, patience, assignment)[1]
+        self._found.append(_Found(objective, filled, list(assignment)))
+        return objective
+
+    def _plan_of(self, found: _Found) -> Plan:
+        own = found.assignment == list(range(self._m))
+        if (without_wgrad(found.order) if self._fused else found.order) == self._orders[0]:
+            plan = self._base
+        else:
+            plan = plan_of_order(found.order, self._base.schedule, self._base.placement, self._m, fused=self._fused)
+        return replace(plan, assignment=() if own else tuple(found.assignment))
+
+    def _too_little_memory(self) -> PlanError:
+        tried = self._peaks(self._costs)
+        return PlanError(
+            f"plan {self._base.schedule!r}: no assignment of these {self._m} microbatches was found that fits memory limit "
+            f"{self._limit:.6g}; in the order they came it needs {tried[0]:.6g}, sorted {min(tried[1:]):.6g}; "
+            "raise the limit, or choose a schedule whose order may change, such as zb or zbv"
+        )
+
+
+class FlatCosts(NamedTuple):
+    """Costs as a core takes them: flat, of unequal microbatches over each stage and kind in turn."""
+
+    durations: list[float]
+    activation: list[float]
+    remaining: list[float]
+    links: list[float]
+
+
+def flat_costs(costs: CostModel, plan: Plan, *, fused: bool) -> FlatCosts:
+    """The costs of a plan's stages for a core. With `fused`, B takes the time of W, too, and frees all of its memory."""
+    ranks, last = plan.placement.stage_to_rank, plan.num_stages - 1
+    width = 1 if costs.num_microbatches is None or plan.num_microbatches == 1 else plan.num_microbatches
+    lists: dict[str, Sequence[Sequence[float]]]
+    if costs.per_microbatch is None:
+        lists = {name: [[value] * width for value in getattr(costs, name)] for name in COST_LISTS}
+    else:
+        lists = _lists(costs.per_microbatch)
+    forward, backward, wgrad, activation, remaining = (lists[name] for name in COST_LISTS)
+    durations: list[float] = []
+    for before, middle, after in zip(forward, backward, wgrad, strict=True):
+        durations += before
+        durations += [b + w for b, w in zip(middle, after, strict=True)] if fused else middle
+        durations += [0.0] * width if fused else after
+    links = []
+    for step in (1, -1):
+        for stage in range(plan.num_stages):
+            to = min(max(stage + step, 0), last)
+            links += [costs.link_ms(ranks[stage], ranks[to], microbatch) for microbatch in range(width)]
+    return FlatCosts(
+        list(map(float, durations)),
+        [float(value) for row in activation for value in row],
+        [0.0 if fused else float(value) for row in remaining for value in row],
+        list(map(float, links)),
+    )
+
+
+def _lists(every: MicrobatchCosts) -> dict[str, Sequence[Sequence[float]]]:
+    return {name: getattr(every, name) for name in COST_LISTS}
+
+
+def _is_fused(plan: Plan) -> bool:
+    kinds = {op.kind for row in plan.ops for op in row}
+    if OpKind.BW in kinds and kinds & {OpKind.B, OpKind.W}:
+        raise PlanError(f"plan {plan.schedule!r} has fused and split backwards; microbatches are assigned to plans of one kind")
+    return OpKind.BW in kinds
+
+
+def _one_after_the_other(plan: Plan) -> Order:
+    """The order that needs the least memory: each microbatch runs through all stages before the next one begins."""
+    rows = []
+    for stages in plan.placement.rank_to_stages:
+        rows.append(
+            [
+                Op(stage, kind, microbatch)
+                for microbatch in range(plan.num_microbatches)
+                for kind, some in ((OpKind.F, stages), (OpKind.B, stages[::-1]), (OpKind.W, stages))
+                for stage in some
+            ]
+        )
+    return order_of(Plan.of(plan.schedule, plan.placement, plan.num_microbatches, rows))

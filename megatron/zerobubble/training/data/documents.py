@@ -1,0 +1,219 @@
+"""Samples that are documents, each at its own length, or several of them packed into one row.
+
+A document of n tokens has n - 1 tokens with a label, the next token. They are one sample, or where they are more than
+--seq-length several: pieces of --seq-length and the rest. So every token that has a label is read once per epoch; a document of
+one token has none, and is left out. Documents are the sequences of the dataset, as in megatron-core's GPTDataset.
+
+The order of an epoch is a permutation by the seed and the epoch. Packed rows are filled once, in an order by the seed, and their
+order is permuted per epoch. So a sample is a function of its number alone, and all lengths follow from PREFIX.idx: ranks that
+read no tokens know them, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
+from torch.utils.data import Dataset
+
+from megatron.zerobubble.errors import DataError
+from megatron.zerobubble.training.data.index import DatasetIndex
+from megatron.zerobubble.training.data.packing import next_fit
+
+__all__ = ["DocumentDataset", "DocumentOptions"]
+
+Array = np.ndarray[Any, Any]
+
+_PACKING = 2**32
+"""In place of the number of an epoch, for the order in which rows are filled."""
+_PADDING = -1
+"""megatron-core's padding in a dataset, which does not count in the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentOptions:
+    """How documents become samples."""
+
+    seq_length: int
+    """Tokens of a sample, at most."""
+    seed: int
+    """Of the order of the samples."""
+    packs: bool
+    """Whether several documents share a sample."""
+    has_masks: bool
+    """Whether tokens that do not count as labels are stored as their complement, -1 - id (`data.conversation_tokens`)."""
+    mmap_bin_files: bool
+    """Whether .bin files are memory-mapped."""
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The pieces of the documents of a split, in their order in the dataset."""
+
+    document: Array
+    """[n] int64, number in the dataset."""
+    begin: Array
+    """[n] int64, position of the first token in the document."""
+    length: Array
+    """[n] int64, tokens that have a label."""
+
+    @classmethod
+    def of(cls, tokens: Array, documents: range, seq_length: int) -> _Pieces:
+        """The pieces of `documents`, of which document d has tokens[d] tokens."""
+        labeled = tokens[documents.start : documents.stop].astype(np.int64) - 1
+        counts = -(-labeled // seq_length)
+        document = np.repeat(np.arange(len(labeled)), counts)
+        before = np.repeat(np.cumsum(counts) - counts, counts)
+        begin = (np.arange(len(document)) - before) * seq_length
+        length = np.minimum(labeled[document] - begin, seq_length)
+        return cls(document + documents.start, begin, length)
+
+    def __getitem__(self, order: Array) -> _Pieces:
+        return _Pieces(self.document[order], self.begin[order], self.length[order])
+
+
+class DocumentDataset(Dataset[dict[str, Any]]):
+    """The samples of some documents of one dataset, repeated epoch by epoch.
+
+    Args:
+        index: of the dataset, which `index.check_dataset` has checked.
+        documents: the numbers of the split's documents.
+        size: samples, over as many epochs as it takes; None: one epoch.
+        options: how documents become samples.
+        config: megatron-core's, with the tokenizer.
+        split: which split it is.
+
+    Raises:
+        DataError: no document has a token with a label.
+    """
+
+    def __init__(
+        self, index: DatasetIndex, documents: range, *, size: int | None, options: DocumentOptions, config: Any, split: Split
+    ) -> None:
+        self._options = options
+        self.config = config
+        """As given."""
+        self.dataset_path = index.prefix
+        """Path prefix."""
+        self.index_split = split
+        """As given; for megatron-core's BlendedDataset."""
+        pieces = _Pieces.of(index.entries()[0], documents, options.seq_length)
+        if not len(pieces.length):
+            raise DataError(
+                f"{index.prefix}: none of the {len(documents)} document(s) for {split.name} has two tokens or more, and so none "
+                "has a token with a label; give more documents"
+            )
+        if options.packs:
+            pieces = pieces[_permutation(options.seed, _PACKING, len(pieces.length))]
+            self._starts = next_fit(pieces.length, options.seq_length)
+        else:
+            self._starts = np.arange(len(pieces.length) + 1)
+        self._pieces = pieces
+        self.num_rows = len(self._starts) - 1
+        """Samples of an epoch."""
+        self._size = self.num_rows if size is None else size
+        self._row_lengths = np.add.reduceat(pieces.length, self._starts[:-1])
+        self._row_squares = np.add.reduceat(pieces.length.astype(np.float64) ** 2, self._starts[:-1])
+        self._epochs: OrderedDict[int, Array] = OrderedDict()
+        self.unique_identifiers = OrderedDict(
+            {"class": type(self).__name__, "dataset_path": index.prefix, "num_rows": self.num_rows, "options": str(options)}
+        )
+        """For megatron-core's BlendedDataset."""
+
+    def __len__(self) -> int:
+        return self._size
+
+    def lengths(self, numbers: Array) -> Array:
+        """Tokens of samples, without padding: int64, in the shape of `numbers`."""
+        lengths: Array = self._row_lengths[self._rows(numbers)]
+        return lengths
+
+    def squares(self, numbers: Array) -> Array:
+        """Sums of the squared lengths of the documents in samples: float64, in the shape of `numbers`."""
+        squares: Array = self._row_squares[self._rows(numbers)]
+        return squares
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        """One sample of n tokens.
+
+        Returns:
+            tokens, labels and position_ids, [n] int64; loss_mask, [n] float32; cu_seqlens, int32, where each of the packed
+            documents begins, from 0 on, and n.
+        """
+        row = int(self._rows(np.asarray(number)))
+        places = range(int(self._starts[row]), int(self._starts[row + 1]))
+        tokens = [self._read(place) for place in places]
+        lengths = self._pieces.length[places.start : places.stop]
+        inputs, labels = (np.concatenate([each[cut] for each in tokens]) for cut in (slice(None, -1), slice(1, None)))
+        counts = labels >= 0 if self._options.has_masks else labels != _PADDING
+        return {
+            "tokens": torch.from_numpy(self._ids(inputs)),
+            "labels": torch.from_numpy(self._ids(labels)),
+            "loss_mask": torch.from_numpy(counts.astype(np.float32)),
+            "position_ids": torch.cat([torch.arange(int(length)) for length in lengths]),
+            "cu_seqlens": torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
+        }
+
+    def find(self, number: int, size: int) -> tuple[str, int, int, int] | None:
+        """Where a sample has a token outside of a vocabulary of `size`.
+
+        Returns:
+            Path prefix, document, position in it, and the token; None if there is none.
+        """
+        row = int(self._rows(np.asarray(number)))
+        for place in range(int(self._starts[row]), int(self._starts[row + 1])):
+            tokens = self._ids(self._read(place))
+            bad = (tokens < 0) | (tokens >= size)
+            if bad.any():
+                where = int(np.argmax(bad))
+                position = int(self._pieces.begin[place]) + where
+                return self.dataset_path, int(self._pieces.document[place]), position, int(tokens[where])
+        return None
+
+    def _read(self, place: int) -> Array:
+        """The tokens of a piece and its last label: [length + 1] int64."""
+        pieces = self._pieces
+        document, begin, length = (int(each[place]) for each in (pieces.document, pieces.begin, pieces.length))
+        tokens: Array = self._tokens.get(document, offset=begin, length=length + 1).astype(np.int64)
+        return tokens
+
+    def _ids(self, tokens: Array) -> Array:
+        """Token ids of what is stored; padding becomes token 0."""
+        ids: Array = (
+            np.where(tokens < 0, -1 - tokens, tokens) if self._options.has_masks else np.where(tokens == _PADDING, 0, tokens)
+        )
+        return ids
+
+    @functools.cached_property
+    def _tokens(self) -> IndexedDataset:
+        """Opened when a sample is read, which ranks in the middle of a pipeline never do."""
+        return IndexedDataset(self.dataset_path, mmap=self._options.mmap_bin_files)
+
+    def _rows(self, numbers: Array) -> Array:
+        """The rows of samples."""
+        epochs, places = np.divmod(numbers, self.num_rows)
+        rows = np.empty(np.shape(numbers), dtype=np.int64)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            rows[here] = self._order(int(epoch))[places[here]]
+        return rows
+
+    def _order(self, epoch: int) -> Array:
+        """The rows of an epoch in their order; the last two that were asked for are kept."""
+        if epoch not in self._epochs:
+            self._epochs[epoch] = _permutation(self._options.seed, epoch, self.num_rows)
+            while len(self._epochs) > 2:
+                self._epochs.popitem(last=False)
+        return self._epochs[epoch]
+
+
+def _permutation(seed: int, epoch: int, num: int) -> Array:
+    """A permutation of `num` numbers that numpy keeps the same in all of its versions."""
+    generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, epoch))))
+    return generator.permutation(num)

@@ -1,0 +1,154 @@
+"""Checks of the data, and of how documents become samples. `validate.check_settings` calls them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.zerobubble.errors import ConfigError, DataError
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.data.blend import SPLITS
+from megatron.zerobubble.training.data.conversations import FLAG, count_conversations
+from megatron.zerobubble.training.data.corpus import read_corpus_info, split_documents
+from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset, file_bytes
+
+__all__ = ["check_data", "check_documents"]
+
+
+def check_documents(settings: Settings) -> None:
+    """Raise for flags that do not go with samples that are documents."""
+    data, flag = settings.data, settings.data.document_flag
+    if flag is None:
+        return
+    if not settings.optim.calculate_per_token_loss:
+        raise ConfigError(
+            f"{flag} needs --calculate-per-token-loss: microbatches have unequal numbers of tokens that count, and without it "
+            "they weigh the same; add it"
+        )
+    if settings.logging.log_throughput:
+        raise ConfigError(
+            f"--log-throughput counts the FLOPs of samples of --seq-length tokens, and with {flag} they differ; leave it out"
+        )
+    if data.variable_seq_lengths:
+        _check_lengths(settings)
+    if data.pack_sequences:
+        _check_packing(settings)
+
+
+def _check_lengths(settings: Settings) -> None:
+    """Check --variable-seq-lengths."""
+    flag, multiple, seq_length = "--variable-seq-lengths", settings.data.pad_length_multiple, settings.model.seq_length
+    if seq_length % multiple:
+        raise ConfigError(
+            f"--seq-length {seq_length} is not divisible by --pad-length-multiple {multiple}, to which samples are padded; "
+            f"{seq_length // multiple * multiple or multiple} would be"
+        )
+    sends = settings.zero_bubble.schedule == "stock" and settings.pipeline_size > 1  # megatron-core then refuses that dispatcher
+    shares = settings.moe.expert_model_parallel_size > 1  # by ranks with other microbatches
+    if settings.moe.num_experts is not None and settings.moe.moe_token_dispatcher_type == "allgather" and (sends or shares):
+        raise ConfigError(f"{flag} does not go with --moe-token-dispatcher-type allgather; choose alltoall")
+
+
+def _check_packing(settings: Settings) -> None:
+    """Check --pack-sequences."""
+    model, context, rows = settings.model, settings.parallel.context_parallel_size, settings.batch.micro_batch_size
+    if rows != 1:
+        raise ConfigError(f"--pack-sequences puts several documents into one row: give --micro-batch-size 1, not {rows}")
+    problems = {
+        f"--context-parallel-size {context}: ranks share one sequence, not several": context > 1,
+        "--multi-latent-attention": settings.mla.multi_latent_attention,
+        "--hybrid-layer-pattern": model.hybrid_layer_pattern is not None,
+        "--mtp-num-layers": bool(model.mtp_num_layers),
+        "--attention-backend local, which has no packed sequences; choose auto": (
+            model.attention_backend == "local" and model.transformer_impl == "local"
+        ),
+    }
+    for problem, is_given in problems.items():
+        if is_given:
+            raise ConfigError(f"--pack-sequences does not go with {problem}")
+
+
+def check_data(settings: Settings, *, reads_all: bool) -> None:
+    """Raise unless the datasets are there, and every split that the run reads has samples.
+
+    Args:
+        settings: the flags.
+        reads_all: whether to read the whole index of each dataset, and all conversations of --sft.
+    """
+    if settings.data.mock_data:
+        return
+    sources, run = settings.data.sources, settings.run
+    if settings.data.sft:
+        _check_conversations(settings, reads_all=reads_all)
+    else:
+        _check_datasets(settings, reads_all=reads_all)
+    if sources.divided is not None:
+        return
+    train, valid, _ = sources.per_split
+    if train is None and not run.skip_train:
+        raise ConfigError("no data to train on: give --train-data-path, or --skip-train to evaluate only")
+    if valid is None and run.eval_iters > 0:
+        raise ConfigError("no data to validate on: give --valid-data-path, or --eval-iters 0")
+
+
+def _check_conversations(settings: Settings, *, reads_all: bool) -> None:
+    """Check files of JSON lines. Ranks that do not read them all only see that they are there."""
+    sources = settings.data.sources
+    for path in sources.prefixes:
+        if not Path(path).is_file():
+            raise DataError(f"{FLAG} {path} does not exist; give a file with one JSON object a line")
+        if not reads_all:
+            continue
+        count = count_conversations(path)
+        if sources.divided is not None and path in sources.divided.prefixes:
+            _check_splits(settings, path, split_documents(count, settings.data.split_weights))
+
+
+def _check_datasets(settings: Settings, *, reads_all: bool) -> None:
+    sources, data = settings.data.sources, settings.data
+    for prefix in sources.prefixes:
+        index = _check_dataset(settings, prefix, reads_all=reads_all)
+        splits: tuple[range, ...] = (range(index.num_sequences),)
+        if sources.divided is not None:
+            splits = split_documents(index.num_sequences, data.split_weights)
+            _check_splits(settings, prefix, splits)
+        if reads_all and data.reads_documents:
+            _check_labels(settings, index, splits)
+
+
+def _check_labels(settings: Settings, index: DatasetIndex, splits: tuple[range, ...]) -> None:
+    """Raise if the documents of a split that the run reads have one token each: there is nothing to predict."""
+    lengths, _, _ = index.entries()
+    for name, documents, is_read in zip(
+        SPLITS, splits, (not settings.run.skip_train, settings.run.eval_iters > 0, False), strict=False
+    ):
+        own = lengths[documents.start : documents.stop]
+        if is_read and len(own) and own.max() < 2:
+            where = f"the {len(own)} document(s) for {name}" if len(splits) > 1 else f"the {len(own)} document(s)"
+            raise DataError(f"{index.prefix}: none of {where} has a second token, to predict from the first; give more documents")
+
+
+def _check_dataset(settings: Settings, prefix: str, *, reads_all: bool) -> DatasetIndex:
+    """Raise unless a dataset is there and whole, and was made with the tokenizer of the run."""
+    index = check_dataset(prefix, reads_all=reads_all)
+    info = read_corpus_info(prefix)
+    if info is not None:
+        info.check_matches(settings.tokenizer.tokenizer_type, settings.tokenizer.known_vocab_size)
+        info.check_index(index, bin_bytes=file_bytes(index.bin_path))
+    return index
+
+
+def _check_splits(settings: Settings, prefix: str, splits: tuple[range, ...]) -> None:
+    """Raise if a split that the run reads has no documents: megatron-core would search for its samples forever."""
+    data, run = settings.data, settings.run
+    counts = [len(documents) for documents in splits]
+
+    def check(name: str, count: int, is_read: bool, remedy: str) -> None:
+        if is_read and count == 0:
+            raise DataError(
+                f"--split {data.split_text!r} leaves none of the {sum(counts)} document(s) of {prefix} for {name}; give a larger "
+                f"share, such as --split 90,10,0, {remedy}or more documents"
+            )
+
+    training, validation, _ = counts
+    check("training", training, not run.skip_train or data.split_weights[0] > 0.0, "a share of 0, " if run.skip_train else "")
+    check("validation", validation, run.eval_iters > 0, "--eval-iters 0, ")

@@ -1,0 +1,263 @@
+"""Assigning unequal microbatches to the slots of a plan: never slower, within the memory, the same from both cores."""
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
+from megatron.zerobubble.plan.links import Links
+from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, LengthModel, MicrobatchCosts
+from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
+from megatron.zerobubble.plan.planner import make_plan
+from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_info, schedule_spec
+from megatron.zerobubble.plan.search.assign import assign
+from megatron.zerobubble.plan.search.core import PythonCore
+from megatron.zerobubble.plan.search.search import Objective, SearchOptions, best_core, smallest_memory
+from megatron.zerobubble.plan.simulate import peak_memory, simulate
+from megatron.zerobubble.plan.validate import validate
+
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb", "zbv", "v-half")
+COMPILED = best_core() is not PythonCore
+BUDGET = 2e5 if COMPILED else 1e4
+
+
+def of_lengths(placement: Placement, tokens: Sequence[int], *, comm_ms: float = 0.1, kept: float = 0.5) -> CostModel:
+    """F=B=W per rank at the mean length."""
+    mean = sum(tokens) / len(tokens)
+    uniform = CostModel.uniform(placement, activation_after_backward=kept)
+    costs = LengthModel.of(uniform, tokens=mean, squares=mean * mean, attention_share=0.1).costs(tokens)
+    return CostModel.of_microbatches(costs, comm_ms=comm_ms)
+
+
+def some_lengths(m: int, seed: int, spread: float = 0.55) -> list[int]:
+    """Log-normal lengths of about 1,000 tokens."""
+    random = Random(seed)
+    return [max(1, round(1000 * random.lognormvariate(0, spread))) for _ in range(m)]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Plan, CostModel, SearchOptions]:
+    """A plan of any schedule, costs per stage and microbatch, often links, and options with or without a limit."""
+    name, p, m = draw(st.sampled_from(SCHEDULES)), draw(st.integers(1, 4)), draw(st.integers(2, 8))
+    plan = build_plan(name, num_ranks=p, num_microbatches=m)
+    random = Random(draw(st.integers(0, 10**6)))
+    rows = {n: tuple(tuple(random.uniform(0.01, 5) for _ in range(m)) for _ in range(plan.num_stages)) for n in COST_LISTS}
+    links = None
+    if draw(st.booleans()):
+        links = Links(latency_ms=tuple(tuple(random.uniform(0, 2) for _ in range(p)) for _ in range(p)))
+    costs = CostModel.of_microbatches(MicrobatchCosts(**rows), comm_ms=0.2, links=links)
+    times = draw(st.sampled_from([None, 1.0, 1.3, 2.0, 9.0]))
+    limit = None if times is None else times * smallest_memory(plan.placement, m, costs)
+    objective = draw(st.sampled_from(list(Objective)))
+    return plan, costs, SearchOptions(memory_limit=limit, objective=objective, budget=draw(st.sampled_from([0.0, BUDGET])))
+
+
+def in_order(plan: Plan, costs: CostModel) -> list[Plan]:
+    """The plan with the data as it comes, and sorted by length both ways."""
+    every = costs.per_microbatch
+    assert every is not None
+    work = [sum(row[i] for row in (*every.forward_ms, *every.backward_ms, *every.wgrad_ms)) for i in range(plan.num_microbatches)]
+    ascending = tuple(sorted(range(plan.num_microbatches), key=work.__getitem__))
+    return [plan, replace(plan, assignment=ascending), replace(plan, assignment=ascending[::-1])]
+
+
+@given(problems())
+def test_never_slower_than_as_it_comes_nor_sorted_and_within_the_memory(problem: tuple[Plan, CostModel, SearchOptions]) -> None:
+    plan, costs, options = problem
+    fixed = not schedule_info(plan.schedule).is_searched
+    limit = options.memory_limit
+    if fixed and limit is not None and all(max(peak_memory(other, costs.reserved)) > limit for other in in_order(plan, costs)):
+        return  # the order itself may need more
+    found = assign([plan], costs, options, fixed_order=fixed)
+    validate(found, memory_limit=limit, costs=costs)
+    reached = options.objective.of(simulate(found, costs))
+    for other in in_order(plan, costs):
+        if limit is None or max(peak_memory(other, costs)) <= limit:
+            assert reached <= options.objective.of(simulate(other, costs)) * (1 + 1e-9)
+    if limit is None:
+        most = max(max(peak_memory(other, costs.reserved)) for other in in_order(plan, costs))
+        assert max(peak_memory(found, costs)) <= most + 1e-9
+    if fixed:
+        for before, after in zip(plan.ops, found.ops, strict=True):
+            assert [op for op in after if op.kind is not OpKind.W] == [op for op in before if op.kind is not OpKind.W]
+
+
+@pytest.mark.parametrize("info", known_schedules(), ids=lambda info: info.name)
+def test_equal_lengths_give_todays_plan_to_the_op(info: object) -> None:
+    name = str(getattr(info, "name", info))
+    spec = schedule_spec(name, num_ranks=3)
+    plain = CostModel.uniform(spec.placement, forward_ms=1.1, wgrad_ms=0.7, comm_ms=0.1, activation_after_backward=0.4)
+    model = LengthModel.of(plain, tokens=128, squares=128.0**2, attention_share=0.0)
+    options = SearchOptions(budget=BUDGET)
+    today = build_plan(name, num_ranks=3, num_microbatches=7)
+    equal = CostModel.of_microbatches(model.costs([128] * 7), comm_ms=0.1)
+    assert MicrobatchPlanner(spec, 7, options=options).plan(equal) == today
+    searched = make_plan(name, num_ranks=3, num_microbatches=7, costs_of=lambda _: equal, options=options)
+    assert equal.is_plain
+    assert (
+        searched.simulation.plan
+        == make_plan(name, num_ranks=3, num_microbatches=7, costs_of=lambda _: equal.plain, options=options).simulation.plan
+    )
+
+
+def test_long_microbatches_are_put_side_by_side() -> None:
+    """Twelve long and twelve short microbatches in turn: grouped, hardly anything is left to wait for."""
+    plan = build_plan("zbv", num_ranks=8, num_microbatches=24)
+    costs = of_lengths(plan.placement, [500, 1500] * 12, comm_ms=0.0)
+    found = assign([plan], costs, SearchOptions(objective=Objective.MAKESPAN, budget=1e6 if COMPILED else 1e5))
+    before, after = simulate(plan, costs), simulate(found, costs)
+    assert before.idle_share > 0.15
+    assert after.idle_share < (0.08 if COMPILED else 0.13)
+    assert sorted(found.assignment) == list(range(24))
+
+
+@pytest.mark.parametrize(("name", "p", "m"), [("zbv", 2, 6), ("zb", 3, 7), ("1f1b", 3, 6), ("interleaved-1f1b", 2, 4)])
+@pytest.mark.skipif(not COMPILED, reason="the compiled core was not built")
+def test_both_cores_find_the_same_plan(name: str, p: int, m: int) -> None:
+    plan = build_plan(name, num_ranks=p, num_microbatches=m)
+    links = Links(latency_ms=tuple(tuple(0.1 + 0.3 * (a > b) for b in range(p)) for a in range(p)), message_bytes=tuple(range(m)))
+    for limit, given_links in ((None, None), (1.2, links)):
+        costs = replace(of_lengths(plan.placement, some_lengths(m, 3)), links=given_links)
+        options = SearchOptions(
+            memory_limit=None if limit is None else limit * smallest_memory(plan.placement, m, costs) * 2, budget=2e4
+        )
+        fixed = name != "zbv"
+        plans = []
+        for core in (PythonCore, best_core()):
+            try:
+                plans.append(assign([plan], costs, options, fixed_order=fixed, core=core))
+            except PlanError as error:
+                plans.append(str(error))
+        assert plans[0] == plans[1]
+
+
+def test_both_cores_score_rows_beyond_the_memory_limit_alike() -> None:
+    if not COMPILED:
+        pytest.skip("the compiled core was not built")
+    random = Random(5)
+    m, ranks = 5, [0, 1, 1, 0]
+    lists = [[random.uniform(0.1, 3) for _ in range(size * m)] for size in (12, 4, 4, 8)]
+    rows = [bytes([0] * m + [3] * m + [4] * m + [1] * m)] * 2
+    for limit, excess_ms in ((1e9, 0.0), (3.0, 7.0), (3.0, 0.0)):
+        cores = [
+            core(m, ranks, *lists[:1], 0.1, *lists[1:3], limit, True, lists[3], excess_ms) for core in (PythonCore, best_core())
+        ]
+        for patience in (math.inf, 0.5):
+            scored = [core.evaluate_assigned(rows, [patience] * 2, [3, 1, 4, 0, 2]) for core in cores]
+            assert scored[0] == scored[1]
+            assert (scored[0][1] < math.inf) == (limit > 3)
+            assert (scored[0][0] < math.inf) == (limit > 3 or excess_ms > 0)
+
+
+@pytest.mark.parametrize("name", ["zb", "zbv", "v-half", "zb-interleaved"])
+@pytest.mark.parametrize("times", [1.0, 1.5, 3.0])
+def test_a_tight_limit_in_tokens_is_kept(name: str, times: float) -> None:
+    """At 1.0 the longest microbatch fits alone; its neighbors have to wait."""
+    spec = schedule_spec(name, num_ranks=3)
+    costs = of_lengths(spec.placement, some_lengths(9, 1, 1.0))
+    limit = times * smallest_memory(spec.placement, 9, costs)
+    options = SearchOptions(memory_limit=limit, budget=BUDGET)
+    try:
+        planner = MicrobatchPlanner(spec, 9, costs=costs, options=options)
+    except ConfigError as error:
+        raise AssertionError(f"a microbatch of the mean size is smaller than the longest: {error}") from None
+    plan = planner.plan(costs)
+    assert max(peak_memory(plan, costs)) <= limit + 1e-9
+    validate(plan, memory_limit=limit, costs=costs)
+
+
+def test_a_microbatch_that_no_plan_can_hold_is_refused_with_its_tokens() -> None:
+    spec = schedule_spec("zbv", num_ranks=4)
+    tokens = [1000, 1000, 8000, 1000, 1000, 1000, 1000, 1000]
+    costs = of_lengths(spec.placement, tokens)
+    # A rank holds 4 * 0.5 microbatches of the mean size, 1875 tokens: 3750 tokens.
+    planner = MicrobatchPlanner(spec, 8, options=SearchOptions(memory_limit=0.5))
+    with pytest.raises(
+        ConfigError, match=r"microbatch 2 has 8000 tokens and the limit holds at most 3750: .* works is 1\.0666"
+    ) as caught:
+        planner.plan(costs)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_fixed_order_that_fits_with_no_assignment_is_refused() -> None:
+    plan = build_plan("1f1b", num_ranks=3, num_microbatches=6)
+    costs = of_lengths(plan.placement, [1000, 1100, 1200, 1000, 1100, 1200])
+    with pytest.raises(PlanError, match=r"no assignment of these 6 microbatches .* memory limit 0\.5; .* sorted 1\.0"):
+        assign([plan], costs, SearchOptions(memory_limit=0.5, budget=BUDGET), fixed_order=True)
+
+
+def test_plans_with_fused_and_split_backwards_are_refused() -> None:
+    plan = Plan.from_text("0F0 0BW0 0F1 0B1 0W1", schedule="mixed", placement=Placement.linear(1), num_microbatches=2)
+    with pytest.raises(PlanError, match="fused and split"):
+        assign([plan], of_lengths(plan.placement, [1, 2]), SearchOptions(budget=0))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zbv", "zb", "interleaved-1f1b"])
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_plan_that_knows_a_slow_link_is_never_worse(name: str, slow: int) -> None:
+    spec = schedule_spec(name, num_ranks=4)
+    latency = tuple(tuple(2.0 if {a, b} == {slow, slow + 1} else 0.2 for b in range(4)) for a in range(4))
+    plain = CostModel.uniform(spec.placement, comm_ms=0.2, activation_after_backward=0.5)
+    knows = replace(plain, links=Links(latency_ms=latency))
+    for objective in Objective:
+        options = SearchOptions(objective=objective, memory_limit=2.0, budget=BUDGET)
+        ignorant = make_plan(name, num_ranks=4, num_microbatches=10, costs_of=lambda _: plain, options=options).simulation.plan
+        informed = MicrobatchPlanner(spec, 10, costs=plain, options=options, base_options=options).plan(knows)
+        assert objective.of(simulate(informed, knows)) <= objective.of(simulate(ignorant, knows)) * (1 + 1e-9)
+
+
+def test_the_same_seed_and_budget_give_the_same_plan() -> None:
+    spec = schedule_spec("zbv", num_ranks=3)
+    planner = MicrobatchPlanner(spec, 9, options=SearchOptions(budget=BUDGET))
+    costs = of_lengths(spec.placement, some_lengths(9, 2))
+    assert planner.plan(costs) == planner.plan(costs)
+    assert planner.base == build_plan("zbv", num_ranks=3, num_microbatches=9)
+
+
+def test_auto_plans_for_unequal_microbatches() -> None:
+    options = SearchOptions(memory_limit=2.0, budget=10 * BUDGET)
+    tokens = some_lengths(8, 4)
+    result = make_plan(
+        "auto", num_ranks=2, num_microbatches=8, costs_of=lambda placement: of_lengths(placement, tokens), options=options
+    )
+    assert max(result.simulation.peak_memory) <= 2.0 + 1e-9
+    assert result.bound.span_ms <= result.simulation.span_ms * (1 + 1e-9)
+    assert result.runner_up is None or result.runner_up.simulation.span_ms >= result.simulation.span_ms
+
+
+@pytest.mark.skipif(not COMPILED, reason="the compiled core was not built")
+def test_other_threads_run_while_the_core_searches() -> None:
+    """A planner thread works one iteration ahead of the thread that launches kernels, and must not stop it.
+
+    With so long a switch interval a thread gives up the interpreter only where it says so.
+    """
+    core = best_core()(2, [0, 1], [1.0] * 6, 0.1, [1.0] * 2, [1.0] * 2, 9.0, True)
+    rows = [bytes([0, 0, 1, 1])] * 2
+    steps, seen = [0], list[int]()
+
+    def search() -> None:
+        before = steps[0]
+        core.assign(rows, [0.5] * 2, [0, 1], 0, 1e7, 0.0, False)
+        seen.append(steps[0] - before)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)
+    try:
+        thread = threading.Thread(target=search)
+        thread.start()
+        while thread.is_alive():
+            steps[0] += 1
+            time.sleep(0)
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen[0] > 0

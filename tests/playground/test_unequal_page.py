@@ -1,0 +1,152 @@
+"""Lengths of microbatches and links of ranks on the page, in a real browser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.unequal import Unequal
+from megatron.zerobubble.playground.unequal import log_normal_lengths
+from tests.playground.pages import SMALL, Open, cells, drop
+
+TOKENS = [512, 4096, 700, 1800, 1024, 96]
+LIST = f"p=2&effort=drawn&s=zbv&lengths=list&tokens={'_'.join(map(str, TOKENS))}&share=0.1"
+IDLE = "idle share of the makespan"
+CAME = "idle share in its own order with the data as it came"
+
+
+def test_lengths_are_planned_for_and_shown_and_the_link_restores_them(opened: Open, tmp_path: Path) -> None:
+    with opened("p=2&effort=drawn&s=zbv") as page:
+        assert page.locator("[name=tokens]").is_hidden()
+        assert page.locator("#metrics tr", has_text=IDLE).count() == 0
+        page.select_option("[name=lengths]", "list")
+        page.fill("[name=tokens]", ", ".join(map(str, TOKENS)))
+        page.fill("[name=share]", "0.1")
+        page.wait_for_selector(".panel .lengths:has-text('microbatches of 96 to 4096 tokens (mean 1371)')")
+        page.wait_for_function("() => document.querySelector('.panel h3').textContent.includes(' 6 microbatches')")
+        assert page.input_value("[name=m]") == "6"
+        assert page.locator("[name=m]").get_attribute("readonly") is not None
+        page.wait_for_selector("main[aria-busy=false]")
+        assert page.locator("[name=effort] option").first.inner_text() == "hand-written, microbatches assigned"
+        with page.expect_download() as waiting:
+            page.get_by_role("button", name="Plan", exact=True).click()
+        waiting.value.save_as(tmp_path / "plan.json")
+        body = json.loads((tmp_path / "plan.json").read_text())
+        plan = Plan.from_json(json.dumps(body))
+        assert body["format"] == "zerobubble-plan/2"
+        assert body["costs"]["microbatches"]["tokens"] == TOKENS
+        assert sorted(plan.assignment) == list(range(6))
+        idle, came = (float(cells(page, row)[0].split()[0]) for row in (IDLE, CAME))
+        assert idle < came
+        page.locator(".panel .slots summary").click()
+        rows = page.locator(".panel .slots tbody tr").all_inner_texts()
+        assert [row.split() for row in rows] == [[str(i), str(j), str(TOKENS[j])] for i, j in enumerate(plan.assignment)]
+        page.locator(".chart").focus()
+        page.keyboard.press("ArrowRight")
+        first = plan.assignment[0]
+        assert (
+            page.locator("#announcer")
+            .inner_text()
+            .startswith(f"F of slot 0: microbatch {first} of the data, {TOKENS[first]} tokens, rank 0")
+        )
+        page.locator(".panel summary.button").click()
+        assert "is not loaded" in page.locator(".flags-box .popover").inner_text()
+        reached = page.locator("#metrics").inner_text()
+        with opened(page.url.partition("?")[2]) as other:
+            other.wait_for_selector("main[aria-busy=false]")
+            assert other.locator("#metrics").inner_text() == reached
+            assert other.input_value("[name=tokens]").split() == [str(count) for count in TOKENS]
+            assert other.input_value("[name=m]") == "6"
+
+
+def test_log_normal_lengths_follow_the_form_and_become_a_list(opened: Open) -> None:
+    with opened("p=2&m=6&effort=drawn&s=auto&lengths=log-normal&mean=1000&seed=3") as page:
+        drawn = log_normal_lengths(6, mean=1000, variation=0.6, seed=3)
+        page.wait_for_selector(f".lengths:has-text('microbatches of {min(drawn)} to {max(drawn)} tokens')")
+        limit = Unequal(drawn).auto_memory_limit(2)
+        assert page.locator(".slot output").inner_text() == f"{limit:.2f}", "1F1B's memory for the longest ones"
+        page.fill("[name=m]", "7")
+        more = log_normal_lengths(7, mean=1000, variation=0.6, seed=3)
+        page.wait_for_selector(".panel h3:has-text('7 microbatches')")
+        page.wait_for_selector("main[aria-busy=false]")
+        page.select_option("[name=lengths]", "list")
+        assert page.input_value("[name=tokens]").split() == [str(count) for count in more]
+
+
+def test_links_are_planned_for_and_shown_and_the_link_restores_them(opened: Open) -> None:
+    with opened("p=4&m=6&effort=drawn&s=zbv&c=0.1&links=nodes&node=2&between=1") as page:
+        page.wait_for_selector(".lengths:has-text('links of 0.1000 ms to 1.000 ms')")
+        page.select_option("[name=links]", "matrix")
+        assert page.input_value("[name=latency]") == "0 0.1 1 1\n0.1 0 1 1\n1 1 0 0.1\n1 1 0.1 0"
+        assert page.locator("[name=c]").is_disabled()
+        page.fill("[name=latency]", "0 0.1 1 1\n0.1 0 2 1\n1 2 0 0.1\n1 1 0.1 0")
+        page.wait_for_selector(".lengths:has-text('links of 0.1000 ms to 2.000 ms')")
+        page.wait_for_selector("main[aria-busy=false]")
+        reached = page.locator("#metrics").inner_text()
+        with opened(page.url.partition("?")[2]) as other:
+            other.wait_for_selector("main[aria-busy=false]")
+            assert other.locator("#metrics").inner_text() == reached
+            assert other.input_value("[name=latency]").splitlines()[1] == "0.1 0 2 1"
+        page.fill("[name=bandwidth]", "1 1 1 1\n1 1 1 1\n1 1 1 1\n1 1 1 1")
+        page.wait_for_selector(".slot.wrong:has-text('give bytes_per_token with microbatch_tokens')")
+        page.select_option("[name=lengths]", "list")
+        page.fill("[name=bytes]", "1000")
+        page.wait_for_selector(".panel .lengths:has-text('links of ')")
+        drop(page, "links.json", json.dumps({"latency_ms": [[0, 3], [4, 0]], "gigabytes_per_s": [[0, 5], [6, 0]]}))
+        page.wait_for_selector(".panel h3:has-text('2 pipeline ranks')")
+        fields = [page.input_value(f"[name={name}]") for name in ("latency", "bandwidth", "bytes")]
+        assert fields == ["0 3\n4 0", "0 5\n6 0", "1000"]
+        page.set_viewport_size({"width": 390, "height": 844})
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_mistakes_in_lengths_and_links_are_reported_in_one_line(opened: Open) -> None:
+    with opened(LIST) as page:
+        for name, text, message in (
+            ("tokens", "512, 0, 3", "microbatch 1 has 0 tokens; give a whole number, 1 or more"),
+            ("tokens", "512 many", "microbatch 1 has 'many' tokens"),
+        ):
+            page.fill(f"[name={name}]", text)
+            page.wait_for_function(
+                "text => document.querySelector('.slot.wrong .status')?.textContent.includes(text)", arg=message
+            )
+        page.fill("[name=tokens]", "512 700")
+        page.wait_for_selector(".panel h3:has-text('2 microbatches')")
+        page.select_option("[name=links]", "matrix")
+        page.fill("[name=latency]", "0 1 1\n1 0 1\n1 1 0")
+        page.wait_for_selector(".slot.wrong:has-text('latency_ms of 3 ranks and num_ranks is 2')")
+        page.goto(f"{page.url.partition('?')[0]}?p=1e9&m=1e9&links=nodes&lengths=list&s=zbv")
+        page.wait_for_selector(".slot.wrong .status:has-text('num_ranks is 1000000000; the playground takes')")
+
+
+def test_a_plan_for_unequal_microbatches_is_opened_and_planned_for_again(opened: Open, tmp_path: Path) -> None:
+    with opened(LIST) as page:
+        page.wait_for_selector("main[aria-busy=false]")
+        shown = cells(page, IDLE)[0]
+        with page.expect_download() as waiting:
+            page.get_by_role("button", name="Plan", exact=True).click()
+        waiting.value.save_as(tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    with opened(f"{SMALL}&s=zbv") as page:
+        drop(page, "plan.json", text)
+        page.wait_for_selector("#metrics th:has-text('plan.json')")
+        assert page.locator("#metrics .apart").count() == 1
+        assert cells(page, IDLE) == ["\u2013", shown]
+        page.locator("#notes button").click()
+        page.wait_for_selector(".panel:first-child .lengths")
+        page.wait_for_selector("main[aria-busy=false]")
+        assert page.input_value("[name=tokens]").split() == [str(count) for count in TOKENS]
+        assert page.input_value("[name=share]") == "0.1"
+        assert cells(page, IDLE) == [shown, shown]
+        assert page.locator("#metrics .apart").count() == 0, "the same problem again, from the means and the lengths"
+        page.fill("[name=tokens]", " ".join(map(str, TOKENS[::-1])))
+        page.wait_for_selector("#metrics .apart:has-text('other lengths of microbatches')")
+        body = json.loads(text)
+        costs = CostModel.from_json(body["costs"])
+        assert costs.per_microbatch is not None
+        del body["costs"]["microbatches"]["tokens"]
+        drop(page, "costs.json", json.dumps(body["costs"]))
+        page.wait_for_selector("#notes:has-text('it has no lengths of its microbatches, so their means count')")
+        assert page.input_value("[name=lengths]") == "equal"

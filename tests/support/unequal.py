@@ -1,0 +1,194 @@
+"""The small GPT with microbatches of unequal length. Everything here runs inside the ranks of a `RankPool`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.zerobubble.mcore.microbatches.lengths import Lengths
+from megatron.zerobubble.mcore.microbatches.unequal import UnequalOptions
+from megatron.zerobubble.mcore.replanner import Replanner, Window
+from megatron.zerobubble.plan.search.search import SearchOptions
+from tests.support.gpt import MICRO_BATCH, SEQUENCE, VOCABULARY, Case, Difference, Outcome, Tensors, Trainer, compare
+from tests.support.moe import MoeCase, MoeTrainer
+
+
+@dataclass(frozen=True)
+class UnequalCase(Case):
+    """A comparison whose microbatches have lengths of their own in every step."""
+
+    reorders: bool = True
+    """Whether the plan may change the order of the microbatches."""
+    announces: bool = False
+    """Whether lengths are announced an iteration ahead, or exchanged when it begins."""
+    multiple: int = 1
+    """Lengths are multiples of this."""
+
+    def trainer(self, initial: Tensors | None = None) -> UnequalTrainer:
+        """What trains this case."""
+        return UnequalTrainer(self, initial)
+
+    @property
+    def unpipelined(self) -> Case:
+        """The same training without a pipeline."""
+        return replace(super().unpipelined, reorders=True, announces=False)  # type: ignore[call-arg]
+
+    def lengths(self, step: int, replica: int) -> list[int]:
+        """Tokens of each microbatch of a step. Every third step they are equal."""
+        generator = random.Random(f"{step} {replica if self.different_data else 0}")
+        if step % 3 == 2:
+            return [self.multiple * 2] * self.num_microbatches
+        most = SEQUENCE // self.multiple
+        return [self.multiple * generator.randint(1, most) for _ in range(self.num_microbatches)]
+
+
+class UnequalTrainer(Trainer):
+    """Trains on microbatches of unequal length."""
+
+    case: UnequalCase
+
+    def __init__(self, case: UnequalCase, initial: Tensors | None = None) -> None:
+        super().__init__(case, initial)
+        self.orders: list[tuple[int, ...]] = []
+        """Per call, the microbatch that each microbatch of the plan was."""
+        if self.schedule.unequal is not None:
+            arrange = self.schedule.unequal.arrange
+
+            def recorded(*args: Any, **options: Any) -> Any:
+                arranged = arrange(*args, **options)
+                self.orders.append(arranged.order)
+                return arranged
+
+            self.schedule.unequal.arrange = recorded  # type: ignore[method-assign]
+
+    def _schedule_options(self) -> dict[str, Any]:
+        if self.case.spec.is_stock:
+            return {}
+        options = UnequalOptions(
+            tokens_of=lambda item: int(item[0].size(1)) * self.case.context_parallel,
+            usual_tokens=SEQUENCE,
+            attention_share=0.1,
+            reorders=self.case.reorders,
+        )
+        return {"unequal": options}
+
+    def forward_backward(self, step: int, *, forward_only: bool = False) -> list[float]:
+        """One call of the schedule; with `announces` the lengths of this step and the next are known before."""
+        unequal = self.schedule.unequal
+        if self.case.announces and unequal is not None and not forward_only:
+            for ahead in ([step] if unequal.num_expected == 0 else []) + [step + 1]:
+                unequal.expect(
+                    tuple(
+                        tuple(of_tokens(tokens) for tokens in self.case.lengths(ahead, replica % 2))
+                        for replica in range(parallel_state.get_data_parallel_world_size())
+                    )
+                )
+        return super().forward_backward(step, forward_only=forward_only)
+
+    def batches(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(tokens, labels) of each microbatch, at its own length."""
+        replica = parallel_state.get_data_parallel_rank() % 2 if self.case.different_data else 0
+        for microbatch, length in enumerate(self.case.lengths(step, replica)):
+            generator = torch.Generator().manual_seed(100_000 * replica + 1000 * step + microbatch)
+            text = torch.randint(0, VOCABULARY, (MICRO_BATCH, length + 1), generator=generator).to(self.device)
+            yield self._part(text[:, :-1]), self._part(text[:, 1:])
+
+
+@dataclass(frozen=True)
+class UnequalMoeCase(UnequalCase, MoeCase):
+    """The same with experts."""
+
+    def trainer(self, initial: Tensors | None = None) -> UnequalMoeTrainer:
+        """What trains this case."""
+        return UnequalMoeTrainer(self, initial)
+
+
+class UnequalMoeTrainer(UnequalTrainer, MoeTrainer):
+    """The same with experts."""
+
+    case: UnequalMoeCase
+
+
+def of_tokens(tokens: int) -> Lengths:
+    """The lengths of a microbatch whose rows are one sequence each."""
+    return Lengths(tokens, float(tokens) ** 2)
+
+
+def compare_unequal(rank: int, case: UnequalCase) -> Difference:
+    """As `compare`."""
+    return compare(rank, case)
+
+
+def train_unequal(rank: int, case: UnequalCase) -> tuple[Outcome, list[tuple[int, ...]]]:
+    """The outcome of a rank, and the order of the microbatches in every call."""
+    trainer = case.trainer()
+    outcome = trainer.train()
+    orders = trainer.orders
+    trainer.close()
+    return outcome, orders
+
+
+def evaluate_unequal(rank: int, case: UnequalCase) -> tuple[list[float], list[float], tuple[int, ...]]:
+    """(losses of an evaluation, losses of training on the same data, order of the evaluation)."""
+    trainer = case.trainer()
+    with torch.no_grad():
+        evaluated = trainer.forward_backward(0, forward_only=True)
+    trained = trainer.forward_backward(0)
+    order = trainer.orders[0]
+    trainer.close()
+    return evaluated, trained, order
+
+
+class Replanned(NamedTuple):
+    """What a rank has after re-planning."""
+
+    orders: str
+    model: str
+    has_learned: bool
+    grows: bool
+    num_recorded: int
+
+
+def replan_unequal(rank: int, case: UnequalCase) -> Replanned:
+    """Train with a window of two profiled iterations."""
+    trainer = case.trainer()
+    schedule = trainer.schedule
+    assert schedule.unequal is not None
+    before = schedule.unequal.model
+    replanner = Replanner(schedule, Window(start=1, end=2), SearchOptions(budget=1e4), num_microbatches=case.num_microbatches)
+    for iteration in range(1, case.num_steps + 1):
+        replanner.before(iteration, case.num_microbatches)
+        trainer.forward_backward(iteration)
+        if replanner.is_due(iteration):
+            replanner.after(iteration, case.num_microbatches)
+    model = schedule.unequal.model
+    short, long = (model.costs([tokens]) for tokens in (1, SEQUENCE))
+    timelines = schedule.timelines()
+    found = Replanned(
+        orders=str(trainer.orders),
+        model=str(model),
+        has_learned=model != before,
+        grows=all(short.activation[stage] < long.activation[stage] for stage in range(case.spec.placement.num_stages)),
+        num_recorded=sum(len(row) for row in timelines[-1].rows) if timelines else 0,
+    )
+    trainer.close()
+    return found
+
+
+def read_different_data(rank: int, case: UnequalCase) -> None:
+    """The last rank's iterator is over other samples."""
+    trainer = case.trainer()
+    trainer.forward_backward(rank // 3)
+
+
+def announce_wrong_lengths(rank: int, case: UnequalCase) -> None:
+    """Announce lengths that the data does not have."""
+    trainer = case.trainer()
+    assert trainer.schedule.unequal is not None
+    trainer.schedule.unequal.expect((tuple(of_tokens(SEQUENCE + 1 - tokens) for tokens in case.lengths(0, 0)),))
+    trainer.forward_backward(0)

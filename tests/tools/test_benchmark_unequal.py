@@ -1,0 +1,84 @@
+"""tools/benchmarks/unequal.py on few batches: that its report is correct, not how good the plans are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.benchmarks.unequal import (
+    ATTENTION_SHARE,
+    DISTRIBUTIONS,
+    LINK_CASES,
+    interval,
+    library_lengths,
+    main,
+    markdown,
+    verdicts,
+)
+
+KEPT = Path(__file__).parents[2] / "docs" / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a result of two ranks."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    files = ["--json", str(folder / "result.json"), "--markdown", str(folder / "result.md")]
+    assert main(["--ranks", "2", "--draws", "2", "--budget", "2000", *files]) == 0
+    return folder
+
+
+def test_the_report_has_every_row_and_its_page_is_made_from_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = json.loads((folder / "result.json").read_text())
+    assert [row["lengths"] for row in report["unequal"]] == list(DISTRIBUTIONS)
+    assert len(report["links"]) == 2 * len(LINK_CASES)
+    for row in report["unequal"]:
+        ours = row["contenders"]["zbv planned"]
+        assert ours["least_speedup_of_planned"] == 1.0
+        for name in ("zbv as it comes", "zbv sorted"):
+            assert row["contenders"][name]["least_speedup_of_planned"] >= 1 - 1e-9
+        for contender in row["contenders"].values():
+            assert contender["idle"]["low"] <= contender["idle"]["value"] <= contender["idle"]["high"]
+            assert 0 <= contender["idle"]["value"] < 1
+    assert all(row["ratio"] >= 1 - 1e-9 for row in report["links"])
+    again = folder / "again.md"
+    assert main(["--from-json", str(folder / "result.json"), "--markdown", str(again)]) == 0
+    assert again.read_text() == (folder / "result.md").read_text() == markdown(report)
+    assert "**Simulated**, 2 batches per row." in again.read_text()
+    assert "never slower than ZBV as it comes or sorted" in capsys.readouterr().out
+
+
+def test_a_missed_target_is_reported(folder: Path) -> None:
+    report = json.loads((folder / "result.json").read_text())
+    report["links"][0]["ratio"] = 0.9
+    assert verdicts(report)[-1][2] is False
+    assert "**missed**" in markdown(report)
+
+
+def test_the_kept_report_meets_its_targets_and_is_the_page() -> None:
+    report = json.loads((KEPT / "data" / "unequal.json").read_text())
+    assert all(met for _, _, met in verdicts(report))
+    assert (KEPT / "unequal.md").read_text() == markdown(report)
+
+
+def test_documents_are_the_standard_library() -> None:
+    lengths = library_lengths()
+    assert len(lengths) > 300
+    assert min(lengths) >= 1
+    assert max(lengths) == 8192
+    assert DISTRIBUTIONS["standard library"][1] == ATTENTION_SHARE
+
+
+def test_an_interval_is_around_the_mean() -> None:
+    assert interval([1.0, 1.0]) == {"value": 1.0, "low": 1.0, "high": 1.0}
+    found = interval([1.0, 2.0, 3.0])
+    assert found["value"] == 2.0
+    assert found["high"] - 2.0 == pytest.approx(1.96 / 3**0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("arguments", [["--ranks", "1"], ["--draws", "0"], ["--ranks", "x"], ["--from-json", "missing"]])
+def test_bad_arguments_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.count("\n") == 1

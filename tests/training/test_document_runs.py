@@ -1,0 +1,110 @@
+"""Whole jobs on documents: one by one, padded or packed they are the same training; fine-tuning on conversations continues."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.datasets import random_documents, write_documents, write_lines
+from tests.training.launch import TINY_MODEL, metrics, train
+
+LENGTHS = [2, 5, 9, 17, 32, 33, 34, 65, 100, 3, 8, 20, 30, 12, 7, 7, 4]
+"""Tokens of the documents: 22 samples of at most 32 tokens, or 16 rows of several documents."""
+NUM_SAMPLES, NUM_ROWS = 22, 16
+
+RUN = [*TINY_MODEL, "--lr", "1e-2", "--lr-decay-style", "constant", "--optimizer", "sgd", "--init-method-std", "0.3"]
+RUN += ["--hidden-dropout", "0", "--attention-dropout", "0", "--calculate-per-token-loss", "--log-interval", "1"]
+WHOLE_EPOCHS = ["--train-iters", "2", "--eval-iters", "1", "--eval-interval", "2"]
+P2 = ["--pipeline-model-parallel-size", "2"]
+ROPE = ["--position-embedding-type", "rope"]
+
+
+def batch(micro: int, size: int) -> list[str]:
+    return ["--micro-batch-size", str(micro), "--global-batch-size", str(size)]
+
+
+ONE_BY_ONE = ["--variable-seq-lengths", *batch(1, NUM_SAMPLES)]
+PADDED = ["--variable-seq-lengths", "--pad-length-multiple", "4", *batch(2, NUM_SAMPLES), *P2]
+PACKED = ["--pack-sequences", *batch(1, NUM_ROWS), *P2]
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_documents(tmp_path_factory.mktemp("documents") / "some", random_documents(LENGTHS))
+
+
+def numbers(documents: str, folder: Path, flags: list[str]) -> list[float]:
+    """Loss and gradient norm of two iterations that read every document once, and the validation loss of all documents."""
+    path = folder / "metrics.jsonl"
+    data = ["--train-data-path", documents, "--valid-data-path", documents, "--metrics-jsonl", str(path)]
+    train([*RUN, *WHOLE_EPOCHS, *data, *flags], num_ranks=2 if P2[0] in flags else 1)
+    first, second = metrics(path)[1], metrics(path)[2]
+    assert sum(LENGTHS) - len(LENGTHS) == round(first["tokens_per_s"] * first["iteration_ms"] / 1000.0)
+    return [first["loss"], first["grad_norm"], second["loss"], second["grad_norm"], second["validation_loss"]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (PADDED, [*PACKED, "--enable-zero-bubble"]),
+        ([*ONE_BY_ONE, *ROPE], [*PACKED, "--variable-seq-lengths", *ROPE]),
+    ],
+    ids=["learned", "rope"],
+)
+def test_documents_apart_and_packed_are_the_same_training(
+    documents: str, tmp_path: Path, first: list[str], second: list[str]
+) -> None:
+    """Only the order of the sums differs. Were a document to attend to another one, the loss would differ by nearly 1 %."""
+    assert numbers(documents, tmp_path, second) == pytest.approx(numbers(documents, tmp_path, first), rel=1e-6)
+
+
+PROFILED = ["--zero-bubble-pipeline-timers-start-iter", "1", "--zero-bubble-pipeline-timers-end-iter", "1"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (PADDED, [*PADDED, "--zero-bubble-v-schedule", "--enable-optimizer-post-validation", "--post-validation-patience", "0"]),
+        (PADDED, [*PADDED, "--enable-zero-bubble", *PROFILED, "--zero-bubble-planning-seconds", "0.1"]),
+        ([*PACKED, *ROPE], [*PACKED, "--variable-seq-lengths", *ROPE, "--zero-bubble-v-schedule"]),
+    ],
+    ids=["zbv-post-validation", "zb-h1-replanned", "zbv-packed"],
+)
+def test_unequal_microbatches_are_the_same_training(documents: str, tmp_path: Path, first: list[str], second: list[str]) -> None:
+    """Each iteration in the order planned for its lengths; megatron-core's own 1F1B takes the data as it comes."""
+    trace = ["--zero-bubble-trace", str(tmp_path / "trace")]
+    assert numbers(documents, tmp_path, [*second, *trace]) == pytest.approx(numbers(documents, tmp_path, first), rel=1e-6)
+    assert (tmp_path / "trace" / "report.json").exists()
+
+
+CONVERSATIONS = [
+    {"messages": [{"role": "user", "content": "Say " * size}, {"role": "assistant", "content": "yes. " * (size // 2 + 1)}]}
+    for size in range(12)
+]
+
+
+@pytest.mark.parametrize(
+    "schedule", [[], ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]], ids=["stock", "zbv"]
+)
+def test_fine_tuning_continues_bit_for_bit(schedule: list[str], tmp_path: Path) -> None:
+    """Evaluation included, on conversations that are held out."""
+    path = write_lines(tmp_path / "chat.jsonl", CONVERSATIONS)
+    run = [*RUN, "--sft", "--variable-seq-lengths", *batch(2, 8), *P2, "--data-path", path, "--split", "80,20,0", *schedule]
+    run += ["--train-iters", "4", "--eval-iters", "1", "--eval-interval", "2", "--hidden-dropout", "0.1"]
+    found: list[dict[int, dict[str, Any]]] = []
+    checkpoints = str(tmp_path / "checkpoints")
+    for name, more in (
+        ("whole", ["--save", checkpoints, "--save-interval", "2"]),
+        ("rest", ["--load", checkpoints, "--ckpt-step", "2"]),
+    ):
+        said = train([*run, *more, "--metrics-jsonl", str(tmp_path / f"{name}.jsonl")])
+        assert ("tokenized 12 conversations" in said) == (not found), "once"
+        found.append(metrics(tmp_path / f"{name}.jsonl"))
+    whole, rest = found
+    assert sorted(rest) == [3, 4]
+    for iteration in rest:
+        for name in ("loss", "grad_norm", "validation_loss"):
+            assert rest[iteration].get(name) == whole[iteration].get(name), name
+    assert whole[4]["validation_loss"] < whole[2]["validation_loss"]
