@@ -10,12 +10,31 @@ from typing import Any
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Placement
 
-_SCALE = 4
+_SCALE = 8
 """Memory of a problem times this must be whole."""
 
 
-def optimum(placement: Placement, m: int, costs: CostModel, limit: float, *, makespan: bool) -> float:
-    """The shortest span or makespan of any plan within the limit."""
+def optimum(
+    placement: Placement,
+    m: int,
+    costs: CostModel,
+    limit: float,
+    *,
+    makespan: bool,
+    at_most: float = math.inf,
+    seconds: float = 60,
+) -> float | None:
+    """The shortest span or makespan of any plan within the limit; None if it takes longer to find.
+
+    Args:
+        placement: stage -> rank.
+        m: number of microbatches.
+        costs: whole times; memory in eighths.
+        limit: most activation memory per rank; 1.0 is 1F1B's rank 0.
+        makespan: minimize the makespan instead of the span.
+        at_most: the time of a plan that is known, which shortens the proof.
+        seconds: how long to look.
+    """
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
@@ -57,9 +76,10 @@ def optimum(placement: Placement, m: int, costs: CostModel, limit: float, *, mak
             model.add(objective >= ends[stage, OpKind.W, m - 1] - begin)
     if makespan:
         model.add(starts[0, OpKind.F, 0] == 0)
+    if at_most < math.inf:
+        model.add(objective <= math.floor(at_most + 1e-6))
     model.minimize(objective)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = 60
+    solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 1
-    assert solver.solve(model) == cp_model.OPTIMAL
-    return float(solver.objective_value)
+    return float(solver.objective_value) if solver.solve(model) == cp_model.OPTIMAL else None

@@ -131,6 +131,14 @@ def make_plan(
     return _one(spec, num_microbatches, costs_of, options)
 
 
+def bound_of(name: str, *, num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Bound:
+    """The lower bound of a schedule under the memory limit of the options, or with `auto` of all; arguments as of `make_plan`."""
+    if name == AUTO:
+        return Bound.of_any([family.bound for family in _feasible(num_ranks, num_microbatches, costs_of, options)[0]])
+    placement = schedule_spec(name, num_ranks=num_ranks).placement
+    return lower_bound(placement, num_microbatches, costs_of(placement), options.memory_limit)
+
+
 def _one(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Result:
     costs = costs_of(spec.placement)
     if costs.is_plain:
@@ -177,14 +185,9 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: Sea
         if family.spec.name in _SEARCHED and options.budget > 0 and family.may_beat(best, options.objective):
             tried[place] = min((family, result), (family, search(family, rest)), key=time_of)
     tried.sort(key=time_of)
-    bounds = [family.bound for family in families]
     return replace(
         tried[0][1],
-        bound=Bound(
-            span_ms=min(bound.span_ms for bound in bounds),
-            makespan_ms=min(bound.makespan_ms for bound in bounds),
-            bubble_rate=min(bound.bubble_rate for bound in bounds),
-        ),
+        bound=Bound.of_any([family.bound for family in families]),
         runner_up=tried[1][1] if len(tried) > 1 else None,
     )
 

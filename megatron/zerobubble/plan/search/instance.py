@@ -1,0 +1,176 @@
+"""The instance that a lower bound is for: its items, its paths, and the form of an argument (`relaxations` has them)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, MicrobatchCosts
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """One lower bound as data: an argument, the ranks it is about, and the terms that add up to the bound."""
+
+    name: str
+    """The argument; the module docstring of `relaxations` and docs/adr/0039 have its proof."""
+    ranks: tuple[int, ...]
+    """The ranks it is about; if rank 0 and another, the time runs from the first op of stage 0 to its last."""
+    terms: tuple[tuple[str, float], ...]
+    """Name and milliseconds; the bound is their sum."""
+    memory: tuple[tuple[str, float], ...] = ()
+    """Name and amount of the memory that went into the terms, in microbatches of one rank of a uniform model."""
+
+    @property
+    def value_ms(self) -> float:
+        """The lower bound in milliseconds."""
+        return math.fsum(value for _, value in self.terms)
+
+    @staticmethod
+    def nothing() -> Derivation:
+        """The bound 0."""
+        return Derivation("nothing", (), ())
+
+    def to_json(self) -> dict[str, Any]:
+        """The derivation as a JSON object."""
+        return {
+            "name": self.name,
+            "ranks": list(self.ranks),
+            "bound_ms": self.value_ms,
+            "terms_ms": dict(self.terms),
+            "memory": dict(self.memory),
+        }
+
+
+class Instance:
+    """A placement with its costs, number of microbatches and memory limit, as the arguments need them.
+
+    Args:
+        placement: stage -> rank.
+        costs: times and memory of every stage.
+        num_microbatches: m.
+        limit: most activation memory per rank, in microbatches.
+    """
+
+    def __init__(self, placement: Placement, costs: CostModel, num_microbatches: int, limit: float) -> None:
+        self.placement, self.limit = placement, limit
+        self.paths, self.items = Paths(placement, costs), Items(costs, num_microbatches)
+
+    def work(self, stages: Sequence[int]) -> float:
+        """Milliseconds of all passes of some stages."""
+        return math.fsum(self.items.sum(name, stages) for name in COST_LISTS[:3])
+
+    def all_fit(self, stages: Sequence[int]) -> bool:
+        """Whether the activations of all microbatches fit the memory at once."""
+        return self.items.sum("activation", stages) <= self.limit
+
+    def alike(self, stages: Sequence[int], names: Sequence[str] = COST_LISTS) -> tuple[StageCosts, int, int] | None:
+        """Costs, a stage, and the number of microbatches times stages of a rank, if all of them are equal in these lists."""
+        costs, count = self.items.parts[0]
+        if len(self.items.parts) > 1 or any(len({getattr(costs, name)[s] for s in stages}) > 1 for name in names):
+            return None
+        return costs, stages[0], count * len(stages)
+
+    def most_in_flight(self, stages: Sequence[int], kept: float = 0.0) -> int:
+        """How many passes of a rank fit the memory between their F and B, beside `kept`; 0: no limit, or unequal memory."""
+        alike = self.alike(stages, COST_LISTS[3:])
+        if alike is None or self.limit == math.inf:
+            return 0
+        costs, stage, count = alike
+        whole = costs.activation[stage]
+        return count if whole * count <= self.limit - kept else max(0, int((self.limit - kept) / whole * (1 + 1e-9)))
+
+    def with_stage_0(self, rank: int) -> tuple[int, ...]:
+        """The rank of stage 0, and this rank."""
+        return tuple(dict.fromkeys((self.placement.stage_to_rank[0], rank)))
+
+    def since_first_start(self, found: Derivation) -> Derivation:
+        """What a bound on a rank's own time means for the makespan: microbatch 0 has to reach that rank first."""
+        first = self.placement.rank_to_stages[found.ranks[0]][0] if len(found.ranks) == 1 else 0
+        if first == 0:  # it already begins with the first op of all
+            return found
+        return replace(found, terms=(("microbatch 0 to the rank", self.paths.down_to(first)), *found.terms))
+
+    def memory(self, **more: float) -> tuple[tuple[str, float], ...]:
+        """The `memory` of a derivation: the limit, if there is one, and more."""
+        return ((("limit", self.limit),) if self.limit < math.inf else ()) + tuple(more.items())
+
+
+class StageCosts(NamedTuple):
+    """The lists of `CostModel` per stage, of one microbatch or of each."""
+
+    forward_ms: tuple[float, ...]
+    backward_ms: tuple[float, ...]
+    wgrad_ms: tuple[float, ...]
+    activation: tuple[float, ...]
+    activation_after_backward: tuple[float, ...]
+
+
+class Items:
+    """Times and memory of passes as (time, memory, count): one item per stage, or of unequal microbatches one per microbatch."""
+
+    def __init__(self, costs: CostModel, num_microbatches: int) -> None:
+        every = costs.per_microbatch
+        if every is None:
+            self.parts = [(StageCosts(*(getattr(costs, name) for name in COST_LISTS)), num_microbatches)]
+        else:
+            columns = (zip(*getattr(every, name), strict=True) for name in COST_LISTS)
+            self.parts = [(StageCosts(*lists), 1) for lists in zip(*columns, strict=True)]
+
+    def sum(self, name: str, stages: Sequence[int]) -> float:
+        """Sum of a list of costs over stages and microbatches."""
+        if len(self.parts) == 1:
+            costs, count = self.parts[0]
+            return count * math.fsum(getattr(costs, name)[stage] for stage in stages)
+        return math.fsum(getattr(costs, name)[stage] for costs, _ in self.parts for stage in stages)
+
+    def of(self, stages: Sequence[int], times: str, memory: str) -> list[tuple[float, float, int]]:
+        """The items of one kind of pass."""
+        return [(getattr(costs, times)[s], getattr(costs, memory)[s], count) for costs, count in self.parts for s in stages]
+
+
+class Paths:
+    """Times of the fastest microbatch's path through the stages, links included, in milliseconds."""
+
+    def __init__(self, placement: Placement, costs: CostModel) -> None:
+        ranks = placement.stage_to_rank
+        last = placement.num_stages - 1
+        self.down_ms = [_fastest_link(costs, ranks[s], ranks[s + 1]) for s in range(last)]
+        self.back_ms = [_fastest_link(costs, ranks[s + 1], ranks[s]) for s in range(last)]
+        lists: CostModel | MicrobatchCosts = costs if costs.per_microbatch is None else costs.per_microbatch
+        forward, self.backward_ms, wgrad = (
+            [min(value) if isinstance(value, tuple) else value for value in getattr(lists, name)] for name in COST_LISTS[:3]
+        )
+        self.forward_ms, self.wgrad_ms = forward, wgrad
+        self._down = [0.0]
+        self._back = [wgrad[0]]
+        for s in range(last):
+            self._down.append(self._down[-1] + forward[s] + self.down_ms[s])
+        for s in range(last):
+            self._back.append(self._back[-1] + self.back_ms[s] + self.backward_ms[s])
+        self._turn = [forward[last] + self.backward_ms[last]]
+        for s in reversed(range(last)):
+            self._turn.append(self._turn[-1] + (self.down_ms[s] + self.back_ms[s]) + forward[s] + self.backward_ms[s])
+        self._turn.reverse()
+
+    def down_to(self, stage: int) -> float:
+        """From the start of F of stage 0 to the start of F of `stage`."""
+        return self._down[stage]
+
+    def there_and_back(self, stage: int) -> float:
+        """From the start of F of `stage` to the end of its B."""
+        return self._turn[stage]
+
+    def back_from(self, stage: int) -> float:
+        """From the end of B of `stage` to the end of W of stage 0."""
+        return self._back[stage]
+
+
+def _fastest_link(costs: CostModel, source: int, target: int) -> float:
+    if source == target:
+        return 0.0
+    return costs.comm_ms if costs.links is None else costs.links.shortest_ms(source, target)
