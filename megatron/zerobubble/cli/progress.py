@@ -9,10 +9,13 @@ import contextlib
 import importlib
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-__all__ = ["PATIENCE_S", "track", "working"]
+from megatron.zerobubble.plan.search.progress import Progress
+
+__all__ = ["PATIENCE_S", "stoppable", "track", "working"]
 
 Item = TypeVar("Item")
 
@@ -22,33 +25,64 @@ _REFRESH_S = 1.0
 
 
 @contextlib.contextmanager
-def working(what: str) -> Iterator[None]:
+def working(what: str) -> Iterator[Callable[[str], None]]:
     """Show `what` and the time that the body of the `with` statement has taken, once a second.
 
     Args:
         what: what is being done, and how long it takes if that is known.
+
+    Yields:
+        A function that changes the text.
     """
+    shown = [what]
+
+    def change(text: str) -> None:
+        shown[0] = text
+
     tqdm = _tqdm()
     if tqdm is None:
-        yield
+        yield change
         return
     done = threading.Event()
 
     def show() -> None:
         if done.wait(PATIENCE_S):
             return
-        with tqdm(desc=what, bar_format="{desc}: {elapsed}", leave=False, initial=0) as bar:
+        with tqdm(desc=shown[0], bar_format="{desc}: {elapsed}", leave=False, initial=0) as bar:
             bar.start_t -= PATIENCE_S
             while not done.wait(_REFRESH_S):
-                bar.refresh()
+                bar.set_description_str(shown[0])
 
     thread = threading.Thread(target=show, name="progress", daemon=True)
     thread.start()
     try:
-        yield
+        yield change
     finally:
         done.set()
         thread.join()
+
+
+def stoppable(what: str, work: Callable[[Progress], Item]) -> Item:
+    """Do work that contains a search and show the best it has found. Ctrl-C ends the search with that; a second one ends all.
+
+    Args:
+        what: what is being done.
+        work: does it, in a thread of its own; it gets the progress that its searches need.
+    """
+    with working(what) as show, ThreadPoolExecutor(1, thread_name_prefix="search") as pool:
+
+        def report(schedule: str, best_ms: float, bound_ms: float) -> None:
+            gap = f", at most {100 * (best_ms / bound_ms - 1):.2f} % above the best possible" if bound_ms > 0 else ""
+            show(f"{what} ({schedule}: {best_ms:.2f} ms{gap}; Ctrl-C takes it)")
+
+        progress = Progress(report)
+        future = pool.submit(work, progress)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            progress.stop()
+            print(f"{what}: stopped, with the best found so far", file=sys.stderr)
+            return future.result()
 
 
 def track(items: Sequence[Item], what: str) -> Iterable[Item]:

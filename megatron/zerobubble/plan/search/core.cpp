@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -40,6 +41,9 @@ class NativeCore : public ListScheduler {
  public:
   using ListScheduler::ListScheduler;
 
+  // From any thread: what anneals ends at its next move, now and from now on.
+  void stop() { stopped_ = true; }
+
   Order anneal(const Order& order, const std::vector<double>& patience, std::uint64_t seed, double budget, double temperature) {
     return improve(order, patience, slots_, seed, budget, temperature, false, false).first;
   }
@@ -72,7 +76,7 @@ class NativeCore : public ListScheduler {
     if (budget > 0) find_critical(rows);
     const double begin = work;
     Changes changed;
-    while (work - begin < budget) {
+    while (work - begin < budget && !stopped_.load(std::memory_order_relaxed)) {
       const double left = 1.0 - (work - begin) / budget;
       changed.clear();
       saved.clear();
@@ -121,6 +125,8 @@ class NativeCore : public ListScheduler {
     reset_slots();
     return {std::move(found), std::move(best_slots)};
   }
+
+  std::atomic<bool> stopped_{false};
 };
 
 // Run what takes long, so that a planner thread does not stop the others of its process. A core belongs to one thread.
@@ -147,7 +153,8 @@ PYBIND11_MODULE(_core, module) {
            py::arg("remaining"), py::arg("limit"), py::arg("makespan"), py::arg("links") = std::vector<double>(),
            py::arg("excess_ms") = 0.0)
       .def_readwrite("work", &NativeCore::work)
-      .def("evaluate", &NativeCore::evaluate)
+      .def("stop", &NativeCore::stop)
+      .def("evaluate", [](NativeCore& core, const Order& rows) { return without_gil([&] { return core.evaluate(rows); }); })
       .def("evaluate_assigned", &NativeCore::evaluate_assigned)
       .def("fill_assigned", [](NativeCore& core, const Order& rows, const std::vector<double>& patience,
                                const std::vector<int>& assignment) {
@@ -160,9 +167,12 @@ PYBIND11_MODULE(_core, module) {
              });
              return std::make_pair(to_bytes(found.first), found.second);
            })
-      .def("decode", [](NativeCore& core, const PolicyTuple& policy) { return to_bytes(core.decode(from_tuple(policy))); })
-      .def("fill", [](NativeCore& core, const Order& rows,
-                      const std::vector<double>& patience) { return to_bytes(core.fill(rows, patience)); })
+      .def("decode", [](NativeCore& core, const PolicyTuple& policy) {
+             return to_bytes(without_gil([&] { return core.decode(from_tuple(policy)); }));
+           })
+      .def("fill", [](NativeCore& core, const Order& rows, const std::vector<double>& patience) {
+             return to_bytes(without_gil([&] { return core.fill(rows, patience); }));
+           })
       .def("anneal", [](NativeCore& core, const Order& rows, const std::vector<double>& patience, std::uint64_t seed, double budget,
                         double temperature) {
              return to_bytes(without_gil([&] { return core.anneal(rows, patience, seed, budget, temperature); }));

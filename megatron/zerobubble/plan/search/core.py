@@ -111,6 +111,7 @@ class PythonCore:
         self.slots = self._own_slots()
         self.links = list(links) or self._equal_links(comm_ms)
         self.work = self.excess = 0.0
+        self._is_stopped = False
         self.step_of: list[int] = []
         self._ranks: list[_Rank] = []
         self._critical: list[tuple[int, int]] = []
@@ -131,6 +132,10 @@ class PythonCore:
                 crosses = 0 <= consumer < self.num_stages and self.rank_of[consumer] != self.rank_of[producer]
                 links += [comm_ms if crosses else 0.0] * self.width
         return links
+
+    def stop(self) -> None:
+        """See `Core`."""
+        self._is_stopped = True
 
     # -- scoring --------------------------------------------------------------------------------------------------------
 
@@ -318,7 +323,7 @@ class PythonCore:
         if budget > 0:
             self._find_critical()
         begin = self.work
-        while self.work - begin < budget:
+        while self.work - begin < budget and not self._is_stopped:
             left = 1.0 - (self.work - begin) / budget
             varied, previous, changed = patient, self.slots, dict[int, bytearray]()
             choice = random.unit()

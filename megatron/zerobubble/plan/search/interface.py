@@ -43,6 +43,9 @@ class Core(Protocol):
     work: float
     """Op evaluations so far."""
 
+    def stop(self) -> None:
+        """End annealing at the next move, now and from now on; may be called from any thread."""
+
     def evaluate(self, order: Order) -> tuple[float, float]:
         """Score, which the search minimizes, and objective (span or makespan) in ms; infinite if it deadlocks."""
 

@@ -21,8 +21,10 @@ import importlib
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from operator import itemgetter
@@ -37,6 +39,7 @@ from megatron.zerobubble.plan.search.core import EPSILON, PythonCore
 from megatron.zerobubble.plan.search.interface import Core, Order
 from megatron.zerobubble.plan.search.orders import SeedOrder, plan_of_order, repeated, without_wgrad
 from megatron.zerobubble.plan.search.policies import Block, Blocks, flat_durations
+from megatron.zerobubble.plan.search.progress import Progress
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,8 @@ _PYTHON_EVALUATIONS_PER_S = 1.5e6
 _FEWEST_BLOCKS = 48
 _RANDOM_BLOCKS = 300
 _KEPT_BLOCKS = 20
+_GENERATION = 8
+"""Blocks that are tried between two choices of which to vary: what may be done side by side."""
 _BLOCK_WEIGHT = 500
 """Op evaluations charged per stage for trying a block, on top of its list schedule."""
 _MOST_IMPROVED, _MOST_SEED_ORDERS, _MOST_UNROLLED = 16, 6, 4
@@ -111,7 +116,7 @@ class Effort(enum.Enum):
     @property
     def budget(self) -> float:
         """Op evaluations of one search."""
-        return {"fast": 6e7, "default": 1.5e9, "max": 1.1e10}[self.value]
+        return {"fast": 6e7, "default": 8e8, "max": 1.1e10}[self.value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +129,10 @@ class SearchOptions:
     """Which iteration time to minimize."""
     seed: int = 0
     """Seed of the random numbers."""
+    workers: int = 1
+    """Threads to search with, at least 1. The plan does not depend on it, the time does, with the compiled core."""
+    progress: Progress | None = field(default=None, compare=False, repr=False)
+    """Follows the search, and may stop it."""
     budget: float = Effort.DEFAULT.budget
     """Op evaluations to spend; `auto` spends up to 1.8 times this. With 0 only the seed orders and 48 blocks are tried."""
 
@@ -212,7 +221,7 @@ def search(
     """
     check_memory_limit(placement, num_microbatches, costs, options.memory_limit)
     # The list schedule admits an F by the memory that F allocates; a B must not then need more than is free.
-    finder = _Finder(placement, num_microbatches, costs.reserved, options, fused, core or best_core())
+    finder = _Finder(placement, num_microbatches, costs.reserved, options, fused, core or best_core(), schedule=schedule)
     order = finder.find(seed_orders)
     return plan_of_order(order, schedule, placement, num_microbatches, fused=fused)
 
@@ -246,8 +255,10 @@ class _Finder:
         fused: bool,
         core: type[Any],
         *,
+        schedule: str,
         stops_at_bound: bool = True,
     ) -> None:
+        self._progress, self._schedule = options.progress or Progress(), schedule
         self._placement, self._costs, self._options, self._fused, self._core = (
             placement,
             costs,
@@ -262,13 +273,14 @@ class _Finder:
         self._full = self._make_core(num_microbatches)
         self._small = self._full if self._small_m == num_microbatches else self._make_core(self._small_m)
         bound = lower_bound(placement, num_microbatches, costs, options.memory_limit)
-        self._bound = options.objective.of(bound) if stops_at_bound else -math.inf
+        self._lower_bound = options.objective.of(bound)
+        self._bound = self._lower_bound if stops_at_bound else -math.inf
         self._blocks = Blocks(placement, costs, self._limit, fused=fused)
         self.kept_blocks: list[Block] = []
         self.milestones: list[Order] = []
         self._best_seed_score = math.inf
         self._small_seed_orders: list[Order] = []
-        self._random_seeds = _random_seeds(options.seed)
+        self._seeds = _random_seeds(options.seed)
         self._bottleneck_ms = max(
             math.fsum(costs.forward_ms[s] + costs.backward_ms[s] + costs.wgrad_ms[s] for s in stages)
             for stages in placement.rank_to_stages
@@ -287,27 +299,36 @@ class _Finder:
             self._limit,
             self._options.objective is Objective.MAKESPAN,
         )
+        self._progress.add(core)
         return core
 
     def find(self, seed_orders: Sequence[SeedOrder]) -> Order:
         """Run the three stages and return the best order found."""
         budget = self._options.budget
         seeded = [] if self._fused else self._score_seed_orders(seed_orders)
-        if seeded and self._is_best(seeded[0]):
+        if seeded and self._is_over(seeded[0]):
             return seeded[0][1]
         solved: list[tuple[float, Order]] = []
         if self._m > self._small_m and budget > 0 and not self._fused:
             options = replace(self._options, budget=0.5 * budget)
             # It must not stop at its bound: among its orders we want the one that is best once it is unrolled.
-            few = _Finder(self._placement, self._small_m, self._costs, options, self._fused, self._core, stops_at_bound=False)
+            few = _Finder(
+                self._placement,
+                self._small_m,
+                self._costs,
+                options,
+                self._fused,
+                self._core,
+                schedule=f"{self._schedule} with {self._small_m} microbatches",
+                stops_at_bound=False,
+            )
             few._small_seed_orders = self._small_seed_orders
             found = few.find(seed_orders)
             solved = [self._scored(order) for order in self._unrolled([found, *few.milestones])]
             blocks, left = few.kept_blocks, 0.5 * budget
         else:
-            begin = self._small.work
-            blocks = self._breed(0.4 * budget)
-            left = budget - (self._small.work - begin)
+            blocks, spent = self._breed(0.4 * budget)
+            left = budget - spent
         orders = [self._full.decode(self._blocks.policy(block)) for block in blocks]
         bred = sorted((self._scored(order) for order in orders if order), key=_score)
         best = min((*seeded, *bred, *solved), key=_score)
@@ -345,28 +366,50 @@ class _Finder:
     def _scored(self, order: Order) -> tuple[float, Order]:
         return self._full.evaluate(order)[1], order
 
-    def _breed(self, budget: float) -> list[Block]:
-        """The best few blocks, list-scheduled on the small instance: plain ones, random ones, then variations of the best."""
-        random = Random(next(self._random_seeds))
+    def _breed(self, budget: float) -> tuple[list[Block], float]:
+        """The best few blocks, list-scheduled on the small instance: plain ones, random ones, then variations of the best.
+
+        Returns:
+            the blocks, and the op evaluations that were spent.
+        """
+        random = Random(next(self._seeds))
         plain = self._blocks.plain()
         kept: list[tuple[float, int, Block]] = []
-        begin, count = self._small.work, 0
-        while count < _FEWEST_BLOCKS or self._small.work - begin < budget:
-            behind = kept and kept[0][0] > self._best_seed_score
-            if behind and self._small.work - begin > 0.25 * budget > 0:
-                break
-            block = next(plain, None)
-            if block is None:
-                fresh = not kept or count < _RANDOM_BLOCKS or random.random() < 0.1
-                block = self._blocks.random(random) if fresh else self._blocks.varied(random.choice(kept)[2], random)
-            order = self._small.decode(self._blocks.policy(block))
-            self._small.work += _BLOCK_WEIGHT * self._placement.num_stages
-            count += 1
-            score = self._small.evaluate(order)[0] if order else math.inf
-            if score < math.inf and score not in (other for other, _, _ in kept):
-                kept = sorted([*kept, (score, count, block)], key=lambda entry: entry[:2])[:_KEPT_BLOCKS]
+        count, spent = 0, 0.0
+        workers = min(self._options.workers, _GENERATION)
+        cores = [self._small, *(self._make_core(self._small_m) for _ in range(workers - 1))]
+        with ThreadPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
+            while count < _FEWEST_BLOCKS or spent < budget:
+                behind = kept and kept[0][0] > self._best_seed_score
+                if (behind and spent > 0.25 * budget > 0) or (kept and self._progress.is_stopped):
+                    break
+                blocks = []
+                for number in range(count, count + _GENERATION):
+                    block = next(plain, None)
+                    if block is None:
+                        fresh = not kept or number < _RANDOM_BLOCKS or random.random() < 0.1
+                        block = self._blocks.random(random) if fresh else self._blocks.varied(random.choice(kept)[2], random)
+                    blocks.append(block)
+                parts = [blocks[worker::workers] for worker in range(workers)]
+                tried = list((map if pool is None else pool.map)(self._tried, cores, parts))
+                for number, block in enumerate(blocks):
+                    score, work = tried[number % workers][number // workers]
+                    spent += work
+                    count += 1
+                    if score < math.inf and score not in (other for other, _, _ in kept):
+                        kept = sorted([*kept, (score, count, block)], key=lambda entry: entry[:2])[:_KEPT_BLOCKS]
         self.kept_blocks = [block for _, _, block in kept[:_MOST_UNROLLED]]
-        return self.kept_blocks if self._m > self._small_m else self.kept_blocks[:1]
+        return self.kept_blocks if self._m > self._small_m else self.kept_blocks[:1], spent
+
+    def _tried(self, core: Core, blocks: Sequence[Block]) -> list[tuple[float, float]]:
+        """Score and work, in op evaluations, of each block."""
+        found = []
+        for block in blocks:
+            begin = core.work
+            order = core.decode(self._blocks.policy(block))
+            core.work += _BLOCK_WEIGHT * self._placement.num_stages
+            found.append((core.evaluate(order)[0] if order else math.inf, core.work - begin))
+        return found
 
     def _score_seed_orders(self, seed_orders: Sequence[SeedOrder]) -> list[tuple[float, Order]]:
         """The best seed orders with their scores, best first.
@@ -432,29 +475,54 @@ class _Finder:
         """Short rounds from each start, then longer ones from the best so far, with falling thresholds."""
         firsts = [(order, *first) for _, order in starts for first in _FIRST_ROUNDS]
         winner = False
-        for order, filled, temperature in firsts:
-            if self._is_best(best):
-                break
-            found = self._round(order, filled, _FIRST_SHARE * budget, temperature)
-            if found[0] < best[0]:
-                best, winner = found, filled
+        if not self._is_over(best):
+            with closing(self._first_rounds(firsts, _FIRST_SHARE * budget)) as rounds:
+                for (_, filled, _), found in zip(firsts, rounds, strict=True):
+                    if found[0] < best[0]:
+                        best, winner = found, filled
+                    if self._is_over(best):
+                        break
         self.milestones = [best[1]]
         left = budget * (1.0 - _FIRST_SHARE * len(firsts))
         for filled, share, temperature in _ROUNDS[winner]:
-            if self._is_best(best):
+            if self._is_over(best):
                 break
-            best = min(best, self._round(best[1], filled, share * left, temperature), key=_score)
+            best = min(best, self._round(self._full, best[1], filled, share * left, temperature, next(self._seeds)), key=_score)
         return best[1]
 
-    def _round(self, order: Order, filled: bool, budget: float, temperature: float) -> tuple[float, Order]:
+    def _first_rounds(
+        self, firsts: Sequence[tuple[Order, bool, float]], budget: float
+    ) -> Generator[tuple[float, Order], None, None]:
+        """What each round finds, in turn; several are run at a time if there are workers."""
+        rounds = [(order, filled, budget, temperature, next(self._seeds)) for order, filled, temperature in firsts]
+        if self._options.workers == 1:
+            for each in rounds:
+                yield self._round(self._full, *each)
+            return
+        cores = [self._make_core(self._m) for _ in rounds]
+        with ThreadPoolExecutor(min(self._options.workers, len(rounds) or 1)) as pool:
+            futures = [pool.submit(self._round, core, *each) for core, each in zip(cores, rounds, strict=True)]
+            try:
+                for future in futures:
+                    yield future.result()
+            finally:
+                for core, future in zip(cores, futures, strict=True):
+                    future.cancel()
+                    core.stop()
+
+    def _round(self, core: Core, order: Order, filled: bool, budget: float, temperature: float, seed: int) -> tuple[float, Order]:
         rows, patience = order, [math.inf] * len(order)
         if filled:
             rows = without_wgrad(order)
-            waits = min(_PATIENCES, key=lambda value: self._full.evaluate(self._full.fill(rows, [value] * len(rows)) or order))
+            waits = min(_PATIENCES, key=lambda value: core.evaluate(core.fill(rows, [value] * len(rows)) or order))
             patience = [waits] * len(rows)
-        return self._scored(
-            self._full.anneal(rows, patience, next(self._random_seeds), budget, temperature * self._bottleneck_ms) or order
-        )
+        found = core.anneal(rows, patience, seed, budget, temperature * self._bottleneck_ms) or order
+        return core.evaluate(found)[1], found
+
+    def _is_over(self, best: tuple[float, Order]) -> bool:
+        """Whether there is nothing more to find, or the search was stopped. Reports the best so far."""
+        self._progress.report(self._schedule, best[0], self._lower_bound)
+        return self._is_best(best) or self._progress.is_stopped
 
 
 def _score(scored: tuple[float, Order]) -> float:

@@ -1,0 +1,52 @@
+"""Following a search from outside: what it has found so far, and a way to stop it at any time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Stoppable(Protocol):
+    """A core: what it anneals ends at the next move after `stop`, with the best so far."""
+
+    def stop(self) -> None:
+        """End annealing now; may be called from any thread."""
+
+
+class Progress:
+    """Gets reports of one search or of several in turn, and can stop them all.
+
+    A search that is stopped returns the best plan it has found. Which one that is depends on when, unlike that of a search which
+    ends by itself.
+    """
+
+    def __init__(self, report: Callable[[str, float, float], None] = lambda schedule, best_ms, bound_ms: None) -> None:
+        """Take a function of the schedule's name, the best time found so far and its lower bound, both in milliseconds.
+
+        It is called whenever a part of a search ends, from the threads of the search.
+        """
+        self.report = report
+        self._lock = threading.Lock()
+        self._cores: list[Stoppable] = []
+        self._is_stopped = False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._is_stopped
+
+    def add(self, core: Stoppable) -> None:
+        """Stop this core, too, when `stop` is called; at once if it was."""
+        with self._lock:
+            self._cores.append(core)
+        if self._is_stopped:
+            core.stop()
+
+    def stop(self) -> None:
+        """End all searches that it follows, now and from now on."""
+        with self._lock:
+            self._is_stopped = True
+            cores = list(self._cores)
+        for core in cores:
+            core.stop()

@@ -1,0 +1,88 @@
+"""A search that is followed, stopped, or run on several threads: what it reports, and which plan it returns."""
+
+import threading
+import time
+
+import pytest
+
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.planner import make_plan
+from megatron.zerobubble.plan.search.core import PythonCore
+from megatron.zerobubble.plan.search.policies import flat_durations
+from megatron.zerobubble.plan.search.progress import Progress
+from megatron.zerobubble.plan.search.search import SearchOptions, best_core
+from megatron.zerobubble.plan.validate import validate
+
+COMPILED = best_core() is not PythonCore
+
+
+def costs_of(placement: Placement) -> CostModel:
+    return CostModel.uniform(
+        placement, forward_ms=18.5, backward_ms=18.1, wgrad_ms=9.3, comm_ms=0.6, activation_after_backward=0.37
+    )
+
+
+@pytest.mark.parametrize(("schedule", "limit", "m"), [("zbv", 0.8, 9), ("v-min", 0.6, 40), ("zb", 1.5, 9), ("auto", 1.2, 8)])
+def test_the_plan_does_not_depend_on_the_number_of_workers(schedule: str, limit: float, m: int) -> None:
+    plans = set()
+    for workers in (1, 2, 3, 5):
+        options = SearchOptions(memory_limit=limit, budget=2e6 if COMPILED else 2e4, workers=workers)
+        plans.add(make_plan(schedule, num_ranks=4, num_microbatches=m, costs_of=costs_of, options=options).simulation.plan)
+    assert len(plans) == 1
+
+
+def test_a_search_with_progress_reports_times_that_never_rise() -> None:
+    seen: list[tuple[str, float, float]] = []
+    progress = Progress(lambda *report: seen.append(report))
+    options = SearchOptions(memory_limit=0.8, budget=5e6 if COMPILED else 2e4, progress=progress)
+    found = make_plan("zbv", num_ranks=4, num_microbatches=9, costs_of=costs_of, options=options)
+    assert seen
+    assert {name for name, _, _ in seen} == {"zbv"}
+    times = [best for _, best, _ in seen]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] == pytest.approx(found.simulation.span_ms)
+    assert all(bound == pytest.approx(found.bound.span_ms) for _, _, bound in seen)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("schedule", ["v-min", "auto"])
+def test_a_stopped_search_returns_the_best_so_far(schedule: str, workers: int) -> None:
+    """The budget is hours; a stop ends the search in the middle of a round of annealing."""
+    progress = Progress()
+    options = SearchOptions(memory_limit=0.6, budget=1e13, progress=progress, workers=workers)
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(make_plan(schedule, num_ranks=4, num_microbatches=9, costs_of=costs_of, options=options))
+    )
+    thread.start()
+    time.sleep(0.3)
+    assert thread.is_alive()
+    progress.stop()
+    thread.join(60)
+    assert not thread.is_alive()
+    plan = found[0].simulation.plan
+    validate(plan, memory_limit=0.6, costs=costs_of(plan.placement))
+    again = SearchOptions(memory_limit=0.6, budget=1e13, progress=progress)
+    assert make_plan(schedule, num_ranks=4, num_microbatches=9, costs_of=costs_of, options=again).simulation.plan
+
+
+def test_a_core_that_was_stopped_no_longer_anneals() -> None:
+    placement = Placement.v(2)
+    costs = costs_of(placement)
+    for kind in {PythonCore, best_core()}:
+        core = kind(
+            4,
+            list(placement.stage_to_rank),
+            list(flat_durations(costs, fused=False)),
+            0.6,
+            list(costs.activation),
+            list(costs.activation_after_backward),
+            2.0,
+            False,
+        )
+        rows = [b"\x00\x03\x04\x05\x01\x02" * 4, b"\x00\x03\x04\x05\x01\x02" * 4]
+        core.stop()
+        before = core.work
+        core.anneal(rows, [0.5, 0.5], 1, 1e12, 1.0)
+        assert core.work - before < 1000

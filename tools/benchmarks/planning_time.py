@@ -1,0 +1,107 @@
+"""Time the planner's default effort: on one core, on all of them, and against twice as much of it.
+
+Every case is planned three times: with the default effort on one core, with the same on all cores (the plan must be the same),
+and with the effort that was the default before (1.5e9 op evaluations), whose span is the one to stay near.
+
+  python -m tools.benchmarks.planning_time --json docs/benchmarks/data/planning_time.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron.zerobubble.cli.parser import Parser
+from megatron.zerobubble.cli.progress import track
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.planner import Result, make_plan
+from megatron.zerobubble.plan.search.search import Effort, SearchOptions
+
+FORMAT = "zerobubble-planning-time/1"
+FORMER = 1.5e9
+"""Op evaluations of the default effort before."""
+CASES = (
+    *(("zbv", 16, 64, limit) for limit in (1.0, 0.75)),
+    ("v-min", 16, 64, 0.375),
+    ("zb", 16, 64, 1.5),
+    ("auto", 16, 64, 1.0),
+    ("zbv", 32, 256, 0.75),
+    ("auto", 32, 256, 1.0),
+    ("zbv", 64, 512, 0.75),
+)
+"""Schedule, p, m, memory limit."""
+COSTS_OF = partial(
+    CostModel.uniform, forward_ms=29.718, backward_ms=29.444, wgrad_ms=19.927, comm_ms=0.527, activation_after_backward=0.4324
+)
+"""The 6.2B model of arXiv 2401.10241, table 9."""
+
+
+def measured(case: tuple[str, int, int, float], workers: int) -> dict[str, Any]:
+    """Seconds and span of one case."""
+    schedule, p, m, limit = case
+
+    def timed(budget: float, workers: int) -> tuple[float, Result]:
+        options = SearchOptions(memory_limit=limit, budget=budget, workers=workers)
+        begin = time.perf_counter()
+        found = make_plan(schedule, num_ranks=p, num_microbatches=m, costs_of=COSTS_OF, options=options)
+        return time.perf_counter() - begin, found
+
+    one, result = timed(Effort.DEFAULT.budget, 1)
+    several, same = timed(Effort.DEFAULT.budget, workers)
+    former, other = timed(FORMER, 1)
+    assert same.simulation.plan == result.simulation.plan, "the plan depends on the number of workers"
+    return {
+        "schedule": schedule,
+        "p": p,
+        "m": m,
+        "limit": limit,
+        "seconds": one,
+        "seconds_on_all_cores": several,
+        "seconds_with_former_effort": former,
+        "span_ms": result.simulation.span_ms,
+        "former_span_ms": other.simulation.span_ms,
+        "gap": result.bound.gap(result.simulation.span_ms),
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as markdown."""
+    lines = [
+        f"{report['machine']}, {report['workers']} cores.",
+        "",
+        "| schedule | p | m | memory | seconds, one core | all cores | former effort | span over former | above the bound |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in report["rows"]:
+        cells = [*(str(row[name]) for name in ("schedule", "p", "m", "limit"))]
+        cells += [f"{row[f'seconds{name}']:.1f}" for name in ("", "_on_all_cores", "_with_former_effort")]
+        cells += [f"{row['span_ms'] / row['former_span_ms']:.4f}", f"{100 * row['gap']:.2f} %"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    parser = Parser(prog="python -m tools.benchmarks.planning_time", description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", help=f"cases, counted from 0 to {len(CASES) - 1} and separated by commas (default: all)")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
+    args = parser.parse_args(argv)
+    cases = CASES if args.cases is None else [CASES[int(word)] for word in args.cases.split(",")]
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    rows = [measured(case, workers) for case in track(cases, "cases")]
+    report = {"format": FORMAT, "machine": platform.machine(), "workers": workers, "rows": rows}
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(table(report))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
