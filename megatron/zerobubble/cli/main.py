@@ -1,6 +1,6 @@
-"""The command `zerobubble plan|pareto|show|compare|export|import|playground|train|run|bench|checkpoint`.
+"""The command `zerobubble plan|pareto|show|compare|export|import|verify|playground|train|run|bench|checkpoint`.
 
-Only `train`, `run` and `bench` import torch. These, `playground` and `checkpoint` have their own parsers; the other commands
+Only `train`, `run` and `bench` import torch. These, `verify`, `playground` and `checkpoint` have their own parsers; the others
 share this one.
 """
 
@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:
         prog: the program's name in messages.
 
     Returns:
-        The exit code: 2 after a user error, which is reported in one line on stderr (plan errors with their grid).
+        The exit code: 2 after a user error, which is reported in one line on stderr (plan errors with their grid); 130 after
+        Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in _WITH_OWN_PARSER:
@@ -38,6 +39,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:
         text = str(error) if is_drawn else one_line(str(error), words)
         print(f"{prog}: error: {text}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -53,6 +57,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     names = ",".join([*plan.COMMANDS, *_WITH_OWN_PARSER])
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")
     plan.add_commands(commands)
+    commands.add_parser("verify", help="check the certificate of a plan, without trusting the planner", add_help=False)
     commands.add_parser("playground", help="plan schedules in the browser, on this machine only", add_help=False)
     commands.add_parser("train", help="train a GPT: pretrain_gpt.py for an installation without a checkout", add_help=False)
     commands.add_parser("run", help="run a training script of others, such as Megatron-LM's, unedited", add_help=False)
@@ -93,6 +98,12 @@ def _bench(argv: list[str]) -> int:
     return run(argv)
 
 
+def _verify(argv: list[str]) -> int:
+    from megatron.zerobubble.verify import main as run
+
+    return run(argv)
+
+
 def _checkpoint(argv: list[str]) -> int:
     from megatron.zerobubble.cli.checkpoint import main as run
 
@@ -100,6 +111,7 @@ def _checkpoint(argv: list[str]) -> int:
 
 
 _WITH_OWN_PARSER: dict[str, Callable[[list[str]], int]] = {
+    "verify": _verify,
     "playground": _playground,
     "train": _train,
     "run": _run,

@@ -1,0 +1,167 @@
+"""Certificates: what the planner proves, a checker that shares no code with it finds true; anything changed is refused."""
+
+import ast
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.zerobubble import verify
+from megatron.zerobubble.cli.main import main
+from megatron.zerobubble.plan.certificate import certificate
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.links import Links
+from megatron.zerobubble.plan.microbatch_costs import LengthModel
+from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
+from megatron.zerobubble.plan.registry import build_plan, schedule_spec
+from megatron.zerobubble.plan.search.search import Objective, SearchOptions, search
+from megatron.zerobubble.plan.simulate import simulate
+from tests.plan.search.test_search import problems
+
+CHECKER = Path(verify.__file__)
+
+
+def _certificate(memory_limit: float | None = 1.0, objective: Objective = Objective.SPAN) -> dict[str, Any]:
+    """Of ZBV on four ranks with uneven stages, as it is after having been a file."""
+    placement = Placement.v(4)
+    even = CostModel.uniform(placement, forward_ms=18.5, backward_ms=18.1, wgrad_ms=9.3, comm_ms=0.6)
+    costs = replace(even, forward_ms=tuple(each + stage / 10 for stage, each in enumerate(even.forward_ms)))
+    plan = build_plan("zbv", num_ranks=4, num_microbatches=8)
+    body: dict[str, Any] = json.loads(json.dumps(certificate(simulate(plan, costs), objective, memory_limit)))
+    return body
+
+
+@given(problems(), st.booleans(), st.sampled_from(list(Objective)))
+def test_the_checker_finds_what_the_planner_found(
+    problem: tuple[Placement, int, CostModel, float], limited: bool, objective: Objective
+) -> None:
+    placement, m, costs, limit = problem
+    within = limit if limited else None
+    simulation = simulate(search("any", placement, m, costs, SearchOptions(memory_limit=within, budget=0.0)), costs)
+    body = json.loads(json.dumps(certificate(simulation, objective, within)))
+    value, bound = verify.check(body)
+    assert value == pytest.approx(objective.of(simulation))
+    assert bound == pytest.approx(body["bound"]["bound_ms"])
+    assert bound <= value * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", ["zbv", "zb-h1", "1f1b", "interleaved-1f1b"])
+def test_unequal_microbatches_and_links_are_checked_too(name: str) -> None:
+    spec = schedule_spec(name, num_ranks=3)
+    equal = CostModel.uniform(spec.placement, forward_ms=2.0, backward_ms=2.2, wgrad_ms=1.5, activation_after_backward=0.4)
+    lengths = (512, 64, 2048, 300, 700, 1024)
+    costs = LengthModel.of(equal, tokens=700, squares=700.0**2, attention_share=0.2).costs(lengths)
+    links = Links(
+        latency_ms=((0.0, 0.1, 0.5), (0.2, 0.0, 0.1), (0.9, 0.3, 0.0)),
+        gigabytes_per_s=((1.0,) * 3,) * 3,
+        message_bytes=tuple(1e3 * each for each in lengths),
+    )
+    unequal = CostModel.of_microbatches(costs, links=links)
+    plan = MicrobatchPlanner(spec, len(lengths), options=SearchOptions(budget=2e5)).plan(unequal)
+    simulation = simulate(plan, unequal)
+    for objective in Objective:
+        value, bound = verify.check(json.loads(json.dumps(certificate(simulation, objective, None))))
+        assert value == pytest.approx(objective.of(simulation))
+        assert 0 < bound <= value
+
+
+def _swapped(body: dict[str, Any]) -> None:
+    row = body["plan"]["ops"][0]
+    row[0], row[-1] = row[-1], row[0]
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a faster plan": (lambda body: body.update(objective_ms=body["objective_ms"] * 0.99), "objective_ms"),
+    "a higher bound": (lambda body: body["bound"].update(bound_ms=body["bound"]["bound_ms"] * 1.01), "bound"),
+    "a bound of another rank": (lambda body: body["bound"].update(rank=0), "bound"),
+    "a price below 0": (lambda body: body["bound"]["prices"].update({"before the first B": -1.0}), "prices"),
+    "a price that is infinite": (lambda body: body["bound"]["prices"].update({"after the last F": float("inf")}), "prices"),
+    "another bound": (lambda body: body["bound"].update(name="memory times time"), "bound"),
+    "a bound nobody knows": (lambda body: body["bound"].update(name="magic"), "not known"),
+    "less memory": (lambda body: body.update(memory_limit=0.9), "memory"),
+    "a slower plan": (lambda body: body.update(objective_ms=body["objective_ms"] * 1.01), "objective_ms"),
+    "no objective": (lambda body: body.update(objective="speed"), "objective"),
+    "ops in another order": (_swapped, "deadlock"),
+    "an op less": (lambda body: body["plan"]["ops"][1].pop(), "once"),
+    "an op twice": (lambda body: body["plan"]["ops"][1].append("1F0"), "once"),
+    "an op of another rank": (
+        lambda body: body["plan"]["ops"][0].append(body["plan"]["ops"][1].pop()),
+        "does not have its stage",
+    ),
+    "no op": (lambda body: body["plan"]["ops"][0].append("F"), "not an op"),
+    "cheaper passes": (lambda body: body["plan"]["costs"].update(forward_ms=[1.0] * 8), "objective_ms"),
+    "passes that give time back": (lambda body: body["plan"]["costs"].update(wgrad_ms=[-1.0] * 8), "below 0"),
+    "a microbatch that is run twice": (lambda body: body["plan"].update(assignment=[0] * 8), "leaves something out"),
+    "another version": (lambda body: body.update(format="zerobubble-certificate/2"), "format"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_certificate_is_refused(change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body = _certificate()
+    verify.check(copy.deepcopy(body))
+    make, reason = CHANGES[change]
+    make(body)
+    with pytest.raises(verify.RefusedError, match=reason):
+        verify.check(copy.deepcopy(body))
+    file = tmp_path / "certificate.json"
+    file.write_text(json.dumps(body))
+    assert main(["verify", str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "zerobubble-certificate/1"}', "[" * 100_000, "null", "1"])
+def test_a_file_that_is_no_certificate_is_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "certificate.json"
+    file.write_text(text)
+    assert main(["verify", str(file)]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["verify", str(tmp_path / "none")]) == 2
+
+
+def test_span_and_makespan_are_not_taken_for_each_other() -> None:
+    costs = CostModel.uniform(Placement.linear(4))
+    simulation = simulate(build_plan("zb-h2", num_ranks=4, num_microbatches=8), costs)
+    assert simulation.makespan_ms > simulation.span_ms
+    body = json.loads(json.dumps(certificate(simulation, Objective.SPAN, None))) | {"objective": "makespan"}
+    with pytest.raises(verify.RefusedError, match="objective_ms"):
+        verify.check(body)
+
+
+def test_a_worse_price_is_a_lower_bound_still() -> None:
+    """Weak duality: the checker believes no price, so another one only lowers the bound."""
+    body = _certificate()
+    body["bound"]["prices"] = dict.fromkeys(body["bound"]["prices"], 3.0)
+    with pytest.raises(verify.RefusedError, match="bound"):
+        verify.check(body)
+    costs = verify.Costs(body["plan"]["costs"], body["plan"]["stage_to_rank"], 8)
+    for price in (0.0, 1.0, 3.0, 10.0, 27.4, 100.0):
+        bounds = verify.Bounds(costs, body["bound"]["rank"], 4.0, dict.fromkeys(body["bound"]["prices"], price))
+        for formula, _ in (found for name, found in verify.FORMULAS.items() if "in flight" not in name):  # of stages all alike
+            assert formula(bounds) <= body["bound"]["bound_ms"] * (1 + 1e-6)
+
+
+def test_the_checker_runs_by_itself(tmp_path: Path) -> None:
+    file = tmp_path / "certificate.json"
+    arguments = ["--schedule", "auto", "--num-ranks", "3", "--num-microbatches", "6", "--effort", "fast"]
+    assert main(["plan", *arguments, "--certificate", str(file), "--objective", "makespan"]) == 0
+    done = subprocess.run([sys.executable, "-I", "-S", str(CHECKER), str(file)], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("valid; makespan ")
+
+
+def test_the_checker_imports_nothing_of_the_planner() -> None:
+    tree = ast.parse(CHECKER.read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert {str(name).partition(".")[0] for name in modules} <= sys.stdlib_module_names
