@@ -10,7 +10,7 @@ from megatron.zerobubble.plan.registry import build_plan, known_schedules, parse
 
 def test_the_schedules_we_know() -> None:
     hand_written = ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb", "zbv"]
-    searched = ["v-half", "v-min", "1f1b-v", "zb-interleaved"]
+    searched = ["v-half", "v-min", "1f1b-v", "zb-interleaved", "zb-w"]
     assert [info.name for info in known_schedules()] == hand_written + searched
     for info in known_schedules():
         assert info.description

@@ -85,8 +85,9 @@ def test_points_agree_with_a_simulation(report: dict[str, Any]) -> None:
         assert row["ours"] == scored.bubble_rate
         assert row["reference"] == 0.4
         assert row["ratio"] == round(row["ours"], 4) / 0.4
+        assert row["gap"] == pytest.approx(found.bound.gap(scored.span_ms), abs=1e-7)
     targets = [verdict["target"] for verdict in report["sections"]["points"]["verdicts"]]
-    assert len(targets) == 11
+    assert len(targets) == 17
     assert sum("never above" in target for target in targets) == 5
 
 
@@ -183,6 +184,30 @@ def test_markdown_is_rendered_from_the_json(
     assert main(["--from-json", str(folder / "result.json"), "--markdown", str(again)]) == 0
     assert again.read_text() == text
     assert capsys.readouterr().out.splitlines()[1:] == (missed(report) or ["no target was missed"])
+
+
+def test_bounds_are_computed_anew(
+    folder: Path, report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of stored rows, the orders of which stay as they are; targets are judged by the new bounds."""
+    stored = json.loads(json.dumps(report))
+    for name in SECTIONS:
+        for row in rows_of(stored, name):
+            row["bound"] = row["gap"] = 0.0
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text(json.dumps(stored))
+    files = ["--json", str(new), "--markdown", str(tmp_path / "new.md")]
+    assert main([str(folder / "configs.json"), "--from-json", str(old), "--bounds", *files], SIZES) == 0
+    again = json.loads(new.read_text())
+    for name in SECTIONS:
+        for row, before in zip(rows_of(again, name), rows_of(report, name), strict=True):
+            assert row["bound"] == before["bound"]
+            assert row["ours"] == before["ours"]
+            assert row["gap"] == pytest.approx(before["gap"], abs=1e-7)
+    assert again["sections"]["points"]["verdicts"] == report["sections"]["points"]["verdicts"]
+    with pytest.raises(SystemExit):
+        main(["--bounds", "--markdown", "x.md"])
+    assert "--bounds takes --from-json" in capsys.readouterr().err
 
 
 def test_two_processes_find_the_same(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

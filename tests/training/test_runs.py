@@ -209,21 +209,31 @@ def _curve(folder: Path, name: str) -> list[tuple[int, float]]:
 
 @pytest.mark.sampled(0.4, group="whole jobs")
 def test_auto_equals_the_run_with_the_chosen_schedule(corpus: str, tmp_path: Path) -> None:
-    """Profiling and planning change neither seeds nor data nor weights."""
+    """Profiling and planning change neither seeds nor data nor weights; with the layers of the stages chosen, too."""
     flags = ["--data-path", corpus, "--zero-bubble-planning-seconds", "0.2", "--train-iters", "2"]
+    flags += ["--make-vocab-size-divisible-by", "16384"]  # a head that is worth a layout
     (tmp_path / "auto").mkdir()
-    auto = Job(tmp_path / "auto", [*flags, "--zero-bubble-schedule", "auto", "--zero-bubble-memory-limit", "0.75"])
+    auto = Job(
+        tmp_path / "auto",
+        [*flags, "--zero-bubble-schedule", "auto", "--zero-bubble-memory-limit", "1.5", "--zero-bubble-balance-stages"],
+    )
     times = r"F [\d.]+ [\d.]+ [\d.]+ [\d.]+, B .*, W .* ms by stage, links"
     assert re.search("^profiled with schedule zbv: " + times, auto.said, re.MULTILINE)
     verdict = r"^auto chose ([a-z0-9-]+)(?: with (\d) virtual stages \(VPP\) per rank)?: [\d.]+ ms per iteration .*\(makespan\); "
     taken = re.search(verdict, auto.said, re.MULTILINE)
     assert taken
     schedule, chunks = taken.groups(default="1")
+    balanced = re.search(r'^auto chose (\S+) with --pipeline-model-parallel-layout "(\S+)"', auto.said, re.MULTILINE)
+    assert balanced or "auto keeps even stages" in auto.said
+    if balanced:
+        schedule = balanced[1]
     named = ["--zero-bubble-schedule", schedule]
-    if "interleaved" in schedule:
+    if balanced:
+        named += ["--pipeline-model-parallel-layout", balanced[2]]
+    elif "interleaved" in schedule:
         named += ["--num-virtual-stages-per-pipeline-rank", chunks]
-    if schedule in ("zb", "zbv", "zb-interleaved", "1f1b-v"):
-        named += ["--zero-bubble-memory-limit", "0.75"]
+    if schedule in ("zb", "zbv", "zb-interleaved", "zb-w", "1f1b-v"):
+        named += ["--zero-bubble-memory-limit", "1.5"]
     assert losses(Job(tmp_path, [*flags, *named])) == losses(auto)
 
 
@@ -240,6 +250,7 @@ def test_replanning_changes_no_result_and_the_plan_can_be_saved(corpus: str, tmp
     measured = Job(tmp_path / "measured", [*flags, *measuring, "--zero-bubble-save-plan", str(tmp_path / "plan.json")])
     assert measured.said.count("re-planned with profiled timings") == 3
     assert len(re.findall(BALANCE, measured.said)) == 3, "when times were measured, and at the end"
+    assert measured.said.count("layouts: the plan takes ") == 1, "when times were measured first"
     body = json.loads((tmp_path / "plan.json").read_text())
     kept, costs = Plan.from_json(json.dumps(body)), CostModel.from_json(body["costs"])
     assert body["metrics"] == simulate(kept, costs).metrics(), "what it promises for what was measured"

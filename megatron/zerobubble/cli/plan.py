@@ -8,28 +8,38 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.zerobubble.cli.layers import add_layer_flags, layout_summary, layout_to_json, plan_layers
 from megatron.zerobubble.cli.parser import read_text
-from megatron.zerobubble.cli.progress import track, working
+from megatron.zerobubble.cli.progress import stoppable, track
 from megatron.zerobubble.cli.published import REFERENCES, read_configs
 from megatron.zerobubble.cli.unequal import add_unequal_flags, read_unequal
-from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.plan.certificate import certificate
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, Result, make_plan
-from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, plan_of, schedule_spec
+from megatron.zerobubble.plan.registry import (
+    check_at_least_one,
+    known_schedules,
+    parse_max_pending_backward,
+    plan_of,
+    schedule_spec,
+)
 from megatron.zerobubble.plan.render.summary import headline, measures, summary
 from megatron.zerobubble.plan.render.svg import render_svg
 from megatron.zerobubble.plan.render.trace import render_chrome_trace
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
 from megatron.zerobubble.plan.search.bound import lower_bound
+from megatron.zerobubble.plan.search.progress import Progress
 from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
@@ -47,6 +57,7 @@ EXAMPLES = """examples:
       --forward-ms 18.5 --backward-ms 18.1 --wgrad-ms 9.3 --comm-ms 0.6 --activation-after-backward 0.37 \\
       --json plan.json --svg plan.svg --trace plan.trace.json
   zerobubble plan --schedule zb-h1 --num-ranks 4 --num-microbatches 12 --json - | zerobubble show -
+  zerobubble plan --layers layers.json --num-ranks 8 --num-microbatches 32 --memory 70GiB --objective makespan
   zerobubble plan --schedule zbv --num-ranks 2 --microbatch-tokens 512,4096,700,1800,1024,96 --attention-share 0.1
 """
 
@@ -59,13 +70,17 @@ def add_commands(commands: Any) -> None:
     plan = commands.add_parser(
         "plan", help="build a plan and show it", epilog=f"schedules:\n{schedules}\n\n{EXAMPLES}", formatter_class=raw
     )
-    plan.add_argument("--schedule", required=True, help="name of the schedule, see below")
+    plan.add_argument("--schedule", help="name of the schedule, see below; with --layers default auto")
+    add_layer_flags(plan)
     plan.add_argument("--num-chunks", type=int, help="virtual stages (VPP) per rank, for the interleaved schedules (default 2)")
     plan.add_argument(
         "--max-pending-backward", help="most microbatches between F and W per rank, for zb: 1p, 2p or a number (default 1p)"
     )
     plan.add_argument(
         "--memory-limit", type=float, help="most activation memory per rank; 1.0 is 1F1B's rank 0, the default of auto"
+    )
+    plan.add_argument(
+        "--certificate", metavar="FILE", help="write the plan with a proof of how far from the best order it can be; see verify"
     )
     pareto = commands.add_parser("pareto", help="Pareto front, bubble vs. memory", epilog=EXAMPLES, formatter_class=raw)
     pareto.add_argument(
@@ -123,7 +138,14 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
         help=f"iteration time to minimize: {' or '.join(objective.label for objective in Objective)} (default span)",
     )
     command.add_argument(
-        "--effort", choices=[e.value for e in Effort], help="search for a better order for about 1, 20 or 180 s at p=8, m=24"
+        "--effort",
+        choices=[e.value for e in Effort],
+        help="search for a better order for about 1, 8 or 120 s on one core (p=8, m=24)",
+    )
+    command.add_argument(
+        "--workers",
+        type=int,
+        help="threads to search with; the plan does not depend on it, the time does (default: the CPU cores of this process)",
     )
     command.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
     command.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
@@ -152,14 +174,35 @@ def _costs(args: argparse.Namespace, unequal: Unequal, placement: Placement) -> 
     return costs
 
 
-def _result(args: argparse.Namespace, memory_limit: float | None) -> Result:
+def _workers(args: argparse.Namespace) -> int:
+    """Threads to search with: as many as there are CPU cores for this process, unless a number is given."""
+    if args.workers is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    check_at_least_one(workers=args.workers)
+    return int(args.workers)
+
+
+def _with_default(args: argparse.Namespace, unequal: Unequal, memory_limit: float | None) -> float | None:
+    """The memory limit; `auto` has one if none is given."""
+    if args.schedule == AUTO and memory_limit is None:
+        return AUTO_MEMORY_LIMIT * unequal.auto_memory_limit(args.num_ranks)
+    return memory_limit
+
+
+def _result(args: argparse.Namespace, memory_limit: float | None, progress: Progress | None = None) -> Result:
     """The hand-written pattern without a limit and an effort, otherwise the best plan found."""
     name = args.schedule
     unequal = read_unequal(args)
-    if name == AUTO and memory_limit is None:
-        memory_limit = AUTO_MEMORY_LIMIT * unequal.auto_memory_limit(args.num_ranks)
+    memory_limit = _with_default(args, unequal, memory_limit)
     effort = Effort(args.effort or "default")
-    options = SearchOptions(memory_limit=memory_limit, objective=Objective(args.objective), seed=args.seed, budget=effort.budget)
+    options = SearchOptions(
+        memory_limit=memory_limit,
+        objective=Objective(args.objective),
+        seed=args.seed,
+        workers=_workers(args),
+        progress=progress,
+        budget=effort.budget,
+    )
     pending = args.max_pending_backward
     pending = None if pending is None else parse_max_pending_backward(pending, args.num_ranks)
     if name != AUTO and memory_limit is None and args.effort is None:
@@ -192,17 +235,41 @@ def _write_text(target: str, text: str) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> None:
-    """`plan`: generate or search a plan, simulate it, write it to files and show it."""
-    with working(f"planning {args.schedule}"):
-        result = _result(args, args.memory_limit)
+    """`plan`: generate or search a plan, with --layers also a layout; simulate it, write it to files and show it."""
+    if args.layers is not None:
+        _run_layers(args)
+        return
+    if args.schedule is None:
+        raise ConfigError("the schedule is missing: give --schedule, or --layers for the best of all")
+    if args.memory is not None or args.no_empty_stages or args.pipeline_sizes is not None:
+        raise ConfigError(
+            "--memory, --no-empty-stages and --pipeline-sizes are for --layers; --memory-limit limits a schedule's activation "
+            "memory"
+        )
+    result = stoppable(f"planning {args.schedule}", lambda progress: _result(args, args.memory_limit, progress))
     simulation = result.simulation
     if args.json is not None:
         _write_text(args.json, simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics()))
     _write_pictures(args, simulation)
-    if args.json != "-":
+    if args.certificate is not None:
+        limit = _with_default(args, read_unequal(args), args.memory_limit)
+        _write_text(args.certificate, json.dumps(certificate(simulation, Objective(args.objective), limit)))
+    if "-" not in (args.json, args.certificate):
         print(summary(result, args.width))
         if args.schedule == AUTO:
             print(result.verdict(Objective(args.objective)))
+
+
+def _run_layers(args: argparse.Namespace) -> None:
+    found, sizes = plan_layers(args)
+    if args.json is not None:
+        _write_text(args.json, layout_to_json(found))
+    _write_pictures(args, found.result.simulation)
+    if args.certificate is not None:
+        proof = certificate(found.result.simulation, Objective(args.objective), found.stage_costs.memory_limit)
+        _write_text(args.certificate, json.dumps(proof))
+    if "-" not in (args.json, args.certificate):
+        print("\n".join([*sizes, *[""] * bool(sizes), layout_summary(found, args.width)]))
 
 
 def run_pareto(args: argparse.Namespace) -> None:

@@ -86,7 +86,8 @@ class Placement:
     """Stage -> pipeline rank.
 
     Stages are numbered in the order data flows. `linear`: stage s on rank s. `loop` (interleaved, round-robin): stage s on rank
-    s mod p. `V`: stage s on rank s for s < p, else on rank 2p-1-s, so that the first and the last stage share rank 0.
+    s mod p. `V`: stage s on rank s for s < p, else on rank 2p-1-s, so that the first and the last stage share rank 0. `W`: two
+    Vs, one after the other, with four stages per rank.
     """
 
     stage_to_rank: tuple[int, ...]
@@ -112,6 +113,11 @@ class Placement:
     def v(num_ranks: int) -> Placement:
         """Two stages per rank, down the ranks and up again (arXiv 2401.10241, section 6)."""
         return Placement(tuple(range(num_ranks)) + tuple(reversed(range(num_ranks))))
+
+    @staticmethod
+    def w(num_ranks: int) -> Placement:
+        """Four stages per rank: down the ranks, up, down and up again."""
+        return Placement(2 * Placement.v(num_ranks).stage_to_rank)
 
     @property
     def num_stages(self) -> int:
@@ -142,7 +148,7 @@ class Placement:
 
     @property
     def name(self) -> str:
-        """`linear`, `loop`, `V` or `custom`."""
+        """`linear`, `loop`, `V`, `W` or `custom`."""
         p = self.num_ranks
         if self == Placement.linear(p):
             return "linear"
@@ -150,7 +156,7 @@ class Placement:
             return "V"
         if self.num_stages % p == 0 and self == Placement.loop(p, self.num_stages // p):
             return "loop"
-        return "custom"
+        return "W" if self == Placement.w(p) else "custom"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from megatron.zerobubble.plan.generators.zb import timed_zb, zb
 from megatron.zerobubble.plan.generators.zb_h1 import zb_h1
 from megatron.zerobubble.plan.generators.zb_h2 import zb_h2
 from megatron.zerobubble.plan.generators.zb_interleaved import zb_interleaved, zb_interleaved_memory
+from megatron.zerobubble.plan.generators.zb_w import zb_w
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
@@ -89,7 +90,7 @@ class ScheduleInfo:
     title: str
     """The name in the paper that published it."""
     placement: str
-    """`linear`, `loop` or `V`."""
+    """`linear`, `loop`, `V` or `W`."""
     num_chunks: int | None
     """Virtual stages (VPP) per rank; None: any number."""
     default_num_chunks: int
@@ -175,6 +176,10 @@ def _zb_interleaved(request: Request) -> Plan:
     p, m, v = request.num_ranks, request.num_microbatches, request.num_chunks
     options = request.options_within(zb_interleaved_memory(p, m, v))
     return zb_interleaved(p, m, v, request.stage_costs, options)
+
+
+def _zb_w(request: Request) -> Plan:
+    return zb_w(request.num_ranks, request.num_microbatches, request.stage_costs, request.options_within(1.0))
 
 
 _MOST = 10**6
@@ -276,6 +281,16 @@ _ALL = (
         num_chunks=None,
         is_searched=True,
     ),
+    _info(
+        "zb-w",
+        "ZB-W",
+        "W",
+        "B and W split, four stages per rank in two Vs",
+        "arXiv 2401.10241, section 6, with two Vs",
+        _zb_w,
+        num_chunks=4,
+        is_searched=True,
+    ),
 )
 
 
@@ -307,8 +322,8 @@ def placement_of(name: str, *, num_ranks: int, num_chunks: int | None = None) ->
     if name == STOCK:
         return Placement.loop(num_ranks, num_chunks or 1)
     info = schedule_info(name)
-    if info.placement == "V":
-        return Placement.v(num_ranks)
+    if info.placement in ("V", "W"):
+        return Placement.v(num_ranks) if info.placement == "V" else Placement.w(num_ranks)
     return Placement.loop(num_ranks, info.default_num_chunks if num_chunks is None else num_chunks)
 
 

@@ -27,6 +27,7 @@ from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.mcore.compat import destroy_model_parallel, start_batch_size_ramp_up
 from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.search.search import Objective
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.arguments import exit_with_error
@@ -52,7 +53,7 @@ from megatron.zerobubble.training.metrics.step_profiler import StepProfiler
 from megatron.zerobubble.training.metrics.summary import description, summary_lines
 from megatron.zerobubble.training.metrics.trace import report_pipeline
 from megatron.zerobubble.training.planning.auto import choose_schedule
-from megatron.zerobubble.training.planning.balance import log_balance
+from megatron.zerobubble.training.planning.balance import log_balance, log_layout
 from megatron.zerobubble.training.planning.lengths import announce_lengths
 from megatron.zerobubble.training.planning.replan import PlanFileWriter, make_replanner
 from megatron.zerobubble.training.resilience.early_exit import EarlyExit
@@ -206,7 +207,7 @@ class _Run:
             flops_per_sample=flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
         )
         self.step_profiler = StepProfiler(self.settings.logging, rank=job.launch.rank)
-        self.has_logged_memory = False
+        self.has_logged_memory = self.has_logged_layout = False
 
     def run(self) -> None:
         """Iterate, evaluate, save, log a summary."""
@@ -412,8 +413,14 @@ class _Run:
         """With --zero-bubble-balance-stages, log which layers per stage would be faster. All ranks must call this."""
         if not self.settings.zero_bubble.zero_bubble_balance_stages:
             return
-        layers = self.settings.stage_layers(self.training_state.schedule.spec.placement)
-        log_balance(self.training_state.schedule, layers, None if self.replanner is None else self.replanner.costs)
+        schedule, settings = self.training_state.schedule, self.settings
+        layers = settings.stage_layers(schedule.spec.placement)
+        costs = None if self.replanner is None else self.replanner.costs
+        log_balance(schedule, layers, costs)
+        if costs is not None and not self.has_logged_layout:
+            self.has_logged_layout = True
+            objective = Objective.SPAN if settings.zero_bubble.enable_optimizer_post_validation else Objective.MAKESPAN
+            log_layout(schedule.plan(settings.num_microbatches), layers, costs, objective)
 
 
 def _tear_down(job: Job) -> None:

@@ -395,6 +395,7 @@ def _refusals(rank: int) -> dict[str, str]:
     refused("no pipeline", "--tensor-model-parallel-size 4", schedule="zb-h1")
     refused("one chunk", TWO, schedule="zbv")
     refused("two chunks", CHUNKS, schedule="zb-h1")
+    refused("two Vs", CHUNKS, schedule="zb-w")
     loop, original = example(), example().get_megatron_optimizer
 
     def install_here(*given: Any) -> Any:
@@ -425,6 +426,7 @@ def test_a_loop_that_breaks_the_contract_gets_a_helpful_error(four_ranks: RankPo
             "1 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size 2"
             in messages["two chunks"]
         )
+        assert "schedule zb-w runs in this project's own training loop only" in messages["two Vs"]
         assert "DistributedDataParallel did not wrap" in messages["after the model"]
         assert "call install before it" in messages["too late"]
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.partition.balance import PartTimes
+from megatron.zerobubble.plan.partition.part_costs import PartCosts
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.planner import make_plan
+from megatron.zerobubble.plan.registry import build_plan, placement_of
+from megatron.zerobubble.plan.search.search import Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
-from megatron.zerobubble.training.planning.balance import measured_parts, proposal
+from megatron.zerobubble.training.planning.auto import balanced
+from megatron.zerobubble.training.planning.balance import layout_proposal, measured_parts, proposal
 
 
 class _Recorded:
@@ -67,6 +73,63 @@ def test_a_proposal_states_its_gain() -> None:
         'bottleneck rank computes 61.00 ms; with --pipeline-model-parallel-layout "Et*5|t*5|tttt|ttL" it would be 50.00 ms, '
         "1.22 times as fast in the steady state"
     )
+
+
+def test_a_layout_of_all_schedules_is_proposed_with_its_gain() -> None:
+    """Profiled costs with a heavy head: another partition, within the memory of the running plan."""
+    plan = build_plan("zb", num_ranks=4, num_microbatches=8)
+    layers = StageLayers.spread(16, plan.placement)
+    parts = PartTimes(layer_ms=2.0, embedding_ms=0.1, head_ms=5.0)
+    memory = tuple(PartTimes(layer_ms=0.25, head_ms=0.1).stages_ms(layers))
+    third = tuple(parts.stages_ms(layers))
+    costs = CostModel(
+        forward_ms=third, backward_ms=third, wgrad_ms=third, activation=memory, activation_after_backward=memory, comm_ms=0.1
+    )
+    line = layout_proposal(plan, layers, costs, Objective.MAKESPAN)
+    now = simulate(plan, costs).makespan_ms
+    assert line.startswith(f"layouts: the plan takes {now:.2f} ms per iteration with the synchronous optimizer (makespan)")
+    found = re.search(r'--zero-bubble-schedule (\S+) --pipeline-model-parallel-layout "(\S+)", (\d) stage', line)
+    assert found is not None
+    proposed = StageLayers.parse(found[2])
+    assert proposed.num_layers == 16
+    assert proposed.num_stages == 4 * int(found[3])
+    then, least = re.search(r"it would take (\S+) ms, .* no layout takes less than (\S+) ms", line).groups()  # type: ignore[union-attr]
+    assert float(least) <= float(then) < 0.9 * now
+
+
+@pytest.mark.parametrize(("head_ms", "num_layers"), [(12.0, 16), (0.0, 4)])
+def test_auto_chooses_the_layout_with_the_schedule(head_ms: float, num_layers: int) -> None:
+    """A heavy head is worth another partition; with one layer per rank and no head, nothing is better than even stages."""
+    times, memory = PartTimes(layer_ms=2.0, head_ms=head_ms), PartTimes(layer_ms=0.25)
+    kinds = ("forward_ms", "backward_ms", "wgrad_ms")
+    by_kind = dict.fromkeys(kinds, times) | dict.fromkeys(("activation", "activation_after_backward"), memory)
+    parts = PartCosts(by_kind=by_kind, comm_ms=0.0)
+    options = SearchOptions(memory_limit=1.0, objective=Objective.MAKESPAN, budget=1e6)
+    result = make_plan(
+        "auto",
+        num_ranks=4,
+        num_microbatches=8,
+        costs_of=lambda placement: parts.costs(StageLayers.spread(num_layers, placement)),
+        options=options,
+    )
+    choice = balanced(parts, num_layers, result, options)
+    if head_ms == 0.0:
+        assert choice == (result.name, result.num_chunks, None)
+        return
+    assert choice.layout is not None
+    layers = StageLayers.parse(choice.layout)
+    placement = placement_of(choice.schedule, num_ranks=4, num_chunks=choice.num_chunks)
+    assert (layers.num_layers, layers.num_stages) == (16, placement.num_stages)
+    even = times.load(StageLayers.spread(16, result.simulation.plan.placement), result.simulation.plan.placement)
+    assert times.load(layers, placement).bottleneck_rank_ms < 0.8 * even.bottleneck_rank_ms
+
+
+def test_the_best_layout_stays() -> None:
+    plan = build_plan("zbv", num_ranks=2, num_microbatches=8)
+    ones = (1.0,) * 4
+    costs = CostModel(forward_ms=ones, backward_ms=ones, wgrad_ms=ones, activation=ones, activation_after_backward=ones)
+    line = layout_proposal(plan, StageLayers.spread(4, plan.placement), costs, Objective.SPAN)
+    assert "and no layout was found that is 1 % faster; no layout takes less than 48.00 ms" in line
 
 
 def test_the_best_layout_is_not_changed() -> None:

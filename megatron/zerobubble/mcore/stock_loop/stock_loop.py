@@ -125,6 +125,10 @@ class StockLoopOptions:
                 f"of at least 2, got {num_ranks}; do not install it, or start more pipeline ranks"
             )
         info, given = schedule_info(self.schedule), num_chunks or 1
+        if info.placement == "W":
+            raise ConfigError(
+                f"schedule {self.schedule} runs in this project's own training loop only; choose zbv or zb-interleaved here"
+            )
         wanted = info.num_chunks if info.num_chunks is not None else max(2, given)
         if given != wanted:
             raise ConfigError(

@@ -73,7 +73,8 @@ class PartTimes:
         """
         last = layers.num_stages - 1
         per_layer = [time / count if count else math.inf for time, count in zip(stages_ms, layers.per_stage, strict=True)]
-        layer = median(per_layer[1:last]) if last > 1 else min(per_layer)
+        inner = [time for time in per_layer[1:last] if math.isfinite(time)]
+        layer = median(inner) if inner else min(per_layer)
 
         def beyond(stage: int) -> float:
             return max(0.0, stages_ms[stage] - layers.per_stage[stage] * layer)

@@ -11,7 +11,7 @@ One letter is one layer, in the order data flows, and a bar separates two stages
 
 Attention and MLP are layers of their own here: ``*-`` is what a GPT calls one transformer layer.
 
-Invariant: as for `StageLayers`, only the first and the last stage can be without layers.
+Invariant: only the first and the last stage can be without layers.
 """
 
 from __future__ import annotations
@@ -69,10 +69,12 @@ class HybridPattern:
         pattern = HybridPattern(segments=tuple(text.split(_STAGE_BOUNDARY)))
         if not pattern.num_layers:
             raise ConfigError(f"hybrid layer pattern {text!r} has no layer")
-        try:
-            StageLayers(per_stage=tuple(map(len, pattern.segments)))
-        except ConfigError as error:
-            raise ConfigError(f"hybrid layer pattern {text!r}: {error}") from None
+        for stage, segment in enumerate(pattern.segments[1:-1], start=1):
+            if not segment:
+                raise ConfigError(
+                    f"hybrid layer pattern {text!r}: stage {stage} of {len(pattern.segments)} would hold 0 layers; it needs at "
+                    "least 1, because it has neither the embedding nor the head"
+                )
         return pattern
 
     @property

@@ -9,7 +9,7 @@ with a bar between two of them. A letter is a part of the model, and ``*n`` repe
     t   a decoder layer
     L   the head and its loss, last in the last stage
 
-Invariant: no stage is empty. Only the first and the last stage can be without layers; they have the embedding and the head.
+A stage without layers passes on what it gets: ``Et||tL``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SPELLED_OUT = 4
 
 @dataclass(frozen=True, kw_only=True)
 class StageLayers:
-    """The number of decoder layers of every stage. Raises ConfigError for an empty stage."""
+    """The number of decoder layers of every stage, 0 or more. Raises ConfigError for less, or for no stage at all."""
 
     per_stage: tuple[int, ...]
     """One number per stage, in the order data flows."""
@@ -41,10 +41,8 @@ class StageLayers:
         if not self.per_stage:
             raise ConfigError("a model has at least one stage, none was given")
         for stage, count in enumerate(self.per_stage):
-            is_inside = 0 < stage < self.num_stages - 1
-            if count < is_inside:
-                allowed = "at least 1, because it has neither the embedding nor the head" if is_inside else "0 or more"
-                raise ConfigError(f"stage {stage} of {self.num_stages} would hold {count} layers; it needs {allowed}")
+            if count < 0:
+                raise ConfigError(f"stage {stage} of {self.num_stages} would hold {count} layers; it needs 0 or more")
 
     @property
     def num_stages(self) -> int:

@@ -46,10 +46,10 @@ class ZeroBubbleConfig:
     zero_bubble_v_schedule: bool = False
     """Run ZBV: two chunks per rank, placed in a V; no bubble at the activation memory of 1F1B. Implies --enable-zero-bubble."""
     zero_bubble_schedule: str | None = field(default=None, metadata={"metavar": "NAME"})
-    """Schedule by name: stock (megatron-core's own 1F1B); 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb, zbv, v-half, v-min, 1f1b-v or
-    zb-interleaved (interleaved ones take --num-virtual-stages-per-pipeline-rank, by default 2); or auto, which profiles the model
-    and runs the fastest schedule within --zero-bubble-memory-limit (by default 1F1B's). Excludes the other flags that choose a
-    schedule."""
+    """Schedule by name: stock (megatron-core's own 1F1B); 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb, zbv, v-half, v-min, 1f1b-v,
+    zb-w or zb-interleaved (interleaved ones take --num-virtual-stages-per-pipeline-rank, by default 2); or auto, which profiles
+    the model and runs the fastest schedule within --zero-bubble-memory-limit (by default 1F1B's). Excludes the other flags that
+    choose a schedule."""
     zero_bubble_v_schedule_mem_setup: str = field(default="zb", metadata={"metavar": "zb|half|min"})
     """Activation memory of --zero-bubble-v-schedule: that of 1F1B (zb, ZBV), half of it (half, V-Half) or a third (min,
     V-Min)."""
@@ -80,7 +80,8 @@ class ZeroBubbleConfig:
     with one, the plan must place its stages on the same ranks."""
     zero_bubble_balance_stages: bool = False
     """Measure the time of one layer, the embedding and the head, and log the --pipeline-model-parallel-layout with the least
-    compute on the bottleneck rank."""
+    compute on the bottleneck rank; from profiled times also the fastest layout of all schedules. With --zero-bubble-schedule
+    auto, run that layout."""
     zero_bubble_shard_gradients: int | None = field(default=None, metadata={"metavar": "K"})
     """Shard gradients over the data-parallel ranks while they accumulate (ZeRO-2): W of K microbatches of a layer run together,
     followed by one reduce-scatter. Gradient memory per rank is then its shard and two buckets; up to K-1 more microbatches wait

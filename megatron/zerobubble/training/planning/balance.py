@@ -4,6 +4,8 @@ The times come from iterations of the run, not from layers timed in isolation be
 the clock rate and beside the transfers of training; and no trial backward changes random number generators or gradients. The
 times of one layer, the embedding and the head follow from those of the stages, which differ in what they hold
 (`PartTimes.from_stages`). If iterations were profiled for re-planning their costs are used, else the last recorded iteration.
+Profiled costs have memory, too: then partition, placement and order are searched for together, within the memory of the running
+plan, and the fastest layout of all schedules is logged as well.
 """
 
 from __future__ import annotations
@@ -13,16 +15,26 @@ import logging
 import torch
 import torch.distributed as dist
 
+from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs import CostModel
-from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.partition.balance import PartTimes, balance
+from megatron.zerobubble.plan.partition.joint import plan_layout
+from megatron.zerobubble.plan.partition.part_costs import PartCosts
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
+from megatron.zerobubble.plan.search.search import Objective, SearchOptions, evaluations_per_second
+from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.profiling.report import measured_costs
 
-__all__ = ["log_balance", "measured_parts", "proposal"]
+__all__ = ["layout_proposal", "log_balance", "log_layout", "measured_parts", "proposal"]
 
 _log = logging.getLogger(__name__)
+
+_LAYOUT_SECONDS = 0.25
+"""Budget of the search for a layout; it spends about six times this."""
+_WORTH = 0.01
+"""Least gain, as a share of the iteration time, for which a layout is proposed."""
 
 
 def log_balance(schedule: PipelineSchedule, layers: StageLayers, costs: CostModel | None) -> None:
@@ -38,6 +50,56 @@ def log_balance(schedule: PipelineSchedule, layers: StageLayers, costs: CostMode
         _log.warning("stages: not measured, because no iteration after the first one was recorded")
     else:
         _log.info("%s", proposal(times, layers, schedule.spec.placement))
+
+
+def log_layout(plan: Plan, layers: StageLayers, costs: CostModel, objective: Objective) -> None:
+    """Log the fastest layout for profiled costs. Rank 0 searches, for a few seconds.
+
+    Args:
+        plan: the running plan.
+        layers: the layers of its stages.
+        costs: costs profiled over several iterations.
+        objective: which iteration time to minimize.
+    """
+    if dist.get_rank() != 0:
+        return
+    try:
+        _log.info("%s", layout_proposal(plan, layers, costs, objective))
+    except (ConfigError, PlanError) as error:
+        _log.warning("layouts: %s", error)
+
+
+def layout_proposal(plan: Plan, layers: StageLayers, costs: CostModel, objective: Objective) -> str:
+    """The log line: the running plan's simulated iteration time, and the fastest layout found with its flags.
+
+    Args:
+        plan: the running plan.
+        layers: the layers of its stages.
+        costs: their profiled costs.
+        objective: which iteration time to minimize.
+
+    Raises:
+        ConfigError: the costs do not describe a model, for example if no layer takes time.
+    """
+    simulation = simulate(plan, costs.plain)
+    found = plan_layout(
+        PartCosts.from_stages(costs.plain, layers).model(layers.num_layers),
+        num_ranks=plan.num_ranks,
+        num_microbatches=plan.num_microbatches,
+        memory_bytes=max(simulation.peak_memory) * min(plan.num_ranks, plan.num_microbatches) * (1 + 1e-9),
+        options=SearchOptions(objective=objective, budget=_LAYOUT_SECONDS * evaluations_per_second()),
+    )
+    now, then = objective.of(simulation), objective.of(found.result.simulation)
+    line = f"layouts: the plan takes {now:.2f} ms per iteration {objective.label} in the simulator"
+    least = f"no layout takes less than {objective.of(found.bound):.2f} ms"
+    if then >= now * (1 - _WORTH):
+        return f"{line}, and no layout was found that is {100 * _WORTH:.0f} % faster; {least}"
+    name, chunks = found.result.name, found.layout.placement.num_chunks
+    return (
+        f'{line}; with --zero-bubble-schedule {name} --pipeline-model-parallel-layout "{found.layout.text}", '
+        f"{chunks} stage(s) per rank and no more activation memory, it would take {then:.2f} ms, {now / then:.2f} times as fast; "
+        f"{least}"
+    )
 
 
 def measured_parts(schedule: PipelineSchedule, layers: StageLayers, costs: CostModel | None) -> PartTimes | None:

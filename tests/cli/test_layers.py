@@ -1,0 +1,127 @@
+"""`zerobubble plan --layers`: the layout, its plan, and errors in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.zerobubble.cli.layers import parse_bytes
+from megatron.zerobubble.cli.main import main
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.partition.layers import FORMAT
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
+from megatron.zerobubble.plan.search.core import PythonCore
+from megatron.zerobubble.plan.search.search import best_core
+
+COSTS = {"forward_ms": 1.0, "backward_ms": 1.0, "wgrad_ms": 1.0, "activation_bytes": 2**29, "after_backward_bytes": 2**28}
+KINDS = {
+    "layer": COSTS | {"static_bytes": 2**30},
+    "head": COSTS | {"forward_ms": 2.0, "static_bytes": 2**30},
+    "mlp": COSTS | {"static_bytes": 2**30},
+    "attention": COSTS | {"static_bytes": 2**30},
+}
+compiled = pytest.mark.skipif(best_core() is PythonCore, reason="takes the compiled core")
+ARGUMENTS = ["--num-ranks", "2", "--num-microbatches", "4"]
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> str:
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps({"format": FORMAT, "kinds": KINDS, "layers": ["layer*6"]}))
+    return str(path)
+
+
+@compiled
+def test_the_layout_its_plan_and_its_gap(layers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "plan.json"
+    words = ["plan", "--layers", layers, *ARGUMENTS, "--memory", "6GiB", "--objective", "makespan", "--json", str(target)]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    body = json.loads(target.read_text())
+    layout = body["layout"]
+    assert f'--pipeline-model-parallel-layout "{layout["text"]}"' in out
+    assert list(StageLayers.parse(layout["text"]).per_stage) == layout["per_stage"]
+    assert sum(layout["per_stage"]) == 6
+    assert "all layouts: span" in out
+    assert "rank 1: " in out
+    assert Plan.from_json(target.read_text()).placement.name == layout["placement"]
+    assert max(body["metrics"]["peak_bytes"]) <= 6 * 2**30 * (1 + 1e-9)
+    assert 0 <= body["metrics"]["all_layouts_makespan_gap"] < 0.5
+    assert main(["show", str(target)]) == 0
+
+
+def test_a_hybrid_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps({"format": FORMAT, "kinds": KINDS, "layers": ["attention", "mlp"] * 4}))
+    assert main(["plan", "--layers", str(path), *ARGUMENTS, "--schedule", "zbv", "--json", "-"]) == 0
+    layout = json.loads(capsys.readouterr().out)["layout"]
+    assert layout["flag"] == "--hybrid-layer-pattern"
+    assert layout["text"].replace("|", "") == "*-" * 4
+    assert layout["text"].count("|") == 3
+
+
+@compiled
+def test_pipeline_sizes_on_the_same_devices(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 1, 2 and 4 ranks per pipeline for the same global batch; what does not fit is listed with its reason."""
+    words = ["plan", "--layers", layers, *ARGUMENTS, "--pipeline-sizes", "1,4", "--memory", "6GiB", "--objective", "makespan"]
+    assert main(words) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("1 pipeline ranks (PP), 2 microbatches: no layout of 6 layers on 1 ranks fits")
+    times = []
+    for line, size, count in zip(out[1:3], (2, 4), (4, 8), strict=True):
+        assert line.startswith(f"{size} pipeline ranks (PP), {count} microbatches: ")
+        times.append(float(line.split(": ")[1].split(" ms")[0]))
+    best = (2, 4)[times.index(min(times))]
+    assert f" {best} pipeline ranks (PP), {2 * best} microbatches per iteration" in out[4]
+
+
+def test_no_empty_stages(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--layers", layers, *ARGUMENTS, "--schedule", "zb-interleaved", "--num-chunks", "3", "--no-empty-stages"]
+    assert main([*words, "--json", "-"]) == 0
+    assert min(json.loads(capsys.readouterr().out)["layout"]["per_stage"][1:-1]) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--memory-limit", "1"], "--memory-limit has no meaning with --layers"),
+        (["--costs", "costs.json"], "--costs has no meaning with --layers"),
+        (["--forward-ms", "2"], "--forward-ms has no meaning with --layers, whose file has all times"),
+        (["--memory", "70 apples"], "--memory is '70 apples'; give a size above 0 such as 70GiB"),
+        (["--pipeline-sizes", "1,x"], "--pipeline-sizes is '1,x'; give numbers of ranks separated by commas, such as 4,8,16"),
+        (["--num-microbatches", "5", "--pipeline-sizes", "3"], "--pipeline-sizes has 3: the global batch of 5 microbatches per"),
+        (["--pipeline-sizes", "1", "--memory", "1GiB"], "no layout of 6 layers on 2 ranks fits devices of 1.00 GiB"),
+        (["--memory", "1GiB"], "no layout of 6 layers on 2 ranks fits devices of 1.00 GiB"),
+        (["--schedule", "zbw"], "unknown schedule 'zbw'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    words: list[str], message: str, layers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--layers", layers, *ARGUMENTS, *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_flags_that_need_one_another(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *ARGUMENTS]) == 2
+    assert "the schedule is missing: give --schedule, or --layers" in capsys.readouterr().err
+    assert main(["plan", "--schedule", "zb", "--memory", "70GiB", *ARGUMENTS]) == 2
+    assert "--memory, --no-empty-stages and --pipeline-sizes are for --layers" in capsys.readouterr().err
+    assert main(["plan", "--layers", layers, "--num-ranks", "2"]) == 2
+    assert "give --num-microbatches" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "value"), [("70GiB", 70 * 2**30), ("1.5 GB", 1.5e9), ("123", 123), ("2MiB", 2**21)])
+def test_sizes(text: str, value: float) -> None:
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "1e9", "70 GiB of it"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="give a size above 0"):
+        parse_bytes(text)

@@ -1,0 +1,151 @@
+"""The bound over all layouts: against all assignments of layers, and the optimum over all partitions, placements and orders."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.partition.bound import bound_over_layouts
+from megatron.zerobubble.plan.partition.layers import LayerCosts, Model
+from megatron.zerobubble.plan.partition.layout import Layout
+from megatron.zerobubble.plan.search.search import Objective, SearchOptions, check_memory_limit, search
+from megatron.zerobubble.plan.simulate import simulate
+from tests.plan.exact import optimum
+
+has_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="takes OR-tools")
+
+
+def part(forward: float, backward: float, wgrad: float, *, held: float = 4, kept: float = 2, static: float = 0) -> LayerCosts:
+    return LayerCosts(
+        forward_ms=forward,
+        backward_ms=backward,
+        wgrad_ms=wgrad,
+        activation_bytes=held,
+        after_backward_bytes=kept,
+        static_bytes=static,
+    )
+
+
+def random_model(random: Random, num_layers: int, *, comm_ms: float = 0.0) -> Model:
+    """Whole milliseconds, so that constraint programming can solve it."""
+
+    def cost() -> LayerCosts:
+        return part(*(random.randint(1, 3) for _ in range(3)))
+
+    kinds = {"a": cost(), "b": cost(), "embedding": part(1, 0, 1, held=0, kept=0), "head": part(*[random.randint(1, 6)] * 3)}
+    return Model(layers=tuple(random.choice("ab") for _ in range(num_layers)), kinds=kinds, comm_ms=comm_ms)
+
+
+def all_partitions(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    for cuts in itertools.combinations_with_replacement(range(num_layers + 1), num_stages - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, num_layers)))
+
+
+def placements(num_ranks: int) -> list[Placement]:
+    return [Placement.linear(num_ranks), Placement.loop(num_ranks, 2), Placement.v(num_ranks)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_steady_state_is_the_best_of_all_assignments(seed: int) -> None:
+    """The span's bound with many microbatches, against every assignment of the layers to ranks."""
+    random = Random(seed)
+    num_ranks, num_layers = random.choice([(2, 7), (3, 6), (4, 5)])
+    model = random_model(random, num_layers)
+    best = math.inf
+    for head in (0, num_ranks - 1):
+        for ranks in itertools.product(range(num_ranks), repeat=num_layers):
+            loads = [0.0] * num_ranks
+            loads[0] += model.first.work_ms
+            loads[head] += model.last.work_ms
+            for rank, layer in zip(ranks, model.costs, strict=True):
+                loads[rank] += layer.work_ms
+            best = min(best, max(loads))
+    bound = bound_over_layouts(model, num_ranks, 1000)
+    assert bound.span_ms == pytest.approx(1000 * best, rel=1e-5)
+    assert bound.span_ms <= 1000 * best
+    assert bound.span_ms <= bound.makespan_ms
+
+
+def test_whole_layers_count() -> None:
+    """32 layers and a head of two on 8 ranks: 34 / 8 = 4.25 per rank, and one of them has five."""
+    model = Model(layers=("layer",) * 32, kinds={"layer": part(1, 1, 1), "head": part(2, 2, 2)})
+    assert bound_over_layouts(model, 8, 100).span_ms == pytest.approx(100 * 15.0, rel=1e-5)
+
+
+def test_more_than_three_kinds_are_divisible() -> None:
+    kinds = {f"k{i}": part(1 + i, 1 + i, 1 + i) for i in range(5)}
+    model = Model(layers=tuple(kinds), kinds=kinds)
+    assert bound_over_layouts(model, 3, 100).span_ms == pytest.approx(100 * 15.0, rel=1e-5)  # 45 / 3, and the longest is 15
+    assert bound_over_layouts(model, 5, 100).span_ms == pytest.approx(100 * 15.0, rel=1e-5)
+
+
+def test_ends_on_one_rank_or_two() -> None:
+    kinds = {"layer": part(1, 1, 1), "embedding": part(2, 2, 2), "head": part(3, 3, 3)}
+    model = Model(layers=("layer",) * 3, kinds=kinds)
+    assert bound_over_layouts(model, 2, 100, placements=["V"]).span_ms == pytest.approx(1500.0, rel=1e-5)
+    assert bound_over_layouts(model, 2, 100, placements=["linear", "loop"]).span_ms == pytest.approx(1200.0, rel=1e-5)
+    assert bound_over_layouts(model, 2, 100).span_ms == pytest.approx(1200.0, rel=1e-5)
+
+
+def test_memory_moves_layers() -> None:
+    """Weights that fill a device keep the layers away from it, although time would allow them."""
+    kinds = {"layer": part(1, 1, 1, static=10), "embedding": part(0, 0, 0, static=90, held=0, kept=0)}
+    model = Model(layers=("layer",) * 4, kinds=kinds)
+    assert bound_over_layouts(model, 2, 100).span_ms == pytest.approx(600.0, rel=1e-5)
+    assert bound_over_layouts(model, 2, 100, 100).span_ms == pytest.approx(1200.0, rel=1e-5)
+
+
+def test_a_model_that_fits_no_layout_is_refused() -> None:
+    model = Model(layers=("layer",) * 4, kinds={"layer": part(1, 1, 1, static=2**30)})
+    with pytest.raises(ConfigError, match=r"no layout of 4 layers on 2 ranks fits devices of 1.00 GiB: .* take 4.00 GiB in all"):
+        bound_over_layouts(model, 2, 8, 2**30)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_found_is_below_the_bound(seed: int) -> None:
+    """All partitions of a small model on all placements, with short searches, and under a memory limit for odd seeds."""
+    random = Random(100 + seed)
+    model = random_model(random, 4, comm_ms=random.choice((0.0, 0.5)))
+    m, memory = random.choice((2, 4)), 30.0 if seed % 2 else None
+    bound = bound_over_layouts(model, 2, m, memory)
+    least = dict.fromkeys(Objective, math.inf)
+    for placement in placements(2):
+        for counts in all_partitions(4, placement.num_stages):
+            layout = Layout(model=model, placement=placement, per_stage=counts)
+            stages = layout.stage_costs(m, memory)
+            try:
+                check_memory_limit(placement, m, stages.costs, stages.memory_limit)
+            except ConfigError:
+                continue
+            for objective in Objective:
+                options = SearchOptions(memory_limit=stages.memory_limit, objective=objective, budget=0.0)
+                found = simulate(search("any", placement, m, stages.costs, options), stages.costs)
+                least[objective] = min(least[objective], objective.of(found))
+    assert bound.span_ms <= least[Objective.SPAN]
+    assert bound.makespan_ms <= least[Objective.MAKESPAN]
+    assert bound.makespan_ms >= 0.7 * least[Objective.MAKESPAN]  # a bound of nothing would pass, too
+
+
+@has_solver
+@pytest.mark.parametrize("makespan", [False, True])
+def test_the_optimum_over_all_layouts_is_not_below_the_bound(makespan: bool) -> None:
+    random = Random(7)
+    model = random_model(random, 3, comm_ms=1.0)
+    bound = bound_over_layouts(model, 2, 3)
+    best = math.inf
+    for placement in placements(2):
+        for counts in all_partitions(3, placement.num_stages):
+            layout = Layout(model=model, placement=placement, per_stage=counts)
+            if layout.bottleneck_ms * 3 >= best:
+                continue
+            costs = layout.stage_costs(3, None).costs
+            whole = type(costs)(**{**vars(costs), "activation": (1.0,) * layout.placement.num_stages})
+            best = min(best, optimum(placement, 3, whole, 100.0, makespan=makespan))
+    assert (bound.makespan_ms if makespan else bound.span_ms) <= best

@@ -1,0 +1,142 @@
+"""Partitions by local search, against all partitions of small models; and the search over layouts as a whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.partition.balance import PartTimes, balance
+from megatron.zerobubble.plan.partition.joint import plan_layout, plan_of_layout
+from megatron.zerobubble.plan.partition.layers import LayerCosts, Model
+from megatron.zerobubble.plan.partition.layout import Layout
+from megatron.zerobubble.plan.partition.partitions import partitions
+from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions
+from megatron.zerobubble.plan.validate import validate
+
+PLACEMENTS = [Placement.linear(3), Placement.v(2), Placement.loop(2, 2), Placement.w(2), Placement.loop(3, 2)]
+MAKESPAN = SearchOptions(objective=Objective.MAKESPAN, budget=1e6)
+
+
+def layer(time: float, *, held: float = 1.0, static: float = 0.0) -> LayerCosts:
+    return LayerCosts(
+        forward_ms=time,
+        backward_ms=time,
+        wgrad_ms=time,
+        activation_bytes=held,
+        after_backward_bytes=held / 2,
+        static_bytes=static,
+    )
+
+
+def model_of(random: Random, num_layers: int) -> Model:
+    kinds = {"a": layer(1.0), "b": layer(random.uniform(0.5, 2.0)), "embedding": layer(0.1), "head": layer(random.uniform(0, 3))}
+    return Model(layers=tuple(random.choice("aab") for _ in range(num_layers)), kinds=kinds)
+
+
+def all_partitions(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    for cuts in itertools.combinations_with_replacement(range(num_layers + 1), num_stages - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, num_layers)))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: f"{placement.name}{placement.num_stages}")
+def test_the_bottleneck_is_near_the_best_of_all_partitions(placement: Placement) -> None:
+    """Within 2 % on average and never more than 12 % of the best partition, with and without empty stages."""
+    excess = []
+    for seed, allow_empty in itertools.product(range(4), (True, False)):
+        model = model_of(Random(seed), 7 if placement.num_stages > 4 else 9)
+        found = partitions(model, placement, allow_empty=allow_empty)
+        every = [
+            counts
+            for counts in all_partitions(model.num_layers, placement.num_stages)
+            if allow_empty or min(counts[1:-1], default=1) > 0
+        ]
+        assert set(found) <= set(every)
+        best = min(Layout(model=model, placement=placement, per_stage=counts).bottleneck_ms for counts in every)
+        mine = Layout(model=model, placement=placement, per_stage=found[0]).bottleneck_ms
+        excess.append(mine / best - 1)
+    assert max(excess) < 0.12
+    assert sum(excess) / len(excess) < 0.02
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: f"{placement.name}{placement.num_stages}")
+def test_equal_layers_are_balanced_exactly(placement: Placement) -> None:
+    """With equal layers `balance` is exact; the local search finds a bottleneck no larger."""
+    for head in (0.0, 1.3, 2.5):
+        kinds = {"layer": layer(1.0), "embedding": layer(0.2), "head": layer(head)}
+        model = Model(layers=("layer",) * 14, kinds=kinds)
+        times = PartTimes(layer_ms=3.0, embedding_ms=0.6, head_ms=3 * head)
+        exact = times.load(balance(14, placement, times), placement).bottleneck_rank_ms
+        found = partitions(model, placement, allow_empty=False)[0]
+        mine = Layout(model=model, placement=placement, per_stage=found).bottleneck_ms
+        assert mine <= exact * (1 + 1e-9)
+
+
+def test_memory_keeps_layers_away_from_a_full_rank() -> None:
+    kinds = {"layer": layer(1.0, static=10.0), "embedding": layer(0.0, held=0.0, static=60.0)}
+    model = Model(layers=("layer",) * 8, kinds=kinds)
+    free = partitions(model, Placement.linear(2))[0]
+    assert free == (4, 4)
+    found = plan_layout(model, num_ranks=2, num_microbatches=4, memory_bytes=105.0, options=MAKESPAN, schedule="zb")
+    assert found.layout.per_stage[0] < 4
+    assert max(found.peak_bytes) <= 105.0 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("memory", [None, 26.0])
+def test_a_heavy_head_is_worth_a_layout(memory: float | None) -> None:
+    """The best layout is faster than the even one with the same search, within its memory, and near the bound."""
+    kinds = {"layer": layer(1.0, static=1.0), "embedding": layer(0.05), "head": layer(2.5, static=1.0)}
+    model = Model(layers=("layer",) * 12, kinds=kinds, comm_ms=0.05)
+    found = plan_layout(model, num_ranks=4, num_microbatches=8, memory_bytes=memory, options=MAKESPAN)
+    validate(found.result.simulation.plan)
+    even = Layout(model=model, placement=Placement.linear(4), per_stage=(3, 3, 3, 3))
+    _, other = plan_of_layout("zb", even, 8, memory, MAKESPAN)
+    assert found.result.simulation.makespan_ms < 0.9 * other.simulation.makespan_ms
+    assert found.bound.makespan_ms <= found.result.bound.makespan_ms <= found.result.simulation.makespan_ms * (1 + 1e-9)
+    assert found.bound.makespan_gap(found.result.simulation.makespan_ms) < 0.15
+    assert memory is None or max(found.peak_bytes) <= memory * (1 + 1e-9)
+    assert found.metrics()["peak_bytes"] == found.peak_bytes
+
+
+def test_the_same_arguments_find_the_same_layout() -> None:
+    model = model_of(Random(3), 10)
+    options = SearchOptions(objective=Objective.MAKESPAN, budget=Effort.FAST.budget / 100)
+    found = [plan_layout(model, num_ranks=2, num_microbatches=4, options=options) for _ in range(2)]
+    assert found[0].layout == found[1].layout
+    assert found[0].result.simulation.plan == found[1].result.simulation.plan
+
+
+@pytest.mark.parametrize(
+    ("schedule", "placement"), [("zb", "linear"), ("zbv", "V"), ("1f1b-v", "V"), ("interleaved-1f1b", "loop"), ("zb-w", "W")]
+)
+def test_a_schedule_by_name(schedule: str, placement: str) -> None:
+    found = plan_layout(model_of(Random(1), 10), num_ranks=2, num_microbatches=4, schedule=schedule, options=MAKESPAN)
+    assert found.layout.placement.name == placement
+    assert found.result.name == schedule
+    validate(found.result.simulation.plan)
+
+
+def test_a_model_without_times_is_refused() -> None:
+    model = Model(layers=("a",) * 4, kinds={"a": LayerCosts(activation_bytes=1)})
+    with pytest.raises(ConfigError, match="no layer takes any time"):
+        plan_layout(model, num_ranks=2, num_microbatches=4, options=MAKESPAN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": "zbx"}, "unknown schedule 'zbx'"),
+        ({"num_chunks": 2}, "auto chooses the number of chunks"),
+        ({"schedule": "zbv", "num_chunks": 4}, r"schedule 'zbv' has 2 stage\(s\) per rank, not 4"),
+        ({"num_ranks": 0}, "num_ranks is 0"),
+        ({"memory_bytes": 5.0}, "no layout of 10 layers on 2 ranks fits devices"),
+    ],
+)
+def test_what_is_wrong_is_refused(changes: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"num_ranks": 2, "num_microbatches": 4, "options": MAKESPAN}
+    with pytest.raises(ConfigError, match=message):
+        plan_layout(model_of(Random(1), 10), **(arguments | changes))  # type: ignore[arg-type]

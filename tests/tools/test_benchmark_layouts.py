@@ -1,0 +1,71 @@
+"""The layout benchmark: what counts as an even layout, and that the page and the layer files are those of the results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.benchmarks import layouts
+from tools.benchmarks.layout_shapes import NEMOTRON_H, SHAPES
+
+DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
+
+
+def test_even_layouts() -> None:
+    assert list(layouts.even_layouts(32, 8, 2)) == [(2,) * 16]
+    assert list(layouts.even_layouts(30, 8, 1)) == [(3, *[4] * 6, 3), (4, 4, 4, 4, 4, 4, 3, 3), (3, *[4] * 6, 3)]
+    assert list(layouts.even_layouts(31, 8, 1)) == [(3, *[4] * 7), (*[4] * 7, 3), (*[4] * 7, 3)]
+    assert list(layouts.even_layouts(13, 4, 2)) == [(2, 2, 2, 2, 2, 1, 1, 1), (1, 2, 2, 2, 2, 2, 1, 1)]
+    for counts in layouts.even_layouts(61, 8, 4):
+        assert sum(counts) == 61
+        assert len(counts) == 32
+
+
+def test_first_and_last_layouts() -> None:
+    """As megatron-core divides: the first and the last rank by their flags, the rest evenly, each by its virtual stages."""
+    assert set(layouts.first_last_layouts(12, 4, 1)) == {
+        (first, inner, inner, 12 - first - 2 * inner) for inner in range(1, 6) for first in range(1, 12 - 2 * inner)
+    }
+    assert (1, 2, 2, 1, 1, 2, 2, 1) in set(layouts.first_last_layouts(12, 4, 2))
+    assert not list(layouts.first_last_layouts(12, 2, 1))
+
+
+def test_sizes_are_the_published_ones() -> None:
+    assert (len(NEMOTRON_H), NEMOTRON_H.count("M"), NEMOTRON_H.count("-"), NEMOTRON_H.count("*")) == (52, 24, 24, 4)
+    weights = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336) + 2 * 4096 * 128256
+    assert SHAPES["llama-3-8b"].model.total.static_bytes == pytest.approx(7.5 * weights, rel=1e-6)
+    assert 8.0e9 < weights < 8.1e9
+
+
+def test_the_page_and_the_layer_files_are_those_of_the_results(tmp_path: Path) -> None:
+    body = json.loads((DOCS / "data" / "layouts.json").read_text(encoding="utf-8"))
+    assert layouts.markdown(body) == (DOCS / "layouts.md").read_text(encoding="utf-8")
+    layouts.write_layers(tmp_path)
+    for name, shape in SHAPES.items():
+        assert (tmp_path / f"{name}.json").read_text() == (DOCS / "data" / "layers" / f"{name}.json").read_text()
+        assert layouts.read_layers(tmp_path, name) == shape.model
+
+
+def test_every_speed_is_above_the_target_and_every_bound_below_the_plan() -> None:
+    rows = json.loads((DOCS / "data" / "layouts.json").read_text(encoding="utf-8"))["rows"]
+    assert list(rows) == list(SHAPES)
+    for row in rows.values():
+        assert row["even"]["makespan_ms"] / row["ours"]["makespan_ms"] >= layouts.TARGET
+        assert row["bound_makespan_ms"] <= row["ours"]["makespan_ms"]
+        assert row["ours"]["peak_gib"] <= 70 * (1 + 1e-9)
+
+
+def test_a_layout_of_the_page_can_be_simulated_again() -> None:
+    rows = json.loads((DOCS / "data" / "layouts.json").read_text(encoding="utf-8"))["rows"]
+    expected = rows["llama-3-8b"]["even"]
+    again = layouts.interleaved(SHAPES["llama-3-8b"], 4, (1,) * 32, layouts.parse_bytes(layouts.MEMORY))
+    assert again is not None
+    assert again["layout"] == expected["layout"]
+    assert again["makespan_ms"] == pytest.approx(expected["makespan_ms"])
+
+
+def test_an_unknown_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    assert layouts.main(["--shapes", "gpt-2"]) == 2
+    assert "--shapes has 'gpt-2'; choose from llama-3-8b, gemma-2-9b" in capsys.readouterr().err
