@@ -1,0 +1,292 @@
+"""Simulate the layouts that the planner finds against even ones under interleaved 1F1B, at the same device memory.
+
+Five model shapes, with times and bytes by formula (`tools/benchmarks/layout_shapes.py`); their layer files are written beside the
+results. The contenders of every shape:
+
+  even         interleaved 1F1B with 2 and 4 virtual stages (VPP) per rank, and 1F1B, whichever is the fastest that fits: as many
+               layers in every stage; with --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split; and
+               where the layers do not divide, stages that differ by one layer, fewer at the end, or at the end and the start
+  first/last   the same with any --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers that megatron-core's
+               rule of division allows: layers of the other ranks even
+  partition    partitions found by our search, under interleaved 1F1B (2 to 4 virtual stages) or 1F1B: the gain without our orders
+  ours         `zerobubble plan --layers FILE --memory 70GiB --objective makespan`
+
+Speed is the ratio of makespans (iteration time with the synchronous optimizer). The span is the iteration time with
+post-validation. *Gap* is how far our makespan is above a lower bound over all layouts.
+
+  python -m tools.benchmarks.layouts --json docs/benchmarks/data/layouts.json --markdown docs/benchmarks/layouts.md
+  python -m tools.benchmarks.layouts --from-json docs/benchmarks/data/layouts.json --markdown docs/benchmarks/layouts.md
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.zerobubble import __version__
+from megatron.zerobubble.cli.layers import parse_bytes
+from megatron.zerobubble.cli.parser import Parser
+from megatron.zerobubble.cli.progress import track
+from megatron.zerobubble.errors import ConfigError, PlanError, UserError
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.partition.joint import plan_layout, plan_of_layout
+from megatron.zerobubble.plan.partition.layers import Model
+from megatron.zerobubble.plan.partition.layout import Layout
+from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions
+from tools.benchmarks.layout_shapes import SHAPES, Shape
+
+FORMAT = "zerobubble-layout-benchmark/1"
+MEMORY = "70GiB"
+CHUNKS = (1, 2, 4)
+TARGET = 1.15
+
+Row = dict[str, Any]
+
+
+def even_layouts(num_layers: int, num_ranks: int, num_chunks: int) -> Iterator[tuple[int, ...]]:
+    """Layers per stage of the loop placement, as even as they come: see the module's text."""
+    stages = num_ranks * num_chunks
+    for embedding, head in ((0, 0), (1, 0), (0, 1), (1, 1)):  # the accounting options count these as layers
+        each, over = divmod(num_layers + embedding + head, stages)
+        if over == 0 and each > max(embedding, head) - (stages == 1):
+            counts = [each] * stages
+            counts[0] -= embedding
+            counts[-1] -= head
+            yield tuple(counts)
+    each, over = divmod(num_layers, stages)
+    if over and each > 0:
+        short = stages - over
+        for at_start in sorted({0, short // 2}):
+            yield (each,) * at_start + (each + 1,) * over + (each,) * (short - at_start)
+
+
+def first_last_layouts(num_layers: int, num_ranks: int, num_chunks: int) -> Iterator[tuple[int, ...]]:
+    """Layers per stage with other numbers on the first and on the last rank, each divided by its virtual stages."""
+    if num_ranks < 3:
+        return
+    multiples = range(num_chunks, num_layers, num_chunks)
+    for first, last in itertools.product(multiples, multiples):
+        inner = num_layers - first - last
+        if inner > 0 and inner % ((num_ranks - 2) * num_chunks) == 0:
+            row = (first // num_chunks, *[inner // ((num_ranks - 2) * num_chunks)] * (num_ranks - 2), last // num_chunks)
+            yield row * num_chunks
+
+
+def interleaved(shape: Shape, num_chunks: int, counts: tuple[int, ...], memory_bytes: float) -> Row | None:
+    """Interleaved 1F1B (1F1B with one stage per rank) with a given partition; None if it does not fit the memory."""
+    layout = Layout(model=shape.model, placement=Placement.loop(shape.num_ranks, num_chunks), per_stage=counts)
+    name = "1f1b" if num_chunks == 1 else "interleaved-1f1b"
+    try:
+        stages, result = plan_of_layout(name, layout, shape.num_microbatches, memory_bytes, SearchOptions(budget=0.0))
+    except (ConfigError, PlanError):
+        return None
+    return _row(layout, result.name, result.simulation.makespan_ms, result.simulation.span_ms) | {
+        "peak_gib": max(layout.peak_bytes(stages, result.simulation.peak_memory)) / 2**30
+    }
+
+
+def best_interleaved(shape: Shape, partitions: Sequence[tuple[int, tuple[int, ...]]], memory_bytes: float) -> Row | None:
+    """The fastest of several partitions that fit."""
+    rows = [row for chunks, counts in partitions if (row := interleaved(shape, chunks, counts, memory_bytes)) is not None]
+    return min(rows, key=lambda row: float(row["makespan_ms"]), default=None)
+
+
+def measure(shape: Shape, effort: Effort, memory_bytes: float) -> Row:
+    """All contenders of one shape."""
+    n, p = shape.model.num_layers, shape.num_ranks
+    even = [(v, counts) for v in CHUNKS for counts in even_layouts(n, p, v)]
+    uneven = [(v, counts) for v in CHUNKS for counts in first_last_layouts(n, p, v)]
+    begin = time.perf_counter()
+    ours = plan_layout(
+        shape.model,
+        num_ranks=p,
+        num_microbatches=shape.num_microbatches,
+        memory_bytes=memory_bytes,
+        options=SearchOptions(objective=Objective.MAKESPAN, budget=effort.budget),
+    )
+    seconds = time.perf_counter() - begin
+    alone = [_fixed(shape, name, memory_bytes) for name in ("1f1b", "interleaved-1f1b")]
+    simulation = ours.result.simulation
+    return {
+        "title": shape.title,
+        "num_ranks": p,
+        "num_microbatches": shape.num_microbatches,
+        "even": best_interleaved(shape, even, memory_bytes),
+        "first_last": best_interleaved(shape, uneven, memory_bytes),
+        "partition": min((row for row in alone if row is not None), key=lambda row: float(row["makespan_ms"]), default=None),
+        "ours": _row(ours.layout, simulation.plan.schedule, simulation.makespan_ms, simulation.span_ms)
+        | {"peak_gib": max(ours.peak_bytes) / 2**30, "seconds": seconds},
+        "bound_makespan_ms": ours.bound.makespan_ms,
+        "bound_span_ms": ours.bound.span_ms,
+    }
+
+
+def _fixed(shape: Shape, schedule: str, memory_bytes: float) -> Row | None:
+    """The best partition found for a schedule with a fixed order; None if nothing fits the memory."""
+    try:
+        found = plan_layout(
+            shape.model,
+            num_ranks=shape.num_ranks,
+            num_microbatches=shape.num_microbatches,
+            memory_bytes=memory_bytes,
+            schedule=schedule,
+            options=SearchOptions(objective=Objective.MAKESPAN, budget=0.0),
+        )
+    except (ConfigError, PlanError):
+        return None
+    simulation = found.result.simulation
+    return _row(found.layout, schedule, simulation.makespan_ms, simulation.span_ms) | {"peak_gib": max(found.peak_bytes) / 2**30}
+
+
+def _row(layout: Layout, schedule: str, makespan_ms: float, span_ms: float) -> Row:
+    return {
+        "schedule": schedule,
+        "num_chunks": layout.placement.num_chunks,
+        "placement": layout.placement.name,
+        "layout": layout.text,
+        "makespan_ms": makespan_ms,
+        "span_ms": span_ms,
+    }
+
+
+def markdown(body: Row) -> str:
+    """The page of the docs."""
+    rows = list(body["rows"].items())
+    met = sum(_speed(row, "even") >= TARGET for _, row in rows)
+    lines = [
+        "# Layouts",
+        "",
+        f"**Simulated**, {body['memory']} per device, version {body['version']}, effort {body['effort']}.",
+        "",
+        *_about(),
+        "## Results",
+        "",
+        f"Target: {TARGET} times as fast as the best even layout. Met by {met} of {len(rows)} shapes.",
+        "",
+        "| model | p, m | even | first/last | partition | ours | speed over even | over first/last | over partition | gap |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for _, row in rows:
+        gap = row["ours"]["makespan_ms"] / row["bound_makespan_ms"] - 1
+        lines.append(
+            f"| {row['title']} | {row['num_ranks']}, {row['num_microbatches']} | {_cell(row['even'])} | "
+            f"{_cell(row['first_last'])} | {_cell(row['partition'])} | {_cell(row['ours'])} | {_ratio(row, 'even')} | "
+            f"{_ratio(row, 'first_last')} | {_ratio(row, 'partition')} | {100 * gap:.2f} % |"
+        )
+    lines += ["", "Makespan / span in ms, schedule with its virtual stages (VPP) per rank, and the largest peak of a rank.", ""]
+    lines += ["## The layouts", ""]
+    for name, row in rows:
+        lines += [f"**{row['title']}** (`data/layers/{name}.json`; {SHAPES[name].note}; sizes: <{SHAPES[name].source}>)", ""]
+        for title, key in (("even", "even"), ("first/last", "first_last"), ("partition", "partition"), ("ours", "ours")):
+            if row[key] is not None:
+                lines.append(f"- {title}: `{row[key]['layout']}`")
+        lines.append("")
+    return "\n".join([*lines, *_commands(rows)])
+
+
+def _about() -> list[str]:
+    import tools.benchmarks.layout_shapes as shapes
+
+    assert __doc__ is not None
+    assert shapes.__doc__ is not None
+    contenders = __doc__.split("\n\n")
+    formula = shapes.__doc__.split("\n\n")
+    return [
+        contenders[1].split("The contenders")[0].strip(),
+        "",
+        "```text",
+        contenders[2].strip("\n"),
+        "```",
+        "",
+        contenders[3],
+        "",
+        "## Times and bytes",
+        "",
+        formula[1],
+        "",
+        "```text",
+        formula[2],
+        "```",
+        "",
+        formula[3],
+        "",
+    ]
+
+
+def _commands(rows: Sequence[tuple[str, Row]]) -> list[str]:
+    lines = ["## Commands", "", "```bash", "python -m tools.benchmarks.layouts --json docs/benchmarks/data/layouts.json \\"]
+    lines.append("    --markdown docs/benchmarks/layouts.md")
+    for name, row in rows:
+        lines.append(
+            f"zerobubble plan --layers docs/benchmarks/data/layers/{name}.json --num-ranks {row['num_ranks']} "
+            f"--num-microbatches {row['num_microbatches']} \\\n    --memory {MEMORY} --objective makespan"
+        )
+    return [*lines, "```", ""]
+
+
+def _speed(row: Row, key: str) -> float:
+    return float(row[key]["makespan_ms"]) / float(row["ours"]["makespan_ms"]) if row[key] is not None else float("inf")
+
+
+def _ratio(row: Row, key: str) -> str:
+    return "none fits" if row[key] is None else f"{_speed(row, key):.3f}"
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "none fits"
+    return f"{row['makespan_ms']:.1f} / {row['span_ms']:.1f}, {row['schedule']} {row['num_chunks']}, {row['peak_gib']:.1f} GiB"
+
+
+def write_layers(folder: Path) -> None:
+    """Write the layer file of every shape."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, shape in SHAPES.items():
+        body = {"source": shape.source, "note": shape.note} | shape.model.to_json()
+        (folder / f"{name}.json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+
+
+def read_layers(folder: Path, name: str) -> Model:
+    """The layer file of one shape."""
+    return Model.from_json((folder / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; see the module's text."""
+    parser = Parser(prog="layouts", description=__doc__.split("\n", maxsplit=1)[0] if __doc__ else None)
+    parser.add_argument("--json", metavar="FILE", help="write the results, and the layer files to layers/ beside it")
+    parser.add_argument("--from-json", metavar="FILE", help="read results instead of measuring")
+    parser.add_argument("--markdown", metavar="FILE", help="write the page of the docs")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="names of shapes, separated by commas (default: all)")
+    parser.add_argument("--effort", choices=[effort.value for effort in Effort], default="fast", help="of the search")
+    args = parser.parse_args(argv)
+    try:
+        if args.from_json is not None:
+            body = json.loads(Path(args.from_json).read_text(encoding="utf-8"))
+        else:
+            rows = {}
+            for name in track(args.shapes.split(","), "shapes"):
+                if name not in SHAPES:
+                    raise ConfigError(f"--shapes has {name!r}; choose from {', '.join(SHAPES)}")
+                rows[name] = measure(SHAPES[name], Effort(args.effort), parse_bytes(MEMORY))
+                speeds = _ratio(rows[name], "even"), _ratio(rows[name], "first_last")
+                print(f"{name}: {speeds[0]} times as fast as even, {speeds[1]} as first/last", flush=True)
+            body = {"format": FORMAT, "version": __version__, "effort": args.effort, "memory": MEMORY, "rows": rows}
+    except UserError as error:
+        print(f"layouts: error: {error}", file=sys.stderr)
+        return 2
+    if args.json is not None:
+        Path(args.json).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        write_layers(Path(args.json).parent / "layers")
+    if args.markdown is not None:
+        Path(args.markdown).write_text(markdown(body), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
