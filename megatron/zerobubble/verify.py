@@ -329,7 +329,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, ZeroDivisionError) as error:
         print(f"{file} is not a certificate: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    gap = value / bound - 1 if bound > 0 else float("inf") if value > 0 else 0.0
+    gap = max(0.0, value / bound - 1) if bound > 0 else float("inf") if value > 0 else 0.0
     print(f"valid; {body['objective']} {value:.6g} ms, no plan takes less than {bound:.6g} ms, gap {100 * gap:.3f} %")
     return 0
 
