@@ -7,6 +7,7 @@ release that was never tried but lacks nothing gets a warning and runs.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import inspect
@@ -50,6 +51,15 @@ def backward_step() -> Callable[..., Any]:
     if "model_type" in inspect.signature(step).parameters:
         return functools.partial(step, model_type=ModelType.encoder_or_decoder)
     return step
+
+
+def with_known_lengths(config: Any) -> Any:
+    """A config for `schedules.get_tensor_shapes`: from 0.19 on it answers with no shape where `variable_seq_lengths` is set."""
+    if not getattr(config, "variable_seq_lengths", False):
+        return config
+    known = copy.copy(config)
+    known.variable_seq_lengths = False
+    return known
 
 
 def gradients_for_norm(optimizer: Any) -> list[Any]:

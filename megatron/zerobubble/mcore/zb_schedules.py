@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import schedules
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.compat import with_known_lengths
 from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
 from megatron.zerobubble.mcore.given_groups import check_given_groups
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
@@ -389,7 +390,7 @@ class PipelineSchedule:
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
             decoder_seq_length=decoder_seq_length,
-            config=self._config,
+            config=with_known_lengths(self._config),
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             cp_group=parallel_state.get_context_parallel_group(),
         )
