@@ -132,7 +132,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.planner import make_plan
-from megatron.zerobubble.plan.search.search import SearchOptions
+from megatron.zerobubble.plan.search.options import SearchOptions
 options = SearchOptions(memory_limit=0.75, budget=1e4)
 result = make_plan("zbv", num_ranks=2, num_microbatches=4, costs_of=CostModel.uniform, options=options)
 print(max(result.simulation.peak_memory))

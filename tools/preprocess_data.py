@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, DataError, UserError
+from megatron.zerobubble.machine import usable_cores
 from megatron.zerobubble.training.config.flags import add_group, from_namespace
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_path
@@ -100,7 +101,7 @@ def _size(path: str) -> int:
 def _default_processes(tokenizer: TokenizerConfig, num_bytes: int) -> int:
     if tokenizer.package is None or num_bytes < _BYTES_FOR_PROCESSES:
         return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable_cores()
 
 
 class _Progress:

@@ -37,6 +37,11 @@ class RefusedError(Exception):
     """The certificate does not hold; the text says where."""
 
 
+def _is_cost(value: float) -> bool:
+    """Whether it is a number, finite and not below 0; every comparison with NaN, which JSON files can have, is false."""
+    return 0 <= value < float("inf")
+
+
 class Costs:
     """Times and memory of passes, and times of links, from the costs of a plan."""
 
@@ -46,10 +51,16 @@ class Costs:
             name: own[name] if own else [[value] * m for value in body[name]] for name in NAMES
         }
         for name in NAMES:
-            if len(self.table[name]) != len(rank_of) or any(len(row) != m or min(row) < 0 for row in self.table[name]):
-                raise RefusedError(f"costs: {name} must have {len(rank_of)} stages and {m} microbatches, none below 0")
+            rows = self.table[name]
+            if len(rows) != len(rank_of) or any(len(row) != m or not all(map(_is_cost, row)) for row in rows):
+                raise RefusedError(
+                    f"costs: {name} must have {len(rank_of)} stages and {m} microbatches, none below 0 or infinite"
+                )
         self.rank_of, self.comm, self.links = rank_of, body.get("comm_ms", 0.0), body.get("links")
         self.sizes = self.links["message_bytes"] if self.links else [0.0]
+        latency = [one for row in self.links["latency_ms"] for one in row] if self.links else []
+        if not all(map(_is_cost, [self.comm, *self.sizes, *latency])):
+            raise RefusedError("costs: comm_ms and links must be finite numbers, none below 0")
 
     def link(self, source: int, target: int, microbatch: int | None = None) -> float:
         """Time of a message between the ranks of two stages; of the smallest one if no microbatch is given."""
@@ -170,8 +181,8 @@ class Bounds:
         """How many passes fit the memory between their F and their B beside something else, if all take the same."""
         if self.each is None:
             raise RefusedError("this bound needs a memory limit, and stages and microbatches that take the same memory")
-        whole, room = self.each[0], self.limit - beside
-        return self.total if self.total * whole <= room else max(0, int(room / whole * (1 + 1e-9)))
+        whole, headroom = self.each[0], self.limit - beside
+        return self.total if self.total * whole <= headroom else max(0, int(headroom / whole * (1 + 1e-9)))
 
     def left(self) -> float:
         """At least the most B and W that can be left after the rank's last F: those of what is in memory, F or B being done."""
@@ -179,9 +190,9 @@ class Bounds:
             _, b, w, whole, kept = self.alike
             most = 0.0
             for number in range(self.total + 1):
-                room = self.limit - number * whole
-                if room >= 0:
-                    pending = min(self.total - number, int(room / kept * (1 + 1e-9)) if kept > 0 else self.total)
+                headroom = self.limit - number * whole
+                if headroom >= 0:
+                    pending = min(self.total - number, int(headroom / kept * (1 + 1e-9)) if kept > 0 else self.total)
                     most = max(most, number * (b + w) + pending * w)
             return most
         price = self.prices.get("after the last F", 0.0)
@@ -293,7 +304,7 @@ def check(body: dict[str, Any]) -> tuple[float, float]:
     costs = Costs(plan["costs"], rank_of, m)
     span, makespan, peak = simulate(rows, costs, assignment)
     limit = float("inf") if body["memory_limit"] is None else body["memory_limit"] * min(len(rows), m) * (1 + 1e-9) + 1e-9
-    if max(peak) > limit * (1 + TOLERANCE):
+    if not max(peak) <= limit * (1 + TOLERANCE):
         raise RefusedError(f"the plan needs {max(peak):.6g} microbatches of memory and its limit is {limit:.6g}")
     if body["objective"] not in ("span", "makespan"):
         raise RefusedError(f"its objective is {body['objective']!r}; span and makespan are known")
@@ -303,11 +314,11 @@ def check(body: dict[str, Any]) -> tuple[float, float]:
     formula, of_one_rank = FORMULAS[claimed["name"]]
     bounds = Bounds(costs, claimed["rank"], limit, claimed["prices"])
     bound = formula(bounds) + (bounds.down(bounds.first) if of_one_rank and body["objective"] == "makespan" else 0.0)
-    if abs(body["objective_ms"] - value) > TOLERANCE * value:
+    if not abs(body["objective_ms"] - value) <= TOLERANCE * value:
         raise RefusedError(f"its objective_ms is {body['objective_ms']} and comes out as {value}")
     if not claimed["bound_ms"] <= bound + TOLERANCE * value:
         raise RefusedError(f"its bound is {claimed['bound_ms']} and only {bound} is proven")
-    if claimed["bound_ms"] > value * (1 + TOLERANCE):
+    if not claimed["bound_ms"] <= value * (1 + TOLERANCE):
         raise RefusedError(f"its bound is {claimed['bound_ms']} and the plan takes {value}, which is less")
     return value, claimed["bound_ms"]
 

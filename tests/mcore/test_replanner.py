@@ -15,7 +15,7 @@ from megatron.zerobubble.mcore.replanner import Replanner, Window
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.registry import initial_plan
-from megatron.zerobubble.plan.search.search import Effort, SearchOptions
+from megatron.zerobubble.plan.search.options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.profiling.profiler import Profiler

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import io
 import json
 import subprocess
 import sys
@@ -16,14 +17,17 @@ from hypothesis import strategies as st
 
 from megatron.zerobubble import verify
 from megatron.zerobubble.cli.main import main
-from megatron.zerobubble.plan.certificate import certificate
+from megatron.zerobubble.plan.certificate import _prices, certificate
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.links import Links
 from megatron.zerobubble.plan.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import build_plan, schedule_spec
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions, search
+from megatron.zerobubble.plan.search.instance import Instance
+from megatron.zerobubble.plan.search.options import Objective, SearchOptions, smallest_memory
+from megatron.zerobubble.plan.search.relaxations import derivations
+from megatron.zerobubble.plan.search.search import search
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan.search.test_search import problems
 
@@ -52,6 +56,24 @@ def test_the_checker_finds_what_the_planner_found(
     assert value == pytest.approx(objective.of(simulation))
     assert bound == pytest.approx(body["bound"]["bound_ms"])
     assert bound <= value * (1 + 1e-6)
+
+
+@given(problems(), st.booleans())
+def test_the_checker_proves_every_bound_not_only_the_largest(
+    problem: tuple[Placement, int, CostModel, float], is_uniform: bool
+) -> None:
+    placement, m, costs, limit = problem
+    if is_uniform:
+        costs = CostModel.uniform(placement, forward_ms=2.0, backward_ms=2.2, comm_ms=0.1, activation_after_backward=0.4)
+        limit = smallest_memory(placement, m, costs) * 1.5
+    memory = limit * min(placement.num_ranks, m) * (1 + 1e-9) + 1e-9
+    checked = verify.Costs(costs.to_json(), list(placement.stage_to_rank), m)
+    for found in derivations(Instance(placement, costs, m, memory)):
+        rank = found.ranks[-1]
+        prices = _prices(costs, placement.rank_to_stages[rank], m, memory)
+        formula, _ = verify.FORMULAS[found.name]
+        proven = formula(verify.Bounds(checked, rank, memory, prices))
+        assert proven >= found.value_ms * (1 - 1e-9) - 1e-9, found.name
 
 
 @pytest.mark.parametrize("name", ["zbv", "zb-h1", "1f1b", "interleaved-1f1b"])
@@ -100,6 +122,12 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no op": (lambda body: body["plan"]["ops"][0].append("F"), "not an op"),
     "cheaper passes": (lambda body: body["plan"]["costs"].update(forward_ms=[1.0] * 8), "objective_ms"),
     "passes that give time back": (lambda body: body["plan"]["costs"].update(wgrad_ms=[-1.0] * 8), "below 0"),
+    "a time that is no number": (lambda body: body["plan"]["costs"].update(wgrad_ms=[float("nan")] * 8), "finite"),
+    "a link that is no number": (lambda body: body["plan"]["costs"].update(comm_ms=float("nan")), "links"),
+    "a link that gives time back": (lambda body: body["plan"]["costs"].update(comm_ms=-0.1), "links"),
+    "a limit that is no number": (lambda body: body.update(memory_limit=float("nan")), "memory"),
+    "an objective that is no number": (lambda body: body.update(objective_ms=float("nan")), "objective_ms"),
+    "a bound that is no number": (lambda body: body["bound"].update(bound_ms=float("nan")), "bound"),
     "a microbatch that is run twice": (lambda body: body["plan"].update(assignment=[0] * 8), "leaves something out"),
     "another version": (lambda body: body.update(format="zerobubble-certificate/2"), "format"),
 }
@@ -158,6 +186,14 @@ def test_the_checker_runs_by_itself(tmp_path: Path) -> None:
     assert main(["plan", *arguments, "--certificate", str(file), "--objective", "makespan"]) == 0
     done = subprocess.run([sys.executable, "-I", "-S", str(CHECKER), str(file)], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("valid; makespan ")
+
+
+def test_lengths_from_standard_input_are_read_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("512,4096,700"))
+    arguments = ["--schedule", "zbv", "--num-ranks", "2", "--microbatch-tokens", "-", "--certificate", "-"]
+    assert main(["plan", *arguments]) == 0
+    value, bound = verify.check(json.loads(capsys.readouterr().out))
+    assert 0 < bound <= value
 
 
 def test_the_checker_imports_nothing_of_the_planner() -> None:

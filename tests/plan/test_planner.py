@@ -14,7 +14,7 @@ from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, Result, make_plan
 from megatron.zerobubble.plan.registry import plan_of
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.plan.search.search import SearchOptions
+from megatron.zerobubble.plan.search.options import SearchOptions
 
 BUDGET = 20_000.0
 Searched = list[tuple[str, float, float]]

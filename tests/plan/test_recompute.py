@@ -11,7 +11,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
-from megatron.zerobubble.plan.search.search import SearchOptions, smallest_memory
+from megatron.zerobubble.plan.search.options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
 

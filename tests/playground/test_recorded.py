@@ -17,7 +17,7 @@ from megatron.zerobubble.plan.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import build_plan, schedule_spec
 from megatron.zerobubble.plan.render.trace import render_chrome_trace, render_trace
-from megatron.zerobubble.plan.search.search import SearchOptions
+from megatron.zerobubble.plan.search.options import SearchOptions
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
 from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
 from megatron.zerobubble.playground.deviations import compare

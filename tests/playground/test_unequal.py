@@ -16,7 +16,7 @@ from megatron.zerobubble.plan.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_spec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions
+from megatron.zerobubble.plan.search.options import Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.exports import Export, export

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.zerobubble.mcore.microbatches.lengths import Lengths
 from megatron.zerobubble.mcore.microbatches.unequal import UnequalOptions
 from megatron.zerobubble.mcore.replanner import Replanner, Window
-from megatron.zerobubble.plan.search.search import SearchOptions
+from megatron.zerobubble.plan.search.options import SearchOptions
 from tests.support.gpt import MICRO_BATCH, SEQUENCE, VOCABULARY, Case, Difference, Outcome, Tensors, Trainer, compare
 from tests.support.moe import MoeCase, MoeTrainer
 

@@ -26,7 +26,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions
+from megatron.zerobubble.plan.search.options import Effort, Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 
 FORMAT = "zerobubble-interleaved-benchmark/1"

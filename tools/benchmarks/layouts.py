@@ -37,7 +37,7 @@ from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.joint import plan_layout, plan_of_layout
 from megatron.zerobubble.plan.partition.layers import Model
 from megatron.zerobubble.plan.partition.layout import Layout
-from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions
+from megatron.zerobubble.plan.search.options import Effort, Objective, SearchOptions
 from tools.benchmarks.layout_shapes import SHAPES, Shape
 
 FORMAT = "zerobubble-layout-benchmark/1"

@@ -32,7 +32,8 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, bound_of, make_plan
 from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.search import Effort, SearchOptions, best_core
+from megatron.zerobubble.plan.search.options import Effort, SearchOptions
+from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.simulate import simulate
 
 FORMAT = "zerobubble-planner-benchmark/1"

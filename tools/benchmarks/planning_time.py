@@ -9,7 +9,6 @@ and with the effort that was the default before (1.5e9 op evaluations), whose sp
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
 import time
@@ -20,9 +19,10 @@ from typing import Any
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress import track
+from megatron.zerobubble.machine import usable_cores
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.planner import Result, make_plan
-from megatron.zerobubble.plan.search.search import Effort, SearchOptions
+from megatron.zerobubble.plan.search.options import Effort, SearchOptions
 
 FORMAT = "zerobubble-planning-time/1"
 FORMER = 1.5e9
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
     args = parser.parse_args(argv)
     cases = CASES if args.cases is None else [CASES[int(word)] for word in args.cases.split(",")]
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = usable_cores()
     rows = [measured(case, workers) for case in track(cases, "cases")]
     report = {"format": FORMAT, "machine": platform.machine(), "workers": workers, "rows": rows}
     if args.json:

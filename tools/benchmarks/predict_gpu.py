@@ -23,7 +23,7 @@ from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import make_plan
-from megatron.zerobubble.plan.search.search import Effort, SearchOptions
+from megatron.zerobubble.plan.search.options import Effort, SearchOptions
 from tools.benchmarks.wgrad.shapes import LayerShape
 
 FORMAT = "zerobubble-gpu-prediction/1"

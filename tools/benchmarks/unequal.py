@@ -53,7 +53,8 @@ from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import plan_of, schedule_spec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET, assign
 from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions, best_core
+from megatron.zerobubble.plan.search.options import Objective, SearchOptions
+from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.simulate import simulate
 
 FORMAT = "zerobubble-unequal-benchmark/1"

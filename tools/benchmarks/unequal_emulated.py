@@ -40,7 +40,7 @@ from megatron.zerobubble.plan.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import plan_of, schedule_spec
 from megatron.zerobubble.plan.search.assign import assign
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions
+from megatron.zerobubble.plan.search.options import Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.runtime.executor import Executor

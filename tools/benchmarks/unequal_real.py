@@ -33,7 +33,7 @@ from megatron.zerobubble.cli.progress import track
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.microbatch_costs import LengthModel
-from megatron.zerobubble.plan.search.search import Objective
+from megatron.zerobubble.plan.search.options import Objective
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.profiling.lengths import fit_lengths
 from megatron.zerobubble.profiling.profile import RankProfile, TimedPass

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 
-from megatron.zerobubble.cli.parser import read_text
+from megatron.zerobubble.cli.parser import read_text, workers_of
 from megatron.zerobubble.cli.progress import working
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
@@ -18,7 +18,7 @@ from megatron.zerobubble.plan.registry import check_at_least_one
 from megatron.zerobubble.plan.render.summary import headline
 from megatron.zerobubble.plan.render.text import render_text
 from megatron.zerobubble.plan.search.bound import Bound
-from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions
+from megatron.zerobubble.plan.search.options import Effort, Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation
 
 __all__ = ["add_layer_flags", "layout_summary", "layout_to_json", "parse_bytes", "pipeline_sizes", "plan_layers"]
@@ -115,7 +115,12 @@ def plan_layers(args: argparse.Namespace) -> tuple[LayoutResult, list[str]]:
     """
     _check_flags(args)
     model = Model.from_json(read_text(args.layers))
-    options = SearchOptions(objective=Objective(args.objective), seed=args.seed, budget=Effort(args.effort or "fast").budget)
+    options = SearchOptions(
+        objective=Objective(args.objective),
+        seed=args.seed,
+        workers=workers_of(args),
+        budget=Effort(args.effort or "fast").budget,
+    )
     memory = None if args.memory is None else parse_bytes(args.memory)
     sizes = pipeline_sizes(args.pipeline_sizes, args.num_ranks, args.num_microbatches)
     found: list[LayoutResult] = []

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.zerobubble.machine import usable_cores
 from megatron.zerobubble.messages import one_line
+from megatron.zerobubble.plan.registry import check_at_least_one
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,3 +23,11 @@ class Parser(argparse.ArgumentParser):
 def read_text(source: str) -> str:
     """The text of a file in UTF-8, or of standard input for `-`."""
     return sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+
+
+def workers_of(args: argparse.Namespace) -> int:
+    """Threads to search with: as many as there are CPU cores for this process, unless --workers has a number."""
+    if args.workers is None:
+        return usable_cores()
+    check_at_least_one(workers=args.workers)
+    return int(args.workers)

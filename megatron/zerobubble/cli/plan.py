@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from dataclasses import replace
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zerobubble.cli.layers import add_layer_flags, layout_summary, layout_to_json, plan_layers
-from megatron.zerobubble.cli.parser import read_text
+from megatron.zerobubble.cli.parser import read_text, workers_of
 from megatron.zerobubble.cli.progress import stoppable, track
 from megatron.zerobubble.cli.published import REFERENCES, read_configs
 from megatron.zerobubble.cli.unequal import add_unequal_flags, read_unequal
@@ -28,7 +27,6 @@ from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, Result, make_plan
 from megatron.zerobubble.plan.registry import (
-    check_at_least_one,
     known_schedules,
     parse_max_pending_backward,
     plan_of,
@@ -39,8 +37,8 @@ from megatron.zerobubble.plan.render.svg import render_svg
 from megatron.zerobubble.plan.render.trace import render_chrome_trace
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
 from megatron.zerobubble.plan.search.bound import lower_bound
+from megatron.zerobubble.plan.search.options import Effort, Objective, SearchOptions
 from megatron.zerobubble.plan.search.progress import Progress
-from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
 from megatron.zerobubble.plan.unequal import Unequal
@@ -174,14 +172,6 @@ def _costs(args: argparse.Namespace, unequal: Unequal, placement: Placement) -> 
     return costs
 
 
-def _workers(args: argparse.Namespace) -> int:
-    """Threads to search with: as many as there are CPU cores for this process, unless a number is given."""
-    if args.workers is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    check_at_least_one(workers=args.workers)
-    return int(args.workers)
-
-
 def _with_default(args: argparse.Namespace, unequal: Unequal, memory_limit: float | None) -> float | None:
     """The memory limit; `auto` has one if none is given."""
     if args.schedule == AUTO and memory_limit is None:
@@ -189,17 +179,15 @@ def _with_default(args: argparse.Namespace, unequal: Unequal, memory_limit: floa
     return memory_limit
 
 
-def _result(args: argparse.Namespace, memory_limit: float | None, progress: Progress | None = None) -> Result:
+def _result(args: argparse.Namespace, unequal: Unequal, memory_limit: float | None, progress: Progress | None = None) -> Result:
     """The hand-written pattern without a limit and an effort, otherwise the best plan found."""
     name = args.schedule
-    unequal = read_unequal(args)
-    memory_limit = _with_default(args, unequal, memory_limit)
     effort = Effort(args.effort or "default")
     options = SearchOptions(
         memory_limit=memory_limit,
         objective=Objective(args.objective),
         seed=args.seed,
-        workers=_workers(args),
+        workers=workers_of(args),
         progress=progress,
         budget=effort.budget,
     )
@@ -246,13 +234,14 @@ def run_plan(args: argparse.Namespace) -> None:
             "--memory, --no-empty-stages and --pipeline-sizes are for --layers; --memory-limit limits a schedule's activation "
             "memory"
         )
-    result = stoppable(f"planning {args.schedule}", lambda progress: _result(args, args.memory_limit, progress))
+    unequal = read_unequal(args)
+    limit = _with_default(args, unequal, args.memory_limit)
+    result = stoppable(f"planning {args.schedule}", lambda progress: _result(args, unequal, limit, progress))
     simulation = result.simulation
     if args.json is not None:
         _write_text(args.json, simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics()))
     _write_pictures(args, simulation)
     if args.certificate is not None:
-        limit = _with_default(args, read_unequal(args), args.memory_limit)
         _write_text(args.certificate, json.dumps(certificate(simulation, Objective(args.objective), limit)))
     if "-" not in (args.json, args.certificate):
         print(summary(result, args.width))
@@ -279,11 +268,11 @@ def run_pareto(args: argparse.Namespace) -> None:
     except ValueError:
         raise PlanError(f"--memory-limits is {quoted(args.memory_limits)}; give numbers separated by commas") from None
     args.schedule, args.num_chunks, args.max_pending_backward = AUTO, None, None
-    objective = Objective(args.objective)
+    objective, unequal = Objective(args.objective), read_unequal(args)
     points: list[dict[str, Any]] = []
     best: Result | None = None
     for limit in track(limits, "memory limits"):
-        found = _result(args, limit)
+        found = _result(args, unequal, limit)
         if best is None or objective.of(found.simulation) < objective.of(best.simulation):
             best = found
         best = replace(best, bound=found.bound)

@@ -23,7 +23,8 @@ from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.links import unequal_links
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
 from megatron.zerobubble.plan.search.assign import assign
-from megatron.zerobubble.plan.search.search import SearchOptions, evaluations_per_second
+from megatron.zerobubble.plan.search.options import SearchOptions
+from megatron.zerobubble.plan.search.search import evaluations_per_second
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE, validate
 from megatron.zerobubble.profiling.lengths import fit_lengths

@@ -25,7 +25,7 @@ from typing import Any
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.search.bound import lower_bound
-from megatron.zerobubble.plan.search.search import Objective
+from megatron.zerobubble.plan.search.options import Objective
 from megatron.zerobubble.plan.simulate import Simulation
 
 FORMAT = "zerobubble-certificate/1"

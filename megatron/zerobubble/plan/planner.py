@@ -21,7 +21,7 @@ from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.bound import Bound, lower_bound
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions, check_memory_limit, smallest_memory
+from megatron.zerobubble.plan.search.options import Objective, SearchOptions, check_memory_limit, smallest_memory
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 
 AUTO = "auto"

@@ -25,8 +25,9 @@ from megatron.zerobubble.plan.generators.zb_w import zb_w
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
+from megatron.zerobubble.plan.search.options import SearchOptions, memory_of, smallest_memory
 from megatron.zerobubble.plan.search.orders import seed_order_of
-from megatron.zerobubble.plan.search.search import SearchOptions, memory_of, search, smallest_memory
+from megatron.zerobubble.plan.search.search import search
 from megatron.zerobubble.plan.transforms import group_weight_gradients
 from megatron.zerobubble.plan.validate import validate
 

@@ -10,7 +10,7 @@ from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.render.svg import render_svg
 from megatron.zerobubble.plan.render.trace import render_chrome_trace
-from megatron.zerobubble.plan.search.search import Objective
+from megatron.zerobubble.plan.search.options import Objective
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.playground.unequal import drawn_slots
 from megatron.zerobubble.playground.words import headline, lengths, measures

@@ -16,7 +16,8 @@ from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
 from megatron.zerobubble.plan.registry import plan_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
 from megatron.zerobubble.plan.search.bound import lower_bound
-from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions, evaluations_per_second
+from megatron.zerobubble.plan.search.options import Effort, Objective, SearchOptions
+from megatron.zerobubble.plan.search.search import evaluations_per_second
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 from megatron.zerobubble.playground.problem import Problem

@@ -13,7 +13,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
-from megatron.zerobubble.plan.search.search import Effort, Objective
+from megatron.zerobubble.plan.search.options import Effort, Objective
 from megatron.zerobubble.plan.unequal import Unequal
 from megatron.zerobubble.playground.limits import (
     MAX_MEMORY,

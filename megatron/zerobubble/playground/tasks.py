@@ -16,7 +16,7 @@ from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.messages import one_line, quoted
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import AUTO, Result
-from megatron.zerobubble.plan.search.search import Objective
+from megatron.zerobubble.plan.search.options import Objective
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_plan

@@ -15,7 +15,7 @@ from megatron.zerobubble.plan.planner import AUTO, make_plan
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, stock_plan
 from megatron.zerobubble.plan.render.summary import headline, measures
 from megatron.zerobubble.plan.render.text import render_text
-from megatron.zerobubble.plan.search.search import SearchOptions
+from megatron.zerobubble.plan.search.options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.training.config.flags import flag_of
 from megatron.zerobubble.training.config.settings import Settings

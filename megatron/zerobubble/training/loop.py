@@ -27,7 +27,7 @@ from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.mcore.compat import destroy_model_parallel, start_batch_size_ramp_up
 from megatron.zerobubble.mcore.model.layout import embedding_ranks
 from megatron.zerobubble.plan.planner import AUTO
-from megatron.zerobubble.plan.search.search import Objective
+from megatron.zerobubble.plan.search.options import Objective
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.arguments import exit_with_error

@@ -6,7 +6,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import plan_of, schedule_info, schedule_spec
-from megatron.zerobubble.plan.search.search import SearchOptions
+from megatron.zerobubble.plan.search.options import SearchOptions
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig

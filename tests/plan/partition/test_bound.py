@@ -15,7 +15,8 @@ from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.bound import bound_over_layouts
 from megatron.zerobubble.plan.partition.layers import LayerCosts, Model
 from megatron.zerobubble.plan.partition.layout import Layout
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions, check_memory_limit, search
+from megatron.zerobubble.plan.search.options import Objective, SearchOptions, check_memory_limit
+from megatron.zerobubble.plan.search.search import search
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan.exact import optimum
 

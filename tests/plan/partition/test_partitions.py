@@ -15,7 +15,7 @@ from megatron.zerobubble.plan.partition.joint import plan_layout, plan_of_layout
 from megatron.zerobubble.plan.partition.layers import LayerCosts, Model
 from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.partition.partitions import partitions
-from megatron.zerobubble.plan.search.search import Effort, Objective, SearchOptions
+from megatron.zerobubble.plan.search.options import Effort, Objective, SearchOptions
 from megatron.zerobubble.plan.validate import validate
 
 PLACEMENTS = [Placement.linear(3), Placement.v(2), Placement.loop(2, 2), Placement.w(2), Placement.loop(3, 2)]

@@ -22,7 +22,8 @@ from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_info, schedule_spec
 from megatron.zerobubble.plan.search.assign import assign
 from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions, best_core, smallest_memory
+from megatron.zerobubble.plan.search.options import Objective, SearchOptions, smallest_memory
+from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
 

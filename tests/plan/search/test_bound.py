@@ -12,7 +12,8 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.search.bound import lower_bound
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions, search, smallest_memory
+from megatron.zerobubble.plan.search.options import Objective, SearchOptions, smallest_memory
+from megatron.zerobubble.plan.search.search import search
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan import optima
 from tests.plan.exact import optimum

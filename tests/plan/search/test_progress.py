@@ -9,9 +9,10 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.search.core import PythonCore
+from megatron.zerobubble.plan.search.options import SearchOptions
 from megatron.zerobubble.plan.search.policies import flat_durations
 from megatron.zerobubble.plan.search.progress import Progress
-from megatron.zerobubble.plan.search.search import SearchOptions, best_core
+from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.validate import validate
 
 COMPILED = best_core() is not PythonCore

@@ -14,7 +14,7 @@ from megatron.zerobubble.plan.partition.part_costs import PartCosts
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan, placement_of
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions
+from megatron.zerobubble.plan.search.options import Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
 from megatron.zerobubble.training.planning.auto import balanced

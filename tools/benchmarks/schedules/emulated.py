@@ -13,7 +13,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.planner import CostsOf, make_plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.search.search import SearchOptions
+from megatron.zerobubble.plan.search.options import SearchOptions
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.runtime.executor import Executor

@@ -39,7 +39,7 @@ from megatron.zerobubble.plan.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions
+from megatron.zerobubble.plan.search.options import Objective, SearchOptions
 
 __all__ = ["Arranged", "UnequalMicrobatches", "UnequalOptions", "attention_share"]
 

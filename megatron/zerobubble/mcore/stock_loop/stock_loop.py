@@ -52,7 +52,7 @@ from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions
+from megatron.zerobubble.plan.search.options import Objective, SearchOptions
 from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.wgrad.store import WeightGradStore
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.generators.building_blocks import v_seed_orders
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search.search import SearchOptions, memory_of, search
+from megatron.zerobubble.plan.search.options import SearchOptions, memory_of
+from megatron.zerobubble.plan.search.search import search
 
 
 def v_min_memory(num_ranks: int, num_microbatches: int) -> float:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search.search import SearchOptions, search
+from megatron.zerobubble.plan.search.options import SearchOptions
+from megatron.zerobubble.plan.search.search import search
 
 
 def zb_w(num_ranks: int, num_microbatches: int, costs: CostModel, options: SearchOptions) -> Plan:

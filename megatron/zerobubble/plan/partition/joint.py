@@ -25,16 +25,10 @@ from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, placement_of, schedule_info
 from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.search.interface import Core
+from megatron.zerobubble.plan.search.options import Objective, SearchOptions, check_memory_limit, smallest_memory
 from megatron.zerobubble.plan.search.orders import order_of
 from megatron.zerobubble.plan.search.policies import flat_durations
-from megatron.zerobubble.plan.search.search import (
-    Objective,
-    SearchOptions,
-    best_core,
-    check_memory_limit,
-    search,
-    smallest_memory,
-)
+from megatron.zerobubble.plan.search.search import best_core, search
 
 __all__ = ["LayoutResult", "plan_layout", "plan_of_layout"]
 

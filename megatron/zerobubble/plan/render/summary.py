@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.render.text import render_text
-from megatron.zerobubble.plan.search.search import Objective
+from megatron.zerobubble.plan.search.options import Objective
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
 

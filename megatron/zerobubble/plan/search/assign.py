@@ -23,8 +23,9 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Plan
 from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.search.interface import Core, Order
+from megatron.zerobubble.plan.search.options import Objective, SearchOptions, check_memory_limit
 from megatron.zerobubble.plan.search.orders import order_of, plan_of_order, without_wgrad
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions, best_core, check_memory_limit
+from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.transforms import split_fused
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE

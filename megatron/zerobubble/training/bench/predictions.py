@@ -16,7 +16,7 @@ from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import CostsOf
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.svg import Panel
-from megatron.zerobubble.plan.search.search import Objective
+from megatron.zerobubble.plan.search.options import Objective
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Timeline
 from megatron.zerobubble.profiling.report import report

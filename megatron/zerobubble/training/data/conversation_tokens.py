@@ -33,6 +33,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.zerobubble.errors import DataError
+from megatron.zerobubble.machine import usable_cores
 from megatron.zerobubble.mcore.tokenizers import chat_tokenizer
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
@@ -111,7 +112,7 @@ def _encoded(path: str, config: TokenizerConfig, tokenizer: Any, end: int) -> It
     """The tokens of each conversation of a file, as of `conversation_ids`; if it has many, from processes on all cores."""
     lines = conversations(path)
     few = list(islice(lines, _FEW))
-    num_processes = len(os.sched_getaffinity(0))
+    num_processes = usable_cores()
     if len(few) < _FEW or num_processes == 1:
         for conversation in chain(few, lines):
             yield conversation_ids(conversation, tokenizer, end=end)

@@ -26,7 +26,7 @@ from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.joint import plan_layout
 from megatron.zerobubble.plan.partition.part_costs import PartCosts
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, CostsOf, Result, make_plan
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions
+from megatron.zerobubble.plan.search.options import Objective, SearchOptions
 from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.training.config.settings import Settings

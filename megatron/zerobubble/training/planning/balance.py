@@ -23,7 +23,8 @@ from megatron.zerobubble.plan.partition.balance import PartTimes, balance
 from megatron.zerobubble.plan.partition.joint import plan_layout
 from megatron.zerobubble.plan.partition.part_costs import PartCosts
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.plan.search.search import Objective, SearchOptions, evaluations_per_second
+from megatron.zerobubble.plan.search.options import Objective, SearchOptions
+from megatron.zerobubble.plan.search.search import evaluations_per_second
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.profiling.report import measured_costs
 

@@ -8,7 +8,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.zerobubble.mcore.microbatches.lengths import Lengths, LengthsOfReplicas
 from megatron.zerobubble.mcore.microbatches.unequal import UnequalMicrobatches, UnequalOptions, attention_share
-from megatron.zerobubble.plan.search.search import Objective
+from megatron.zerobubble.plan.search.options import Objective
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.lengths import microbatch_lengths
 
