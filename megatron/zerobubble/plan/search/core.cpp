@@ -29,6 +29,7 @@ constexpr double kLateMoveShare = 0.5;
 
 using zerobubble::Changes;
 using zerobubble::from_tuple;
+using zerobubble::kCertain;
 using zerobubble::kInfinity;
 using zerobubble::ListScheduler;
 using zerobubble::Moves;
@@ -70,7 +71,7 @@ class NativeCore : public ListScheduler {
     const bool filled = std::any_of(patience.begin(), patience.end(), [](double value) { return value < kInfinity; });
     const int kinds = filled ? 2 : 3;
     const double shift_share = assigns ? kLateMoveShare : filled ? kShiftShare : kPlainShiftShare;
-    auto [score, objective] = run(rows, patience, nullptr);
+    auto [score, objective] = run<true>(rows, patience, nullptr);
     double best_score = objective < kInfinity ? score : kInfinity;
     if (score == kInfinity || (fixed_order && width_ == 1)) budget = 0.0;
     if (budget > 0) find_critical(rows);
@@ -81,10 +82,12 @@ class NativeCore : public ListScheduler {
       changed.clear();
       saved.clear();
       previous.clear();
+      double since = -kInfinity;
       const double choice = random.unit();
       if (fixed_order || (assigns && width_ > 1 && choice < kAssignShare)) {
         previous = slots_;
         moves.reassign(slots_, random);
+        since = time_before_microbatch(first_difference(previous, slots_));
       } else {
         const double kind = assigns ? random.unit() : choice;
         if (filled && kind < kPatienceShare) {
@@ -100,13 +103,19 @@ class NativeCore : public ListScheduler {
       }
       work += kMoveWeight;
       if (changed.empty() && saved.empty() && previous.empty()) continue;
+      if (!changed.empty()) since = kInfinity;
       for (auto& [rank, row] : changed) {
+        since = std::min(since, time_before(rank, first_difference(rows[rank], row)));
         rows[rank].swap(row);
         work += static_cast<double>(rows[rank].size());
       }
-      const auto [candidate, reached] = run(rows, patience, nullptr);
-      if (candidate <= score + temperature * left * left * random.unit()) {
+      const double most = score + temperature * left * left * random.unit();
+      const auto [candidate, reached] = run<false>(rows, patience, nullptr, since, most * kCertain);
+      if (candidate <= most) {
         score = candidate;
+        const double charged = work;
+        run<true>(rows, patience, nullptr, since);
+        work = charged;
         find_critical(rows);
         if (reached < kInfinity && score < best_score) {
           best = rows;
@@ -124,6 +133,11 @@ class NativeCore : public ListScheduler {
     Order found = fill(best, best_patience);
     reset_slots();
     return {std::move(found), std::move(best_slots)};
+  }
+
+  template <typename Sequence>
+  static int first_difference(const Sequence& before, const Sequence& after) {
+    return static_cast<int>(std::mismatch(before.begin(), before.end(), after.begin()).first - before.begin());
   }
 
   std::atomic<bool> stopped_{false};

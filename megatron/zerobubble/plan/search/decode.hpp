@@ -44,7 +44,7 @@ class ListScheduler : public Evaluator {
   Order decode(const Policy& policy) {
     const int S = num_stages_, m = m_;
     Order rows(p_);
-    ends_.assign(static_cast<std::size_t>(2) * S * m, -1.0);
+    std::vector<double> ends(static_cast<std::size_t>(2) * S * m, -1.0);
     std::vector<int> counts(3 * S, 0);
     std::vector<double> free(p_, 0.0), held(p_, 0.0);
     using Event = std::pair<double, int>;
@@ -55,7 +55,7 @@ class ListScheduler : public Evaluator {
       const auto [now, rank] = events.top();
       events.pop();
       if (now < free[rank] - kEpsilon) continue;
-      const Choice choice = choose(policy, rank, now, counts, held[rank]);
+      const Choice choice = choose(policy, rank, now, counts, ends, held[rank]);
       const int stage = choice.stage, kind = choice.kind;
       if (stage < 0) continue;
       if (choice.start > now + kEpsilon) {
@@ -71,7 +71,7 @@ class ListScheduler : public Evaluator {
         held[rank] -= remaining_[stage];
       } else {
         held[rank] += kind == 0 ? activation_[stage] : remaining_[stage] - activation_[stage];
-        ends_[(static_cast<long>(kind) * S + stage) * m + microbatch] = end;
+        ends[(static_cast<long>(kind) * S + stage) * m + microbatch] = end;
         const int consumer = kind == 0 ? stage + 1 : stage - 1;
         if (consumer >= 0 && consumer < S && rank_of_[consumer] != rank) {
           const int other = rank_of_[consumer];
@@ -92,7 +92,8 @@ class ListScheduler : public Evaluator {
     double start;
   };
 
-  Choice choose(const Policy& policy, int rank, double now, const std::vector<int>& counts, double held) const {
+  Choice choose(const Policy& policy, int rank, double now, const std::vector<int>& counts,
+                const std::vector<double>& ends, double held) const {
     const int S = num_stages_, m = m_;
     double best = kInfinity;
     Choice chosen{-1, 0, 0.0};
@@ -105,7 +106,7 @@ class ListScheduler : public Evaluator {
         double arrival = 0.0;
         const int producer = kind == 0 ? stage - 1 : stage + 1;
         if (kind < 2 && producer >= 0 && producer < S) {
-          arrival = ends_[(static_cast<long>(kind) * S + producer) * m + microbatch];
+          arrival = ends[(static_cast<long>(kind) * S + producer) * m + microbatch];
           if (arrival < 0) continue;
           if (rank_of_[producer] != rank) arrival += policy.comm_ms;
           if (arrival > now + policy.max_wait) continue;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <utility>
 #include <vector>
 
@@ -13,7 +14,13 @@
 
 namespace zerobubble {
 
-constexpr double kMeanWeight = 0.1;
+constexpr double kMeanWeight = 0.3;
+
+// Steps of a row between two snapshots of its rank.
+constexpr int kSnapshotSteps = 16;
+
+// A score is certain to be worse only where it is so by more than rounding errors.
+constexpr double kCertain = 1.0 + 1e-9;
 
 class Evaluator : public Problem {
  public:
@@ -21,23 +28,26 @@ class Evaluator : public Problem {
   explicit Evaluator(Arguments&&... arguments) : Problem(std::forward<Arguments>(arguments)...) {
     slots_.assign(m_, 0);
     if (width_ > 1) reset_slots();
+    for (int list = 0; list < 3 * num_stages_; ++list) lists_.push_back(list_of(list / 3, list % 3));
+    for (const auto& own : stages_) {
+      Rank rank{work_of(own)};
+      for (const int stage : own) rank.lists.insert(rank.lists.end(), {3 * stage, 3 * stage + 1, 3 * stage + 2});
+      ranks_.push_back(std::move(rank));
+    }
     awaited_.resize(p_);
-    bound_.resize(p_);
-    step_of_.resize(static_cast<std::size_t>(2) * num_stages_ * m_);
-    position_.resize(p_);
-    free_.resize(p_);
-    first_.resize(p_);
-    held_.resize(p_);
-    counts_.resize(p_);
+    done_.resize(lists_.size());
+    begun_.resize(lists_.size());
+    for (auto* each : {&ends_, &kept_ends_}) each->resize(static_cast<std::size_t>(2) * num_stages_ * m_);
+    steps_.resize(ends_.size());
   }
 
   std::pair<double, double> evaluate(const Order& order) {
-    return run(order, std::vector<double>(p_, kInfinity), nullptr);
+    return run<false>(order, std::vector<double>(p_, kInfinity), nullptr);
   }
 
   Order fill(const Order& rows, const std::vector<double>& patience) {
     Order order(p_);
-    if (run(rows, patience, &order).second == kInfinity) return {};
+    if (run<false>(rows, patience, &order).second == kInfinity) return {};
     return order;
   }
 
@@ -45,7 +55,7 @@ class Evaluator : public Problem {
   std::pair<double, double> evaluate_assigned(const Order& rows, const std::vector<double>& patience,
                                               const std::vector<int>& assignment) {
     take_slots(assignment);
-    const auto found = run(rows, patience, nullptr);
+    const auto found = run<false>(rows, patience, nullptr);
     reset_slots();
     return found;
   }
@@ -70,124 +80,150 @@ class Evaluator : public Problem {
     for (int slot = 0; slot < m_; ++slot) slots_[slot] = width_ > 1 ? slot : 0;
   }
 
-  std::pair<double, double> run(const Order& rows, const std::vector<double>& patience, Order* out) {
-    const int S = num_stages_, m = m_;
-    ends_.assign(static_cast<std::size_t>(2) * S * m, -1.0);
+  // Score and objective of rows that may leave W out; the rows with every W are appended to `out`.
+  //
+  // With `keeps`, the times are kept as those of the order that annealing goes on from. Only the ops that may have changed since
+  // are run: an op that started before `since` in the kept order has neither changed nor waited for one that has. And a run ends,
+  // with infinite numbers, where its score is certain to be above `most`. Neither changes a number.
+  template <bool keeps>
+  std::pair<double, double> run(const Order& rows, const std::vector<double>& patience, Order* out,
+                                double since = -kInfinity, double most = kInfinity) {
     stack_.clear();
-    double total = 0, done = 0, excess = 0;
+    double total = 0, done = 0, excess = 0, idle = 0, busy = 0, longest = 0;
     for (int rank = p_ - 1; rank >= 0; --rank) {
       stack_.push_back(rank);
       awaited_[rank] = -1;
-      position_[rank] = 0;
-      free_[rank] = first_[rank] = held_[rank] = 0.0;
-      counts_[rank].assign(3 * stages_[rank].size(), 0);
+      Rank& self = ranks_[rank];
+      begin(self, rows[rank].size(), since);
       total += static_cast<double>(rows[rank].size());
+      done += self.step;
+      excess += self.excess;
+      idle += self.idle;
+      busy += self.busy;
+      longest = std::max(longest, self.busy + self.idle);
     }
     work += total;
     while (!stack_.empty()) {
       const int rank = stack_.back();
       stack_.pop_back();
+      Rank& self = ranks_[rank];
       const Row& row = rows[rank];
-      const int length = static_cast<int>(row.size()), begin = position_[rank];
-      const int* own = stages_[rank].data();
-      const int chunks = static_cast<int>(stages_[rank].size());
-      int* counts = counts_[rank].data();
-      double now = free_[rank], held = held_[rank];
+      const int length = static_cast<int>(row.size()), begin = self.step;
+      const int* own = self.lists.data();
+      const int codes = static_cast<int>(self.lists.size());
+      double now = self.now, held = self.held;
       Row* emitted = out ? &(*out)[rank] : nullptr;
-      const auto wgrad = [&](int chunk) {
-        const int count = counts[3 * chunk + 2]++;
-        now += durations_[at(3 * own[chunk] + 2, count)];
-        held -= remaining_[at(own[chunk], count)];
-        if (emitted) emitted->push_back(static_cast<char>(3 * chunk + 2));
+      const auto wgrad = [&](int code) {
+        const int list = own[code], count = done_[list]++;
+        now += durations_[at(list, count)];
+        held -= remaining_[at(lists_[list].stage, count)];
+        if (emitted) emitted->push_back(static_cast<char>(code));
       };
       int step = begin;
-      if (bound_[rank].size() != row.size()) bound_[rank].resize(row.size());
-      long* bound = bound_[rank].data();
       for (; step < length; ++step) {
-        bound[step] = -1;
-        const int code = row[step], chunk = code / 3, kind = code - 3 * chunk, stage = own[chunk], count = counts[code];
-        if (kind == 2) {
-          if (count < counts[code - 1]) wgrad(chunk);
+        const int code = row[step], list = own[code], count = done_[list];
+        const List& pass = lists_[list];
+        if (keeps) {
+          if (step % kSnapshotSteps == 0) keep(self, step, now, held);
+          self.bound[step] = -1;
+          self.starts[step] = now;
+        }
+        if (pass.kind == 2) {
+          if (count < done_[list - 1]) wgrad(code);
           continue;
         }
-        if (kind == 1 && count >= counts[code - 1]) return {kInfinity, kInfinity};
-        const int producer = kind == 0 ? stage - 1 : stage + 1;
+        if (pass.kind == 1 && count >= done_[list - 1]) return {kInfinity, kInfinity};
         double ready = now;
-        long awaited = -1;
-        if (producer >= 0 && producer < S) {
-          awaited = (static_cast<long>(kind) * S + producer) * m + count;
-          ready = ends_[awaited];
-          if (ready < 0) {
-            awaited_[rank] = awaited;
+        if (pass.producer >= 0) {
+          if (done_[pass.producer] <= count) {
+            awaited_[rank] = list;
             break;
           }
-          ready += links_[at(kind * S + producer, count)];
+          const auto& ends = count < begun_[pass.producer] ? kept_ends_ : ends_;
+          ready = ends[pass.produced + count] + links_[at(pass.link, count)];
         }
-        const double needed = activation_[at(stage, count)];
+        const double needed = activation_[at(pass.stage, count)];
         while (true) {
-          const bool full = kind == 0 && held + needed > limit_ + kEpsilon;
+          const bool full = pass.kind == 0 && held + needed > limit_ + kEpsilon;
           if (!full && ready <= now) break;
-          int oldest = -1, microbatch = m;
-          for (int c = chunks - 1; c >= 0; --c) {
-            if (counts[3 * c + 2] < counts[3 * c + 1] && counts[3 * c + 2] < microbatch) {
+          int oldest = -1, microbatch = m_;
+          for (int c = codes - 1; c >= 0; c -= 3) {
+            if (done_[own[c]] < done_[own[c - 1]] && done_[own[c]] < microbatch) {
               oldest = c;
-              microbatch = counts[3 * c + 2];
+              microbatch = done_[own[c]];
             }
           }
           if (full && oldest < 0) {
             if (excess_ms_ <= 0) return {kInfinity, kInfinity};
+            self.excess += held + needed - limit_;
             excess += held + needed - limit_;
             break;
           }
-          if (oldest < 0 || (!full && ready - now < patience[rank] * durations_[at(3 * own[oldest] + 2, microbatch)])) break;
+          if (oldest < 0 || (!full && ready - now < patience[rank] * durations_[at(own[oldest], microbatch)])) break;
           wgrad(oldest);
         }
         if (ready > now) {
+          if (step > 0) {
+            self.idle += ready - now;
+            idle += ready - now;
+          }
           now = ready;
-          bound[step] = awaited;
+          if (keeps) self.bound[step] = pass.produced + count;
+          longest = std::max(longest, (makespan_ && step > 0 ? self.first : 0.0) + self.busy + self.idle);
+          if (longest + kMeanWeight * ((busy + idle) / p_) + excess_ms_ * excess > most) return {kInfinity, kInfinity};
         }
-        if (step == 0) first_[rank] = now;
-        now += durations_[at(3 * stage + kind, count)];
-        held += kind == 0 ? needed : remaining_[at(stage, count)] - needed;
-        counts[code] = count + 1;
+        if (step == 0) self.first = now;
+        if (keeps) self.starts[step] = now;
+        now += durations_[at(list, count)];
+        held += pass.kind == 0 ? needed : remaining_[at(pass.stage, count)] - needed;
+        done_[list] = count + 1;
         if (emitted) emitted->push_back(static_cast<char>(code));
-        const long key = (static_cast<long>(kind) * S + stage) * m + count;
-        ends_[key] = now;
-        step_of_[key] = step;
-        const int consumer = kind == 0 ? stage + 1 : stage - 1;
-        if (consumer >= 0 && consumer < S && awaited_[rank_of_[consumer]] == key) {
-          awaited_[rank_of_[consumer]] = -1;
-          stack_.push_back(rank_of_[consumer]);
+        ends_[pass.first + count] = now;
+        if (keeps) {
+          kept_ends_[pass.first + count] = now;
+          steps_[pass.first + count] = step;
+        }
+        if (pass.consumer_rank >= 0 && awaited_[pass.consumer_rank] == pass.consumer && done_[pass.consumer] == count) {
+          awaited_[pass.consumer_rank] = -1;
+          stack_.push_back(pass.consumer_rank);
         }
       }
       if (step == length && begin < length) {
-        for (int chunk = chunks - 1; chunk >= 0; --chunk) {
-          while (counts[3 * chunk + 2] < counts[3 * chunk + 1]) wgrad(chunk);
+        for (int code = codes - 1; code >= 0; code -= 3) {
+          while (done_[own[code]] < done_[own[code - 1]]) wgrad(code);
         }
       }
-      position_[rank] = step;
-      free_[rank] = now;
-      held_[rank] = held;
+      self.step = step;
+      self.now = now;
+      self.held = held;
       done += step - begin;
     }
     if (done < total) return {kInfinity, kInfinity};
-    double longest = 0.0, mean = 0.0;
-    for (int rank = 0; rank < p_; ++rank) {
-      const double span = free_[rank] - first_[rank];
-      longest = std::max(longest, span);
-      mean += span;
+    double first = kInfinity, last = 0.0, mean = 0.0;
+    longest = excess = 0.0;
+    for (const Rank& self : ranks_) {
+      longest = std::max(longest, self.now - self.first);
+      mean += self.now - self.first;
+      first = std::min(first, self.first);
+      last = std::max(last, self.now);
+      excess += self.excess;
     }
-    const double objective = makespan_ ? *std::max_element(free_.begin(), free_.end()) -
-                                             *std::min_element(first_.begin(), first_.end())
-                                       : longest;
+    const double objective = makespan_ ? last - first : longest;
     const double score = objective + kMeanWeight * (mean / p_);
     if (excess > 0) return {score + excess_ms_ * excess, kInfinity};
     return {score, objective};
   }
 
+  // A time of the kept order before which `rank` has run nothing from `step` on.
+  double time_before(int rank, int step) const { return ranks_[rank].snapshots[step / kSnapshotSteps].now; }
+
+  // The same for the first F of a microbatch.
+  double time_before_microbatch(int microbatch) const { return time_before(rank_of_[0], steps_[microbatch]); }
+
+  // The ops of the kept order, just run, that determine its time.
   void find_critical(const Order& rows) {
     critical_.clear();
-    const auto length = [&](int rank) { return free_[rank] - (makespan_ ? 0.0 : first_[rank]); };
+    const auto length = [&](int rank) { return ranks_[rank].now - (makespan_ ? 0.0 : ranks_[rank].first); };
     int rank = 0;
     for (int other = 1; other < p_; ++other) {
       if (length(other) > length(rank)) rank = other;
@@ -195,10 +231,10 @@ class Evaluator : public Problem {
     int step = static_cast<int>(rows[rank].size()) - 1;
     while (step >= 0) {
       critical_.emplace_back(rank, step);
-      const long key = bound_[rank][step];
+      const long key = ranks_[rank].bound[step];
       if (key >= 0) {
         rank = rank_of_[(key / m_) % num_stages_];
-        step = step_of_[key];
+        step = steps_[key];
       } else {
         --step;
       }
@@ -206,15 +242,100 @@ class Evaluator : public Problem {
   }
 
   std::vector<int> slots_;
-  std::vector<double> ends_, free_, first_, held_;
   Critical critical_;
 
  private:
-  std::vector<long> awaited_;
-  std::vector<std::vector<long>> bound_;
-  std::vector<int> step_of_;
-  std::vector<int> position_, stack_;
-  std::vector<std::vector<int>> counts_;
+  // The ops of one stage and kind.
+  struct List {
+    int stage, kind;
+    long first;  // where the ends of its F or B begin
+    int producer = -1, consumer = -1, consumer_rank = -1;  // lists, of which one op each is input and output
+    long produced = -1;
+    int link = -1;
+  };
+
+  // The state of a rank before a step.
+  struct State {
+    double now = 0.0, held = 0.0, idle = 0.0, excess = 0.0;
+  };
+
+  struct Rank : State {
+    explicit Rank(double busy_ms) : busy(busy_ms) {}
+
+    double busy, first = 0.0;
+    int step = 0;
+    std::vector<int> lists;  // of the codes in a row
+
+    // Of the kept order.
+    std::vector<double> starts;
+    std::vector<long> bound;  // per step, the end that it waited for; -1 if none
+    std::vector<State> snapshots;
+    std::vector<int> done;  // per snapshot and code
+  };
+
+  List list_of(int stage, int kind) const {
+    List list{stage, kind, (static_cast<long>(kind) * num_stages_ + stage) * m_};
+    if (kind == 2) return list;
+    const int before = kind == 0 ? stage - 1 : stage + 1, after = kind == 0 ? stage + 1 : stage - 1;
+    if (before >= 0 && before < num_stages_) {
+      list.producer = 3 * before + kind;
+      list.link = kind * num_stages_ + before;
+      list.produced = static_cast<long>(list.link) * m_;
+    }
+    if (after >= 0 && after < num_stages_) {
+      list.consumer = 3 * after + kind;
+      list.consumer_rank = rank_of_[after];
+    }
+    return list;
+  }
+
+  // To the start, or to the last snapshot before what started at `since` or later.
+  void begin(Rank& rank, std::size_t length, double since) {
+    const std::size_t codes = rank.lists.size();
+    if (rank.starts.size() != length) {
+      rank.starts.resize(length);
+      rank.bound.resize(length);
+      rank.snapshots.resize(length / kSnapshotSteps + 1);
+      rank.done.resize(rank.snapshots.size() * codes);
+    }
+    std::size_t snapshot = 0;
+    if (since > -kInfinity && length > 0) {
+      const auto same = std::lower_bound(rank.starts.begin(), rank.starts.end(), since) - rank.starts.begin();
+      snapshot = std::min<std::size_t>(same, length - 1) / kSnapshotSteps;
+    }
+    rank.step = static_cast<int>(snapshot) * kSnapshotSteps;
+    static_cast<State&>(rank) = snapshot > 0 ? rank.snapshots[snapshot] : State{};
+    rank.first = snapshot > 0 ? rank.starts[0] : 0.0;
+    for (std::size_t code = 0; code < codes; ++code) {
+      const int list = rank.lists[code];
+      begun_[list] = done_[list] = snapshot > 0 ? rank.done[snapshot * codes + code] : 0;
+    }
+  }
+
+  void keep(Rank& rank, int step, double now, double held) {
+    const std::size_t snapshot = step / kSnapshotSteps, codes = rank.lists.size();
+    rank.snapshots[snapshot] = {now, held, rank.idle, rank.excess};
+    for (std::size_t code = 0; code < codes; ++code) rank.done[snapshot * codes + code] = done_[rank.lists[code]];
+  }
+
+  // The time of all ops of a rank.
+  double work_of(const std::vector<int>& own) const {
+    double sum = 0.0;
+    for (const int stage : own) {
+      for (int kind = 0; kind < 3; ++kind) {
+        for (int slot = 0; slot < m_; ++slot) sum += durations_[at(3 * stage + kind, slot)];
+      }
+    }
+    return sum;
+  }
+
+  std::vector<List> lists_;
+  std::vector<Rank> ranks_;
+  std::vector<int> awaited_;  // per rank, the list of the op whose input is not there yet; -1 if none
+  std::vector<int> done_, begun_;  // per list, the ops run, and those of the kept order before the run began
+  std::vector<double> ends_, kept_ends_;  // of every F and B; of the kept order
+  std::vector<int> steps_;
+  std::vector<int> stack_;
 };
 
 }  // namespace zerobubble

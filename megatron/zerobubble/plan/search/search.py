@@ -42,13 +42,15 @@ from megatron.zerobubble.plan.search.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-_COMPILED_EVALUATIONS_PER_S = 8e7
+_COMPILED_EVALUATIONS_PER_S = 1.5e8
 _PYTHON_EVALUATIONS_PER_S = 1.5e6
 _FEWEST_BLOCKS = 48
 _RANDOM_BLOCKS = 300
 _KEPT_BLOCKS = 20
 _GENERATION = 8
 """Blocks that are tried between two choices of which to vary: what may be done side by side."""
+_BREED_SHARE, _MOST_BRED, _LATE_BREED_SHARE = 0.4, 1.6e8, 0.05
+"""Share of the budget for blocks; of a large budget, that many op evaluations and a smaller share: annealing needs the rest."""
 _BLOCK_WEIGHT = 500
 """Op evaluations charged per stage for trying a block, on top of its list schedule."""
 _MOST_IMPROVED, _MOST_SEED_ORDERS, _MOST_UNROLLED = 16, 6, 4
@@ -208,7 +210,7 @@ class _Finder:
             solved = [self._scored(order) for order in self._unrolled([found, *few.milestones])]
             blocks, left = few.kept_blocks, 0.5 * budget
         else:
-            blocks, spent = self._breed(0.4 * budget)
+            blocks, spent = self._breed(min(_BREED_SHARE * budget, _MOST_BRED + _LATE_BREED_SHARE * budget))
             left = budget - spent
         orders = [self._full.decode(self._blocks.policy(block)) for block in blocks]
         bred = sorted((self._scored(order) for order in orders if order), key=_score)
