@@ -49,7 +49,7 @@ _RANDOM_BLOCKS = 300
 _KEPT_BLOCKS = 20
 _GENERATION = 8
 """Blocks that are tried between two choices of which to vary: what may be done side by side."""
-_BREED_SHARE, _MOST_BRED, _LATE_BREED_SHARE = 0.4, 1.6e8, 0.05
+_BREED_SHARE, _MOST_BRED, _LATE_BREED_SHARE = 0.4, 1.6e8, 0.15
 """Share of the budget for blocks; of a large budget, that many op evaluations and a smaller share: annealing needs the rest."""
 _BLOCK_WEIGHT = 500
 """Op evaluations charged per stage for trying a block, on top of its list schedule."""
