@@ -74,7 +74,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         f"{report['machine']}, {report['workers']} cores.",
         "",
-        "| schedule | p | m | memory | seconds, one core | all cores | max effort, all cores | span over max effort's | above the bound |",
+        "| schedule | p | m | memory | seconds, one core | all cores | max effort | span over that | above the bound |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in report["rows"]:

@@ -33,7 +33,8 @@ Annealing then changes both (`assign`). An F that does not fit the memory limit 
 evaluation, so that the search leaves assignments that do not fit in small steps. Policies are for equal microbatches only.
 
 All work is counted in op evaluations, never in seconds, so a budget gives the same plan on every machine. The compiled core
-charges what this one does, but runs only the ops that a move may have changed, and stops where the score is certain to be too high.
+charges what this one does, but runs only the ops that a move may have changed, and stops where the score is certain to be too
+high.
 """
 
 from __future__ import annotations
