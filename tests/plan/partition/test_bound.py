@@ -153,18 +153,25 @@ def test_no_plan_found_is_below_the_bound(seed: int) -> None:
 
 
 @has_solver
-@pytest.mark.parametrize("makespan", [False, True])
-def test_the_optimum_over_all_layouts_is_not_below_the_bound(makespan: bool) -> None:
-    random = Random(7)
+@pytest.mark.parametrize(
+    ("seed", "m", "memory", "makespan"),
+    [(7, 3, None, False), (7, 3, None, True), (8, 3, 12.0, True), (9, 2, 9.0, True)],
+)
+def test_the_optimum_over_all_layouts_is_not_below_the_bound(seed: int, m: int, memory: float | None, makespan: bool) -> None:
+    """Every partition, empty stages too, on every placement, with 16 bytes of activations in all. (A proof of the optimal span
+    under a memory limit takes a minute.)"""
+    random = Random(seed)
     model = random_model(random, 3, comm_ms=1.0)
-    bound = bound_over_layouts(model, 2, 3)
+    bound = bound_over_layouts(model, 2, m, memory)
     best = math.inf
-    for placement in placements(2):
+    for placement in [*placements(2), Placement.loop(2, 3), Placement.w(2)]:
         for counts in all_partitions(3, placement.num_stages):
             layout = Layout(model=model, placement=placement, per_stage=counts)
-            if layout.bottleneck_ms * 3 >= best:
+            if layout.bottleneck_ms * m >= best:
                 continue
-            costs = layout.stage_costs(3, None).costs
-            whole = type(costs)(**{**vars(costs), "activation": (1.0,) * layout.placement.num_stages})
-            best = min(best, optimum(placement, 3, whole, 100.0, makespan=makespan))
-    assert (bound.makespan_ms if makespan else bound.span_ms) <= best
+            stages = layout.stage_costs(m, memory)
+            limit = 100.0 if stages.memory_limit is None else stages.memory_limit
+            found = optimum(placement, m, stages.costs, limit, makespan=makespan, at_most=best - 1)
+            best = best if found is None else found
+    least = bound.makespan_ms if makespan else bound.span_ms
+    assert 0.7 * best <= least <= best < math.inf
