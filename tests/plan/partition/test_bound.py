@@ -87,6 +87,47 @@ def test_more_than_three_kinds_are_divisible() -> None:
     assert bound_over_layouts(model, 5, 100).span_ms == pytest.approx(100 * 15.0, rel=1e-5)
 
 
+def best_plan_ms(layout: Layout, m: int, memory: float | None, objective: Objective) -> float:
+    stages = layout.stage_costs(m, memory)
+    options = SearchOptions(memory_limit=stages.memory_limit, objective=objective, budget=1e5)
+    return objective.of(simulate(search("any", layout.placement, m, stages.costs, options), stages.costs))
+
+
+@pytest.mark.parametrize(("num_ranks", "start"), [(2, 1 + 1), (3, 1 + 1 + 2 * 1)])
+def test_the_starts_of_ranks_are_reached(num_ranks: int, start: float) -> None:
+    """A plan whose last rank starts as early as the bound says, and is never idle: any later start would be wrong."""
+    kinds = {"layer": part(1, 1, 4), "embedding": part(1, 1, 1), "head": part(0, 0, 3)}
+    layers = num_ranks - 1
+    model = Model(layers=("layer",) * layers, kinds=kinds, comm_ms=1.0)
+    layout = Layout(model=model, placement=Placement.v(num_ranks), per_stage=(0, *[1] * layers, *[0] * num_ranks))
+    found = best_plan_ms(layout, 8, None, Objective.MAKESPAN)
+    assert found == start + 8 * 6
+    assert found - 1e-3 <= bound_over_layouts(model, num_ranks, 8).makespan_ms <= found
+
+
+def test_memory_times_time_is_reached() -> None:
+    """Weights fill the second rank, and the first holds one microbatch, until it is back from the second."""
+    kinds = {"a": part(1, 1, 0, held=4, kept=0), "b": part(1, 1, 0, held=0, kept=0, static=4)}
+    model = Model(layers=("a", "b"), kinds=kinds)
+    layout = Layout(model=model, placement=Placement.linear(2), per_stage=(1, 1))
+    m = 5
+    found = best_plan_ms(layout, m, 4 + 1e-6, Objective.SPAN)
+    assert found == 4 * m
+    assert found * (1 - 1e-5) <= bound_over_layouts(model, 2, m, 4 + 1e-6).span_ms <= found
+    assert bound_over_layouts(model, 2, m).span_ms == pytest.approx(2 * m, rel=1e-5), "without a limit"
+
+
+@pytest.mark.parametrize("objective", Objective)
+def test_the_path_of_one_microbatch_is_reached(objective: Objective) -> None:
+    kinds = {"layer": part(2, 3, 1), "embedding": part(1, 0, 2), "head": part(1, 1, 0)}
+    model = Model(layers=("layer",) * 2, kinds=kinds, comm_ms=0.5)
+    layout = Layout(model=model, placement=Placement.linear(3), per_stage=(0, 1, 1))
+    found = best_plan_ms(layout, 1, None, objective)
+    assert found == (1 + 4 + 1) + (1 + 6) + 2 + 2 * 2 * 0.5
+    bound = bound_over_layouts(model, 3, 1)
+    assert objective.of(bound) == pytest.approx(found)
+
+
 def test_ends_on_one_rank_or_two() -> None:
     kinds = {"layer": part(1, 1, 1), "embedding": part(2, 2, 2), "head": part(3, 3, 3)}
     model = Model(layers=("layer",) * 3, kinds=kinds)
