@@ -56,6 +56,7 @@ from megatron.zerobubble.training.planning.auto import choose_schedule
 from megatron.zerobubble.training.planning.balance import log_balance, log_layout
 from megatron.zerobubble.training.planning.layers_file import write_layers_file
 from megatron.zerobubble.training.planning.lengths import announce_lengths
+from megatron.zerobubble.training.planning.measured_layers import layer_kinds
 from megatron.zerobubble.training.planning.replan import PlanFileWriter, make_replanner
 from megatron.zerobubble.training.resilience.early_exit import EarlyExit
 from megatron.zerobubble.training.resilience.failure import JobGuard
@@ -419,11 +420,15 @@ class _Run:
         schedule, settings = self.training_state.schedule, self.settings
         layers = settings.stage_layers(schedule.spec.placement)
         costs = None if self.replanner is None else self.replanner.costs
-        log_balance(schedule, layers, costs)
+        kinds = layer_kinds(settings)
+        if len(set(kinds)) == 1:
+            log_balance(schedule, layers, costs)
+        elif costs is None:
+            _log.warning("layouts: layers of several kinds need profiled times: --zero-bubble-pipeline-timers-start-iter")
         if costs is not None and not self.has_logged_layout:
             self.has_logged_layout = True
             objective = Objective.SPAN if settings.zero_bubble.enable_optimizer_post_validation else Objective.MAKESPAN
-            log_layout(schedule.plan(settings.num_microbatches), layers, costs, objective)
+            log_layout(schedule.plan(settings.num_microbatches), kinds, layers, costs, objective)
 
 
 def _tear_down(job: Job) -> None:

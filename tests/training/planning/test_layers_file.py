@@ -18,7 +18,8 @@ from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.profiling.report import RankMemory
 from megatron.zerobubble.training import validate_model
 from megatron.zerobubble.training.memory_estimate import stage_weights
-from megatron.zerobubble.training.planning.layers_file import layer_kinds, measured_model, static_bytes, write_layers_file
+from megatron.zerobubble.training.planning.layers_file import static_bytes, write_layers_file
+from megatron.zerobubble.training.planning.measured_layers import layer_kinds, measured_model
 from tests.training.test_arguments import settings
 
 
@@ -51,7 +52,7 @@ def found_in(one: Layout) -> Model:
     stages = one.stage_costs(one.placement.num_ranks, None)
     (unit,) = {each / one.placement.num_ranks for each in stages.bytes_per_unit}
     layers = StageLayers(per_stage=one.per_stage)
-    return measured_model(one.model.layers, layers, stages.costs, unit, one.stages("static_bytes"))
+    return measured_model(one.model.layers, layers, stages.costs, unit_bytes=unit, static_bytes=one.stages("static_bytes"))
 
 
 @pytest.mark.parametrize("one", LAYOUTS, ids=lambda one: f"{one.placement.name}-{one.text}")
