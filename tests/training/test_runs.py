@@ -182,7 +182,6 @@ def _check_trace(folder: Path, *, iterations: list[int], is_profiled: bool = Fal
     wanted = {
         "trace.json",
         "report.json",
-        "layers.json",
         *(f"{name}.svg" for name in pictures),
         *(f"{name}.json" for name in plans),
     }
