@@ -90,6 +90,8 @@ def test_no_empty_stages(layers: str, capsys: pytest.CaptureFixture[str]) -> Non
         (["--memory-limit", "1"], "--memory-limit has no meaning with --layers"),
         (["--costs", "costs.json"], "--costs has no meaning with --layers"),
         (["--forward-ms", "2"], "--forward-ms has no meaning with --layers, whose file has all times"),
+        (["--attention-share", "0.1"], "--attention-share has no meaning with --layers"),
+        (["--bytes-per-token", "2"], "--bytes-per-token has no meaning with --layers"),
         (["--memory", "70 apples"], "--memory is '70 apples'; give a size above 0 such as 70GiB"),
         (["--pipeline-sizes", "1,x"], "--pipeline-sizes is '1,x'; give numbers of ranks separated by commas, such as 4,8,16"),
         (["--num-microbatches", "5", "--pipeline-sizes", "3"], "--pipeline-sizes has 3: the global batch of 5 microbatches per"),

@@ -47,6 +47,7 @@ UNEVEN = [
     Case("zbv", 2, 4, num_layers=7, num_chunks=2, layout="Et|ttt|ttt|L"),
     Case("zbv", 2, 4, num_layers=7, num_chunks=2, layout="Ettt||t*4|L"),
     Case("zb-interleaved", 2, 4, num_layers=7, num_chunks=2, layout="Ettt|||t*4L"),
+    Case("zb-interleaved", 2, 4, num_layers=7, num_chunks=3, layout="Et||tt|t|tt|tL"),
     Case("zb-w", 2, 4, num_layers=7, num_chunks=4, layout="Et|t|tt||t|t|t|L"),
     Case("zbv", 4, 8, num_layers=12, num_chunks=2),
 ]

@@ -57,6 +57,31 @@ def test_every_speed_is_above_the_target_and_every_bound_below_the_plan() -> Non
         assert row["ours"]["peak_gib"] <= 70 * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_even_layout_is_faster_than_the_published_one(name: str) -> None:
+    """Of all numbers of virtual stages that our own search tries."""
+    published = json.loads((DOCS / "data" / "layouts.json").read_text(encoding="utf-8"))["rows"][name]["even"]
+    shape = SHAPES[name]
+    memory = layouts.parse_bytes(layouts.MEMORY)
+    for chunks in (1, 2, 3, 4):
+        counts = [(chunks, one) for one in layouts.even_layouts(shape.model.num_layers, shape.num_ranks, chunks)]
+        found = layouts.best_interleaved(shape, counts, memory)
+        assert found is None or found["makespan_ms"] >= published["makespan_ms"] * (1 - 1e-9), chunks
+
+
+def test_readme_says_what_the_results_say() -> None:
+    rows = json.loads((DOCS / "data" / "layouts.json").read_text(encoding="utf-8"))["rows"].values()
+    readme = " ".join((DOCS.parents[1] / "README.md").read_text(encoding="utf-8").split())
+    for key, text in (
+        ("even", "{:.2f} to {:.2f} times as fast as the best even layout under interleaved 1F1B"),
+        ("first_last", "{:.2f} to {:.2f} as the best first/last split"),
+    ):
+        speeds = [row[key]["makespan_ms"] / row["ours"]["makespan_ms"] for row in rows]
+        assert text.format(min(speeds), max(speeds)) in readme
+    gaps = [100 * (row["ours"]["makespan_ms"] / row["bound_makespan_ms"] - 1) for row in rows]
+    assert f"{min(gaps):.1f} to {max(gaps):.1f} % above a bound over all layouts" in readme
+
+
 def test_a_layout_of_the_page_can_be_simulated_again() -> None:
     rows = json.loads((DOCS / "data" / "layouts.json").read_text(encoding="utf-8"))["rows"]
     expected = rows["llama-3-8b"]["even"]

@@ -20,6 +20,10 @@ import pytest
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.partition.joint import plan_layout
+from megatron.zerobubble.plan.partition.layers import Model
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
+from megatron.zerobubble.plan.search.options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from tests.support.traces import check_trace
 from tests.training.launch import (
@@ -159,10 +163,11 @@ def test_a_checkpoint_continues_with_another_schedule_and_optimizer_sharding(zb_
     assert "training with the ZBV schedule" in continued.said
     assert "the layout differs from the checkpoint's: dropout continues with newly seeded generators" in continued.said
     assert len(re.findall(BALANCE, continued.said)) == 2, "when an iteration was recorded, and at the end"
-    (seen,) = _check_trace(tmp_path / "trace", iterations=[5])
+    (seen,) = _check_trace(tmp_path / "trace", iterations=[5], is_profiled=True)
     kept, held = (sum(seen["costs"][name]) for name in ("activation_after_backward", "activation"))
     assert kept < 0.95 * held, "measured in iteration 4, the first of the job"
     assert json.loads((tmp_path / "trace" / "plan-5.json").read_text())["costs"] == seen["costs"]
+    _check_layers(tmp_path / "trace", num_layers=6)
     measured = seen["measured"]
     assert f"bubble: {measured['bubble_rate']:.1%} of iteration 5 ({measured['work_ms']:.0f} of " in continued.said
     assert f"  span {measured['span_ms']:.1f} ms, predicted {seen['predicted']['span_ms']:.1f}; " in continued.said
@@ -171,10 +176,17 @@ def test_a_checkpoint_continues_with_another_schedule_and_optimizer_sharding(zb_
     assert continued.metrics[6]["validation_loss"] == pytest.approx(zb_h1.metrics[6]["validation_loss"], rel=1e-6)
 
 
-def _check_trace(folder: Path, *, iterations: list[int]) -> list[dict[str, Any]]:
+def _check_trace(folder: Path, *, iterations: list[int], is_profiled: bool = False) -> list[dict[str, Any]]:
     """The files of a trace: each iteration's plan ran, op by op, and the parts of the report, which is returned, add up."""
     pictures, plans = ([f"{kind}-{number}" for number in iterations] for kind in ("timeline", "plan"))
-    wanted = {"trace.json", "report.json", *(f"{name}.svg" for name in pictures), *(f"{name}.json" for name in plans)}
+    wanted = {
+        "trace.json",
+        "report.json",
+        *(f"{name}.svg" for name in pictures),
+        *(f"{name}.json" for name in plans),
+    }
+    if is_profiled:
+        wanted.add("layers.json")
     assert {path.name for path in folder.iterdir()} == wanted
     plan = Plan.from_json((folder / f"{plans[0]}.json").read_text())
     assert (plan.schedule, plan.num_ranks, plan.num_microbatches) == ("zbv", 2, 4)
@@ -196,6 +208,19 @@ def _check_trace(folder: Path, *, iterations: list[int]) -> list[dict[str, Any]]
             parts = time["starts_after_ms"], busy, time["idle_ms"], time["ends_before_ms"]
             assert sum(parts) == pytest.approx(entry["measured"]["makespan_ms"])
     return entries
+
+
+def _check_layers(folder: Path, *, num_layers: int) -> None:
+    """The layers of the measured run, which the planner takes: their times and bytes are those of the report."""
+    model = Model.from_json((folder / "layers.json").read_text())
+    report = json.loads((folder / "report.json").read_text())
+    assert model.layers == ("layer",) * num_layers
+    assert min(model.kinds["layer"].work_ms, model.kinds["head"].work_ms) > 0
+    held = sum(rank["state_bytes"] for rank in report["memory"])
+    words = model.total.static_bytes - held
+    assert 0 <= words < 0.5 * held, "tied word embeddings count twice"
+    found = plan_layout(model, num_ranks=2, num_microbatches=4, options=SearchOptions(budget=0.0))
+    assert StageLayers.parse(found.layout.text).num_layers == num_layers
 
 
 def _curve(folder: Path, name: str) -> list[tuple[int, float]]:

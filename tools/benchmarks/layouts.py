@@ -3,7 +3,7 @@
 Five model shapes, with times and bytes by formula (`tools/benchmarks/layout_shapes.py`); their layer files are written beside the
 results. The contenders of every shape:
 
-  even         interleaved 1F1B with 2 and 4 virtual stages (VPP) per rank, and 1F1B, whichever is the fastest that fits: as many
+  even         interleaved 1F1B with 2 to 4 virtual stages (VPP) per rank, and 1F1B, whichever is the fastest that fits: as many
                layers in every stage; with --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split; and
                where the layers do not divide, stages that differ by one layer, fewer at the end, or at the end and the start
   first/last   the same with any --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers that megatron-core's
@@ -42,7 +42,7 @@ from tools.benchmarks.layout_shapes import SHAPES, Shape
 
 FORMAT = "zerobubble-layout-benchmark/1"
 MEMORY = "70GiB"
-CHUNKS = (1, 2, 4)
+CHUNKS = (1, 2, 3, 4)
 TARGET = 1.15
 
 Row = dict[str, Any]

@@ -32,7 +32,11 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | 
 _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", re.ASCII)
 _OF_RANKS = ("costs", "memory_limit", "max_pending_backward", "microbatch_tokens", "links")
 """Flags that contradict --layers: what they say is in the file or follows from it."""
-_SCALARS = {"forward_ms": 1.0, "backward_ms": 1.0, "wgrad_ms": 1.0, "comm_ms": 0.0, "activation_after_backward": 1.0}
+_SCALARS = {"forward_ms": 1.0, "backward_ms": 1.0, "wgrad_ms": 1.0, "comm_ms": 0.0} | {
+    "activation_after_backward": 1.0,
+    "attention_share": 0.0,
+    "bytes_per_token": 0.0,
+}
 
 
 def add_layer_flags(command: argparse.ArgumentParser) -> None:

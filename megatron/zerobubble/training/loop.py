@@ -54,7 +54,9 @@ from megatron.zerobubble.training.metrics.summary import description, summary_li
 from megatron.zerobubble.training.metrics.trace import report_pipeline
 from megatron.zerobubble.training.planning.auto import choose_schedule
 from megatron.zerobubble.training.planning.balance import log_balance, log_layout
+from megatron.zerobubble.training.planning.layers_file import write_layers_file
 from megatron.zerobubble.training.planning.lengths import announce_lengths
+from megatron.zerobubble.training.planning.measured_layers import layer_kinds
 from megatron.zerobubble.training.planning.replan import PlanFileWriter, make_replanner
 from megatron.zerobubble.training.resilience.early_exit import EarlyExit
 from megatron.zerobubble.training.resilience.failure import JobGuard
@@ -181,6 +183,7 @@ class _Run:
         self.plan_writer = PlanFileWriter(training_state.settings.zero_bubble.zero_bubble_save_plan)
         self.replanner = make_replanner(training_state, self.plan_writer, ranks_on_host=job.launch.ranks_on_host)
         self.iterations_here = 0
+        self.vocab_size = tokenizer.vocab_size
         self.unvalidated: deque[_Iteration] = deque()
         self.marks = Marks(training_state.device)
         self.settings = training_state.settings
@@ -397,6 +400,7 @@ class _Run:
         memory, activations = (None, None) if self.replanner is None else (self.replanner.memory, self.replanner.activations)
         schedule = self.training_state.schedule
         seen = report_pipeline(schedule, self.settings, self.metrics, memory=memory, activations=activations)
+        write_layers_file(self.settings, self.replanner, vocab_size=self.vocab_size)
         self._log_balance()
         lines = summary_lines(
             self.settings,
@@ -416,11 +420,15 @@ class _Run:
         schedule, settings = self.training_state.schedule, self.settings
         layers = settings.stage_layers(schedule.spec.placement)
         costs = None if self.replanner is None else self.replanner.costs
-        log_balance(schedule, layers, costs)
+        kinds = layer_kinds(settings)
+        if len(set(kinds)) == 1:
+            log_balance(schedule, layers, costs)
+        elif costs is None:
+            _log.warning("layouts: layers of several kinds need profiled times: --zero-bubble-pipeline-timers-start-iter")
         if costs is not None and not self.has_logged_layout:
             self.has_logged_layout = True
             objective = Objective.SPAN if settings.zero_bubble.enable_optimizer_post_validation else Objective.MAKESPAN
-            log_layout(schedule.plan(settings.num_microbatches), layers, costs, objective)
+            log_layout(schedule.plan(settings.num_microbatches), kinds, layers, costs, objective)
 
 
 def _tear_down(job: Job) -> None:

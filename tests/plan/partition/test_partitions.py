@@ -11,7 +11,7 @@ import pytest
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.balance import PartTimes, balance
-from megatron.zerobubble.plan.partition.joint import plan_layout, plan_of_layout
+from megatron.zerobubble.plan.partition.joint import LayoutResult, plan_layout, plan_of_layout
 from megatron.zerobubble.plan.partition.layers import LayerCosts, Model
 from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.partition.partitions import partitions
@@ -140,3 +140,45 @@ def test_what_is_wrong_is_refused(changes: dict[str, object], message: str) -> N
     arguments: dict[str, object] = {"num_ranks": 2, "num_microbatches": 4, "options": MAKESPAN}
     with pytest.raises(ConfigError, match=message):
         plan_layout(model_of(Random(1), 10), **(arguments | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("schedule", "need"), [("1f1b", "16.00"), ("interleaved-1f1b", "20.00"), ("zb-h1", "18.00")])
+def test_a_fixed_order_that_does_not_fit_names_what_it_needs(schedule: str, need: str) -> None:
+    """The memory that the message names is enough, and a little less is not."""
+    gib = 2.0**30
+    kinds = {"layer": layer(1.0, held=gib, static=gib), "head": layer(1.0, held=gib, static=gib)}
+    model = Model(layers=("layer",) * 12, kinds=kinds)
+
+    def plan(memory: float) -> LayoutResult:
+        return plan_layout(model, num_ranks=2, num_microbatches=8, memory_bytes=memory, options=MAKESPAN, schedule=schedule)
+
+    with pytest.raises(
+        ConfigError, match=rf"fits devices of 15\.00 GiB: the one that needs the least, {schedule} with \"E.*L\""
+    ) as why:
+        plan(15 * gib)
+    assert f"takes {need} GiB or more on rank" in str(why.value)
+    assert max(plan(float(need) * gib).peak_bytes) <= float(need) * gib * (1 + 1e-9)
+    with pytest.raises(ConfigError, match=f"takes {need} GiB or more on rank"):
+        plan((float(need) - 0.1) * gib)
+
+
+def test_too_few_layers_are_said_to_be_too_few() -> None:
+    with pytest.raises(ConfigError, match="10 layers are too few for the stages of any placement that was tried"):
+        plan_layout(
+            model_of(Random(1), 10), num_ranks=4, num_microbatches=4, schedule="zb-w", allow_empty=False, options=MAKESPAN
+        )
+
+
+def test_times_too_small_to_plan_with_are_said_to_be_too_small() -> None:
+    model = Model(layers=("a",) * 4, kinds={"a": LayerCosts(forward_ms=1e-300)})
+    with pytest.raises(ConfigError, match=r"^costs: the largest value of forward_ms, backward_ms, wgrad_ms is 4e-300"):
+        plan_layout(model, num_ranks=2, num_microbatches=4, options=MAKESPAN)
+
+
+def test_the_bound_of_a_named_schedule_is_over_all_layouts() -> None:
+    """Embedding and head on one rank, as a V has them, cost more than what a linear layout needs."""
+    kinds = {"layer": layer(1.0), "embedding": layer(2.0), "head": layer(3.0)}
+    model = Model(layers=("layer",) * 3, kinds=kinds)
+    v, linear = (plan_layout(model, num_ranks=2, num_microbatches=16, schedule=name, options=MAKESPAN) for name in ("zbv", "zb"))
+    assert v.result.simulation.makespan_ms > linear.result.simulation.makespan_ms
+    assert v.bound.makespan_ms <= linear.result.simulation.makespan_ms

@@ -10,6 +10,8 @@ import torch
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.partition.balance import PartTimes
+from megatron.zerobubble.plan.partition.layers import LayerCosts, Model
+from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.partition.part_costs import PartCosts
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.planner import make_plan
@@ -85,7 +87,7 @@ def test_a_layout_of_all_schedules_is_proposed_with_its_gain() -> None:
     costs = CostModel(
         forward_ms=third, backward_ms=third, wgrad_ms=third, activation=memory, activation_after_backward=memory, comm_ms=0.1
     )
-    line = layout_proposal(plan, layers, costs, Objective.MAKESPAN)
+    line = layout_proposal(plan, ("layer",) * 16, layers, costs, Objective.MAKESPAN)
     now = simulate(plan, costs).makespan_ms
     assert line.startswith(f"layouts: the plan takes {now:.2f} ms per iteration with the synchronous optimizer (makespan)")
     found = re.search(r'--zero-bubble-schedule (\S+) --pipeline-model-parallel-layout "(\S+)", (\d) stage', line)
@@ -112,7 +114,8 @@ def test_auto_chooses_the_layout_with_the_schedule(head_ms: float, num_layers: i
         costs_of=lambda placement: parts.costs(StageLayers.spread(num_layers, placement)),
         options=options,
     )
-    choice = balanced(parts, num_layers, result, options)
+    profiled = StageLayers.spread(num_layers, Placement.linear(4))
+    choice = balanced(("layer",) * num_layers, profiled, parts.costs(profiled), result, options)
     if head_ms == 0.0:
         assert choice == (result.name, result.num_chunks, None)
         return
@@ -124,11 +127,39 @@ def test_auto_chooses_the_layout_with_the_schedule(head_ms: float, num_layers: i
     assert times.load(layers, placement).bottleneck_rank_ms < 0.8 * even.bottleneck_rank_ms
 
 
+def test_layers_of_several_kinds_are_told_apart() -> None:
+    """Four dense layers before four with experts, three times as slow: even stages that look alike would hide it."""
+    model = Model(
+        layers=("dense",) * 4 + ("moe_layer",) * 4,
+        kinds={
+            "dense": LayerCosts(forward_ms=1, backward_ms=1, wgrad_ms=1, activation_bytes=1, after_backward_bytes=0.5),
+            "moe_layer": LayerCosts(forward_ms=3, backward_ms=3, wgrad_ms=3, activation_bytes=1, after_backward_bytes=0.5),
+        },
+    )
+    plan = build_plan("zbv", num_ranks=2, num_microbatches=8)
+    even = Layout(model=model, placement=plan.placement, per_stage=(1, 3, 2, 2))
+    costs = even.stage_costs(8, None).costs
+    line = layout_proposal(plan, model.layers, StageLayers(per_stage=even.per_stage), costs, Objective.SPAN)
+    found = re.search(r'--pipeline-model-parallel-layout "(\S+)", (\d) stage', line)
+    then = re.search(r"it would take (\S+) ms", line)
+    assert found is not None
+    assert then is not None
+    layers = StageLayers.parse(found[1])
+    chunks = int(found[2])
+    loads = [
+        max(Layout(model=model, placement=placement, per_stage=layers.per_stage).ranks("forward_ms"))
+        for placement in (Placement.loop(2, chunks), Placement.v(2))
+        if placement.num_stages == layers.num_stages
+    ]
+    assert min(loads) == 8.0, "half of the work on each rank, by the true costs"
+    assert float(then[1]) == pytest.approx(8 * 24.0, rel=0.1)
+
+
 def test_the_best_layout_stays() -> None:
     plan = build_plan("zbv", num_ranks=2, num_microbatches=8)
     ones = (1.0,) * 4
     costs = CostModel(forward_ms=ones, backward_ms=ones, wgrad_ms=ones, activation=ones, activation_after_backward=ones)
-    line = layout_proposal(plan, StageLayers.spread(4, plan.placement), costs, Objective.SPAN)
+    line = layout_proposal(plan, ("layer",) * 4, StageLayers.spread(4, plan.placement), costs, Objective.SPAN)
     assert "and no layout was found that is 1 % faster; no layout takes less than 48.00 ms" in line
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.plan.partition.layers import LayerCosts, Model
+from megatron.zerobubble.plan.partition.layers import EMBEDDING, HEAD, LayerCosts, Model
 
 __all__ = ["LayoutBound", "bound_over_layouts"]
 
@@ -50,9 +50,7 @@ class LayoutBound:
         return makespan_ms / self.makespan_ms - 1.0 if self.makespan_ms > 0 else 0.0
 
 
-def bound_over_layouts(
-    model: Model, num_ranks: int, num_microbatches: int, memory_bytes: float | None = None, *, placements: Sequence[str] = ()
-) -> LayoutBound:
+def bound_over_layouts(model: Model, num_ranks: int, num_microbatches: int, memory_bytes: float | None = None) -> LayoutBound:
     """Lower bounds over all partitions and placements.
 
     Args:
@@ -60,19 +58,17 @@ def bound_over_layouts(
         num_ranks: pipeline ranks p.
         num_microbatches: microbatches per iteration m.
         memory_bytes: memory of one device; None: no limit.
-        placements: names of the placements to bound over (`linear`, `loop`, `V`, `W`); empty: all of them.
 
     Raises:
         ConfigError: no layout fits the memory.
     """
     p, m = num_ranks, num_microbatches
     memory = math.inf if memory_bytes is None else memory_bytes * (1 + 1e-9)
-    shared = {name in ("V", "W") or p == 1 for name in placements or ("linear", "V")}
-    packings = [_Packing(model, p, memory, ends_share_rank=ends) for ends in sorted(shared)]
+    packings = [_Packing(model, p, memory, ends_share_rank=ends) for ends in ((False, True) if p > 1 else (True,))]
     if not any(packing.fits([math.inf] * p) for packing in packings):
         raise ConfigError(
             f"no layout of {model.num_layers} layers on {p} ranks fits devices of {memory / 2**30:.2f} GiB: weights, gradients, "
-            f"optimizer state and one microbatch take {_resident(model.total) / 2**30:.2f} GiB in all; take more ranks"
+            f"optimizer state and one microbatch take {_resident(model.total) / 2**30:.2f} GiB in all{_too_large(model, memory)}"
         )
     starts = _starts(model, p)
     path = model.total.forward_ms + model.total.backward_ms + model.first.wgrad_ms + 2 * (p - 1) * model.comm_ms
@@ -91,6 +87,15 @@ def bound_over_layouts(
 def _resident(part: LayerCosts) -> float:
     """Bytes of a part that its rank holds at least: weights, gradients, optimizer state, and activations of one microbatch."""
     return part.static_bytes + part.activation_bytes
+
+
+def _too_large(model: Model, memory: float) -> str:
+    """The end of a message: what alone exceeds a device, or that there are too few of them."""
+    parts = {EMBEDDING: model.first, HEAD: model.last} | {kind: model.kinds[kind] for kind in model.layers}
+    name, part = max(parts.items(), key=lambda item: _resident(item[1]))
+    if _resident(part) <= memory:
+        return "; take more ranks"
+    return f", and the kind {name} alone {_resident(part) / 2**30:.2f} GiB; divide it over more tensor-parallel ranks"
 
 
 def _smallest(works: Callable[[float], bool], low: float, high: float) -> float:
@@ -196,7 +201,7 @@ def _table(
             one.time_ms - math.fsum(n * kind.time_ms for n, kind in zip(numbers, rare, strict=True)),
             one.num_bytes - math.fsum(n * kind.num_bytes for n, kind in zip(numbers, rare, strict=True)),
         )
-        if min(left) >= -1e-12 * max(one.time_ms, 1.0):
+        if all(have >= -1e-12 * max(whole, 1.0) for have, whole in zip(left, one, strict=True)):
             rows.append((numbers, _most(left, common, wanted)))
     return rows
 

@@ -112,8 +112,8 @@ def plan_layout(
     if model.total.work_ms <= 0:
         raise ConfigError("no layer takes any time; give the times of at least one kind")
     families = _families(schedule, num_ranks, num_chunks)
-    over = sorted({placement.name for _, placement in families})
-    bound = bound_over_layouts(model, num_ranks, num_microbatches, memory_bytes, placements=over)
+    Layout(model=model, placement=Placement.linear(1), per_stage=(model.num_layers,)).stage_costs(num_microbatches, None)
+    bound = bound_over_layouts(model, num_ranks, num_microbatches, memory_bytes)
     found = _Joint(model, num_microbatches, memory_bytes, options or SearchOptions(), allow_empty and not model.is_hybrid)
     for name, placement in families:
         found.add(name, placement)
@@ -228,7 +228,8 @@ class _Joint:
         )
         self._candidates: list[_Candidate] = []
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
-        self._errors: list[str] = []
+        self._too_large: list[tuple[str, Layout]] = []
+        """Schedules with layouts whose ranks cannot even hold one microbatch."""
         self.num_planned = self.num_ruled_out = 0
 
     def add(self, schedule: str, placement: Placement) -> None:
@@ -254,8 +255,8 @@ class _Joint:
         try:
             stages = layout.stage_costs(self._m, self._memory)
             check_memory_limit(placement, self._m, stages.costs, stages.memory_limit)
-        except ConfigError as error:
-            self._errors.append(str(error))
+        except ConfigError:
+            self._too_large.append((schedule, layout))
             return None
         bound = lower_bound(placement, self._m, stages.costs, stages.memory_limit)
         return _Candidate(schedule=schedule, layout=layout, bound_ms=self._options.objective.of(bound))
@@ -271,8 +272,7 @@ class _Joint:
                 planned = sorted(found, key=_time_of)
         chosen = next((one for one in planned if one.found is not None), None)
         if chosen is None or chosen.found is None:
-            why = f": {self._errors[0]}" if self._errors else "; more stages need more layers"
-            raise ConfigError(f"no layout that was tried fits the devices{why}")
+            raise self._none_fits()
         stages, result = chosen.found
         return LayoutResult(
             layout=chosen.layout,
@@ -282,6 +282,33 @@ class _Joint:
             num_planned=self.num_planned,
             num_ruled_out=self.num_ruled_out,
         )
+
+    def _none_fits(self) -> ConfigError:
+        """What to raise without any plan: the memory of the layout that needs the least, or that there are too few layers."""
+        needs = [
+            (*self._least_bytes(schedule, layout), schedule, layout)
+            for schedule, layout in [*self._too_large, *((one.schedule, one.layout) for one in self._candidates)]
+        ]
+        if not needs:
+            return ConfigError(
+                f"{self._model.num_layers} layers are too few for the stages of any placement that was tried, none of which "
+                "can be empty; take fewer ranks or stages per rank"
+            )
+        assert self._memory is not None, "without a limit every layout that was tried has a plan"
+        most, rank, schedule, layout = min(needs, key=lambda need: need[0])
+        return ConfigError(
+            f"no layout that was tried fits devices of {self._memory / 2**30:.2f} GiB: the one that needs the least, {schedule} "
+            f'with "{layout.text}", takes {most / 2**30:.2f} GiB or more on rank {rank}; take a schedule with less activation '
+            "memory, or more ranks"
+        )
+
+    def _least_bytes(self, schedule: str, layout: Layout) -> tuple[float, int]:
+        """What the fullest rank holds at least, and the rank: one microbatch, or with a fixed order of ops the order's peak."""
+        held = [sum(parts) for parts in zip(layout.ranks("static_bytes"), layout.ranks("activation_bytes"), strict=True)]
+        if not schedule_info(schedule).is_searched:
+            stages, result = plan_of_layout(schedule, layout, self._m, None, self._options)
+            held = layout.peak_bytes(stages, result.simulation.peak_memory)
+        return max(held), held.index(max(held))
 
     def _round(
         self, candidates: Sequence[_Candidate], share: float, *, best: float = math.inf, is_short: bool = False

@@ -29,7 +29,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.microbatch_costs import check_number
 
-__all__ = ["EMBEDDING", "FORMAT", "HEAD", "MTP", "LayerCosts", "Model"]
+__all__ = ["EMBEDDING", "FORMAT", "HEAD", "LETTERS", "MTP", "LayerCosts", "Model"]
 
 FORMAT = "zerobubble-layers/1"
 """Version tag of the JSON form; readers refuse any other."""
@@ -37,7 +37,7 @@ FORMAT = "zerobubble-layers/1"
 EMBEDDING, HEAD, MTP = "embedding", "head", "mtp"
 """Kinds that are no decoder layers: parts of the first and of the last stage."""
 
-_LETTERS = {"attention": "*", "mlp": "-", "moe": "E", "mamba": "M"}
+LETTERS = {"attention": "*", "mlp": "-", "moe": "E", "mamba": "M"}
 """Kinds of a hybrid model, in the letters of `--hybrid-layer-pattern`."""
 
 _REPEATED = re.compile(r"([A-Za-z][A-Za-z0-9_.-]{0,39})(?:\*([1-9][0-9]{0,3}))?")
@@ -109,10 +109,10 @@ class Model:
                 raise ConfigError(f"layers names {quoted(kind)}, and kinds has {', '.join(sorted(self.kinds))}; add its costs")
         if self.num_mtp_layers and MTP not in self.kinds:
             raise ConfigError(f"num_mtp_layers is {self.num_mtp_layers}, and kinds has no {MTP!r}; add its costs")
-        letters = {kind in _LETTERS for kind in self.layers}
+        letters = {kind in LETTERS for kind in self.layers}
         if len(letters) > 1:
             raise ConfigError(
-                f"layers mixes {', '.join(sorted(set(self.layers)))}: {', '.join(_LETTERS)} are layers of a hybrid model, and "
+                f"layers mixes {', '.join(sorted(set(self.layers)))}: {', '.join(LETTERS)} are layers of a hybrid model, and "
                 "all others transformer layers; use one or the other"
             )
 
@@ -124,11 +124,11 @@ class Model:
     @property
     def is_hybrid(self) -> bool:
         """Whether `--hybrid-layer-pattern` describes it."""
-        return self.layers[0] in _LETTERS
+        return self.layers[0] in LETTERS
 
     def letters(self, begin: int, end: int) -> str:
         """The layers [begin, end) in the letters of `--hybrid-layer-pattern`."""
-        return "".join(_LETTERS[kind] for kind in self.layers[begin:end])
+        return "".join(LETTERS[kind] for kind in self.layers[begin:end])
 
     @cached_property
     def costs(self) -> tuple[LayerCosts, ...]:

@@ -11,14 +11,11 @@ from dataclasses import dataclass
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.partition.balance import PartTimes
-from megatron.zerobubble.plan.partition.layers import LayerCosts, Model
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
 __all__ = ["PartCosts"]
 
 _KINDS = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
-_FIELDS = dict(zip(_KINDS, ("forward_ms", "backward_ms", "wgrad_ms", "activation_bytes", "after_backward_bytes"), strict=True))
-"""Field of `CostModel` -> field of `LayerCosts`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +32,6 @@ class PartCosts:
         """From the costs of stages with these `layers`; it takes three stages to separate all parts (`PartTimes.from_stages`)."""
         parts = {kind: PartTimes.from_stages(getattr(costs, kind), layers) for kind in _KINDS if any(getattr(costs, kind))}
         return PartCosts(by_kind=parts, comm_ms=costs.comm_ms)
-
-    def model(self, num_layers: int) -> Model:
-        """The model as a list of equal layers, with activation memory in place of bytes and without weights."""
-        parts = {
-            part: LayerCosts(**{_FIELDS[name]: getattr(times, f"{part}_ms") for name, times in self.by_kind.items()})
-            for part in ("layer", "embedding", "head")
-        }
-        return Model(layers=("layer",) * num_layers, kinds=parts, comm_ms=self.comm_ms)
 
     def costs(self, layers: StageLayers) -> CostModel:
         """The costs of stages with these `layers`, on the same number of ranks."""

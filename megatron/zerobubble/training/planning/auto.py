@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.joint import plan_layout
 from megatron.zerobubble.plan.partition.part_costs import PartCosts
+from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, CostsOf, Result, make_plan
 from megatron.zerobubble.plan.search.options import Objective, SearchOptions
 from megatron.zerobubble.profiling.profile import RankProfile
@@ -32,6 +34,7 @@ from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
+from megatron.zerobubble.training.planning.measured_layers import layer_kinds, measured_model
 from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, build_training_state
 from megatron.zerobubble.training.step import TrainingState, run_passes
 
@@ -104,12 +107,13 @@ class Choice(NamedTuple):
     """Layers of the stages, as --pipeline-model-parallel-layout has them; None: even, or as given."""
 
 
-def balanced(parts: PartCosts, num_layers: int, result: Result, options: SearchOptions) -> Choice:
+def balanced(kinds: Sequence[str], layers: StageLayers, costs: CostModel, result: Result, options: SearchOptions) -> Choice:
     """The schedule and the partition that are fastest together, if they beat the even stages' plan.
 
     Args:
-        parts: costs of a layer, the embedding and the head.
-        num_layers: decoder layers of the model.
+        kinds: the kind of every decoder layer.
+        layers: the layers of the profiled stages.
+        costs: their profiled costs.
         result: the best plan with even stages.
         options: those of its search; with a memory limit.
     """
@@ -119,7 +123,8 @@ def balanced(parts: PartCosts, num_layers: int, result: Result, options: SearchO
     memory = options.memory_limit * min(p, m) * (1 + 1e-9)
     own = replace(options, budget=_LAYOUT_SHARE * options.budget)
     try:
-        found = plan_layout(parts.model(num_layers), num_ranks=p, num_microbatches=m, memory_bytes=memory, options=own)
+        model = measured_model(kinds, layers, costs.plain)
+        found = plan_layout(model, num_ranks=p, num_microbatches=m, memory_bytes=memory, options=own)
     except ConfigError as error:
         _log.warning("auto keeps even stages: %s", error)
         return even
@@ -231,6 +236,5 @@ def _choice(costs: CostModel, probed: Settings, settings: Settings) -> Choice | 
     _log.info("%s", result.verdict(options.objective))
     given = settings.parallel.pipeline_model_parallel_layout is not None or settings.parallel.allow_padding_num_layers
     if settings.zero_bubble.zero_bubble_balance_stages and not given:
-        parts = PartCosts.from_stages(costs, probed.stage_layers(probed.placement))
-        return balanced(parts, settings.num_layers, result, options)
+        return balanced(layer_kinds(settings), probed.stage_layers(probed.placement), costs, result, options)
     return Choice(result.name, result.num_chunks)

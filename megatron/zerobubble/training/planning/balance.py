@@ -11,6 +11,7 @@ plan, and the fastest layout of all schedules is logged as well.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,12 @@ from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.partition.balance import PartTimes, balance
 from megatron.zerobubble.plan.partition.joint import plan_layout
-from megatron.zerobubble.plan.partition.part_costs import PartCosts
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.search.options import Objective, SearchOptions
 from megatron.zerobubble.plan.search.search import evaluations_per_second
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.profiling.report import measured_costs
+from megatron.zerobubble.training.planning.measured_layers import measured_model
 
 __all__ = ["layout_proposal", "log_balance", "log_layout", "measured_parts", "proposal"]
 
@@ -53,11 +54,12 @@ def log_balance(schedule: PipelineSchedule, layers: StageLayers, costs: CostMode
         _log.info("%s", proposal(times, layers, schedule.spec.placement))
 
 
-def log_layout(plan: Plan, layers: StageLayers, costs: CostModel, objective: Objective) -> None:
+def log_layout(plan: Plan, kinds: Sequence[str], layers: StageLayers, costs: CostModel, objective: Objective) -> None:
     """Log the fastest layout for profiled costs. Rank 0 searches, for a few seconds.
 
     Args:
         plan: the running plan.
+        kinds: the kind of every decoder layer.
         layers: the layers of its stages.
         costs: costs profiled over several iterations.
         objective: which iteration time to minimize.
@@ -65,26 +67,28 @@ def log_layout(plan: Plan, layers: StageLayers, costs: CostModel, objective: Obj
     if dist.get_rank() != 0:
         return
     try:
-        _log.info("%s", layout_proposal(plan, layers, costs, objective))
+        _log.info("%s", layout_proposal(plan, kinds, layers, costs, objective))
     except (ConfigError, PlanError) as error:
         _log.warning("layouts: %s", error)
 
 
-def layout_proposal(plan: Plan, layers: StageLayers, costs: CostModel, objective: Objective) -> str:
+def layout_proposal(plan: Plan, kinds: Sequence[str], layers: StageLayers, costs: CostModel, objective: Objective) -> str:
     """The log line: the running plan's simulated iteration time, and the fastest layout found with its flags.
 
     Args:
         plan: the running plan.
+        kinds: the kind of every decoder layer.
         layers: the layers of its stages.
         costs: their profiled costs.
         objective: which iteration time to minimize.
 
     Raises:
-        ConfigError: the costs do not describe a model, for example if no layer takes time.
+        ConfigError: the costs do not describe a model, for example if no layer takes time, or do not tell its kinds of layers
+            apart.
     """
     simulation = simulate(plan, costs.plain)
     found = plan_layout(
-        PartCosts.from_stages(costs.plain, layers).model(layers.num_layers),
+        measured_model(kinds, layers, costs.plain),
         num_ranks=plan.num_ranks,
         num_microbatches=plan.num_microbatches,
         memory_bytes=max(simulation.peak_memory) * min(plan.num_ranks, plan.num_microbatches) * (1 + 1e-9),
