@@ -2,12 +2,15 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.zerobubble import verify
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.certificate import certificate
 from megatron.zerobubble.plan.communication import place_communication
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
@@ -16,6 +19,7 @@ from megatron.zerobubble.plan.memory_profile import activation_memory_over_time
 from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, LengthModel, MicrobatchCosts, Terms
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.bound import lower_bound
+from megatron.zerobubble.plan.search.options import Objective
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.transforms import first_microbatches
 from megatron.zerobubble.plan.validate import validate
@@ -292,6 +296,17 @@ def test_a_wrong_number_among_right_ones_is_found(value: object) -> None:
     lists: dict[str, object] = dict.fromkeys(COST_LISTS, ((1.0, 2.0, 3.0),))
     with pytest.raises(ConfigError, match="wgrad_ms of stage 0, microbatch 1 is "):
         MicrobatchCosts(**lists | {"wgrad_ms": ((1.0, value, 3.0),)})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [None, "x", -1.0, math.nan])
+def test_a_diagonal_is_ignored_and_written_as_0(value: object) -> None:
+    body = {"latency_ms": [[value, 1.0], [2.0, value]], "gigabytes_per_s": [[value, 3.0], [4.0, value]]}
+    links = Links.from_json(body)
+    assert links.to_json()["latency_ms"] == [[0, 1.0], [2.0, 0]]
+    assert links.to_json()["gigabytes_per_s"] == [[0, 3.0], [4.0, 0]]
+    plan = build_plan("zbv", num_ranks=2, num_microbatches=3)
+    simulation = simulate(plan, replace(of_lengths(plan.placement, (100, 200, 300)), links=links))
+    verify.check(json.loads(json.dumps(certificate(simulation, Objective.SPAN, None))))
 
 
 def test_measured_links_are_a_matrix_where_they_differ() -> None:
