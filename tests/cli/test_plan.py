@@ -296,6 +296,14 @@ def test_links_are_read_and_shown(tool: ModuleType, tmp_path: Path, capsys: pyte
         (["512,700", "--links", "LINKS", "--num-ranks", "3"], "give --bytes-per-token with --microbatch-tokens"),
         (["512,700", "--attention-share", "2"], "attention share is 2.0"),
         (["512,700", "--costs", "COSTS"], "drop the lengths (--microbatch-tokens)"),
+        (["512,x," * 2000], "give whole numbers separated by commas, or a file of them"),
+        (["512,700", "--bytes-per-token", "1000"], "--bytes-per-token is 1000 and there are no tokens or no links"),
+        (["512,700", "--bytes-per-token", "-5"], "--bytes-per-token is -5; give a number of 0 or more"),
+        (["512,700", "--bytes-per-token", "nan"], "--bytes-per-token is nan; give a number of 0 or more"),
+        (
+            ["512,700,100000", "--memory-limit", "0.5", "--schedule", "auto"],
+            "fits memory limit 0.5, microbatch 2 has 100000 tokens and the limit holds at most 33737: the smallest that works is",
+        ),
     ],
 )
 def test_bad_lengths_and_links_are_refused_in_one_line(
@@ -308,6 +316,23 @@ def test_bad_lengths_and_links_are_refused_in_one_line(
     means = {name: [1.5] * 4 for name in COST_LISTS}
     files["COSTS"].write_text(json.dumps(means | {"microbatches": lists}))
     assert tool.main([*UNEQUAL, *(str(files.get(word, word)) for word in arguments)]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--attention-share", "0.1"], "--attention-share is 0.1 and all microbatches are equal; give --microbatch-tokens"),
+        (["--attention-share", "nan"], "--attention-share is nan and all"),
+        (["--bytes-per-token", "1000"], "there are no tokens or no links; give --microbatch-tokens and --links"),
+    ],
+)
+def test_a_flag_about_lengths_that_are_not_given_is_refused(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert tool.main([*UNEQUAL[:-1], "--num-microbatches", "4", *arguments]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
