@@ -230,8 +230,15 @@ def test_lengths_are_assigned_and_shown(tool: ModuleType, tmp_path: Path, capsys
     assert f"in the order of the data: {' '.join(map(str, body['assignment']))}\n" in out
     assert tool.main([*UNEQUAL, "512,4096,700,1800,1024,96", "--attention-share", "0.1"]) == 0
     assert capsys.readouterr().out == out
-    assert tool.main(["show", str(target)]) == 0
+    svg, trace = tmp_path / "plan.svg", tmp_path / "trace.json"
+    assert tool.main(["show", str(target), "--svg", str(svg), "--trace", str(trace)]) == 0
     assert capsys.readouterr().out == out
+    assert "microbatches of 96 to 4096 tokens (mean 1371), idle share " in svg.read_text()
+    passes = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    longest = body["assignment"].index(1)
+    of_longest = [event["args"] for event in passes if event["args"]["microbatch"] == longest]
+    assert [(args["data_microbatch"], args["tokens"]) for args in of_longest] == [(1, 4096)] * 12
+    assert svg.read_text().count("(microbatch 1 of the data, 4096 tokens)") == 12
 
 
 def test_a_torch_table_has_the_order_and_not_the_assignment(
@@ -264,7 +271,7 @@ def test_links_are_read_and_shown(tool: ModuleType, tmp_path: Path, capsys: pyte
     assert body["costs"]["links"]["message_bytes"] == [1e6, 2e6, 3e6]
     assert max(body["metrics"]["peak_memory"]) <= 1.5 + 1e-9
     assert tool.main([*UNEQUAL, "1000,2000,3000", *sizes]) == 0
-    assert "links of 1.500 to 1.500 ms per message of microbatch 0" in capsys.readouterr().out
+    assert "links of 2.000 to 2.500 ms per mean message between neighboring ranks" in capsys.readouterr().out
     auto = [
         "plan",
         "--schedule",

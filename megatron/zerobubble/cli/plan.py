@@ -32,7 +32,7 @@ from megatron.zerobubble.plan.registry import (
     plan_of,
     schedule_spec,
 )
-from megatron.zerobubble.plan.render.summary import headline, measures, summary
+from megatron.zerobubble.plan.render.summary import headline, lengths, measures, slot_notes, slots, summary
 from megatron.zerobubble.plan.render.svg import render_svg
 from megatron.zerobubble.plan.render.trace import render_chrome_trace
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
@@ -358,10 +358,11 @@ def run_show(args: argparse.Namespace) -> None:
 
 def _write_pictures(args: argparse.Namespace, simulation: Simulation) -> None:
     if args.svg is not None:
-        svg = render_svg(simulation.rows, title=headline(simulation.plan), subtitle=measures(simulation))
+        subtitle = "; ".join([measures(simulation), *lengths(simulation)[:1]])
+        svg = render_svg(simulation.rows, title=headline(simulation.plan), subtitle=subtitle, notes=slot_notes(simulation))
         Path(args.svg).write_text(svg, encoding="utf-8")
     if args.trace is not None:
-        Path(args.trace).write_text(render_chrome_trace(simulation.rows), encoding="utf-8")
+        Path(args.trace).write_text(render_chrome_trace(simulation.rows, slots(simulation)), encoding="utf-8")
 
 
 COMMANDS = {
