@@ -22,6 +22,7 @@ from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.search.options import Objective
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.transforms import first_microbatches
+from megatron.zerobubble.plan.unequal import Unequal
 from megatron.zerobubble.plan.validate import validate
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "v-half")
@@ -110,6 +111,13 @@ def test_equal_microbatches_and_links_are_the_plain_costs() -> None:
     lists = {name: tuple((value,) * 7 for value in getattr(plain, name)) for name in COST_LISTS}
     links = Links(latency_ms=((0, 0.2), (0.2, 9)))
     assert CostModel.of_microbatches(MicrobatchCosts(**lists), links=links) == plain
+
+
+@given(st.floats(0.1, 100), st.integers(1, 10**6), st.floats(0, 1))
+def test_equal_lengths_are_the_plain_costs_to_the_bit(time_ms: float, tokens: int, share: float) -> None:
+    """A last digit could change which of two orders a search takes for the better one."""
+    costs = CostModel.uniform(Placement.v(2), forward_ms=time_ms, backward_ms=1.1 * time_ms, activation_after_backward=0.37)
+    assert Unequal((tokens,) * 6, share).applied(costs) == costs
 
 
 def test_means_stand_for_unequal_microbatches() -> None:
