@@ -195,3 +195,12 @@ def test_a_memory_limit_above_the_usual_ones_can_be_chosen_where_lengths_need_it
         limits.focus()
         page.keyboard.press("ArrowLeft")
         assert page.locator(".slot output").inner_text() == "3.89"
+
+
+def test_both_schedules_results_are_in_sight_on_a_phone(opened: Open) -> None:
+    query = f"{LIST}&s=interleaved-1f1b&base=1&links=matrix&latency=0_1~1_0"
+    with opened(query, viewport={"width": 390, "height": 844}) as page:
+        page.wait_for_selector("#metrics th:has-text('interleaved 1F1B, v = 2 (baseline)')")
+        page.wait_for_function("() => document.querySelectorAll('#metrics thead th').length === 3")
+        table = page.locator("#metrics .scroll")
+        assert table.evaluate("e => e.scrollWidth <= e.clientWidth"), "no column is behind the edge"
