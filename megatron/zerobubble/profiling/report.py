@@ -215,7 +215,7 @@ def _of_each_microbatch(timeline: Timeline, costs: CostModel) -> CostModel:
         for (stage, kind, microbatch), start, end in row:
             name = COST_LISTS[0 if kind is OpKind.F else 2 if kind is OpKind.W else 1]  # a fused BW is a B, as in `combine`
             lists[name][stage][plan.batch_index(microbatch)] = end - start
-    every = MicrobatchCosts(**{name: tuple(map(tuple, rows)) for name, rows in lists.items()})
+    every = MicrobatchCosts(**{name: tuple(map(tuple, rows)) for name, rows in lists.items()}, tokens=())
     return replace(costs, per_microbatch=every)
 
 
