@@ -1,5 +1,6 @@
 """The commands of `zerobubble` that plan, and tools/plan.py, which runs them from a checkout."""
 
+import io
 import json
 import re
 import subprocess
@@ -176,6 +177,14 @@ def test_per_stage_costs(tool: ModuleType, tmp_path: Path, capsys: pytest.Captur
 
 
 @compiled
+def test_costs_are_no_standard_input_which_each_placement_of_auto_would_read(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(CostModel.uniform(Placement.linear(2)).to_json())))
+    assert tool.main(["plan", "--schedule", "auto", "--num-ranks", "2", "--num-microbatches", "3", "--costs", "-"]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
 def test_compare(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "published.json"
     config = {"model": "tiny", "num_ranks": 2, "num_microbatches": 4, "forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1}

@@ -27,10 +27,10 @@ def read_text(source: str) -> str:
     return sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
 
 
-def read_json(source: str) -> Any:
-    """The content of a JSON file, or of standard input for `-`. Raises PlanError if it is not JSON, or nested too deeply."""
+def parse_json(text: str, source: str) -> Any:
+    """The content of a JSON text. Raises PlanError with the name of its source if it is not JSON, or nested too deeply."""
     try:
-        return json.loads(read_text(source))
+        return json.loads(text)
     except ValueError as error:  # also a number of more than 4,300 digits
         raise PlanError(f"{source} is not JSON: {error}") from None
     except RecursionError:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zerobubble.cli.layers import add_layer_flags, layout_summary, layout_to_json, plan_layers
-from megatron.zerobubble.cli.parser import read_json, read_text, workers_of
+from megatron.zerobubble.cli.parser import parse_json, read_text, workers_of
 from megatron.zerobubble.cli.progress import stoppable, track
 from megatron.zerobubble.cli.published import REFERENCES, read_configs
 from megatron.zerobubble.cli.unequal import add_unequal_flags, read_unequal
@@ -151,7 +151,7 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
 
 def _costs(args: argparse.Namespace, unequal: Unequal, placement: Placement) -> CostModel:
     if args.costs is not None:
-        body = read_json(args.costs)
+        body = parse_json(Path(args.costs).read_text(encoding="utf-8"), args.costs)
         costs = CostModel.from_json(body.get("costs", body) if isinstance(body, dict) else body)
     else:
         costs = CostModel.uniform(

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.zerobubble.cli.parser import read_json, read_text
+from megatron.zerobubble.cli.parser import parse_json, read_text
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.links import Links
@@ -99,7 +99,7 @@ def _is_file(name: str) -> bool:
 
 
 def _read_links(args: argparse.Namespace, tokens: tuple[int, ...]) -> Links:
-    links = Links.from_json(read_json(args.links))
+    links = Links.from_json(parse_json(read_text(args.links), args.links))
     if links.num_ranks != args.num_ranks:
         raise ConfigError(
             f"{args.links} has links of {links.num_ranks} ranks and --num-ranks is {args.num_ranks}; "
