@@ -58,9 +58,15 @@ class Costs:
                 )
         self.rank_of, self.comm, self.links = rank_of, body.get("comm_ms", 0.0), body.get("links")
         self.sizes = self.links["message_bytes"] if self.links else [0.0]
-        latency = [one for row in self.links["latency_ms"] for one in row] if self.links else []
-        if not all(map(_is_cost, [self.comm, *self.sizes, *latency])):
+        if not all(map(_is_cost, [self.comm, *self.sizes, *self._between("latency_ms")])):
             raise RefusedError("costs: comm_ms and links must be finite numbers, none below 0")
+        if not all(speed > 0 for speed in self._between("gigabytes_per_s")):
+            raise RefusedError("costs: every bandwidth must be above 0")
+
+    def _between(self, name: str) -> list[float]:
+        """The numbers of a matrix of links that are about two ranks."""
+        rows = (self.links or {}).get(name, [])
+        return [value for rank, row in enumerate(rows) for other, value in enumerate(row) if rank != other]
 
     def link(self, source: int, target: int, microbatch: int | None = None) -> float:
         """Time of a message between the ranks of two stages; of the smallest one if no microbatch is given."""

@@ -1,5 +1,6 @@
 """The commands of `zerobubble` that plan, and tools/plan.py, which runs them from a checkout."""
 
+import io
 import json
 import re
 import subprocess
@@ -176,6 +177,14 @@ def test_per_stage_costs(tool: ModuleType, tmp_path: Path, capsys: pytest.Captur
 
 
 @compiled
+def test_costs_are_no_standard_input_which_each_placement_of_auto_would_read(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(CostModel.uniform(Placement.linear(2)).to_json())))
+    assert tool.main(["plan", "--schedule", "auto", "--num-ranks", "2", "--num-microbatches", "3", "--costs", "-"]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
 def test_compare(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "published.json"
     config = {"model": "tiny", "num_ranks": 2, "num_microbatches": 4, "forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1}
@@ -230,8 +239,15 @@ def test_lengths_are_assigned_and_shown(tool: ModuleType, tmp_path: Path, capsys
     assert f"in the order of the data: {' '.join(map(str, body['assignment']))}\n" in out
     assert tool.main([*UNEQUAL, "512,4096,700,1800,1024,96", "--attention-share", "0.1"]) == 0
     assert capsys.readouterr().out == out
-    assert tool.main(["show", str(target)]) == 0
+    svg, trace = tmp_path / "plan.svg", tmp_path / "trace.json"
+    assert tool.main(["show", str(target), "--svg", str(svg), "--trace", str(trace)]) == 0
     assert capsys.readouterr().out == out
+    assert "microbatches of 96 to 4096 tokens (mean 1371), idle share " in svg.read_text()
+    passes = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    longest = body["assignment"].index(1)
+    of_longest = [event["args"] for event in passes if event["args"]["microbatch"] == longest]
+    assert [(args["data_microbatch"], args["tokens"]) for args in of_longest] == [(1, 4096)] * 12
+    assert svg.read_text().count("(microbatch 1 of the data, 4096 tokens)") == 12
 
 
 def test_a_torch_table_has_the_order_and_not_the_assignment(
@@ -264,7 +280,7 @@ def test_links_are_read_and_shown(tool: ModuleType, tmp_path: Path, capsys: pyte
     assert body["costs"]["links"]["message_bytes"] == [1e6, 2e6, 3e6]
     assert max(body["metrics"]["peak_memory"]) <= 1.5 + 1e-9
     assert tool.main([*UNEQUAL, "1000,2000,3000", *sizes]) == 0
-    assert "links of 1.500 to 1.500 ms per message of microbatch 0" in capsys.readouterr().out
+    assert "links of 2.000 to 2.500 ms per mean message between neighboring ranks" in capsys.readouterr().out
     auto = [
         "plan",
         "--schedule",
@@ -296,6 +312,14 @@ def test_links_are_read_and_shown(tool: ModuleType, tmp_path: Path, capsys: pyte
         (["512,700", "--links", "LINKS", "--num-ranks", "3"], "give --bytes-per-token with --microbatch-tokens"),
         (["512,700", "--attention-share", "2"], "attention share is 2.0"),
         (["512,700", "--costs", "COSTS"], "drop the lengths (--microbatch-tokens)"),
+        (["512,x," * 2000], "give whole numbers separated by commas, or a file of them"),
+        (["512,700", "--bytes-per-token", "1000"], "--bytes-per-token is 1000 and there are no tokens or no links"),
+        (["512,700", "--bytes-per-token", "-5"], "--bytes-per-token is -5; give a number of 0 or more"),
+        (["512,700", "--bytes-per-token", "nan"], "--bytes-per-token is nan; give a number of 0 or more"),
+        (
+            ["512,700,100000", "--memory-limit", "0.5", "--schedule", "auto"],
+            "fits memory limit 0.5, microbatch 2 has 100000 tokens and the limit holds at most 33737: the smallest that works is",
+        ),
     ],
 )
 def test_bad_lengths_and_links_are_refused_in_one_line(
@@ -308,6 +332,23 @@ def test_bad_lengths_and_links_are_refused_in_one_line(
     means = {name: [1.5] * 4 for name in COST_LISTS}
     files["COSTS"].write_text(json.dumps(means | {"microbatches": lists}))
     assert tool.main([*UNEQUAL, *(str(files.get(word, word)) for word in arguments)]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--attention-share", "0.1"], "--attention-share is 0.1 and all microbatches are equal; give --microbatch-tokens"),
+        (["--attention-share", "nan"], "--attention-share is nan and all"),
+        (["--bytes-per-token", "1000"], "there are no tokens or no links; give --microbatch-tokens and --links"),
+    ],
+)
+def test_a_flag_about_lengths_that_are_not_given_is_refused(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert tool.main([*UNEQUAL[:-1], "--num-microbatches", "4", *arguments]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1

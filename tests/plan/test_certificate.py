@@ -125,6 +125,12 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a time that is no number": (lambda body: body["plan"]["costs"].update(wgrad_ms=[float("nan")] * 8), "finite"),
     "a link that is no number": (lambda body: body["plan"]["costs"].update(comm_ms=float("nan")), "links"),
     "a link that gives time back": (lambda body: body["plan"]["costs"].update(comm_ms=-0.1), "links"),
+    "a link faster than at once": (
+        lambda body: body["plan"]["costs"].update(
+            links={"latency_ms": [[0.6] * 4] * 4, "gigabytes_per_s": [[-1.0] * 4] * 4, "message_bytes": [1e3]}
+        ),
+        "bandwidth",
+    ),
     "a limit that is no number": (lambda body: body.update(memory_limit=float("nan")), "memory"),
     "an objective that is no number": (lambda body: body.update(objective_ms=float("nan")), "objective_ms"),
     "a bound that is no number": (lambda body: body["bound"].update(bound_ms=float("nan")), "bound"),

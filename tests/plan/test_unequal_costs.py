@@ -2,12 +2,15 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.zerobubble import verify
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.certificate import certificate
 from megatron.zerobubble.plan.communication import place_communication
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
@@ -16,8 +19,10 @@ from megatron.zerobubble.plan.memory_profile import activation_memory_over_time
 from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, LengthModel, MicrobatchCosts, Terms
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.search.bound import lower_bound
+from megatron.zerobubble.plan.search.options import Objective
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.transforms import first_microbatches
+from megatron.zerobubble.plan.unequal import Unequal
 from megatron.zerobubble.plan.validate import validate
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "v-half")
@@ -106,6 +111,13 @@ def test_equal_microbatches_and_links_are_the_plain_costs() -> None:
     lists = {name: tuple((value,) * 7 for value in getattr(plain, name)) for name in COST_LISTS}
     links = Links(latency_ms=((0, 0.2), (0.2, 9)))
     assert CostModel.of_microbatches(MicrobatchCosts(**lists), links=links) == plain
+
+
+@given(st.floats(0.1, 100), st.integers(1, 10**6), st.floats(0, 1))
+def test_equal_lengths_are_the_plain_costs_to_the_bit(time_ms: float, tokens: int, share: float) -> None:
+    """A last digit could change which of two orders a search takes for the better one."""
+    costs = CostModel.uniform(Placement.v(2), forward_ms=time_ms, backward_ms=1.1 * time_ms, activation_after_backward=0.37)
+    assert Unequal((tokens,) * 6, share).applied(costs) == costs
 
 
 def test_means_stand_for_unequal_microbatches() -> None:
@@ -292,6 +304,17 @@ def test_a_wrong_number_among_right_ones_is_found(value: object) -> None:
     lists: dict[str, object] = dict.fromkeys(COST_LISTS, ((1.0, 2.0, 3.0),))
     with pytest.raises(ConfigError, match="wgrad_ms of stage 0, microbatch 1 is "):
         MicrobatchCosts(**lists | {"wgrad_ms": ((1.0, value, 3.0),)})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [None, "x", -1.0, math.nan])
+def test_a_diagonal_is_ignored_and_written_as_0(value: object) -> None:
+    body = {"latency_ms": [[value, 1.0], [2.0, value]], "gigabytes_per_s": [[value, 3.0], [4.0, value]]}
+    links = Links.from_json(body)
+    assert links.to_json()["latency_ms"] == [[0, 1.0], [2.0, 0]]
+    assert links.to_json()["gigabytes_per_s"] == [[0, 3.0], [4.0, 0]]
+    plan = build_plan("zbv", num_ranks=2, num_microbatches=3)
+    simulation = simulate(plan, replace(of_lengths(plan.placement, (100, 200, 300)), links=links))
+    verify.check(json.loads(json.dumps(certificate(simulation, Objective.SPAN, None))))
 
 
 def test_measured_links_are_a_matrix_where_they_differ() -> None:

@@ -41,6 +41,7 @@ def test_lengths_are_planned_for_and_shown_and_the_link_restores_them(opened: Op
         idle, came = (float(cells(page, row)[0].split()[0]) for row in (IDLE, CAME))
         assert idle < came
         page.locator(".panel .slots summary").click()
+        page.wait_for_selector(".panel .slots tbody tr")  # built when the browser says that it is open
         rows = page.locator(".panel .slots tbody tr").all_inner_texts()
         assert [row.split() for row in rows] == [[str(i), str(j), str(TOKENS[j])] for i, j in enumerate(plan.assignment)]
         page.locator(".chart").focus()
@@ -150,3 +151,56 @@ def test_a_plan_for_unequal_microbatches_is_opened_and_planned_for_again(opened:
         drop(page, "costs.json", json.dumps(body["costs"]))
         page.wait_for_selector("#notes:has-text('it has no lengths of its microbatches, so their means count')")
         assert page.input_value("[name=lengths]") == "equal"
+
+
+def test_a_mistake_is_reported_where_the_results_were_and_not_only_below_the_form(opened: Open) -> None:
+    with opened(f"{LIST}&s=1f1b&links=matrix&latency=0_1~1_0") as page:
+        page.wait_for_selector("#metrics table")
+        page.fill("[name=latency]", "0 1\n1")
+        page.wait_for_selector("#metrics .bad")
+        wrong = "links: latency_ms has 2 rows of 1, 2 numbers; it must have one row and one column for each of 2 ranks"
+        page.wait_for_function("() => document.querySelectorAll('.slot.wrong').length === 2")
+        assert page.locator("#metrics .bad").all_inner_texts() == [f"A, B: {wrong}"]
+        box = page.locator("#metrics .bad").bounding_box()
+        assert box is not None
+        assert box["y"] < 900, "in sight without scrolling"
+        page.fill("[name=latency]", "0 1\n1 0")
+        page.wait_for_selector("#metrics table")
+        assert page.locator("#metrics .bad").count() == 0
+
+
+def test_lengths_and_links_can_be_cleared_and_typed_anew(opened: Open) -> None:
+    with opened(f"{LIST}&links=matrix&latency=0_1~1_0") as page:
+        for name, message in (("tokens", "no microbatch has tokens"), ("latency", "latency_ms of 0 ranks and num_ranks is 2")):
+            before = page.input_value(f"[name={name}]")
+            page.focus(f"[name={name}]")
+            page.keyboard.press("Control+a")
+            page.keyboard.press("Delete")
+            page.wait_for_selector(f".slot.wrong .status:has-text('{message}')")
+            page.keyboard.insert_text(before)
+            assert page.input_value(f"[name={name}]") == before
+            page.wait_for_selector(".panel .lengths")
+
+
+def test_a_memory_limit_above_the_usual_ones_can_be_chosen_where_lengths_need_it(opened: Open) -> None:
+    with opened("p=4&effort=drawn&s=zbv~3.9&lengths=list&tokens=100_100_100_9000_100_100_9000_100") as page:
+        page.wait_for_selector(".panel .lengths")
+        page.wait_for_selector("main[aria-busy=false]")
+        assert page.locator(".slot output").inner_text() == "3.90"
+        limits = page.locator(".slot input[type=range]")
+        assert float(limits.input_value()) == 3.9
+        assert float(limits.get_attribute("max") or 0) >= 3.9
+        page.fill("[name=share]", "0.1")
+        page.wait_for_selector("main[aria-busy=false]")
+        limits.focus()
+        page.keyboard.press("ArrowLeft")
+        assert page.locator(".slot output").inner_text() == "3.89"
+
+
+def test_both_schedules_results_are_in_sight_on_a_phone(opened: Open) -> None:
+    query = f"{LIST}&s=interleaved-1f1b&base=1&links=matrix&latency=0_1~1_0"
+    with opened(query, viewport={"width": 390, "height": 844}) as page:
+        page.wait_for_selector("#metrics th:has-text('interleaved 1F1B, v = 2 (baseline)')")
+        page.wait_for_function("() => document.querySelectorAll('#metrics thead th').length === 3")
+        table = page.locator("#metrics .scroll")
+        assert table.evaluate("e => e.scrollWidth <= e.clientWidth"), "no column is behind the edge"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.zerobubble.plan.communication import Message, Program, place_communication
 from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Timeline
@@ -14,11 +15,16 @@ def span(activity: Activity, start_ms: float, end_ms: float, message: Message | 
 
 
 def as_recorded(name: str, p: int, m: int, *, comm_ms: float = 0.25, iteration: int = 7) -> Timeline:
+    """`run_as_simulated` of a hand-written schedule, F=B=W=1 per rank."""
+    plan = build_plan(name, num_ranks=p, num_microbatches=m)
+    return run_as_simulated(plan, CostModel.uniform(plan.placement, comm_ms=comm_ms), iteration=iteration)
+
+
+def run_as_simulated(plan: Plan, costs: CostModel, *, iteration: int = 7) -> Timeline:
     """What a recorder would see of a simulated run: sends from the end of their op, receives posted when the op before ends,
     waits until the message is there, and an optimizer of 2 ms behind the last op."""
-    plan = build_plan(name, num_ranks=p, num_microbatches=m)
     program: Program = place_communication(plan)
-    simulation = simulate(plan, CostModel.uniform(plan.placement, comm_ms=comm_ms))
+    simulation, comm_ms = simulate(plan, costs), costs.comm_ms
     sent = {
         step.send: timed.end_ms
         for steps, row in zip(program.steps, simulation.rows, strict=True)

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.zerobubble.plan.costs import Activations
+from megatron.zerobubble.plan.costs import Activations, CostModel
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.unequal import Unequal
 from megatron.zerobubble.profiling.report import FORMAT, report, reports_to_json
-from tests.profiling.support import as_recorded
+from tests.profiling.support import as_recorded, run_as_simulated
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zbv"])
@@ -26,6 +28,28 @@ def test_what_ran_as_planned_is_reported_so(name: str) -> None:
     assert [line.split()[0] for line in seen.lines()][:2] == ["bubble:", "span"]
     assert f"{seen.bubble_rate:.1%} of iteration 7" in seen.lines()[0]
     assert seen.scalars()["pipeline/span_ms"] == seen.span_ms
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"])
+def test_unequal_microbatches_that_ran_as_planned_are_reported_so(name: str) -> None:
+    """The prediction counts each at its own length, in the order of the data; medians would be off by a quarter."""
+    plan = build_plan(name, num_ranks=3, num_microbatches=6)
+    plan = replace(plan, assignment=(5, 0, 2, 3, 1, 4))
+    costs = Unequal((512, 4096, 700, 1800, 1024, 96), 0.1).applied(CostModel.uniform(plan.placement, comm_ms=0.25))
+    seen = report(run_as_simulated(plan, costs))
+    assert seen.simulation.span_ms == pytest.approx(seen.span_ms)
+    assert seen.simulation.makespan_ms == pytest.approx(seen.makespan_ms)
+    assert seen.simulation.bubble_rate == pytest.approx(seen.bubble_rate)
+    measured = seen.simulation.costs.per_microbatch
+    assert measured is not None
+    assert costs.per_microbatch is not None
+    for rows, own in zip(measured.forward_ms, costs.per_microbatch.forward_ms, strict=True):
+        assert rows == pytest.approx(own)
+    body = json.loads(reports_to_json([seen]))["iterations"][0]["costs"]
+    assert CostModel.from_json(body) == seen.simulation.costs
+    sizes = Activations(activation=(0.5,) * plan.num_stages, activation_after_backward=(0.25,) * plan.num_stages)
+    again = report(replace(run_as_simulated(plan, costs), activations=sizes)).simulation.costs
+    assert (again.activation, again.activation_after_backward) == (sizes.activation, sizes.activation_after_backward)
 
 
 def test_measured_activations_are_in_the_costs_of_the_report() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -13,6 +15,9 @@ from megatron.core import parallel_state
 from megatron.zerobubble.mcore.microbatches.lengths import Lengths
 from megatron.zerobubble.mcore.microbatches.unequal import UnequalOptions
 from megatron.zerobubble.mcore.replanner import Replanner, Window
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.search.options import SearchOptions
 from tests.support.gpt import MICRO_BATCH, SEQUENCE, VOCABULARY, Case, Difference, Outcome, Tensors, Trainer, compare
 from tests.support.moe import MoeCase, MoeTrainer
@@ -142,6 +147,29 @@ def evaluate_unequal(rank: int, case: UnequalCase) -> tuple[list[float], list[fl
     order = trainer.orders[0]
     trainer.close()
     return evaluated, trained, order
+
+
+def plan_ahead(rank: int, case: UnequalCase) -> tuple[list[str], list[str]]:
+    """Announce an iteration, wait for its plan, and train two steps: the threads that planned until it began, and in all."""
+    trainer = case.trainer()
+    assert trainer.schedule.unequal is not None
+    threads: list[str] = []
+    has_planned, plan = threading.Event(), MicrobatchPlanner.plan
+
+    def recorded(planner: MicrobatchPlanner, costs: CostModel) -> Plan:
+        found = plan(planner, costs)
+        threads.append(threading.current_thread().name)
+        has_planned.set()
+        return found
+
+    with mock.patch.object(MicrobatchPlanner, "plan", recorded):
+        trainer.schedule.unequal.expect((tuple(of_tokens(tokens) for tokens in case.lengths(0, 0)),))
+        has_planned.wait(60)
+        before = list(threads)
+        for step in range(2):
+            trainer.forward_backward(step)
+        trainer.close()
+    return before, threads
 
 
 class Replanned(NamedTuple):

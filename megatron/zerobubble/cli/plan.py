@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zerobubble.cli.layers import add_layer_flags, layout_summary, layout_to_json, plan_layers
-from megatron.zerobubble.cli.parser import read_text, workers_of
+from megatron.zerobubble.cli.parser import parse_json, read_text, workers_of
 from megatron.zerobubble.cli.progress import stoppable, track
 from megatron.zerobubble.cli.published import REFERENCES, read_configs
 from megatron.zerobubble.cli.unequal import add_unequal_flags, read_unequal
@@ -32,7 +32,7 @@ from megatron.zerobubble.plan.registry import (
     plan_of,
     schedule_spec,
 )
-from megatron.zerobubble.plan.render.summary import headline, measures, summary
+from megatron.zerobubble.plan.render.summary import headline, lengths, measures, slot_notes, slots, summary
 from megatron.zerobubble.plan.render.svg import render_svg
 from megatron.zerobubble.plan.render.trace import render_chrome_trace
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
@@ -151,12 +151,7 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
 
 def _costs(args: argparse.Namespace, unequal: Unequal, placement: Placement) -> CostModel:
     if args.costs is not None:
-        try:
-            body = json.loads(Path(args.costs).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise PlanError(f"{args.costs} is not JSON: {error}") from None
-        except RecursionError:
-            raise PlanError(f"{args.costs} is JSON that is nested too deeply") from None
+        body = parse_json(Path(args.costs).read_text(encoding="utf-8"), args.costs)
         costs = CostModel.from_json(body.get("costs", body) if isinstance(body, dict) else body)
     else:
         costs = CostModel.uniform(
@@ -363,10 +358,11 @@ def run_show(args: argparse.Namespace) -> None:
 
 def _write_pictures(args: argparse.Namespace, simulation: Simulation) -> None:
     if args.svg is not None:
-        svg = render_svg(simulation.rows, title=headline(simulation.plan), subtitle=measures(simulation))
+        subtitle = "; ".join([measures(simulation), *lengths(simulation)[:1]])
+        svg = render_svg(simulation.rows, title=headline(simulation.plan), subtitle=subtitle, notes=slot_notes(simulation))
         Path(args.svg).write_text(svg, encoding="utf-8")
     if args.trace is not None:
-        Path(args.trace).write_text(render_chrome_trace(simulation.rows), encoding="utf-8")
+        Path(args.trace).write_text(render_chrome_trace(simulation.rows, slots(simulation)), encoding="utf-8")
 
 
 COMMANDS = {

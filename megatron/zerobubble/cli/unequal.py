@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.zerobubble.cli.parser import read_text
+from megatron.zerobubble.cli.parser import parse_json, read_text
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.links import Links
 from megatron.zerobubble.plan.microbatch_costs import check_tokens
 from megatron.zerobubble.plan.unequal import Unequal
@@ -43,8 +43,9 @@ def read_unequal(args: argparse.Namespace) -> Unequal:
     """Read the flags, and take the number of microbatches from the lengths if it is not given.
 
     Raises:
-        ConfigError: lengths that are not whole numbers of 1 or more, their number differs from the number of microbatches, or a
-            matrix of links that is not one.
+        ConfigError: lengths that are not whole numbers of 1 or more, their number differs from the number of microbatches, a
+            matrix of links that is of another size, or a flag that says something about lengths or links that are not given.
+        PlanError: the links are not JSON, or not an object of matrices.
     """
     tokens = () if args.microbatch_tokens is None else _read_tokens(args.microbatch_tokens)
     if args.num_microbatches is None:
@@ -56,14 +57,30 @@ def read_unequal(args: argparse.Namespace) -> Unequal:
             f"--microbatch-tokens has {len(tokens)} lengths and --num-microbatches is {args.num_microbatches}; "
             "give one per microbatch"
         )
+    _check_used(args)
     return Unequal(tokens, args.attention_share, None if args.links is None else _read_links(args, tokens))
+
+
+def _check_used(args: argparse.Namespace) -> None:
+    """Refuse a share and a size that nothing would come of."""
+    share, size = args.attention_share, args.bytes_per_token
+    if share != 0 and args.microbatch_tokens is None:
+        raise ConfigError(f"--attention-share is {share:g} and all microbatches are equal; give --microbatch-tokens, or drop it")
+    if not size >= 0:
+        raise ConfigError(f"--bytes-per-token is {size:g}; give a number of 0 or more")
+    if size > 0 and (args.microbatch_tokens is None or args.links is None):
+        raise ConfigError(
+            f"--bytes-per-token is {size:g} and there are no tokens or no links; give --microbatch-tokens and --links, or drop it"
+        )
 
 
 def _read_tokens(given: str) -> tuple[int, ...]:
     text = given
     if given == "-" or not given.replace(",", "").replace(" ", "").isdecimal():
-        if given != "-" and not Path(given).is_file():
-            raise ConfigError(f"--microbatch-tokens is {given!r:.80}; give whole numbers separated by commas, or a file of them")
+        if given != "-" and not _is_file(given):
+            raise ConfigError(
+                f"--microbatch-tokens is {quoted(given)}; give whole numbers separated by commas, or a file of them"
+            )
         text = read_text(given)
     words = text.translate(str.maketrans("[],", "   ")).split()
     try:
@@ -74,12 +91,15 @@ def _read_tokens(given: str) -> tuple[int, ...]:
     return tokens
 
 
-def _read_links(args: argparse.Namespace, tokens: tuple[int, ...]) -> Links:
+def _is_file(name: str) -> bool:
     try:
-        body = json.loads(read_text(args.links))
-    except ValueError as error:
-        raise ConfigError(f"{args.links} is not JSON: {error}") from None
-    links = Links.from_json(body)
+        return Path(name).is_file()
+    except OSError:  # a list that is longer than a name can be
+        return False
+
+
+def _read_links(args: argparse.Namespace, tokens: tuple[int, ...]) -> Links:
+    links = Links.from_json(parse_json(read_text(args.links), args.links))
     if links.num_ranks != args.num_ranks:
         raise ConfigError(
             f"{args.links} has links of {links.num_ranks} ranks and --num-ranks is {args.num_ranks}; "

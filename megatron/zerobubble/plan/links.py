@@ -27,7 +27,7 @@ class Links:
     """A matrix of links, `[sender][receiver]`, and the bytes of a message.
 
     Raises ConfigError for a matrix that is not square, for numbers that are not finite or below 0, and for a bandwidth of 0.
-    The diagonal is ignored: a rank sends nothing to itself.
+    The diagonal is ignored, whatever it is, and becomes 0: a rank sends nothing to itself.
     """
 
     latency_ms: tuple[tuple[float, ...], ...]
@@ -46,6 +46,9 @@ class Links:
             _check_square("gigabytes_per_s", self.gigabytes_per_s, self.num_ranks)
         if not self.latency_ms or not self.message_bytes:
             raise ConfigError("links: at least one rank and one message size are needed")
+        for name in ("latency_ms", "gigabytes_per_s"):
+            rows = enumerate(getattr(self, name))
+            object.__setattr__(self, name, tuple((*row[:rank], 0.0, *row[rank + 1 :]) for rank, row in rows))
         for source, row in enumerate(self.latency_ms):
             for target, value in enumerate(row):
                 if source != target:

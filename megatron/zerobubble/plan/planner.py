@@ -21,7 +21,13 @@ from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.bound import Bound, lower_bound
-from megatron.zerobubble.plan.search.options import Objective, SearchOptions, check_memory_limit, smallest_memory
+from megatron.zerobubble.plan.search.options import (
+    Objective,
+    SearchOptions,
+    check_memory_limit,
+    largest_microbatch,
+    smallest_memory,
+)
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 
 AUTO = "auto"
@@ -192,8 +198,20 @@ def _auto(num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: Sea
     )
 
 
-def _too_little_memory(options: SearchOptions, least: Sequence[float]) -> ConfigError:
-    return ConfigError(f"no schedule fits memory limit {options.memory_limit}: the smallest that works is {min(least):.6g}")
+class _Least(NamedTuple):
+    """The smallest memory limit that works for a placement."""
+
+    memory: float
+    too_large: str
+    """The microbatch that the requested limit is too small for, if they are unequal."""
+
+
+def _too_little_memory(options: SearchOptions, least: Sequence[_Least]) -> ConfigError:
+    memory, too_large = min(least)
+    return ConfigError(
+        f"no schedule fits memory limit {options.memory_limit:g}{too_large}: the smallest that works is "
+        f"{math.ceil(memory * 1e6) / 1e6}"
+    )
 
 
 class _Family(NamedTuple):
@@ -212,16 +230,17 @@ class _Family(NamedTuple):
 
 def _feasible(
     num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: SearchOptions
-) -> tuple[list[_Family], list[float]]:
+) -> tuple[list[_Family], list[_Least]]:
     """The families that the memory limit allows, by ascending bound, and the smallest limit of each family with costs."""
     assert options.memory_limit is not None
-    families, least, limit = [], [], options.memory_limit
+    families, least, limit = list[_Family](), list[_Least](), options.memory_limit
     for name, num_chunks in _FAMILIES:
         try:
             spec = schedule_spec(name, num_ranks=num_ranks, num_chunks=num_chunks)
             placement = spec.placement
             costs = costs_of(placement)
-            least.append(smallest_memory(placement, num_microbatches, costs))
+            smallest = smallest_memory(placement, num_microbatches, costs)
+            least.append(_Least(smallest, largest_microbatch(placement, costs, limit / smallest) if limit < smallest else ""))
             check_memory_limit(placement, num_microbatches, costs, limit)
         except (PlanError, ConfigError):
             continue  # costs for another placement, or not enough memory for any order on this one

@@ -27,6 +27,8 @@ class Unequal:
     def applied(self, costs: CostModel) -> CostModel:
         """The costs of microbatches with these lengths on these links, from those of a microbatch of the mean length.
 
+        Equal lengths have the given costs, to the bit, and so the usual plan.
+
         Raises:
             ConfigError: the costs are of unequal microbatches already.
         """
@@ -36,7 +38,8 @@ class Unequal:
             mean = sum(self.tokens) / len(self.tokens)
             squares = sum(count * count for count in self.tokens) / len(self.tokens)
             model = LengthModel.of(costs, tokens=mean, squares=squares, attention_share=self.attention_share)
-            costs = replace(costs, per_microbatch=model.costs(self.tokens))
+            if len(set(self.tokens)) > 1:  # else the model gives these costs, but for the last digits
+                costs = replace(costs, per_microbatch=model.costs(self.tokens))
         return costs if self.links is None else replace(costs, links=self.links)
 
     @property

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import known_schedules
+from megatron.zerobubble.plan.render.summary import slot_notes, slots
 from megatron.zerobubble.plan.render.svg import render_svg
 from megatron.zerobubble.plan.render.trace import render_chrome_trace
 from megatron.zerobubble.plan.search.options import Objective
 from megatron.zerobubble.plan.simulate import Simulation
-from megatron.zerobubble.playground.unequal import drawn_slots
 from megatron.zerobubble.playground.words import headline, lengths, measures
 
 _SVG_WIDTH_PX = 1600
@@ -40,22 +40,14 @@ def export(simulation: Simulation, form: Export) -> TextFile:
     """Export a simulated plan as a file."""
     stem = stem_of(simulation.plan)
     if form is Export.TRACE:
-        return TextFile(name=f"{stem}.trace.json", media_type="application/json", text=render_chrome_trace(simulation.rows))
+        text = render_chrome_trace(simulation.rows, slots(simulation))
+        return TextFile(name=f"{stem}.trace.json", media_type="application/json", text=text)
     width = max(_SVG_WIDTH_PX, min(_SVG_MOST_PX, _PX_PER_PASS * max(map(len, simulation.rows))))
     subtitle = "; ".join([measures(simulation), *lengths(simulation)])
     svg = render_svg(
-        simulation.rows, title=headline(simulation.plan), subtitle=subtitle, width_px=width, notes=_notes(simulation)
+        simulation.rows, title=headline(simulation.plan), subtitle=subtitle, width_px=width, notes=slot_notes(simulation)
     )
     return TextFile(name=f"{stem}.svg", media_type="image/svg+xml", text=svg)
-
-
-def _notes(simulation: Simulation) -> list[str]:
-    """Per slot which microbatch of the data it runs, and its tokens."""
-    slots = drawn_slots(simulation.plan, simulation.costs)
-    if slots is None:
-        return []
-    tokens = [f", {count} tokens" for count in slots["tokens"]] or [""] * len(slots["indices"])
-    return [f" (microbatch {index} of the data{words})" for index, words in zip(slots["indices"], tokens, strict=True)]
 
 
 def stem_of(plan: Plan) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Plan
+from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.simulate import Simulation, TimedOp, simulate
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.profiling.breakdown import RankRecord, RankTime, link_ms, rank_records, rank_times
@@ -161,13 +162,16 @@ def report(timeline: Timeline, *, costs: CostModel | None = None, measured_bytes
     Args:
         timeline: the recorded iteration, on one clock.
         costs: the costs to predict with; by default the medians of this iteration's passes, its P2P latency, and the measured
-            activation memory of the timeline. Without that, stages are taken to be alike and to hold everything until W.
+            activation memory of the timeline. Without that, stages are taken to be alike and to hold everything until W. Of a
+            plan that assigns unequal microbatches, the passes of each one; their memory is still taken to be equal.
         measured_bytes: peak memory per rank; by default that of the recording, which the CPU does not have.
     """
     if costs is None:
         costs = replace(measured_costs(timeline.plan, timeline.rows), comm_ms=link_ms(timeline))
         if timeline.activations is not None:
             costs = replace(costs, **vars(timeline.activations))
+        if timeline.plan.assignment:
+            costs = _of_each_microbatch(timeline, costs)
     simulation = simulate(timeline.plan, costs)
     if measured_bytes is None:
         counted = [rank.peak_bytes for rank in timeline.ranks if rank.peak_bytes is not None]
@@ -201,6 +205,18 @@ def measured_costs(plan: Plan, rows: Rows) -> CostModel:
 
     typical = {key: median(values) for key, values in times.items()}
     return combine([RankProfile(times_ms=typical, memory={})], plan.placement)
+
+
+def _of_each_microbatch(timeline: Timeline, costs: CostModel) -> CostModel:
+    """The costs with the times of every microbatch as recorded: of unequal ones a median says little."""
+    plan, m = timeline.plan, timeline.plan.num_microbatches
+    lists = {name: [[value] * m for value in getattr(costs, name)] for name in COST_LISTS}
+    for row in timeline.rows:
+        for (stage, kind, microbatch), start, end in row:
+            name = COST_LISTS[0 if kind is OpKind.F else 2 if kind is OpKind.W else 1]  # a fused BW is a B, as in `combine`
+            lists[name][stage][plan.batch_index(microbatch)] = end - start
+    every = MicrobatchCosts(**{name: tuple(map(tuple, rows)) for name, rows in lists.items()}, tokens=())
+    return replace(costs, per_microbatch=every)
 
 
 def _time_json(time: RankTime) -> dict[str, float]:

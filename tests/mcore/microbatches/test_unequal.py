@@ -18,6 +18,7 @@ from tests.support.unequal import (
     announce_wrong_lengths,
     compare_unequal,
     evaluate_unequal,
+    plan_ahead,
     read_different_data,
     replan_unequal,
     train_unequal,
@@ -60,6 +61,14 @@ def test_microbatches_are_reordered_and_equal_ones_are_not(four_ranks: RankPool)
     assert first != third
     assert first != second
     assert third == tuple(range(8))
+
+
+def test_an_announced_iteration_is_planned_before_it_begins_on_a_thread_and_once(four_ranks: RankPool) -> None:
+    """What is announced during the two steps is planned meanwhile: the second one, and the third."""
+    case = UnequalCase("zbv", 4, 8, num_chunks=2, announces=True)
+    for before, threads in four_ranks.run(plan_ahead, case):
+        assert before == ["plans microbatches_0"]
+        assert threads == ["plans microbatches_0"] * 3
 
 
 ZBV = UnequalCase("zbv", 2, 6, num_chunks=2, adam_eps=1.0)

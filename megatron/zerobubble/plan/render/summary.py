@@ -36,10 +36,25 @@ def lengths(simulation: Simulation) -> list[str]:
         if tokens:
             lines.append(f"with tokens: {_joined(tokens)}")
     if costs.links is not None:
-        p = costs.links.num_ranks
-        times = [costs.links.time_ms(a, b) for a in range(p) for b in range(p) if a != b]
-        lines.append(f"links of {min(times):.3f} to {max(times):.3f} ms per message of microbatch 0")
+        times = costs.links.neighbors
+        lines.append(f"links of {min(times):.3f} to {max(times):.3f} ms per mean message between neighboring ranks")
     return lines
+
+
+def slots(simulation: Simulation) -> list[dict[str, int]]:
+    """Per slot of the plan its microbatch of the data, and its tokens if they are known; empty if all microbatches are equal."""
+    every, plan = simulation.costs.per_microbatch, simulation.plan
+    if every is None and not plan.assignment:
+        return []
+    indices = map(plan.batch_index, range(plan.num_microbatches))
+    tokens = every.tokens if every is not None else ()
+    return [{"data_microbatch": index} | ({"tokens": tokens[index]} if tokens else {}) for index in indices]
+
+
+def slot_notes(simulation: Simulation) -> list[str]:
+    """`slots` in words, to follow the name of a pass."""
+    words = ((slot["data_microbatch"], f", {slot['tokens']} tokens" if "tokens" in slot else "") for slot in slots(simulation))
+    return [f" (microbatch {index} of the data{tokens})" for index, tokens in words]
 
 
 def _joined(values: Sequence[int]) -> str:

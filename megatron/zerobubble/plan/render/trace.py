@@ -8,10 +8,11 @@ no two events of a thread overlap. An arrow leads from every send to its receive
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.zerobubble.plan.communication import Message
+from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.render.text import Rows, extent
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Timeline
 
@@ -22,18 +23,29 @@ _LANES = {Activity.SEND: 100, Activity.RECEIVE: 200, Activity.REDUCE: 300, Activ
 """The first thread id of each overlapping activity."""
 
 
-def render_chrome_trace(rows: Rows) -> str:
-    """JSON trace of ops alone: one thread per rank, in one process."""
+def render_chrome_trace(rows: Rows, slots: Sequence[Mapping[str, int]] = ()) -> str:
+    """JSON trace of ops alone: one thread per rank, in one process.
+
+    Args:
+        rows: the timed ops, per rank.
+        slots: per microbatch what the arguments of its ops have besides (`summary.slots`); empty: nothing.
+    """
     begin, _ = extent(rows)
     events: list[Event] = []
     for rank, row in enumerate(rows):
         name = {"name": f"rank {rank}", "sort_index": rank}
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name})
         events += [
-            _complete(str(op), op.kind.value, 0, rank, start - begin, end - start, stage=op.stage, microbatch=op.microbatch)
+            _complete(
+                str(op), op.kind.value, 0, rank, start - begin, end - start, **_of(op), **(slots[op.microbatch] if slots else {})
+            )
             for op, start, end in row
         ]
     return _document(events)
+
+
+def _of(op: Op) -> dict[str, int]:
+    return {"stage": op.stage, "microbatch": op.microbatch}
 
 
 def render_trace(timelines: Sequence[Timeline]) -> str:
@@ -72,7 +84,7 @@ def _passes(iteration: int, rank: int, own: RankTimeline, begin: float) -> list[
     """Events of the two threads without overlap: the passes, and the optimizer with post-validation."""
     events = []
     for op, start, end in own.ops:
-        args = {"stage": op.stage, "microbatch": op.microbatch, "iteration": iteration}
+        args = _of(op) | {"iteration": iteration}
         events.append(_complete(str(op), op.kind.value, rank, _PASSES, start - begin, end - start, **args))
     for span in own.spans:
         if span.activity not in _LANES:

@@ -108,13 +108,13 @@ def check_memory_limit(placement: Placement, num_microbatches: int, costs: CostM
     if limit < least - MEMORY_TOLERANCE:
         raise ConfigError(
             f"memory limit {limit:.6g} is too small for any plan of {num_microbatches} microbatches on "
-            f"{placement.num_ranks} ranks ({placement.name} placement){_largest(placement, costs, limit / least)}: "
+            f"{placement.num_ranks} ranks ({placement.name} placement){largest_microbatch(placement, costs, limit / least)}: "
             f"the smallest that works is {math.ceil(least * 1e6) / 1e6}"
         )
 
 
-def _largest(placement: Placement, costs: CostModel, share: float) -> str:
-    """Which microbatch a limit of this share of its memory is too small for, in tokens if they are known."""
+def largest_microbatch(placement: Placement, costs: CostModel, share: float) -> str:
+    """Which microbatch a limit of this share of its memory is too small for, with its tokens if known; empty if all are equal."""
     memory = memory_of_microbatches(placement, costs)
     if len(memory) == 1 or costs.per_microbatch is None:
         return ""

@@ -217,9 +217,18 @@ class Playground {
     this.updateBusy();
     this.timelines.show(panels);
     const base = shown.find(({ key }) => key === this.baseline?.key) ?? shown[0];
-    byId("metrics").replaceChildren(...(shown.length ? results(shown, base) : []));
+    byId("metrics").replaceChildren(...this.mistakes(), ...(shown.length ? results(shown, base) : []));
     this.offerBaselines(shown, base);
     this.deviations.offer(shown);
+  }
+
+  /** Why schedules are not shown, once for all that have the same reason: their own messages may be out of sight. */
+  mistakes() {
+    const letters = new Map();
+    for (const { error, letter } of this.slots) {
+      if (error) letters.set(error, [...(letters.get(error) ?? []), letter.textContent]);
+    }
+    return [...letters].map(([error, of]) => make("p", { class: "bad" }, `${of.join(", ")}: ${error}`));
   }
 
   /** Keep the select as it is while it offers the same: it may be open. */

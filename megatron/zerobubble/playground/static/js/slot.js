@@ -5,7 +5,7 @@ import { make } from "./dom.js";
 import { problem } from "./state.js";
 
 const LEAST_LIMIT = 0.1;
-const MOST_LIMIT = 2.5;
+const MOST_LIMIT = 2.5; // for equal microbatches
 
 export class Slot {
   /** Callbacks: `changed` after the options changed, `arrived` when there is something new to show, `started` when a search began, `removed` to remove the slot. */
@@ -111,6 +111,7 @@ export class Slot {
     this.select.value = schedule;
     this.limited.checked = limit !== null;
     this.range.disabled = limit === null;
+    this.reach();
     if (limit !== null) this.range.value = limit;
     else if (!this.range.dataset.touched || this.limit !== null) this.range.value = this.limit ?? 1;
     this.range.dataset.touched = "yes";
@@ -125,7 +126,14 @@ export class Slot {
     if (!inside) this.options.replaceChildren(...options);
   }
 
+  /** Offer limits as far as the plan on the page needs memory, and as the one that is chosen. */
+  reach() {
+    const peak = Math.max(...(this.drawing?.metrics.peak_memory ?? []), 0);
+    this.range.max = Math.max(MOST_LIMIT, Math.ceil(peak), this.limit ?? 0);
+  }
+
   showLimit() {
+    this.reach();
     this.output.textContent = this.limit === null ? "none" : this.limit.toFixed(2);
     this.range.setAttribute("aria-valuetext", this.limit === null ? "no limit" : `${this.limit.toFixed(2)} of 1F1B on rank 0`);
   }
@@ -204,6 +212,7 @@ export class Slot {
   /** Abort the search and ignore its plan. */
   cancel() {
     const controller = this.controller;
+    this.error = "";
     this.controller = null;
     controller?.abort();
     this.bar.hidden = this.stopper.hidden = true;

@@ -52,7 +52,7 @@ export function fromQuery(search, { schedules, objectives, efforts }) {
   if (["log-normal", "list"].includes(query.get("lengths"))) state.lengths = query.get("lengths");
   if (["nodes", "matrix"].includes(query.get("links"))) state.links = query.get("links");
   for (const name of LISTS) state[name] = (query.get(name) ?? "").replaceAll("_", " ").replaceAll("~", "\n");
-  if (state.lengths === "list") state.m = countOf(state);
+  if (state.lengths === "list") state.m = countOf(state) || state.m;
   const known = new Set(schedules.map((schedule) => schedule.name));
   const slots = query.getAll("s").map((text) => text.split("~")).filter(([name]) => known.has(name));
   if (slots.length) {

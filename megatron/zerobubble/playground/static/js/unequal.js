@@ -83,26 +83,27 @@ export class Unequal {
     this.drawnTokens = drawnTokens;
   }
 
-  /** The user has changed the form: begin a list or a matrix with what was there before, and take m from a list. */
+  /** The user has changed the form: begin a list or a matrix, when it is chosen, with what was there before; take m from a list. */
   take() {
     const { state } = this;
-    if (state.lengths === "list" && !state.tokens.trim()) {
+    if (state.lengths === "list" && this.lengths !== "list" && !state.tokens.trim()) {
       const drawn = this.drawnTokens();
       state.tokens = (drawn.length ? drawn : sequence(state.m, MOST_MICROBATCHES).map(() => state.mean)).join(" ");
       this.form.tokens.value = state.tokens;
     }
-    if (state.links === "matrix" && !state.latency.trim()) {
+    if (state.links === "matrix" && this.links !== "matrix" && !state.latency.trim()) {
       const between = this.links === "nodes" ? state.between : state.c;
       state.latency = text(nodes(state.p, state.node, state.c, between));
       this.form.latency.value = state.latency;
     }
-    if (state.lengths === "list") state.m = countOf(state);
+    if (state.lengths === "list") state.m = countOf(state) || state.m;
     this.render();
   }
 
   /** Show the fields of what is chosen. */
   render() {
     const { form, state } = this;
+    this.lengths = state.lengths;
     this.links = state.links;
     for (const name of ["lengths", "links"]) {
       for (const element of form.querySelectorAll(`[data-${name}]`)) {

@@ -1,0 +1,242 @@
+"""Unequal microbatches and links against a simulator of its own, and bounds against every order and every assignment.
+
+`replay` knows the rules of docs/glossary.md and the plan file, and nothing of the package.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+from megatron.zerobubble import verify
+from megatron.zerobubble.plan.certificate import _prices
+from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.links import Links
+from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, MicrobatchCosts
+from megatron.zerobubble.plan.search.bound import lower_bound
+from megatron.zerobubble.plan.simulate import simulate
+
+Cell = tuple[int, str, int]
+"""Stage, kind, and slot of an op."""
+SIMULATED = 4_000
+"""Plans to simulate for each placement."""
+
+
+def replay(rows: list[list[Cell]], rank_of: list[int], assignment: list[int], costs: dict[str, Any]) -> dict[str, Any]:
+    """Times, idle share and peak memory of a plan, by advancing whichever rank can run its next op."""
+    of, links = costs["microbatches"], costs["links"]
+    end: dict[Cell, float] = {}
+    clock, begin, busy, held, peak = ([0.0] * len(rows) for _ in range(5))
+    todo = [list(row) for row in rows]
+
+    def message(stage: int, to: int, batch: int) -> float:
+        a, b = rank_of[stage], rank_of[to]
+        size = links["message_bytes"][batch]
+        return 0.0 if a == b else links["latency_ms"][a][b] + size / 1e6 / links["gigabytes_per_s"][a][b]
+
+    while any(todo):
+        rank, (stage, kind, slot) = next((r, row[0]) for r, row in enumerate(todo) if row and _ready(row[0], end, len(rank_of)))
+        batch, ready = assignment[slot], [clock[rank]]
+        if kind == "F" and stage:
+            ready.append(end[stage - 1, "F", slot] + message(stage - 1, stage, batch))
+        if "B" in kind and stage + 1 < len(rank_of):
+            ready.append(end[stage + 1, "B", slot] + message(stage + 1, stage, batch))
+        f, b, w, whole, kept = (of[name][stage][batch] for name in COST_LISTS)
+        takes = {"F": f, "B": b, "W": w, "BW": b + w}[kind]
+        start = max(ready)
+        clock[rank] = end[stage, kind[0], slot] = start + takes
+        busy[rank] += takes
+        begin[rank] = start if len(todo[rank]) == len(rows[rank]) else begin[rank]
+        held[rank] += {"F": whole, "B": kept - whole, "W": -kept, "BW": -whole}[kind]
+        peak[rank] = max(peak[rank], held[rank])
+        del todo[rank][0]
+    span, makespan = max(b - a for a, b in zip(begin, clock, strict=True)), max(clock) - min(begin)
+    unit = min(len(rows), len(assignment))
+    return {
+        "span": span,
+        "makespan": makespan,
+        "bubble": (span - max(busy)) / span,
+        "idle": 1 - sum(busy) / (len(rows) * makespan),
+        "peak": [each / unit for each in peak],
+    }
+
+
+def _ready(cell: Cell, done: Any, num_stages: int) -> bool:
+    stage, kind, slot = cell
+    if kind == "F":
+        return stage == 0 or (stage - 1, "F", slot) in done
+    if kind == "W":
+        return (stage, "B", slot) in done
+    return (stage, "F", slot) in done and (stage + 1 == num_stages or (stage + 1, "B", slot) in done)
+
+
+def some_costs(random: Random, placement: Placement, m: int) -> CostModel:
+    """Costs of every microbatch and link, often with zeros, with equal memory, or with more memory for W than before B."""
+
+    def value(least: float, most: float) -> float:
+        return 0.0 if random.random() < 0.1 else random.uniform(least, most)
+
+    shape = [range(m)] * placement.num_stages
+    lists = {name: [[value(0.1, 4) for _ in row] for row in shape] for name in COST_LISTS[:3]}
+    if random.random() < 0.5:
+        factor = random.choice([0.0, 0.4, 1.0, 1.5])
+        lists["activation"] = [[value(0.1, 3) for _ in row] for row in shape]
+        lists["activation_after_backward"] = [[factor * each for each in row] for row in lists["activation"]]
+    else:
+        kept = random.choice([0.0, 0.3, 0.5, 0.8])
+        lists |= {name: [[each for _ in row] for row in shape] for name, each in zip(COST_LISTS[3:], (0.5, kept), strict=True)}
+    p = placement.num_ranks
+    links = Links(
+        latency_ms=tuple(tuple(value(0, 3) for _ in range(p)) for _ in range(p)),
+        gigabytes_per_s=tuple(tuple(random.uniform(0.5, 9) for _ in range(p)) for _ in range(p)),
+        message_bytes=tuple(value(0, 4e6) for _ in range(m)),
+    )
+    lists["forward_ms"][0] = [2.0 + 0.1 * index for index in range(m)]  # never all equal
+    rows = {name: tuple(map(tuple, given)) for name, given in lists.items()}
+    return CostModel.of_microbatches(MicrobatchCosts(**rows), links=links)
+
+
+def some_rows(random: Random, placement: Placement, m: int, kinds: tuple[str, ...]) -> list[list[Cell]]:
+    """Any order that can run: ops of a stage and kind ascend, nothing else is wanted."""
+    left = {(stage, kind): 0 for stage in range(placement.num_stages) for kind in kinds}
+    rows: list[list[Cell]] = [[] for _ in range(placement.num_ranks)]
+    done: set[Cell] = set()
+    while left:
+        (stage, kind), slot = random.choice(
+            [item for item in left.items() if _ready((*item[0], item[1]), done, placement.num_stages)]
+        )
+        rows[placement.stage_to_rank[stage]].append((stage, kind, slot))
+        done.add((stage, kind[0], slot))
+        left[stage, kind] += 1
+        if left[stage, kind] == m:
+            del left[stage, kind]
+    return rows
+
+
+def orders(placement: Placement, m: int, rank: int, kinds: tuple[str, ...]) -> list[list[Cell]]:
+    """Every order of a rank's ops that some plan has."""
+    stages = placement.rank_to_stages[rank]
+    found: list[list[Cell]] = []
+
+    def grow(row: list[Cell], done: set[Cell]) -> None:
+        if len(row) == m * len(stages) * len(kinds):
+            found.append(row)
+        for stage, kind in itertools.product(stages, kinds):
+            slot = sum(cell[:2] == (stage, kind) for cell in row)
+            cell = (stage, kind, slot)
+            # What another rank computes may be there; what this one computes has to come first.
+            if slot < m and _ready(cell, _OthersDone(done, stages), placement.num_stages):
+                grow([*row, cell], done | {(stage, kind[0], slot)})
+
+    grow([], set())
+    return found
+
+
+class _OthersDone:
+    def __init__(self, done: set[Cell], stages: tuple[int, ...]) -> None:
+        self._done, self._stages = done, stages
+
+    def __contains__(self, cell: Cell) -> bool:
+        return cell[0] not in self._stages or cell in self._done
+
+
+def plan_of(rows: list[list[Cell]], placement: Placement, m: int, assignment: tuple[int, ...]) -> Plan:
+    ops = tuple(tuple(Op(stage, OpKind(kind), slot) for stage, kind, slot in row) for row in rows)
+    return Plan("any", placement, m, ops, assignment)
+
+
+@pytest.mark.parametrize("kinds", [("F", "B", "W"), ("F", "BW")], ids="-".join)
+@pytest.mark.parametrize("seed", range(40))
+def test_the_simulator_says_what_a_replay_says(seed: int, kinds: tuple[str, ...]) -> None:
+    random = Random(seed)
+    p, m = random.randint(1, 4), random.randint(2, 6)
+    choices = [Placement.linear(p), Placement.v(p), Placement.loop(p, 2), Placement.w(p)]
+    placement = random.choice(choices)
+    costs = some_costs(random, placement, m)
+    rows = some_rows(random, placement, m, kinds)
+    assignment = random.sample(range(m), m)
+    plan = plan_of(rows, placement, m, tuple(assignment))
+    text = plan.to_json(costs=costs.to_json())
+    body = json.loads(text)
+    # The links of one rank are no links, and a file has none.
+    links = {"latency_ms": [[0]], "gigabytes_per_s": [[1]], "message_bytes": [0] * m}
+    expected = replay(rows, list(placement.stage_to_rank), assignment, {"links": links} | body["costs"])
+    found = simulate(Plan.from_json(text), CostModel.from_json(body["costs"]))
+    assert found.span_ms == pytest.approx(expected["span"])
+    assert found.makespan_ms == pytest.approx(expected["makespan"])
+    assert found.bubble_rate == pytest.approx(expected["bubble"], abs=1e-9)
+    assert found.idle_share == pytest.approx(expected["idle"], abs=1e-9)
+    assert list(found.peak_memory) == pytest.approx(expected["peak"])
+
+
+def every_plan(placement: Placement, m: int, kinds: tuple[str, ...]) -> Iterator[tuple[list[list[Cell]], list[int]]]:
+    """Every order that can run with every assignment."""
+    for rows in itertools.product(*(orders(placement, m, rank, kinds) for rank in range(placement.num_ranks))):
+        if _can_run(list(rows), placement):
+            for assignment in itertools.permutations(range(m)):
+                yield list(rows), list(assignment)
+
+
+def _can_run(rows: list[list[Cell]], placement: Placement) -> bool:
+    done: set[Cell] = set()
+    todo = [list(row) for row in rows]
+    moved = True
+    while moved:
+        moved = False
+        for row in todo:
+            while row and _ready(row[0], done, placement.num_stages):
+                stage, kind, slot = row.pop(0)
+                done.add((stage, kind[0], slot))
+                moved = True
+    return not any(todo)
+
+
+@pytest.mark.parametrize(
+    ("placement", "m", "kinds"),
+    [
+        (Placement.linear(2), 2, ("F", "B", "W")),
+        (Placement.linear(2), 3, ("F", "BW")),
+        (Placement.linear(3), 2, ("F", "B", "W")),
+        (Placement.v(1), 2, ("F", "B", "W")),
+        (Placement.v(2), 2, ("F", "BW")),
+        (Placement.linear(2), 3, ("F", "B", "W")),
+    ],
+    ids=lambda value: value.name if isinstance(value, Placement) else "-".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_no_bound_is_above_the_best_of_all_orders_and_assignments(placement: Placement, m: int, kinds: tuple[str, ...]) -> None:
+    """Without a limit and at the peak of every plan, for the span and the makespan, of the planner and of the checker."""
+    plans = list(every_plan(placement, m, kinds))
+    rank_of = list(placement.stage_to_rank)
+    for seed in range(max(2, SIMULATED // len(plans))):
+        costs = some_costs(Random(seed), placement, m)
+        body = {"links": {"latency_ms": [[0]], "gigabytes_per_s": [[1]], "message_bytes": [0] * m}} | costs.to_json()
+        found = [replay(rows, rank_of, assignment, body) for rows, assignment in plans]
+        by_peak = sorted((max(each["peak"]), each["span"], each["makespan"]) for each in found)
+        peaks = sorted({peak for peak, _, _ in by_peak})
+        for limit in [*peaks[:: max(1, len(peaks) // 12)], None]:
+            within = [each for each in by_peak if limit is None or each[0] <= limit]
+            span, makespan = (min(each[index] for each in within) for index in (1, 2))
+            bound = lower_bound(placement, m, costs, limit)
+            assert bound.span_ms <= span * (1 + 1e-9), (seed, limit, bound.derivation)
+            assert bound.makespan_ms <= makespan * (1 + 1e-9), (seed, limit, bound.makespan_derivation)
+            memory = float("inf") if limit is None else limit * min(placement.num_ranks, m)
+            checked = verify.Costs(costs.to_json(), rank_of, m)
+            for rank, stages in enumerate(placement.rank_to_stages):
+                bounds = verify.Bounds(checked, rank, memory * (1 + 1e-9) + 1e-9, _prices(costs, stages, m, memory))
+                for name, (formula, of_one_rank) in verify.FORMULAS.items():
+                    try:
+                        proven = formula(bounds)
+                    except verify.RefusedError:
+                        continue  # not for these costs
+                    if math.isnan(proven):
+                        continue  # memory over no limit: no claim is at most this
+                    assert proven <= span * (1 + 1e-6) + 1e-6, (seed, limit, name)
+                    later = bounds.down(bounds.first) if of_one_rank else 0.0
+                    assert proven + later <= makespan * (1 + 1e-6) + 1e-6, (seed, limit, name)
