@@ -114,8 +114,15 @@ def test_flags_that_need_one_another(layers: str, capsys: pytest.CaptureFixture[
     assert "the schedule is missing: give --schedule, or --layers" in capsys.readouterr().err
     assert main(["plan", "--schedule", "zb", "--memory", "70GiB", *ARGUMENTS]) == 2
     assert "--memory, --no-empty-stages and --pipeline-sizes are for --layers" in capsys.readouterr().err
-    assert main(["plan", "--layers", layers, "--num-ranks", "2"]) == 2
-    assert "give --num-microbatches" in capsys.readouterr().err
+
+
+def test_four_microbatches_per_rank_by_default(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for given in ([], ["--num-microbatches", "8"]):
+        assert main(["plan", "--layers", layers, "--num-ranks", "2", "--memory", "70GiB", *given]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert "2 pipeline ranks (PP), 8 microbatches per iteration" in printed[0]
 
 
 @pytest.mark.parametrize(("text", "value"), [("70GiB", 70 * 2**30), ("1.5 GB", 1.5e9), ("123", 123), ("2MiB", 2**21)])

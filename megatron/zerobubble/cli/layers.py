@@ -21,7 +21,15 @@ from megatron.zerobubble.plan.search.bound import Bound
 from megatron.zerobubble.plan.search.options import Effort, Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation
 
-__all__ = ["add_layer_flags", "layout_summary", "layout_to_json", "parse_bytes", "pipeline_sizes", "plan_layers"]
+__all__ = [
+    "MICROBATCHES_PER_RANK",
+    "add_layer_flags",
+    "layout_summary",
+    "layout_to_json",
+    "parse_bytes",
+    "pipeline_sizes",
+    "plan_layers",
+]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "KIB": 2**10,
@@ -30,6 +38,8 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | 
     "TIB": 2**40,
 }
 _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", re.ASCII)
+MICROBATCHES_PER_RANK = 4
+"""Microbatches per iteration and pipeline rank where --num-microbatches is not given."""
 _OF_RANKS = ("costs", "memory_limit", "max_pending_backward", "microbatch_tokens", "links")
 """Flags that contradict --layers: what they say is in the file or follows from it."""
 _SCALARS = {"forward_ms": 1.0, "backward_ms": 1.0, "wgrad_ms": 1.0, "comm_ms": 0.0} | {
@@ -104,8 +114,6 @@ def _check_flags(args: argparse.Namespace) -> None:
     for name, default in _SCALARS.items():
         if getattr(args, name) != default:
             raise ConfigError(f"--{name.replace('_', '-')} has no meaning with --layers, whose file has all times; drop it")
-    if args.num_microbatches is None:
-        raise ConfigError("the number of microbatches is missing: give --num-microbatches")
 
 
 def plan_layers(args: argparse.Namespace) -> tuple[LayoutResult, list[str]]:
@@ -126,7 +134,8 @@ def plan_layers(args: argparse.Namespace) -> tuple[LayoutResult, list[str]]:
         budget=Effort(args.effort or "fast").budget,
     )
     memory = None if args.memory is None else parse_bytes(args.memory)
-    sizes = pipeline_sizes(args.pipeline_sizes, args.num_ranks, args.num_microbatches)
+    usual = MICROBATCHES_PER_RANK * args.num_ranks
+    sizes = pipeline_sizes(args.pipeline_sizes, args.num_ranks, usual if args.num_microbatches is None else args.num_microbatches)
     found: list[LayoutResult] = []
     lines: list[str] = []
     for num_ranks, num_microbatches in sizes:

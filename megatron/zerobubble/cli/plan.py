@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.zerobubble.cli.layers import add_layer_flags, layout_summary, layout_to_json, plan_layers
+from megatron.zerobubble.cli.layers import MICROBATCHES_PER_RANK, add_layer_flags, layout_summary, layout_to_json, plan_layers
 from megatron.zerobubble.cli.parser import parse_json, read_text, workers_of
 from megatron.zerobubble.cli.progress import stoppable, track
 from megatron.zerobubble.cli.published import REFERENCES, read_configs
@@ -117,7 +117,10 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
     """Add the flags for sizes, costs and the search."""
     command.add_argument("--num-ranks", type=int, required=True, help="pipeline ranks (PP), p")
     command.add_argument(
-        "--num-microbatches", type=int, help="microbatches per iteration, m; with --microbatch-tokens their number is known"
+        "--num-microbatches",
+        type=int,
+        help="microbatches per iteration, m; with --microbatch-tokens their number is known, with --layers it is "
+        f"{MICROBATCHES_PER_RANK} per pipeline rank by default",
     )
     for name, default, meaning in (
         ("forward-ms", 1.0, "F, forward, in ms per rank and microbatch"),
