@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.zerobubble.cli.files import write_whole
 from megatron.zerobubble.cli.layers import add_layer_flags, layout_summary, layout_to_json, plan_layers
 from megatron.zerobubble.cli.parser import read_text, workers_of
 from megatron.zerobubble.cli.progress import stoppable, track
@@ -219,7 +220,7 @@ def _write_text(target: str, text: str) -> None:
     if target == "-":
         print(text)
     else:
-        Path(target).write_text(text + "\n", encoding="utf-8")
+        write_whole(target, text + "\n")
 
 
 def run_plan(args: argparse.Namespace) -> None:
@@ -364,9 +365,9 @@ def run_show(args: argparse.Namespace) -> None:
 def _write_pictures(args: argparse.Namespace, simulation: Simulation) -> None:
     if args.svg is not None:
         svg = render_svg(simulation.rows, title=headline(simulation.plan), subtitle=measures(simulation))
-        Path(args.svg).write_text(svg, encoding="utf-8")
+        write_whole(args.svg, svg)
     if args.trace is not None:
-        Path(args.trace).write_text(render_chrome_trace(simulation.rows), encoding="utf-8")
+        write_whole(args.trace, render_chrome_trace(simulation.rows))
 
 
 COMMANDS = {
