@@ -273,7 +273,7 @@ def check(body: dict[str, Any]) -> tuple[float, float]:
     proven = bounds(costs, rank_of, rank, limit, prices, objective)
     need(name in proven, f"its bound {name!r:.40} is not known for these costs and memory; known are {', '.join(proven)}")
     for text, number in (("objective_ms", body["objective_ms"]), ("bound_ms", bound), *claimed["terms_ms"].items()):
-        need(is_number(number, sys.float_info.max), f"its {text:.40} must be a finite number from 0")
+        need(is_number(number, sys.float_info.max), f"its {text!r:.40} must be a finite number from 0")
     off, stated = TOLERANCE * value, body["objective_ms"]
     need(abs(stated - value) <= off, f"its objective_ms is {stated:.10g} and comes out as {value:.10g}")
     need(bound <= proven[name] + off, f"its bound is {bound:.10g} and only {proven[name]:.10g} is proven")
@@ -291,11 +291,11 @@ def main(argv: list[str] | None = None) -> int:
         body = json.loads(sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8"))
         value, bound = check(body)
     except OSError as error:
-        print(f"{file} cannot be read: {error.strerror}", file=sys.stderr)
+        print(f"{file!r} cannot be read: {error.strerror}", file=sys.stderr)
         return 2
     except (RefusedError, ValueError, LookupError, TypeError, AttributeError, RecursionError, ArithmeticError) as error:
         refused = "does not hold" if isinstance(error, RefusedError) else f"is not a certificate: {type(error).__name__}"
-        print(f"{file} {refused}: {error!s:.300}", file=sys.stderr)
+        print(f"{file!r} {refused}: {error!s:.300}", file=sys.stderr)
         return 1
     gap = max(0.0, value / bound - 1) if bound > 0 else math.inf if value > 0 else 0.0
     within = "" if body["memory_limit"] is None else f" within {body['memory_limit']:.6g} of 1F1B's memory"

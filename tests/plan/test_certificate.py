@@ -227,6 +227,16 @@ def test_a_file_that_is_no_certificate_is_one_line(text: str, tmp_path: Path, ca
     assert main(["verify", str(tmp_path / "none")]) == 2
 
 
+def test_line_breaks_stay_out_of_the_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "two\nlines"
+    assert main(["verify", str(file)]) == 2
+    body = _certificate()
+    body["bound"]["terms_ms"]["two\nlines"] = -1.0
+    file.write_text(json.dumps(body))
+    assert main(["verify", str(file)]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
 def test_span_and_makespan_are_not_taken_for_each_other() -> None:
     costs = CostModel.uniform(Placement.linear(4))
     simulation = simulate(build_plan("zb-h2", num_ranks=4, num_microbatches=8), costs)
