@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.zerobubble import verify
@@ -91,10 +91,18 @@ def tiny_problems(draw: st.DrawFn) -> tuple[list[int], int, dict[str, Any]]:
     return rank_of, m, {"microbatches": tables, "comm_ms": draw(st.sampled_from([0.0, 1.0, 4.0]))}
 
 
+def _equal(rank_of: list[int], m: int, *values: float) -> tuple[list[int], int, dict[str, Any]]:
+    """Stages and microbatches that are all alike."""
+    tables = {name: [[value] * m for _ in rank_of] for name, value in zip(verify.NAMES, values, strict=True)}
+    return rank_of, m, {"microbatches": tables, "comm_ms": 1.0}
+
+
 @settings(max_examples=300)
+@example(_equal([0, 1], 2, 4.0, 4.0, 4.0, 1.0, 4.0), 0.3, 0.0, Objective.MAKESPAN)  # only fused BW fit the memory
+@example(_equal([0], 2, 3.0, 0.0, 1.0, 1.0, 3.0), 2 / 3, 1 / 3, Objective.SPAN)
 @given(
     tiny_problems(),
-    st.sampled_from([1.0, 1.5, 2.0, 3.0, 20.0]),
+    st.sampled_from([0.3, 0.7, 1.0, 1.5, 2.0, 3.0, 20.0]),
     st.sampled_from([0.0, 0.4, 1.0, 2.0, 5.0]),
     st.sampled_from(list(Objective)),
 )
