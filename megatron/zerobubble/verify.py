@@ -3,330 +3,283 @@
 This file shares no code with the planner and imports nothing but the standard library, so that it can be read, copied and run by
 itself: ``python verify.py FILE``, or ``zerobubble verify FILE``.
 
-A certificate is a JSON object with a plan, the costs it was made for, a memory limit, an objective and a lower bound. The plan
-is simulated: every rank runs its ops in order, an op starts when its inputs are there, and a message takes the time of its link.
-Then the bound is computed again, by the formula that the certificate names, for the rank that it names and with its prices. A
-*price* is milliseconds per unit of memory: by weak duality every price of 0 or more gives a valid bound, so it is no matter how
-the planner found them. ADR 39 has the proofs of the formulas; in short, for one rank and a memory limit of L microbatches:
+A certificate is a JSON object with a plan, the costs it was made for, a memory limit, an objective and a lower bound. `check`
+reads it in four steps: `read_plan` (every op once, on the rank of its stage), `read_costs`, `simulate` (every rank runs its ops
+in order, each as soon as its inputs are there) and `bounds`, which computes the lower bound again for the rank that the
+certificate names. All memory is in microbatches, all time in milliseconds.
 
-- *work*: its work, plus the time in which it must wait for its first B and after its last F, when memory allows no more F or W.
-- *memory*: the activation memory of all microbatches times the shortest time from F to B, and what is missing below L in the
-  first F, in the last B and in W, divided by L; for the rank's own time, or from its first F to its last B with travel around it.
-- *in flight*: the same in whole passes, where all take the same memory.
-- *travel*: the first F comes to the rank, it does its work, and its last gradient returns to stage 0.
-- *return*: microbatch 0 travels down and returns; all F run, and what frees memory for them; the last microbatch travels down
-  and returns.
+The certificate's *prices* are milliseconds per unit of memory. Of ops that take time t and memory s each, those that fit the
+limit L together take at most ``price * L + sum(max(0, t - price * s))``, whatever the price (weak duality). So the prices need no
+trust: a wrong one only lowers the bound. ADR 39 has the proofs of the bounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FORMAT = "zerobubble-certificate/1"
 NAMES = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
+LARGEST = 1e12
+"""Most that a cost can be, so that sums stay finite."""
 TOLERANCE = 1e-6
-"""Relative difference allowed between two computations of one number."""
+"""Relative difference allowed between two computations of one time."""
+
+Op = tuple[int, str, int]
+"""Stage, kind (F, B, W, or BW for both without a break), microbatch."""
+Table = list[list[float]]
+"""A cost of every stage and microbatch: `[stage][microbatch]`."""
+
+
+class Pass(NamedTuple):
+    """Times of F, B and W of one stage and microbatch, and its memory."""
+
+    forward: float
+    backward: float
+    wgrad: float
+    whole: float  # from the start of F to the end of B
+    kept: float  # from the end of B to the end of W
+    held: float  # `whole` of this and of the rank's earlier stages, whose B come later: what a fused BW holds
+    turn: float  # the shortest time from the start of F to the end of B
 
 
 class RefusedError(Exception):
     """The certificate does not hold; the text says where."""
 
 
-def _is_cost(value: float) -> bool:
-    """Whether it is a number, finite and not below 0; every comparison with NaN, which JSON files can have, is false."""
-    return 0 <= value < float("inf")
+def need(condition: bool, text: str) -> None:
+    """Refuse the certificate unless a condition holds."""
+    if not condition:
+        raise RefusedError(text)
 
 
-class Costs:
-    """Times and memory of passes, and times of links, from the costs of a plan."""
-
-    def __init__(self, body: dict[str, Any], rank_of: list[int], m: int) -> None:
-        own = body.get("microbatches")
-        self.table: dict[str, list[list[float]]] = {
-            name: own[name] if own else [[value] * m for value in body[name]] for name in NAMES
-        }
-        for name in NAMES:
-            rows = self.table[name]
-            if len(rows) != len(rank_of) or any(len(row) != m or not all(map(_is_cost, row)) for row in rows):
-                raise RefusedError(
-                    f"costs: {name} must have {len(rank_of)} stages and {m} microbatches, none below 0 or infinite"
-                )
-        self.rank_of, self.comm, self.links = rank_of, body.get("comm_ms", 0.0), body.get("links")
-        self.sizes = self.links["message_bytes"] if self.links else [0.0]
-        if not all(map(_is_cost, [self.comm, *self.sizes, *self._between("latency_ms")])):
-            raise RefusedError("costs: comm_ms and links must be finite numbers, none below 0")
-        if not all(speed > 0 for speed in self._between("gigabytes_per_s")):
-            raise RefusedError("costs: every bandwidth must be above 0")
-
-    def _between(self, name: str) -> list[float]:
-        """The numbers of a matrix of links that are about two ranks."""
-        rows = (self.links or {}).get(name, [])
-        return [value for rank, row in enumerate(rows) for other, value in enumerate(row) if rank != other]
-
-    def link(self, source: int, target: int, microbatch: int | None = None) -> float:
-        """Time of a message between the ranks of two stages; of the smallest one if no microbatch is given."""
-        one, other = self.rank_of[source], self.rank_of[target]
-        if one == other or self.links is None:
-            return 0.0 if one == other else self.comm
-        size = min(self.sizes) if microbatch is None else self.sizes[microbatch % len(self.sizes)]
-        speed = self.links.get("gigabytes_per_s")
-        return self.links["latency_ms"][one][other] + (size / (speed[one][other] * 1e6) if speed else 0.0)
-
-    def sum(self, name: str, stages: list[int]) -> float:
-        """Over stages and all microbatches."""
-        return sum(sum(self.table[name][stage]) for stage in stages)
-
-    def items(self, stages: list[int], *names: str) -> list[tuple[float, ...]]:
-        """One tuple of costs per stage and microbatch."""
-        return [values for stage in stages for values in zip(*(self.table[name][stage] for name in names), strict=True)]
+def is_number(value: object, largest: float = LARGEST) -> bool:
+    """Whether it is a number from 0 to the largest. NaN, which JSON files can have, is not."""
+    return type(value) in (int, float) and 0 <= value <= largest  # type: ignore[operator]
 
 
-def simulate(rows: list[list[str]], costs: Costs, assignment: list[int]) -> tuple[float, float, list[float]]:
-    """Span and makespan in milliseconds, and the peak memory of each rank in microbatches."""
-    m, last = len(assignment), len(costs.rank_of) - 1
-    parsed = [[_parsed(text) for text in row] for row in rows]
-    expected = {(s, kind, i) for s in range(last + 1) for kind in "FBW" for i in range(m)}
-    given = [(s, part, i) for row in parsed for s, kind, i in row for part in kind]
-    if len(given) != len(expected) or set(given) != expected:
-        raise RefusedError("the plan does not have F, B and W of every microbatch and stage once")
-    if any(costs.rank_of[s] != rank for rank, row in enumerate(parsed) for s, _, _ in row):
-        raise RefusedError("the plan has an op on a rank that does not have its stage")
-    ends: dict[tuple[int, str, int], float] = {}
-    at, free, first, held, peak = ([0] * len(rows), *([0.0] * len(rows) for _ in range(4)))
-    moved = True
+def read_plan(plan: dict[str, Any]) -> tuple[list[list[Op]], list[int], list[int]]:
+    """The ops per rank, the rank per stage, and which microbatch of the data every microbatch of the plan is."""
+    rank_of, m, rows = plan["stage_to_rank"], plan["num_microbatches"], plan["ops"]
+    order: dict[tuple[int, str], list[int]] = {(stage, part): [] for stage in range(len(rank_of)) for part in "FBW"}
+    ops: list[list[Op]] = []
+    for rank, row in enumerate(rows):
+        ops.append([])
+        for text in row:
+            found = re.fullmatch("([0-9]{1,9})(F|B|W|BW)([0-9]{1,9})", text)
+            if found is None:
+                raise RefusedError(f"{text!r:.40} is not an op")
+            stage, kind, i = int(found[1]), found[2], int(found[3])
+            need(stage < len(rank_of) and rank_of[stage] == rank, f"{text} is on rank {rank}, which does not have its stage")
+            ops[rank].append((stage, kind, i))
+            for part in kind:
+                order[stage, part].append(i)
+    for (stage, part), given in order.items():
+        is_complete = len(given) == m and given == [*range(len(given))]
+        need(is_complete, f"stage {stage} does not have {part} of every microbatch once, in ascending order")
+    numbers = (plan["num_ranks"], m, *rank_of, *(plan.get("assignment") or ()))
+    need({*map(type, numbers)} == {int}, "the plan has a rank or a microbatch that is not an integer")
+    need({*rank_of} == {*range(len(ops))} and plan["num_ranks"] == len(ops), "the plan's stages do not have all of its ranks")
+    assignment = plan.get("assignment") or [*range(m)]
+    need(sorted(assignment) == [*range(m)], "the plan's assignment does not have every microbatch once")
+    return ops, rank_of, assignment
+
+
+def read_costs(body: dict[str, Any], rank_of: list[int], m: int) -> dict[str, Table]:
+    """Time and memory of every stage and microbatch; "down", its message to the next stage, and "up", the gradient's way back."""
+    own, links, last = body.get("microbatches"), body.get("links"), len(rank_of) - 1
+    costs: dict[str, Table] = {name: own[name] if own else [[value] * m for value in body[name]] for name in NAMES}
+    for name, rows in costs.items():
+        fits = len(rows) == len(rank_of) and all(len(row) == m and all(map(is_number, row)) for row in rows)
+        need(fits, f"costs: {name} must have {len(rank_of)} stages and {m} microbatches, finite numbers from 0 to {LARGEST:g}")
+
+    def message(source: int, target: int, i: int) -> float:
+        one, other = rank_of[source], rank_of[target]
+        if one == other:
+            return 0.0
+        sizes, speeds = (links["message_bytes"], links.get("gigabytes_per_s")) if links else ([0.0], None)
+        latency = links["latency_ms"][one][other] if links else body["comm_ms"]
+        size, speed = sizes[i if len(sizes) > 1 else 0], speeds[one][other] if speeds else 1.0
+        fits = is_number(latency) and is_number(size) and is_number(speed) and speed > 0
+        time = latency + size / (speed * 1e6) if fits else math.nan
+        need(is_number(time), f"costs: comm_ms or links from rank {one} to rank {other} must be finite numbers from 0")
+        return float(time)
+
+    costs["down"] = [[message(s, s + 1, i) for i in range(m)] for s in range(last)] + [[0.0] * m]
+    costs["up"] = [[message(s + 1, s, i) for i in range(m)] for s in range(last)] + [[0.0] * m]
+    return costs
+
+
+def inputs(stage: int, kind: str, i: int, costs: dict[str, Table], data: int) -> list[tuple[Op, float]]:
+    """The ops whose results an op needs, each with the time of its message."""
+    if kind == "F":
+        return [((stage - 1, "F", i), costs["down"][stage - 1][data])] if stage else []
+    if kind == "W":
+        return [((stage, "B", i), 0.0)]
+    later: list[tuple[Op, float]] = [((stage + 1, "B", i), costs["up"][stage][data])] if stage + 1 < len(costs["up"]) else []
+    return [((stage, "F", i), 0.0), *later]
+
+
+def simulate(ops: list[list[Op]], costs: dict[str, Table], assignment: list[int]) -> tuple[float, float, float]:
+    """Span, makespan, and the peak memory of the rank that needs most."""
+    ends: dict[Op, float] = {}
+    at, first, free, held = ([0] * len(ops), *([0.0] * len(ops) for _ in range(3)))
+    peak, moved = 0.0, True
     while moved:
         moved = False
-        for rank, row in enumerate(parsed):
+        for rank, row in enumerate(ops):
             while at[rank] < len(row):
                 stage, kind, i = row[at[rank]]
-                data, needs = assignment[i], _needs(stage, kind, i, last)
-                if any(need not in ends for need in needs):
+                needs = inputs(stage, kind, i, costs, assignment[i])
+                if any(op not in ends for op, _ in needs):
                     break
-                begin = max([free[rank], *(ends[need] + costs.link(need[0], stage, data) for need in needs)])
-                first[rank] = first[rank] if at[rank] else begin
-                f, b, w, whole, kept = (costs.table[name][stage][data] for name in NAMES)
-                free[rank] = begin + {"F": f, "B": b, "W": w, "BW": b + w}[kind]
+                start = max([free[rank], *(ends[op] + message for op, message in needs)])
+                first[rank] = first[rank] if at[rank] else start
+                f, b, w, whole, kept = (costs[name][stage][assignment[i]] for name in NAMES)
+                free[rank] = start + {"F": f, "B": b, "W": w, "BW": b + w}[kind]
                 ends[stage, kind[0], i] = free[rank]
                 held[rank] += {"F": whole, "B": kept - whole, "W": -kept, "BW": -whole}[kind]
-                peak[rank] = max(peak[rank], held[rank])
+                peak = max(peak, held[rank])
                 at[rank], moved = at[rank] + 1, True
-    if any(done < len(row) for done, row in zip(at, parsed, strict=True)):
-        raise RefusedError("the plan deadlocks")
-    return max(end - begin for begin, end in zip(first, free, strict=True)), max(free) - min(first), peak
+    need(at == [*map(len, ops)], "the plan deadlocks")
+    return max(end - start for start, end in zip(first, free, strict=True)), max(free) - min(first), peak
 
 
-def _parsed(text: str) -> tuple[int, str, int]:
-    kind = "".join(letter for letter in text if letter in "FBW")
-    stage, _, microbatch = text.partition(kind)
-    if kind not in ("F", "B", "W", "BW") or not (stage.isdigit() and microbatch.isdigit()):
-        raise RefusedError(f"{text!r} is not an op")
-    return int(stage), kind, int(microbatch)
+def fit(size: float, memory: float, total: int) -> int:
+    """How many of a number of passes fit a memory, if each takes that size."""
+    return total if total * size <= max(0.0, memory) else max(0, int(memory / size * (1 + 1e-9)))
 
 
-def _needs(stage: int, kind: str, microbatch: int, last: int) -> list[tuple[int, str, int]]:
-    if kind == "F":
-        return [(stage - 1, "F", microbatch)] if stage else []
-    if kind == "W":
-        return [(stage, "B", microbatch)]
-    return [(stage, "F", microbatch)] + ([(stage + 1, "B", microbatch)] if stage < last else [])
+def areas(passes: list[Pass], limit: float, is_equal: bool) -> dict[str, tuple[float, float, float, float]]:
+    """Memory times time over the limit, and the same in whole passes for passes of equal memory: the rank takes no less time.
 
+    What lies between F and B fills an area below the limit. Missing are: what the first F have not filled yet and what the last
+    B leave empty (in the first number, with the area itself); what W keep or a fused BW holds longer (the second; the third is
+    more of it, after the last B); the fourth is the most of the second that can come after the last B.
+    """
 
-class Bounds:
-    """The lower bounds on the time of any plan, for one rank; each returns milliseconds."""
-
-    def __init__(self, costs: Costs, rank: int, limit: float, prices: dict[str, float]) -> None:
-        if any(not 0 <= price < float("inf") for price in prices.values()):
-            raise RefusedError(f"the bound's prices must be 0 or more: {prices}")
-        self.costs, self.limit, self.prices = costs, limit, prices
-        self.stages = [stage for stage, owner in enumerate(costs.rank_of) if owner == rank]
-        self.first, self.last = self.stages[0], self.stages[-1]
-        self.f, self.b, self.w = ([min(row) for row in costs.table[name]] for name in NAMES[:3])
-        self.excess = costs.sum("activation", self.stages) - limit
-        self.forward, self.backward, self.wgrad = (costs.sum(name, self.stages) for name in NAMES[:3])
-        items = costs.items(self.stages, *NAMES)
-        finite = 0 < limit < float("inf")
-        self.alike = items[0] if finite and len(set(items)) == 1 else None
-        memory = {(whole, kept) for *_, whole, kept in items}
-        self.each = min(memory) if finite and len(memory) == 1 else None  # memory of a pass before and after B
-        self.total, self.longest_f = len(items), max(f for f, *_ in items)
-
-    def down(self, stage: int, since: int = 0) -> float:
-        """From the start of F of one stage to the start of F of another, for the fastest microbatch."""
-        return sum(self.f[s] + self.costs.link(s, s + 1) for s in range(since, stage))
-
-    def turn(self, stage: int) -> float:
-        """From the start of F of a stage to the end of its B, for the fastest microbatch."""
-        last = len(self.f) - 1
-        return sum(self.f[s] + self.b[s] for s in range(stage, last + 1)) + sum(
-            self.costs.link(s, s + 1) + self.costs.link(s + 1, s) for s in range(stage, last)
-        )
-
-    def back(self, stage: int) -> float:
-        """From the end of B of a stage to the end of W of stage 0, for the fastest microbatch."""
-        return sum(self.costs.link(s + 1, s) + self.b[s] for s in range(stage)) + self.w[0]
-
-    def most(self, name: str, items: Sequence[tuple[float, ...]]) -> float:
-        """At least the most time that ops of (time, memory) can take while all their memory is within the limit."""
-        price = self.prices.get(name, 0.0)
-        return (price * self.limit if price else 0.0) + sum(max(0.0, time - price * memory) for time, memory in items)
-
-    def idle_head(self) -> float:
-        """Idle time before the rank's first B, in which it can only run F, as many as fit."""
-        until_backward = self.down(self.last, self.first) + self.turn(self.last) - self.b[self.last]
-        forwards = self.most("before the first B", self.costs.items(self.stages, "forward_ms", "activation"))
-        if self.each and self.fitting() > 0:
-            forwards = min(forwards, self.fitting() * self.longest_f)
-        return max(0.0, until_backward - forwards)
-
-    def fitting(self, beside: float = 0.0) -> int:
-        """How many passes fit the memory between their F and their B beside something else, if all take the same."""
-        if self.each is None:
-            raise RefusedError("this bound needs a memory limit, and stages and microbatches that take the same memory")
-        whole, headroom = self.each[0], self.limit - beside
-        return self.total if self.total * whole <= headroom else max(0, int(headroom / whole * (1 + 1e-9)))
-
-    def left(self) -> float:
-        """At least the most B and W that can be left after the rank's last F: those of what is in memory, F or B being done."""
-        if self.alike:
-            _, b, w, whole, kept = self.alike
-            most = 0.0
-            for number in range(self.total + 1):
-                headroom = self.limit - number * whole
-                if headroom >= 0:
-                    pending = min(self.total - number, int(headroom / kept * (1 + 1e-9)) if kept > 0 else self.total)
-                    most = max(most, number * (b + w) + pending * w)
-            return most
-        price = self.prices.get("after the last F", 0.0)
-        return (price * self.limit if price else 0.0) + sum(
-            max(0.0, w - price * kept, b + w - price * whole) for b, w, whole, kept in self.costs.items(self.stages, *NAMES[1:])
-        )
-
-    def work(self) -> float:
-        """Work and idle ends; they add up if some F is after the first B, else the larger one counts."""
-        until_end = self.turn(self.first) - self.down(self.last, self.first) - self.f[self.last] + self.w[self.first]
-        ends = self.idle_head(), max(0.0, until_end - self.left())
-        return self.forward + self.backward + self.wgrad + (max(ends) if self.excess <= 0 else sum(ends))
-
-    def missing(self, times: str) -> float:
-        """Memory times time missing below the limit while F fill it or B empty it, no faster than the fastest of them."""
-        ops = [(time, memory) for time, memory in self.costs.items(self.stages, times, "activation") if memory > 0]
-        rate = max((memory / time if time else float("inf") for time, memory in ops), default=float("inf"))
-        below = self.limit - max((memory for _, memory in ops), default=float("inf"))
-        if below <= 0 or rate == float("inf"):
+    def missing(ops: list[tuple[float, float]]) -> float:
+        """Area missing while ops of (time, memory) fill the limit or empty it, which is no faster than the fastest of them."""
+        rate = max((size / time if time else math.inf for time, size in ops if size), default=math.inf)
+        if rate == math.inf:
             return 0.0
-        length = min(below / rate, self.costs.sum(times, self.stages))
+        below = max(0.0, limit - max(size for _, size in ops))
+        length = min(below / rate, sum(time for time, _ in ops))
         return below * length - rate * length * length / 2
 
-    def area(self, left: float = 0.0) -> float:
-        """Memory times time between F and B, and missing below the limit: in the first F, in the last B, in W but some left."""
-        between, during, before = 0.0, 0.0, [0.0] * len(self.costs.table["activation"][0])
-        for s in self.stages:
-            costs = self.costs.items([s], "activation", "activation_after_backward", "wgrad_ms")
-            before = [held + whole for held, (whole, _, _) in zip(before, costs, strict=True)]  # a fused BW holds all of these
-            between += sum(whole for whole, _, _ in costs) * self.turn(s)
-            during += sum(min(kept, held) * w for held, (_, kept, w) in zip(before, costs, strict=True))
-        return between + self.missing("forward_ms") + self.missing("backward_ms") + max(0.0, during - left)
+    filling = missing([(one.forward, one.whole) for one in passes]) + missing([(one.backward, one.whole) for one in passes])
+    area = sum(one.whole * one.turn for one in passes) + filling
+    during_w = sum(min(one.kept, one.held) * one.wgrad for one in passes)
+    longest_w = max(one.wgrad for one in passes)
+    found = {"memory times time": (area / limit, during_w / limit, 0.0, longest_w)}
 
-    def memory(self) -> float:
-        """Memory times time, over the limit, from the rank's first op to its last."""
-        return self.area() / self.limit
-
-    def travel_memory(self) -> float:
-        """The same from the rank's first F to its last B, and travel; left for later are W whose memory fits together."""
-        longest = max(w for (w,) in self.costs.items(self.stages, "wgrad_ms"))
-        return self.down(self.first) + self.area(longest * self.limit) / self.limit + self.back(self.first)
-
-    def passes(self, wgrads: float) -> float:
-        """Passes times time between F and B, and missing: at the k-th F at most k run, at the j-th last B j, beside a W fewer."""
-        most = self.fitting()
-        if most < 1 or self.each is None:
-            raise RefusedError("this bound needs a memory limit that a pass fits")
-        f, b = (min(self.costs.items(self.stages, name))[0] for name in NAMES[:2])
-        area = self.total / len(self.stages) * sum(self.turn(s) for s in self.stages) + most * (most - 1) / 2 * (f + b)
-        return (area + min(1, most - self.fitting(self.each[1])) * max(0.0, wgrads)) / most
-
-    def in_flight(self) -> float:
-        """From the rank's first op to its last; after the j-th last B at most j - 1 run."""
-        most, w = self.fitting(), min(self.costs.items(self.stages, "wgrad_ms"))[0]
-        beside = min(1, most - self.fitting(self.each[1] if self.each else 0.0))
-        return self.passes(self.wgrad) + (most * (most + 1) / 2 - most * beside) * w / max(1, most)
-
-    def travel_in_flight(self) -> float:
-        """From the rank's first F to its last B, and travel; left for later are W whose memory fits together."""
-        least, longest = min(self.each or (0.0,)), max(self.costs.items(self.stages, "wgrad_ms"))[0]
-        left = (self.total if least * self.total <= self.limit else self.limit / least) * longest
-        return self.down(self.first) + self.passes(self.wgrad - left) + self.back(self.first)
-
-    def alone(self) -> float:
-        """One microbatch: all its passes, and W of stage 0."""
-        return self.down(self.first) + self.turn(self.first) + self.back(self.first)
-
-    def travel(self) -> float:
-        """Travel to the rank, its F, its B and the W that cannot be put off until all B are over, travel back."""
-        pending = [
-            (w, min(whole, kept))
-            for w, whole, kept in self.costs.items(self.stages, "wgrad_ms", "activation", "activation_after_backward")
-        ]
-        wgrad = max(0.0, self.wgrad - self.most("after the last B", pending))
-        return self.down(self.first) + self.idle_head() + self.forward + self.backward + wgrad + self.back(self.first)
-
-    def freeing(self) -> float:
-        """Round trip, the F and what frees memory for them, round trip."""
-        if self.excess <= 0:
-            raise RefusedError("this bound needs a memory limit that not all activations fit")
-        freed = max(0.0, self.backward + self.wgrad - self.left())
-        back = self.turn(self.last) - self.f[self.last] + self.back(self.last)
-        return self.down(self.first) + self.idle_head() + self.forward + freed + back
+    whole, kept, total = passes[0].whole, passes[0].kept, len(passes)
+    most = fit(whole, limit, total)  # at the k-th F at most k are in flight, at the j-th last B j, beside a W fewer
+    if is_equal and most:
+        shortest = [min(one[kind] for one in passes) for kind in range(3)]
+        area = sum(one.turn for one in passes) + most * (most - 1) / 2 * (shortest[0] + shortest[1])
+        fewer = min(1, most - fit(whole, limit - kept, total)) / most
+        after = (most + 1) / 2 * shortest[2] - fewer * most * shortest[2]  # at the W of the j-th last B at most j - 1
+        later = total if min(whole, kept) * total <= limit else limit / min(whole, kept)
+        wgrad = sum(one.wgrad for one in passes)
+        found["passes in flight times time"] = (area / most, fewer * wgrad, after, fewer * later * longest_w)
+    return found
 
 
-FORMULAS: dict[str, tuple[Callable[[Bounds], float], bool]] = {
-    "nothing": (lambda bounds: 0.0, False),
-    "work and idle ends": (Bounds.work, True),
-    "memory times time": (Bounds.memory, True),
-    "travel, memory times time, travel": (Bounds.travel_memory, False),
-    "passes in flight times time": (Bounds.in_flight, True),
-    "travel, passes in flight times time, travel": (Bounds.travel_in_flight, False),
-    "one microbatch": (Bounds.alone, False),
-    "travel, work, travel": (Bounds.travel, False),
-    "round trip, free memory, round trip": (Bounds.freeing, False),
-}
-"""Name -> formula, and whether it is about the rank's own time, to which the makespan adds the way from stage 0 to the rank."""
+def bounds(
+    costs: dict[str, Table], rank_of: list[int], rank: int, limit: float, prices: dict[str, float], objective: str
+) -> dict[str, float]:
+    """Name -> lower bound on the time of any plan within the limit, from what one rank has to do. Not all apply to every rank."""
+    stages = [stage for stage, owner in enumerate(rank_of) if owner == rank]
+    first, last = stages[0], stages[-1]
+
+    # Paths of the fastest microbatch: from the first F of all to F of a stage; from there through all later stages to the end of
+    # its B; from there to the end of W of stage 0.
+    f, b, w, down, up = ([min(row) for row in costs[name]] for name in (*NAMES[:3], "down", "up"))
+    arrive = [sum(f[:s] + down[:s]) for s in range(len(f))]
+    turn = [sum(f[s:] + down[s:] + b[s:] + up[s:]) for s in range(len(f))]
+    leave = [sum(b[:s] + up[:s]) + w[0] for s in range(len(f))]
+
+    passes: list[Pass] = []
+    for i in range(len(costs["down"][0])):
+        held = 0.0
+        for s in stages:
+            held += costs["activation"][s][i]
+            passes.append(Pass._make((*(costs[name][s][i] for name in NAMES), held, turn[s])))
+    total, is_equal = len(passes), len({(one.whole, one.kept) for one in passes}) == 1
+    forward, backward, wgrad = (sum(one[kind] for one in passes) for kind in range(3))
+    all_fit = sum(one.whole for one in passes) <= limit
+
+    def most(name: str, options: list[list[tuple[float, float]]]) -> float:
+        """At least the most time of ops that fit the limit together, of each pass one of its options (time, memory) or none."""
+        price = prices.get(name, 0.0)
+        return price * limit + sum(max(0.0, *(time - price * size for time, size in each)) for each in options)
+
+    # Before its first B a rank can only run F, as many as fit the memory, but that B waits for a microbatch to return. After its
+    # last F it can only run B and W of what is in memory, but that microbatch has to return, too.
+    run = most("before the first B", [[(one.forward, one.whole)] for one in passes])
+    if is_equal:
+        run = min(run, fit(passes[0].whole, limit, total) * max(one.forward for one in passes))
+    idle_head = max(0.0, arrive[last] - arrive[first] + turn[last] - b[last] - run)
+    left = most("after the last F", [[(one.wgrad, one.kept), (one.backward + one.wgrad, one.whole)] for one in passes])
+    if len({one[:5] for one in passes}) == 1:  # in whole passes: some with their B, and as many W as fit beside them
+        one = passes[0]
+        fitting = (k for k in range(total + 1) if k * one.whole <= limit)
+        left = max(k * one.backward + min(total, k + fit(one.kept, limit - k * one.whole, total)) * one.wgrad for k in fitting)
+    idle_tail = max(0.0, turn[first] - (arrive[last] - arrive[first]) - f[last] + w[first] - left)
+    put_off = most("after the last B", [[(one.wgrad, min(one.whole, one.kept))] for one in passes])
+
+    # If not all F fit, the last F comes after the first B, and the idle times do not overlap.
+    ends = max(idle_head, idle_tail) if all_fit else idle_head + idle_tail
+    before = arrive[first] if objective == "makespan" else 0.0  # the span is at least the rank's own time
+    needed = idle_head + forward + backward + max(0.0, wgrad - put_off)
+    found = {
+        "nothing": 0.0,
+        "work and idle ends": before + forward + backward + wgrad + ends,
+        "one microbatch": arrive[first] + turn[first] + leave[first],
+        "travel, work, travel": arrive[first] + needed + leave[first],
+    }
+    if not all_fit:
+        freeing = idle_head + forward + max(0.0, backward + wgrad - left)
+        found["round trip, free memory, round trip"] = arrive[first] + freeing + turn[last] - f[last] + leave[last]
+    for name, (area, during_w, last_w, later_w) in areas(passes, limit, is_equal).items():
+        found[name] = before + area + during_w + last_w
+        found[f"travel, {name}, travel"] = arrive[first] + area + max(0.0, during_w - later_w) + leave[first]
+    return found
 
 
 def check(body: dict[str, Any]) -> tuple[float, float]:
     """The objective and its lower bound, both in milliseconds. Raises RefusedError if anything in the certificate is wrong."""
-    if body.get("format") != FORMAT:
-        raise RefusedError(f"its format is {body.get('format')!r}; this checker reads {FORMAT}")
-    plan, claimed = body["plan"], body["bound"]
-    m, rank_of, rows = plan["num_microbatches"], plan["stage_to_rank"], plan["ops"]
-    assignment = plan.get("assignment") or list(range(m))
-    if sorted(assignment) != list(range(m)) or sorted(set(rank_of)) != list(range(len(rows))):
-        raise RefusedError("the plan's assignment or its stage_to_rank leaves something out")
-    costs = Costs(plan["costs"], rank_of, m)
-    span, makespan, peak = simulate(rows, costs, assignment)
-    limit = float("inf") if body["memory_limit"] is None else body["memory_limit"] * min(len(rows), m) * (1 + 1e-9) + 1e-9
-    if not max(peak) <= limit * (1 + TOLERANCE):
-        raise RefusedError(f"the plan needs {max(peak):.6g} microbatches of memory and its limit is {limit:.6g}")
-    if body["objective"] not in ("span", "makespan"):
-        raise RefusedError(f"its objective is {body['objective']!r}; span and makespan are known")
-    value = span if body["objective"] == "span" else makespan
-    if claimed["name"] not in FORMULAS:
-        raise RefusedError(f"its bound {claimed['name']!r} is not known; known are {', '.join(FORMULAS)}")
-    formula, of_one_rank = FORMULAS[claimed["name"]]
-    bounds = Bounds(costs, claimed["rank"], limit, claimed["prices"])
-    bound = formula(bounds) + (bounds.down(bounds.first) if of_one_rank and body["objective"] == "makespan" else 0.0)
-    if not abs(body["objective_ms"] - value) <= TOLERANCE * value:
-        raise RefusedError(f"its objective_ms is {body['objective_ms']} and comes out as {value}")
-    if not claimed["bound_ms"] <= bound + TOLERANCE * value:
-        raise RefusedError(f"its bound is {claimed['bound_ms']} and only {bound} is proven")
-    if not claimed["bound_ms"] <= value * (1 + TOLERANCE):
-        raise RefusedError(f"its bound is {claimed['bound_ms']} and the plan takes {value}, which is less")
-    return value, claimed["bound_ms"]
+    need(body.get("format") == FORMAT, f"its format is {body.get('format')!r:.40}; this checker reads {FORMAT}")
+    plan, claimed, objective, allowed = body["plan"], body["bound"], body["objective"], body["memory_limit"]
+    ops, rank_of, assignment = read_plan(plan)
+    costs = read_costs(plan["costs"], rank_of, len(assignment))
+    span, makespan, peak = simulate(ops, costs, assignment)
+    need(allowed is None or is_number(allowed), "its memory_limit must be a number from 0, or null")
+    everything = sum(sum(row) for name in NAMES[3:] for row in costs[name])  # no plan needs more
+    limit = (everything if allowed is None else allowed * min(len(ops), len(assignment))) * (1 + 1e-9) + 1e-9  # rounded up
+    need(peak <= limit, f"the plan needs {peak:.10g} microbatches of memory and its limit is {limit:.10g}")
+    need(objective in ("span", "makespan"), f"its objective is {objective!r:.40}; span and makespan are known")
+    value = span if objective == "span" else makespan
+
+    name, rank, bound, prices = claimed["name"], claimed["rank"], claimed["bound_ms"], claimed["prices"]
+    need(type(rank) is int and 0 <= rank < len(ops), f"its bound is about rank {rank!r:.40}, which does not exist")
+    need(all(is_number(price, sys.float_info.max) for price in prices.values()), "its prices must be finite and 0 or more")
+    proven = bounds(costs, rank_of, rank, limit, prices, objective)
+    need(name in proven, f"its bound {name!r:.40} is not known for these costs and memory; known are {', '.join(proven)}")
+    for text, number in (("objective_ms", body["objective_ms"]), ("bound_ms", bound), *claimed["terms_ms"].items()):
+        need(is_number(number, sys.float_info.max), f"its {text!r:.40} must be a finite number from 0")
+    off, stated = TOLERANCE * value, body["objective_ms"]
+    need(abs(stated - value) <= off, f"its objective_ms is {stated:.10g} and comes out as {value:.10g}")
+    need(bound <= proven[name] + off, f"its bound is {bound:.10g} and only {proven[name]:.10g} is proven")
+    need(bound <= value + off, f"its bound is {bound:.10g} and the plan takes {value:.10g}, which is less")
+    need(abs(math.fsum(claimed["terms_ms"].values()) - bound) <= off, "the terms of its bound do not add up to it")
+    return value, min(bound, proven[name])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -337,17 +290,16 @@ def main(argv: list[str] | None = None) -> int:
     try:
         body = json.loads(sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8"))
         value, bound = check(body)
-    except RefusedError as error:
-        print(f"{file} does not hold: {error}", file=sys.stderr)
-        return 1
     except OSError as error:
-        print(f"{file} cannot be read: {error.strerror}", file=sys.stderr)
+        print(f"{file!r} cannot be read: {error.strerror}", file=sys.stderr)
         return 2
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, ZeroDivisionError) as error:
-        print(f"{file} is not a certificate: {type(error).__name__}: {error}", file=sys.stderr)
+    except (RefusedError, ValueError, LookupError, TypeError, AttributeError, RecursionError, ArithmeticError) as error:
+        refused = "does not hold" if isinstance(error, RefusedError) else f"is not a certificate: {type(error).__name__}"
+        print(f"{file!r} {refused}: {error!s:.300}", file=sys.stderr)
         return 1
-    gap = max(0.0, value / bound - 1) if bound > 0 else float("inf") if value > 0 else 0.0
-    print(f"valid; {body['objective']} {value:.6g} ms, no plan takes less than {bound:.6g} ms, gap {100 * gap:.3f} %")
+    gap = max(0.0, value / bound - 1) if bound > 0 else math.inf if value > 0 else 0.0
+    within = "" if body["memory_limit"] is None else f" within {body['memory_limit']:.6g} of 1F1B's memory"
+    print(f"valid; {body['objective']} {value:.6g} ms, no plan{within} takes less than {bound:.6g} ms, gap {100 * gap:.3f} %")
     return 0
 
 

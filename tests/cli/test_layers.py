@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.zerobubble import verify
+from megatron.zerobubble.cli import layers as cli_layers
 from megatron.zerobubble.cli.layers import parse_bytes
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.partition.joint import plan_layout
 from megatron.zerobubble.plan.partition.layers import FORMAT
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.search.core import PythonCore
@@ -61,6 +68,36 @@ def test_a_hybrid_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert layout["flag"] == "--hybrid-layer-pattern"
     assert layout["text"].replace("|", "") == "*-" * 4
     assert layout["text"].count("|") == 3
+
+
+@compiled
+@pytest.mark.parametrize("sizes", [[], ["--pipeline-sizes", "4"]], ids=["one size", "two sizes"])
+def test_ctrl_c_takes_the_best_layout_so_far(
+    sizes: list[str], layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All searches after it end at once."""
+    pressed: list[bool] = []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if not pressed:
+            pressed.append(True)
+            time.sleep(0.5)  # the main thread waits for the search by now
+            os.kill(os.getpid(), signal.SIGINT)
+        until = time.monotonic() + 20
+        while not kwargs["options"].progress.is_stopped and time.monotonic() < until:
+            time.sleep(0.01)
+        return plan_layout(*args, **kwargs)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # CP-SAT, in other tests, leaves that of C
+    monkeypatch.setattr(cli_layers, "plan_layout", interrupted)
+    file = tmp_path / "certificate.json"
+    words = ["plan", "--layers", layers, *ARGUMENTS, *sizes, "--effort", "max", "--certificate", str(file)]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert "stopped, with the best found so far" in err
+    assert "--pipeline-model-parallel-layout" in out
+    value, bound = verify.check(json.loads(file.read_text()))
+    assert 0 < bound <= value
 
 
 @compiled

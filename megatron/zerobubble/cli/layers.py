@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron.zerobubble.cli.parser import read_text, workers_of
-from megatron.zerobubble.cli.progress import working
+from megatron.zerobubble.cli.progress import stoppable
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.partition.bound import LayoutBound
@@ -19,6 +21,7 @@ from megatron.zerobubble.plan.render.summary import headline
 from megatron.zerobubble.plan.render.text import render_text
 from megatron.zerobubble.plan.search.bound import Bound
 from megatron.zerobubble.plan.search.options import Effort, Objective, SearchOptions
+from megatron.zerobubble.plan.search.progress import Progress
 from megatron.zerobubble.plan.simulate import Simulation
 
 __all__ = [
@@ -117,7 +120,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def plan_layers(args: argparse.Namespace) -> tuple[LayoutResult, list[str]]:
-    """Search for the layout that the flags of `plan` describe.
+    """Search for the layout that the flags of `plan` describe, until it is found or Ctrl-C takes the best so far.
 
     Returns:
         The fastest one, and with --pipeline-sizes a line per size.
@@ -136,22 +139,35 @@ def plan_layers(args: argparse.Namespace) -> tuple[LayoutResult, list[str]]:
     memory = None if args.memory is None else parse_bytes(args.memory)
     usual = MICROBATCHES_PER_RANK * args.num_ranks
     sizes = pipeline_sizes(args.pipeline_sizes, args.num_ranks, usual if args.num_microbatches is None else args.num_microbatches)
+    what = f"planning the layout of {model.num_layers} layers, " + " or ".join(
+        f"{ranks} pipeline ranks (PP)" for ranks, _ in sizes
+    )
+
+    def work(progress: Progress) -> tuple[LayoutResult, list[str]]:
+        return _fastest(args, model, sizes, memory, replace(options, progress=progress))
+
+    return stoppable(what, work, least="the best of its layout")
+
+
+def _fastest(
+    args: argparse.Namespace, model: Model, sizes: Sequence[tuple[int, int]], memory: float | None, options: SearchOptions
+) -> tuple[LayoutResult, list[str]]:
+    """The fastest layout of some numbers of ranks and microbatches, and a line for each if there are several."""
     found: list[LayoutResult] = []
     lines: list[str] = []
     for num_ranks, num_microbatches in sizes:
         title = f"{num_ranks} pipeline ranks (PP), {num_microbatches} microbatches"
         try:
-            with working(f"planning the layout of {model.num_layers} layers, {title}"):
-                one = plan_layout(
-                    model,
-                    num_ranks=num_ranks,
-                    num_microbatches=num_microbatches,
-                    memory_bytes=memory,
-                    schedule=args.schedule or AUTO,
-                    num_chunks=args.num_chunks,
-                    options=options,
-                    allow_empty=not args.no_empty_stages,
-                )
+            one = plan_layout(
+                model,
+                num_ranks=num_ranks,
+                num_microbatches=num_microbatches,
+                memory_bytes=memory,
+                schedule=args.schedule or AUTO,
+                num_chunks=args.num_chunks,
+                options=options,
+                allow_empty=not args.no_empty_stages,
+            )
         except ConfigError as error:
             if len(sizes) == 1 or ((num_ranks, num_microbatches) == sizes[-1] and not found):
                 raise

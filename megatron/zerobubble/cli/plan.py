@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.zerobubble.cli.files import write_whole
 from megatron.zerobubble.cli.layers import MICROBATCHES_PER_RANK, add_layer_flags, layout_summary, layout_to_json, plan_layers
 from megatron.zerobubble.cli.parser import parse_json, read_text, workers_of
 from megatron.zerobubble.cli.progress import stoppable, track
@@ -217,7 +218,7 @@ def _write_text(target: str, text: str) -> None:
     if target == "-":
         print(text)
     else:
-        Path(target).write_text(text + "\n", encoding="utf-8")
+        write_whole(target, text + "\n")
 
 
 def run_plan(args: argparse.Namespace) -> None:
@@ -363,9 +364,9 @@ def _write_pictures(args: argparse.Namespace, simulation: Simulation) -> None:
     if args.svg is not None:
         subtitle = "; ".join([measures(simulation), *lengths(simulation)[:1]])
         svg = render_svg(simulation.rows, title=headline(simulation.plan), subtitle=subtitle, notes=slot_notes(simulation))
-        Path(args.svg).write_text(svg, encoding="utf-8")
+        write_whole(args.svg, svg)
     if args.trace is not None:
-        Path(args.trace).write_text(render_chrome_trace(simulation.rows, slots(simulation)), encoding="utf-8")
+        write_whole(args.trace, render_chrome_trace(simulation.rows, slots(simulation)))
 
 
 COMMANDS = {

@@ -62,17 +62,18 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
         thread.join()
 
 
-def stoppable(what: str, work: Callable[[Progress], Item]) -> Item:
+def stoppable(what: str, work: Callable[[Progress], Item], *, least: str = "the best possible") -> Item:
     """Do work that contains a search and show the best it has found. Ctrl-C ends the search with that; a second one ends all.
 
     Args:
         what: what is being done.
         work: does it, in a thread of its own; it gets the progress that its searches need.
+        least: what the lower bound of a search is the bound of.
     """
     with working(what) as show, ThreadPoolExecutor(1, thread_name_prefix="search") as pool:
 
         def report(schedule: str, best_ms: float, bound_ms: float) -> None:
-            gap = f", at most {100 * (best_ms / bound_ms - 1):.2f} % above the best possible" if bound_ms > 0 else ""
+            gap = f", at most {100 * (best_ms / bound_ms - 1):.2f} % above {least}" if bound_ms > 0 else ""
             show(f"{what} ({schedule}: {best_ms:.2f} ms{gap}; Ctrl-C takes it)")
 
         progress = Progress(report)

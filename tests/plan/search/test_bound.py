@@ -64,6 +64,16 @@ def test_a_fused_backward_with_recomputation_is_above_its_bound() -> None:
         assert bound.makespan_ms <= simulation.makespan_ms + 1e-6
 
 
+def test_a_fused_backward_without_activations_has_a_bound() -> None:
+    """A BW never holds what B would leave for W, so the memory that its plan needs may be none at all."""
+    plan = build_plan("1f1b", num_ranks=2, num_microbatches=3)
+    costs = replace(CostModel.uniform(plan.placement), activation=(0.0, 0.0))
+    simulation = simulate(plan, costs)
+    assert max(simulation.peak_memory) == 0.0
+    bound = lower_bound(plan.placement, 3, costs, 0.0)
+    assert 0 < bound.span_ms <= simulation.span_ms
+
+
 @given(problems())
 def test_the_terms_of_a_derivation_add_up_to_the_bound(problem: tuple[Placement, int, CostModel, float]) -> None:
     placement, m, costs, limit = problem

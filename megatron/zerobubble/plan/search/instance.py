@@ -82,7 +82,8 @@ class Instance:
             return 0
         costs, stage, count = alike
         whole = costs.activation[stage]
-        return count if whole * count <= self.limit - kept else max(0, int((self.limit - kept) / whole * (1 + 1e-9)))
+        memory = max(0.0, self.limit - kept)
+        return count if whole * count <= memory else int(memory / whole * (1 + 1e-9))
 
     def with_stage_0(self, rank: int) -> tuple[int, ...]:
         """The rank of stage 0, and this rank."""

@@ -1,0 +1,84 @@
+"""Files of a command are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.zerobubble.cli.files import write_whole
+from tests.training.launch import ROOT
+
+PLAN = [sys.executable, "-m", "megatron.zerobubble.cli.main", "plan", "--schedule", "zbv", "--num-ranks", "4"]
+
+
+def _planned(
+    num_microbatches: int, *words: str, preexec_fn: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
+    arguments = [*PLAN, "--num-microbatches", str(num_microbatches), *words]
+    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, preexec_fn=preexec_fn, check=False)
+
+
+def _with_1_kib_files() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+
+
+@pytest.mark.parametrize("option", ["--json", "--certificate", "--svg", "--trace"])
+def test_a_file_that_does_not_fit_leaves_the_old_one(option: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan"
+    assert _planned(8, option, str(file)).returncode == 0
+    old = file.read_bytes()
+    assert len(old) > 1024
+    failed = _planned(9, option, str(file), preexec_fn=_with_1_kib_files)
+    assert failed.returncode == 2
+    assert failed.stderr == f"zerobubble: error: [Errno 27] File too large: '{file}'\n"
+    assert file.read_bytes() == old
+    assert os.listdir(tmp_path) == ["plan"]
+
+
+def test_a_kill_while_it_is_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "plan"
+    file.write_text("old")
+
+    def killed(descriptor: int) -> None:
+        assert next(tmp_path.glob(".zerobubble-*.new")).read_text() == "new"
+        assert file.read_text() == "old"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(str(file), "new")
+    assert file.read_text() == "old"
+    assert os.listdir(tmp_path) == ["plan"]
+
+
+def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "plan")
+    write_whole(str(link), "text")
+    assert link.is_symlink()
+    assert (tmp_path / "plan").read_text() == "text"
+    source, target = os.pipe()
+    write_whole(f"/dev/fd/{target}", "text")
+    os.close(target)
+    with os.fdopen(source) as stream:
+        assert stream.read() == "text"
+    output = tmp_path / "output"
+    with output.open("w") as stream:
+        subprocess.run([*PLAN, "--num-microbatches", "4", "--json", "/dev/stdout"], cwd=ROOT, stdout=stream, check=True)
+    assert "post-validation" in output.read_text(), "what is printed later goes to the same file"
+
+
+@pytest.mark.parametrize("name", ["", "none/plan", "x" * 300])
+def test_an_error_names_the_target(name: str, tmp_path: Path) -> None:
+    target = str(tmp_path / name)
+    with pytest.raises(OSError, match="Errno") as raised:
+        write_whole(target, "text")
+    assert raised.value.filename == target
