@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
 
+from megatron.zerobubble.errors import ZeroBubbleError
 from megatron.zerobubble.mcore.microbatches.lengths import Lengths
 from megatron.zerobubble.mcore.microbatches.unequal import UnequalOptions
 from megatron.zerobubble.mcore.replanner import Replanner, Window
@@ -192,3 +194,39 @@ def announce_wrong_lengths(rank: int, case: UnequalCase) -> None:
     assert trainer.schedule.unequal is not None
     trainer.schedule.unequal.expect((tuple(of_tokens(SEQUENCE + 1 - tokens) for tokens in case.lengths(0, 0)),))
     trainer.forward_backward(0)
+
+
+def say_wrong_lengths(rank: int, case: UnequalCase) -> None:
+    """Count one token too many in every microbatch."""
+    trainer = case.trainer()
+    assert trainer.schedule.unequal is not None
+    trainer.schedule.unequal._options = replace(
+        trainer.schedule.unequal._options, tokens_of=lambda item: int(item[0].size(1)) + 1
+    )
+    trainer.forward_backward(0)
+
+
+def read_too_little(rank: int, case: UnequalCase) -> str:
+    """Only the first rank reads data, and its iterators end early. The error of this rank."""
+    trainer = case.trainer()
+    batches = trainer.batches
+    trainer.batches = lambda step: islice(batches(step), 2) if rank == 0 else None  # type: ignore[method-assign,assignment,return-value]
+    return _refused(trainer)
+
+
+def read_different_data_per_chunk(rank: int, case: UnequalCase) -> str:
+    """Each chunk of a rank reads other data. The error of this rank."""
+    trainer = case.trainer()
+    batches, steps = trainer.batches, count()
+    trainer.batches = lambda step: batches(next(steps))  # type: ignore[method-assign]
+    return _refused(trainer)
+
+
+def _refused(trainer: UnequalTrainer) -> str:
+    try:
+        trainer.forward_backward(0)
+    except ZeroBubbleError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        trainer.close()
+    return ""

@@ -19,7 +19,10 @@ from tests.support.unequal import (
     compare_unequal,
     evaluate_unequal,
     read_different_data,
+    read_different_data_per_chunk,
+    read_too_little,
     replan_unequal,
+    say_wrong_lengths,
     train_unequal,
 )
 
@@ -121,13 +124,30 @@ def test_replanning_fits_times_to_lengths(four_ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (read_different_data, r"two ranks of data-parallel replica 0 read different data: microbatch \d has"),
+        (read_different_data, r"ranks 0 and 3 of data-parallel replica 0 read different data: microbatch \d has \d+ tokens on"),
+        (say_wrong_lengths, r"stage 0, microbatch \d: the output has shape .*, and .* follows from the \d+ tokens that"),
         (announce_wrong_lengths, r"microbatch 0 has \[\d+\] tokens, and \[\d+\] were announced before the iteration"),
     ],
 )
 def test_ranks_that_do_not_agree(four_ranks: RankPool, function: object, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         four_ranks.run(function, replace(ZBV, num_ranks=4))  # type: ignore[arg-type]
+
+
+def test_an_iterator_that_ends(four_ranks: RankPool) -> None:
+    """Ranks that read no data learn that another one failed, and do not wait for it."""
+    first, *others = four_ranks.run(read_too_little, replace(ZBV, num_ranks=4))
+    assert first == (
+        "DataError: the data iterator ended after 2 of the 6 microbatches of an iteration; give one that has them all, for "
+        "example one that begins again at its end"
+    )
+    expected = "ExecutionError: rank 0 could not read the microbatches of this iteration; its own error says why"
+    assert others == [expected] * 3
+
+
+def test_chunks_that_read_different_data(four_ranks: RankPool) -> None:
+    for message in four_ranks.run(read_different_data_per_chunk, replace(ZBV, num_ranks=4)):
+        assert "ConfigError: the data iterators of this rank's chunks read different data: microbatch " in message
 
 
 def test_a_length_that_ranks_cannot_share(four_ranks: RankPool) -> None:
