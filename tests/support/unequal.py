@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ZeroBubbleError
@@ -144,6 +146,32 @@ def evaluate_unequal(rank: int, case: UnequalCase) -> tuple[list[float], list[fl
     order = trainer.orders[0]
     trainer.close()
     return evaluated, trained, order
+
+
+def record_exchanges(rank: int, case: UnequalCase) -> list[str]:
+    """In each step, the all-gathers of the world and the passes of this rank, in the order in which they began."""
+    trainer = case.trainer()
+    all_gather, forward_step = dist.all_gather, trainer.forward_step
+    begun: list[str] = []
+
+    def exchange(tensors: Any, tensor: Any, group: Any = None, **options: Any) -> Any:
+        if len(tensors) == dist.get_world_size():
+            begun.append("exchange")
+        return all_gather(tensors, tensor, group=group, **options)
+
+    def forward(*given: Any) -> Any:
+        begun.append("F")
+        return forward_step(*given)
+
+    trainer.forward_step = forward  # type: ignore[method-assign]
+    steps = []
+    with mock.patch.object(dist, "all_gather", exchange):
+        for step in range(case.num_steps):
+            trainer.forward_backward(step)
+            steps.append(" ".join(begun))
+            begun.clear()
+    trainer.close()
+    return steps
 
 
 class Replanned(NamedTuple):

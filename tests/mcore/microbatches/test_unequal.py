@@ -21,6 +21,7 @@ from tests.support.unequal import (
     read_different_data,
     read_different_data_per_chunk,
     read_too_little,
+    record_exchanges,
     replan_unequal,
     say_wrong_lengths,
     train_unequal,
@@ -101,6 +102,14 @@ def test_replicas_run_one_order_of_ops_with_assignments_of_their_own(four_ranks:
     assert orders[replicas.index(0)] != orders[replicas.index(1)]
     for replica in (0, 1):
         assert len({str(order) for order, own in zip(orders, replicas, strict=True) if own == replica}) == 1
+
+
+@pytest.mark.parametrize("announces", [False, True], ids=["exchanged", "announced"])
+def test_lengths_are_exchanged_once_before_the_first_pass(four_ranks: RankPool, announces: bool) -> None:
+    """Also in the third step, whose lengths are equal; not at all where they are announced."""
+    forwards = " ".join(["F"] * 12)
+    for steps in four_ranks.run(record_exchanges, replace(ZBV, num_ranks=4, announces=announces)):
+        assert steps == [forwards if announces else f"exchange {forwards}"] * 3
 
 
 def test_evaluation_keeps_the_order_of_the_data(four_ranks: RankPool) -> None:
