@@ -252,9 +252,9 @@ def test_documents_that_are_cut_or_left_out_are_counted(prefix: str, caplog: pyt
         dataset(settings(prefix, "--variable-seq-lengths", "--split", "2,6,8", "--seq-length", "64"))
     said = [message for message in caplog.messages if "document(s)" in message]
     assert said == [
-        "train: 3 document(s) are longer than --seq-length 32 and were cut into pieces",
-        "train: 2 document(s) have one token, and so nothing to predict, and were left out",
-        "train: 1 document(s) have one token, and so nothing to predict, and were left out",
+        "train: 3 document(s) were cut, which are longer than --seq-length 32",
+        "train: 2 document(s) were left out, which have one token and so nothing to predict",
+        "train: 1 document(s) were left out, which have one token and so nothing to predict",
     ]
 
 
