@@ -150,7 +150,7 @@ def test_an_iterator_that_ends(four_ranks: RankPool) -> None:
         "DataError: the data iterator ended after 2 of the 6 microbatches of an iteration; give one that has them all, for "
         "example one that begins again at its end"
     )
-    expected = "ExecutionError: rank 0 could not read the microbatches of this iteration; its own error says why"
+    expected = "ExecutionError: rank 0 could not read the microbatches of this iteration; the error there says why"
     assert others == [expected] * 3
 
 

@@ -99,9 +99,8 @@ class LengthExchange:
         received = self._gathered(sent)
         failed = [rank for rank, values in enumerate(received) if values[0] == _FAILED]
         if failed:
-            raise ExecutionError(
-                f"rank {', '.join(map(str, failed))} could not read the microbatches of this iteration; its own error says why"
-            )
+            ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
+            raise ExecutionError(f"{ranks} could not read the microbatches of this iteration; the error there says why")
         found: dict[int, dict[int, list[float]]] = {}
         for rank, values in enumerate(received):
             if values[0]:
