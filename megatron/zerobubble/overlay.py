@@ -113,6 +113,11 @@ def install(
         ConfigError: an option is not supported in a stock loop, or other options are already installed.
         PlanError: the file is not a plan.
     """
+    if microbatch_tokens is not None and not callable(microbatch_tokens):
+        raise ConfigError(
+            f"microbatch_tokens is {str(microbatch_tokens)[:80]}; give a function that takes what the data iterator returns and "
+            "returns the length of its rows"
+        )
     given: dict[str, Any] = {
         "zero_bubble_schedule": schedule,
         "zero_bubble_max_pending_backward": None if max_pending_backward is None else str(max_pending_backward),

@@ -107,7 +107,10 @@ def read_costs(body: dict[str, Any], rank_of: list[int], m: int) -> dict[str, Ta
         size, speed = sizes[i if len(sizes) > 1 else 0], speeds[one][other] if speeds else 1.0
         fits = is_number(latency) and is_number(size) and is_number(speed) and speed > 0
         time = latency + size / (speed * 1e6) if fits else math.nan
-        need(is_number(time), f"costs: comm_ms or links from rank {one} to rank {other} must be finite numbers from 0")
+        need(
+            is_number(time),
+            f"costs: comm_ms or links from rank {one} to rank {other} must be finite numbers from 0, a bandwidth above it",
+        )
         return float(time)
 
     costs["down"] = [[message(s, s + 1, i) for i in range(m)] for s in range(last)] + [[0.0] * m]

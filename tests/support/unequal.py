@@ -6,12 +6,15 @@ import random
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron.zerobubble.errors import ZeroBubbleError
 from megatron.zerobubble.mcore.microbatches.lengths import Lengths
 from megatron.zerobubble.mcore.microbatches.unequal import UnequalOptions
 from megatron.zerobubble.mcore.replanner import Replanner, Window
@@ -172,6 +175,32 @@ def plan_ahead(rank: int, case: UnequalCase) -> tuple[list[str], list[str]]:
     return before, threads
 
 
+def record_exchanges(rank: int, case: UnequalCase) -> list[str]:
+    """In each step, the all-gathers of the world and the passes of this rank, in the order in which they began."""
+    trainer = case.trainer()
+    all_gather, forward_step = dist.all_gather, trainer.forward_step
+    begun: list[str] = []
+
+    def exchange(tensors: Any, tensor: Any, group: Any = None, **options: Any) -> Any:
+        if len(tensors) == dist.get_world_size():
+            begun.append("exchange")
+        return all_gather(tensors, tensor, group=group, **options)
+
+    def forward(*given: Any) -> Any:
+        begun.append("F")
+        return forward_step(*given)
+
+    trainer.forward_step = forward  # type: ignore[method-assign]
+    steps = []
+    with mock.patch.object(dist, "all_gather", exchange):
+        for step in range(case.num_steps):
+            trainer.forward_backward(step)
+            steps.append(" ".join(begun))
+            begun.clear()
+    trainer.close()
+    return steps
+
+
 class Replanned(NamedTuple):
     """What a rank has after re-planning."""
 
@@ -220,3 +249,39 @@ def announce_wrong_lengths(rank: int, case: UnequalCase) -> None:
     assert trainer.schedule.unequal is not None
     trainer.schedule.unequal.expect((tuple(of_tokens(SEQUENCE + 1 - tokens) for tokens in case.lengths(0, 0)),))
     trainer.forward_backward(0)
+
+
+def say_wrong_lengths(rank: int, case: UnequalCase) -> None:
+    """Count one token too many in every microbatch."""
+    trainer = case.trainer()
+    assert trainer.schedule.unequal is not None
+    trainer.schedule.unequal._options = replace(
+        trainer.schedule.unequal._options, tokens_of=lambda item: int(item[0].size(1)) + 1
+    )
+    trainer.forward_backward(0)
+
+
+def read_too_little(rank: int, case: UnequalCase) -> str:
+    """Only the first rank reads data, and its iterators end early. The error of this rank."""
+    trainer = case.trainer()
+    batches = trainer.batches
+    trainer.batches = lambda step: islice(batches(step), 2) if rank == 0 else None  # type: ignore[method-assign,assignment,return-value]
+    return _refused(trainer)
+
+
+def read_different_data_per_chunk(rank: int, case: UnequalCase) -> str:
+    """Each chunk of a rank reads other data. The error of this rank."""
+    trainer = case.trainer()
+    batches, steps = trainer.batches, count()
+    trainer.batches = lambda step: batches(next(steps))  # type: ignore[method-assign]
+    return _refused(trainer)
+
+
+def _refused(trainer: UnequalTrainer) -> str:
+    try:
+        trainer.forward_backward(0)
+    except ZeroBubbleError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        trainer.close()
+    return ""

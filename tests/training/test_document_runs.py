@@ -39,8 +39,11 @@ def numbers(documents: str, folder: Path, flags: list[str]) -> list[float]:
     """Loss and gradient norm of two iterations that read every document once, and the validation loss of all documents."""
     path = folder / "metrics.jsonl"
     data = ["--train-data-path", documents, "--valid-data-path", documents, "--metrics-jsonl", str(path)]
-    train([*RUN, *WHOLE_EPOCHS, *data, *flags], num_ranks=2 if P2[0] in flags else 1)
+    said = train([*RUN, *WHOLE_EPOCHS, *data, *flags], num_ranks=2 if P2[0] in flags else 1)
     first, second = metrics(path)[1], metrics(path)[2]
+    assert "tokens per second" in said
+    assert "TFLOP" not in said, "FLOPs differ by sample"
+    assert "tflops_per_gpu" not in first
     assert sum(LENGTHS) - len(LENGTHS) == round(first["tokens_per_s"] * first["iteration_ms"] / 1000.0)
     return [first["loss"], first["grad_norm"], second["loss"], second["grad_norm"], second["validation_loss"]]
 
@@ -79,10 +82,39 @@ def test_unequal_microbatches_are_the_same_training(documents: str, tmp_path: Pa
     assert (tmp_path / "trace" / "report.json").exists()
 
 
+def test_lengths_follow_a_batch_size_that_ramps_up(documents: str, tmp_path: Path) -> None:
+    """Two, four and six samples, then eight; evaluation reads eight all along. The data is read in one order."""
+    found = {}
+    for name, flags in (("stock", []), ("zbv", ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation"])):
+        run = ["--train-data-path", documents, "--valid-data-path", documents, "--train-iters", "6", "--eval-iters", "1"]
+        run += ["--variable-seq-lengths", *batch(1, 8), *P2, "--rampup-batch-size", "2", "2", "12", "--eval-interval", "2"]
+        train([*RUN, *run, *flags, "--metrics-jsonl", str(tmp_path / f"{name}.jsonl")])
+        found[name] = metrics(tmp_path / f"{name}.jsonl")
+    assert sorted(found["zbv"]) == list(range(1, 7))
+    for iteration, own in found["zbv"].items():
+        expected = found["stock"][iteration]
+        for what in {"loss", "grad_norm", "validation_loss"} & expected.keys():
+            assert own[what] == pytest.approx(expected[what], rel=1e-6), (iteration, what)
+
+
 CONVERSATIONS = [
     {"messages": [{"role": "user", "content": "Say " * size}, {"role": "assistant", "content": "yes. " * (size // 2 + 1)}]}
     for size in range(12)
 ]
+
+
+def test_prompts_longer_than_a_batch_train_nothing(tmp_path: Path) -> None:
+    """The last pieces of the conversations have the answers; whole batches before them have none, and training goes on."""
+    path = write_lines(tmp_path / "long.jsonl", [{"prompt": "Why? " * 40, "response": f"{number}."} for number in range(4)])
+    flags = ["--sft", "--variable-seq-lengths", *batch(1, 2), *P2, "--train-data-path", path, "--eval-iters", "0"]
+    flags += ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation", "--train-iters", "14"]
+    said = train([*RUN, *flags, "--metrics-jsonl", str(tmp_path / "metrics.jsonl")])
+    found = metrics(tmp_path / "metrics.jsonl")
+    without = [each for each in found.values() if each["loss"] is None]
+    assert sorted(found) == list(range(1, 15))
+    assert 0 < len(without) < 14
+    assert all(each["grad_norm"] == 0.0 for each in without)
+    assert said.count("no token that counts in the loss") == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,6 +17,7 @@ from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import set_up_model_parallel
 from megatron.zerobubble.training.memory_estimate import layer_activation_bytes, stage_weights, state_bytes_per_weight
+from tests.support.datasets import random_documents, write_documents
 
 with quiet_third_parties():
     from megatron.zerobubble.training.entry import run
@@ -31,6 +34,14 @@ P4 = "--pipeline-model-parallel-size 4 --global-batch-size 8 "
 
 def settings(flags: str = "", *, world_size: int = 1) -> Settings:
     return settings_from_argv((MODEL + flags).split(), world_size=world_size)
+
+
+def test_documents_have_at_most_the_flops_of_whole_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = write_documents(tmp_path / "some", random_documents([5, 9, 70]))
+    for data, text in (("--mock-data", r": \d"), (f"--data-path {documents} --split 1,1,0 --variable-seq-lengths", ": at most ")):
+        argv = f"{MODEL.replace('--mock-data', data)} {P4} --calculate-per-token-loss --dry-run".split()
+        run(model_provider, forward_step_provider, argv=argv)
+        assert re.search(f"^FLOPs per iteration{text}", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

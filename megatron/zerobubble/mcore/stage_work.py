@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
+from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.mcore.compat import backward_step
 from megatron.zerobubble.mcore.model.aux_loss_scale import set_auxiliary_scales
 from megatron.zerobubble.mcore.model.rng import ChunkStreams
@@ -151,11 +152,27 @@ class ChunkWork:
             sent = None
         else:
             sent = output.detach()
+            self._check_shape(op, sent)
         if not iteration.forward_only:
             self._inflight[chunk, op.microbatch] = activation, output
             if sent is not None:
                 schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
         return sent
+
+    def _check_shape(self, op: Op, output: Tensor) -> None:
+        """Raise ExecutionError if an output has another shape than the next stage's buffer: that rank would wait for the rest."""
+        iteration = self._iteration
+        expected = iteration.tensor_shapes[op.microbatch]
+        if tuple(output.shape) == expected:
+            return
+        length, remedy = "the sequence length of the schedule's call", "pad it to that length"
+        if iteration.lengths:
+            length = f"the {iteration.lengths[op.microbatch][0]} tokens that microbatch_tokens returned"
+            remedy = "return the length of its rows, padding included"
+        raise ExecutionError(
+            f"stage {op.stage}, microbatch {iteration.order[op.microbatch]}: the output has shape {tuple(output.shape)} "
+            f"(sequence, batch, hidden), and {expected} follows from {length}; {remedy}"
+        )
 
     def backward(self, op: Op, gradient: Tensor | None, last: bool) -> Tensor | None:
         """Run B of one microbatch, or with an op of kind BW the full backward (B+W).

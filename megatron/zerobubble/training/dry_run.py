@@ -50,7 +50,8 @@ def dry_run_report(settings: Settings, *, vocab_size: int) -> str:
     for rank, each in enumerate(estimate_memory(settings, simulation, vocab_size=vocab_size)):
         sizes = (each.state_bytes / _GIB, each.activation_bytes / _GIB, each.total_bytes / _GIB)
         lines.append(f"{rank:>13} {each.weights:>14,} {sizes[0]:>9.3f} {sizes[1]:>12.3f} {sizes[2]:>9.3f}")
-    lines += ["", _job(settings), f"FLOPs per iteration: {iteration_flops(settings, vocab_size=vocab_size):.4g}"]
+    most = "at most " if settings.data.reads_documents else ""
+    lines += ["", _job(settings), f"FLOPs per iteration: {most}{iteration_flops(settings, vocab_size=vocab_size):.4g}"]
     return "\n".join([*lines, "dry run: the flags are valid; nothing was started"])
 
 

@@ -207,7 +207,9 @@ class _Run:
             rank=job.launch.rank,
             start_iteration=self.progress.iteration,
             timers=training_state.timers,
-            flops_per_sample=flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
+            flops_per_sample=None  # of documents they differ
+            if self.settings.data.reads_documents
+            else flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
         )
         self.step_profiler = StepProfiler(self.settings.logging, rank=job.launch.rank)
         self.has_logged_memory = self.has_logged_layout = False

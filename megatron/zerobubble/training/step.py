@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -25,7 +25,7 @@ from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdic
 from megatron.zerobubble.plan.timeline import Activity
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["LOSS", "ForwardStep", "StepResult", "Trainer", "TrainingState", "evaluate", "run_passes"]
+__all__ = ["LOSS", "ForwardStep", "MeanLoss", "StepResult", "Trainer", "TrainingState", "evaluate", "run_passes"]
 
 LOSS = "lm loss"
 """Key under which the loss function reports [sum of losses, number of tokens] of a microbatch."""
@@ -224,10 +224,19 @@ def evaluate(training_state: TrainingState, data_iterator: Any) -> float:
             )
     for chunk in training_state.chunks:
         chunk.train()
-    return mean_losses(total.unsqueeze(0))[0]
+    return mean_losses(total.unsqueeze(0))[0].value
 
 
-def mean_losses(totals: torch.Tensor) -> list[float]:
+class MeanLoss(NamedTuple):
+    """A loss over all ranks."""
+
+    value: float
+    """Mean per token; NaN if no token counts."""
+    has_tokens: bool
+    """Whether any token counts. With --sft, batches may be parts of prompts only."""
+
+
+def mean_losses(totals: torch.Tensor) -> list[MeanLoss]:
     """Mean losses per token from [n, 2] loss sums and token counts of this rank. All ranks must call this.
 
     One all-reduce over the world serves every layout and placement: tensor-parallel ranks hold equal sums and counts, so their
@@ -235,7 +244,7 @@ def mean_losses(totals: torch.Tensor) -> list[float]:
     """
     totals = totals.to(torch.float64)
     torch.distributed.all_reduce(totals)
-    return [float(loss / tokens) if tokens else float("nan") for loss, tokens in totals.tolist()]
+    return [MeanLoss(float(loss / tokens) if tokens else float("nan"), bool(tokens)) for loss, tokens in totals.tolist()]
 
 
 @contextmanager

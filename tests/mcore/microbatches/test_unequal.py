@@ -20,7 +20,11 @@ from tests.support.unequal import (
     evaluate_unequal,
     plan_ahead,
     read_different_data,
+    read_different_data_per_chunk,
+    read_too_little,
+    record_exchanges,
     replan_unequal,
+    say_wrong_lengths,
     train_unequal,
 )
 
@@ -109,6 +113,14 @@ def test_replicas_run_one_order_of_ops_with_assignments_of_their_own(four_ranks:
         assert len({str(order) for order, own in zip(orders, replicas, strict=True) if own == replica}) == 1
 
 
+@pytest.mark.parametrize("announces", [False, True], ids=["exchanged", "announced"])
+def test_lengths_are_exchanged_once_before_the_first_pass(four_ranks: RankPool, announces: bool) -> None:
+    """Also in the third step, whose lengths are equal; not at all where they are announced."""
+    forwards = " ".join(["F"] * 12)
+    for steps in four_ranks.run(record_exchanges, replace(ZBV, num_ranks=4, announces=announces)):
+        assert steps == [forwards if announces else f"exchange {forwards}"] * 3
+
+
 def test_evaluation_keeps_the_order_of_the_data(four_ranks: RankPool) -> None:
     """The losses of the same data and weights, in its order; nothing is planned."""
     for evaluated, trained, order in four_ranks.run(evaluate_unequal, replace(ZBV, num_ranks=4)):
@@ -130,13 +142,30 @@ def test_replanning_fits_times_to_lengths(four_ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (read_different_data, r"two ranks of data-parallel replica 0 read different data: microbatch \d has"),
+        (read_different_data, r"ranks 0 and 3 of data-parallel replica 0 read different data: microbatch \d has \d+ tokens on"),
+        (say_wrong_lengths, r"stage 0, microbatch \d: the output has shape .*, and .* follows from the \d+ tokens that"),
         (announce_wrong_lengths, r"microbatch 0 has \[\d+\] tokens, and \[\d+\] were announced before the iteration"),
     ],
 )
 def test_ranks_that_do_not_agree(four_ranks: RankPool, function: object, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         four_ranks.run(function, replace(ZBV, num_ranks=4))  # type: ignore[arg-type]
+
+
+def test_an_iterator_that_ends(four_ranks: RankPool) -> None:
+    """Ranks that read no data learn that another one failed, and do not wait for it."""
+    first, *others = four_ranks.run(read_too_little, replace(ZBV, num_ranks=4))
+    assert first == (
+        "DataError: the data iterator ended after 2 of the 6 microbatches of an iteration; give one that has them all, for "
+        "example one that begins again at its end"
+    )
+    expected = "ExecutionError: rank 0 could not read the microbatches of this iteration; the error there says why"
+    assert others == [expected] * 3
+
+
+def test_chunks_that_read_different_data(four_ranks: RankPool) -> None:
+    for message in four_ranks.run(read_different_data_per_chunk, replace(ZBV, num_ranks=4)):
+        assert "ConfigError: the data iterators of this rank's chunks read different data: microbatch " in message
 
 
 def test_a_length_that_ranks_cannot_share(four_ranks: RankPool) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.datasets import random_documents, write_documents
 from tests.training.launch import ROOT, environment, launch_warm
 
 MODEL = ["--pipeline-model-parallel-size", "2", "--num-layers", "8", "--hidden-size", "32", "--num-attention-heads", "4"]
@@ -74,6 +75,21 @@ def test_what_is_measured_and_predicted(done: tuple[subprocess.CompletedProcess[
     assert found["stock-1f1b"]["speed_up"]["value"] == 1.0
     assert found["auto"]["ran"] is not None
     assert found["interleaved-1f1b:8"]["failure"].startswith("--num-layers 8")
+
+
+def test_of_documents_nothing_is_claimed_that_differs_by_iteration(tmp_path: Path) -> None:
+    """Tokens, FLOPs and passes of --seq-length would be too many."""
+    documents = write_documents(tmp_path / "some", random_documents([2, 5, 9, 17, 32, 33, 12, 7]))
+    flags = ["--data-path", documents, "--split", "1,1,0", "--variable-seq-lengths", "--calculate-per-token-loss"]
+    options = ["--contenders", "stock-1f1b,zbv", "--rounds", "1", "--timed-iters", "1", "--bench-dir", tmp_path / "bench"]
+    model = [each for each in MODEL if each not in ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "64")]
+    done = launch_warm([*model, *flags, *options], num_ranks=2, script=BENCH)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for row in rows(tmp_path / "bench").values():
+        assert row["bubble"] is not None
+        assert row["losses"]["0"] == pytest.approx(rows(tmp_path / "bench")["stock-1f1b"]["losses"]["0"], rel=1e-6)
+        for name in ("tokens_per_s", "tokens_per_s_per_rank", "tflops_per_rank", "predicted_ms", "predicted_bubble"):
+            assert row[name] is None, name
 
 
 def test_the_page_shows_every_contender(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections import Counter
 from itertools import islice, pairwise
@@ -243,6 +244,18 @@ def test_a_token_outside_of_the_vocabulary_is_found(tmp_path: Path, flag: str) -
     iterator = chunk_iterators(dataset(given), given, reads_by_chunk=[True], consumed=0, rank=0, on_gpu=False)
     with pytest.raises(DataError, match=r"wrong\.bin: document 1 has the token 300 at position 40, and the vocabulary has 256"):
         list(islice(iterator, 4))
+
+
+def test_documents_that_are_cut_or_left_out_are_counted(prefix: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        dataset(settings(prefix, "--variable-seq-lengths"))
+        dataset(settings(prefix, "--variable-seq-lengths", "--split", "2,6,8", "--seq-length", "64"))
+    said = [message for message in caplog.messages if "document(s)" in message]
+    assert said == [
+        "train: 3 document(s) were cut, which are longer than --seq-length 32",
+        "train: 2 document(s) were left out, which have one token and so nothing to predict",
+        "train: 1 document(s) were left out, which have one token and so nothing to predict",
+    ]
 
 
 def test_documents_without_labels(tmp_path: Path) -> None:

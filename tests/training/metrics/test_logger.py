@@ -208,6 +208,18 @@ def test_training_stops_when_it_diverges(logger: MetricsLogger, changes: dict[st
         go()
 
 
+def test_training_continues_where_no_token_counts(logger: MetricsLogger, jsonl: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A batch of --sft may be pieces of prompts only: that is no divergence. It is logged once."""
+    with caplog.at_level(logging.INFO):
+        for iteration in (1, 2, 3):
+            logger.add(record(iteration, **({} if iteration == 3 else {"loss": torch.zeros(2), "grad_norm": 0.0})))
+            logger.log()
+    assert [fields["loss"] for fields in read(jsonl)] == [None, None, 3.0]
+    said = [line for line in caplog.messages if "no token that counts" in line]
+    assert len(said) == 1
+    assert said[0].startswith("iteration 1 has no token that counts in the loss, and so no loss; training goes on.")
+
+
 def test_training_continues_with_no_check_for_nan() -> None:
     metrics = MetricsLogger(settings("--no-check-for-nan-in-loss-and-grad"), rank=0, start_iteration=0, timers=None)
     metrics.add(record(1, grad_norm=math.nan))

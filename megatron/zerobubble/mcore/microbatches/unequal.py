@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron.zerobubble.errors import ExecutionError
+from megatron.zerobubble.errors import ConfigError, DataError, ExecutionError
 from megatron.zerobubble.mcore.microbatches.lengths import (
     LengthExchange,
     Lengths,
@@ -194,12 +194,19 @@ class UnequalMicrobatches:
             forward_only: no gradients follow: the order of the data is kept, and nothing is planned.
 
         Raises:
-            ConfigError: lengths that cannot be.
-            ExecutionError: a microbatch has another length than was announced.
+            ConfigError: lengths that cannot be, or that differ between chunks or ranks.
+            DataError: an iterator has fewer microbatches.
+            ExecutionError: a microbatch has another length than was announced, or another rank could not read its data.
         """
-        items = [None if each is None else [next(each) for _ in range(num_microbatches)] for each in iterators]
-        own = self._own_lengths(items)
-        if not forward_only and self._expected:
+        is_announced = not forward_only and bool(self._expected)
+        try:
+            items = [None if each is None else _read(each, num_microbatches) for each in iterators]
+            own = self._own_lengths(items)
+        except Exception:
+            if not is_announced:
+                self._exchange.fail(num_microbatches)  # or the other ranks would wait for this one
+            raise
+        if is_announced:
             replicas = self._expected.popleft()
             self._check(own, replicas[self._replica])
         else:
@@ -218,10 +225,20 @@ class UnequalMicrobatches:
         )
 
     def _own_lengths(self, items: Sequence[list[Any] | None]) -> list[Lengths] | None:
+        first: list[Lengths] | None = None
         for each in items:
-            if each is not None:
-                return [lengths_of(self._options.tokens_of, item, number) for number, item in enumerate(each)]
-        return None
+            if each is None:
+                continue
+            own = [lengths_of(self._options.tokens_of, item, number) for number, item in enumerate(each)]
+            first = first or own
+            if own != first:
+                number = next(index for index, (a, b) in enumerate(zip(first, own, strict=True)) if a != b)
+                raise ConfigError(
+                    f"the data iterators of this rank's chunks read different data: microbatch {number} has "
+                    f"{first[number].tokens} tokens on one and {own[number].tokens} on another; they must be over the same "
+                    "samples"
+                )
+        return first
 
     def _check(self, own: Sequence[Lengths] | None, expected: Sequence[Lengths]) -> None:
         if own is None or tuple(own) == tuple(expected):
@@ -272,6 +289,19 @@ class UnequalMicrobatches:
         """End the thread and destroy the group. Every rank of the world must call it."""
         self._thread.shutdown(cancel_futures=True)
         self._exchange.close()
+
+
+def _read(iterator: Any, num_microbatches: int) -> list[Any]:
+    items: list[Any] = []
+    try:
+        while len(items) < num_microbatches:
+            items.append(next(iterator))
+    except StopIteration:
+        raise DataError(
+            f"the data iterator ended after {len(items)} of the {num_microbatches} microbatches of an iteration; give one that "
+            "has them all, for example one that begins again at its end"
+        ) from None
+    return items
 
 
 def attention_share(config: Any, tokens: int) -> float:

@@ -22,7 +22,7 @@ from megatron.zerobubble.mcore.compat import imported_version
 from megatron.zerobubble.training.bench.block import BlockRequest, BlockResult
 from megatron.zerobubble.training.bench.contenders import Contender
 from megatron.zerobubble.training.bench.options import Options
-from megatron.zerobubble.training.bench.predictions import FirstBlock, interleaved_ms, panels, predict
+from megatron.zerobubble.training.bench.predictions import FirstBlock, has_unequal_lengths, interleaved_ms, panels, predict
 from megatron.zerobubble.training.bench.progress import Progress
 from megatron.zerobubble.training.bench.report import can_draw, markdown, write
 from megatron.zerobubble.training.bench.results import Outcome, Table
@@ -126,18 +126,20 @@ class _Comparison:
         return Table.of(
             list(self._outcomes.values()),
             baseline=self._options.baseline,
-            tokens=job.global_batch_size * job.model.seq_length,
+            tokens=None if job.data.reads_documents else job.global_batch_size * job.model.seq_length,
             flops=self._flops(),
             peak_tflops=self._options.peak_tflops,
             num_ranks=job.world_size,
             num_cores=os.cpu_count() if self._device() == "CPU" else None,
             pipeline_size=job.pipeline_size,
-            interleaved=interleaved_ms(firsts, job),
+            interleaved=None if has_unequal_lengths(job) else interleaved_ms(firsts, job),
         )
 
     def _flops(self) -> float | None:
+        """FLOPs of an iteration; None before the vocabulary is known, and for documents, whose FLOPs differ."""
         vocab_size = next((block.result.vocab_size for block in self._first.values()), None)
-        return None if vocab_size is None else iteration_flops(self._options.job, vocab_size=vocab_size)
+        job = self._options.job
+        return None if vocab_size is None or job.data.reads_documents else iteration_flops(job, vocab_size=vocab_size)
 
     def _device(self) -> str:
         return next((block.result.device for block in self._first.values()), "unknown")

@@ -281,7 +281,7 @@ class _Block:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         parameters = torch.tensor([sum(p.numel() for chunk in state.chunks for p in chunk.parameters())], device=state.device)
         dist.all_reduce(parameters, group=parallel_state.get_model_parallel_group())
-        (loss,) = mean_losses(self._last.loss.unsqueeze(0))
+        (loss, _) = mean_losses(self._last.loss.unsqueeze(0))[0]
         measured = None
         if self._request.is_first:
             measured = Measurements(

@@ -26,7 +26,7 @@ from megatron.zerobubble.training.bench.results import Outcome
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.planning.auto import costs_from
 
-__all__ = ["FirstBlock", "interleaved_ms", "panels", "predict"]
+__all__ = ["FirstBlock", "has_unequal_lengths", "interleaved_ms", "panels", "predict"]
 
 _VIRTUAL_SIZES = (2, 4, 8)
 
@@ -61,6 +61,11 @@ class FirstBlock:
         )
 
 
+def has_unequal_lengths(job: Settings) -> bool:
+    """Whether every iteration has other lengths, for which nothing is predicted: a block profiles passes of several lengths."""
+    return job.data.variable_seq_lengths or job.data.pack_sequences
+
+
 def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome]) -> None:
     """Fill in what the planner predicts for each contender, and the bubble of its recorded iteration.
 
@@ -73,7 +78,7 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome]) -> No
         outcome = outcomes[block.contender.text]
         if block.timeline is not None:
             outcome.bubble = report(block.timeline).bubble_rate
-        simulation = _simulated(block, blocks)
+        simulation = None if has_unequal_lengths(block.result.settings) else _simulated(block, blocks)
         if simulation is None:
             continue
         outcome.predicted_bubble = simulation.bubble_rate

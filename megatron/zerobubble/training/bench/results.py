@@ -152,7 +152,7 @@ class Table:
         outcomes: Sequence[Outcome],
         *,
         baseline: str,
-        tokens: int,
+        tokens: int | None,
         flops: float | None,
         peak_tflops: float | None,
         num_ranks: int,
@@ -165,7 +165,7 @@ class Table:
         Args:
             outcomes: one per contender.
             baseline: name of the one that speed-ups are relative to.
-            tokens: per iteration, of all ranks together.
+            tokens: per iteration, of all ranks together; None if it differs.
             flops: floating-point operations of the model per iteration, of all ranks together.
             peak_tflops: what one device can do, in 10^12 floating-point operations per second.
             num_ranks: ranks of the job.
@@ -177,7 +177,7 @@ class Table:
         rows = []
         for outcome in outcomes:
             ms = interval([1000.0 * each for each in outcome.seconds.values()]) if outcome.seconds else None
-            rate = None if ms is None else tokens / ms.value * 1000.0
+            rate = None if ms is None or tokens is None else tokens / ms.value * 1000.0
             tflops = None if flops is None or ms is None else flops / ms.value / 1e9 / num_ranks
             predicted = None
             if base.predicted_ms is not None and outcome.predicted_ms:

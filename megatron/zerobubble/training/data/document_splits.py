@@ -98,6 +98,11 @@ def _dataset(settings: Settings, tokenizer: Any, blend: Blend, split: Split, siz
     ]
     rows = sum(part.num_rows for part in parts)
     _log.info("%s: %d samples per epoch, documents of %s", split.name, rows, ", ".join(blend.prefixes))
+    cut, left_out = sum(part.num_cut for part in parts), sum(part.num_left_out for part in parts)
+    if cut:
+        _log.info("%s: %d document(s) were cut, which are longer than --seq-length %d", split.name, cut, options.seq_length)
+    if left_out:
+        _log.info("%s: %d document(s) were left out, which have one token and so nothing to predict", split.name, left_out)
     if len(parts) == 1:
         return parts[0]
     weights = [part.num_rows for part in parts] if blend.weights is None else list(blend.weights)

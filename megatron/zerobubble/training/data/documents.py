@@ -109,6 +109,11 @@ class DocumentDataset(Dataset[dict[str, Any]]):
                 f"{index.prefix}: none of the {len(documents)} document(s) for {split.name} has two tokens or more, and so none "
                 "has a token with a label; give more documents"
             )
+        tokens = index.entries()[0][documents.start : documents.stop]
+        self.num_cut = int((tokens > options.seq_length + 1).sum())
+        """Documents that are more than one sample."""
+        self.num_left_out = int((tokens < 2).sum())
+        """Documents without a token that has a label."""
         if options.packs:
             pieces = pieces[_permutation(options.seed, _PACKING, len(pieces.length))]
             self._starts = next_fit(pieces.length, options.seq_length)

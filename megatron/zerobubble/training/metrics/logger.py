@@ -24,7 +24,7 @@ from megatron.zerobubble.training.metrics.json_lines import JsonLines
 from megatron.zerobubble.training.metrics.memory import memory_scalars
 from megatron.zerobubble.training.metrics.progress_line import progress_line, tflops_per_gpu
 from megatron.zerobubble.training.metrics.summary import Totals
-from megatron.zerobubble.training.step import StepResult, mean_losses
+from megatron.zerobubble.training.step import MeanLoss, StepResult, mean_losses
 
 __all__ = ["IterationRecord", "MetricsLogger"]
 
@@ -100,6 +100,7 @@ class MetricsLogger:
         self._flops_per_sample = flops_per_sample
         self._pending: list[IterationRecord] = []
         self._num_corrected = 0
+        self._has_reported_without_loss = False
         self.totals = Totals(flops_per_sample=flops_per_sample)
         """For the summary of the run."""
         self._aux_losses = AuxLosses(settings)
@@ -156,13 +157,14 @@ class MetricsLogger:
             ExecutionError: a loss is not finite although the optimizer stepped.
         """
         records, self._pending = self._pending, []
+        losses: list[MeanLoss] = []
         aux_losses: dict[str, float] = {}
         if records:
             losses = mean_losses(torch.stack([record.result.loss for record in records]))
             for record, loss in zip(records, losses, strict=True):
-                record.loss, record.seconds = loss, record.elapsed_ms() / 1000.0
+                record.loss, record.seconds = loss.value, record.elapsed_ms() / 1000.0
                 self.totals.add(
-                    samples=record.samples, tokens=record.num_tokens(self._settings), seconds=record.seconds, loss=loss
+                    samples=record.samples, tokens=record.num_tokens(self._settings), seconds=record.seconds, loss=loss.value
                 )
             settings = self._settings
             samples = sum(record.samples for record in records)
@@ -179,8 +181,10 @@ class MetricsLogger:
             perplexity = math.exp(min(validation_loss, 700.0))
             _log.info("validation loss at iteration %d: %.4f (ppl %.2f)", iteration, validation_loss, perplexity)
         self._write(objects)
-        for record in records:
-            if record.result.is_stepped:
+        for record, loss in zip(records, losses, strict=True):
+            if not loss.has_tokens:
+                self._report_without_loss(record.iteration)
+            elif record.result.is_stepped:
                 self._check_finite("loss", record.loss, record.iteration)
 
     def add_curves(self, values: Mapping[str, float], iteration: int) -> None:
@@ -218,6 +222,16 @@ class MetricsLogger:
             for fields in objects:
                 self._curves.add({key: value for key, value in fields.items() if key != "iteration"}, fields["iteration"])
             self._curves.flush()
+
+    def _report_without_loss(self, iteration: int) -> None:
+        """Log the first iteration in which no token counts, whose loss is NaN."""
+        if not self._has_reported_without_loss:
+            self._has_reported_without_loss = True
+            _log.info(
+                "iteration %d has no token that counts in the loss, and so no loss; training goes on. With --sft a piece of a "
+                "long prompt has none: a larger --seq-length or --global-batch-size makes this rarer",
+                iteration,
+            )
 
     def _check_finite(self, what: str, value: float | None, iteration: int) -> None:
         if self._settings.run.check_for_nan_in_loss_and_grad and value is not None and not math.isfinite(value):
