@@ -104,7 +104,7 @@ def read_costs(body: dict[str, Any], rank_of: list[int], m: int) -> dict[str, Ta
             return 0.0
         sizes, speeds = (links["message_bytes"], links.get("gigabytes_per_s")) if links else ([0.0], None)
         latency = links["latency_ms"][one][other] if links else body["comm_ms"]
-        size, speed = sizes[i if len(sizes) > 1 else 0], speeds[one][other] if speeds else 1.0
+        size, speed = (sizes[i if len(sizes) > 1 else 0], speeds[one][other]) if speeds else (0.0, 1.0)
         fits = is_number(latency) and is_number(size) and is_number(speed) and speed > 0
         time = latency + size / (speed * 1e6) if fits else math.nan
         need(
