@@ -208,6 +208,10 @@ def bounds(
     turn = [sum(f[s:] + down[s:] + b[s:] + up[s:]) for s in range(len(f))]
     leave = [sum(b[:s] + up[:s]) + w[0] for s in range(len(f))]
 
+    # Every microbatch, also the slowest, has to go all the way and back.
+    ways = [*zip(*(row for name in (*NAMES[:2], "down", "up") for row in costs[name]), strict=True)]
+    alone = [sum(way) + costs["wgrad_ms"][0][i] for i, way in enumerate(ways)]
+
     passes: list[Pass] = []
     for i in range(len(costs["down"][0])):
         held = 0.0
@@ -244,7 +248,7 @@ def bounds(
     found = {
         "nothing": 0.0,
         "work and idle ends": before + forward + backward + wgrad + ends,
-        "one microbatch": arrive[first] + turn[first] + leave[first],
+        "one microbatch": max(alone),
         "travel, work, travel": arrive[first] + needed + leave[first],
     }
     if not all_fit:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -227,16 +226,21 @@ def test_no_bound_is_above_the_best_of_all_orders_and_assignments(placement: Pla
             assert bound.span_ms <= span * (1 + 1e-9), (seed, limit, bound.derivation)
             assert bound.makespan_ms <= makespan * (1 + 1e-9), (seed, limit, bound.makespan_derivation)
             memory = float("inf") if limit is None else limit * min(placement.num_ranks, m)
-            checked = verify.Costs(costs.to_json(), rank_of, m)
+            checked = verify.read_costs(costs.to_json(), rank_of, m)
+            everything = sum(sum(row) for name in verify.NAMES[3:] for row in checked[name])
             for rank, stages in enumerate(placement.rank_to_stages):
-                bounds = verify.Bounds(checked, rank, memory * (1 + 1e-9) + 1e-9, _prices(costs, stages, m, memory))
-                for name, (formula, of_one_rank) in verify.FORMULAS.items():
-                    try:
-                        proven = formula(bounds)
-                    except verify.RefusedError:
-                        continue  # not for these costs
-                    if math.isnan(proven):
-                        continue  # memory over no limit: no claim is at most this
-                    assert proven <= span * (1 + 1e-6) + 1e-6, (seed, limit, name)
-                    later = bounds.down(bounds.first) if of_one_rank else 0.0
-                    assert proven + later <= makespan * (1 + 1e-6) + 1e-6, (seed, limit, name)
+                prices = _prices(costs, stages, m, memory)
+                for objective, best in (("span", span), ("makespan", makespan)):
+                    most = min(memory, everything) * (1 + 1e-9) + 1e-9
+                    for name, proven in verify.bounds(checked, rank_of, rank, most, prices, objective).items():
+                        assert proven <= best * (1 + 1e-6) + 1e-6, (seed, limit, objective, name)
+
+
+def test_the_slowest_microbatch_has_to_go_all_the_way_and_back() -> None:
+    placement, slow = Placement.linear(2), 10.0
+    rows = dict.fromkeys(COST_LISTS, ((1.0, slow),) * 2)
+    costs = CostModel.of_microbatches(MicrobatchCosts(**rows), comm_ms=0.5)
+    bound = lower_bound(placement, 2, costs)
+    assert bound.derivation is not None
+    assert bound.derivation.name == "one microbatch"
+    assert bound.span_ms == pytest.approx(4 * slow + 2 * 0.5 + slow)  # F and B on both stages, two messages, W of stage 0

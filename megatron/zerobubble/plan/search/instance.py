@@ -59,6 +59,14 @@ class Instance:
     def __init__(self, placement: Placement, costs: CostModel, num_microbatches: int, limit: float) -> None:
         self.placement, self.limit = placement, limit
         self.paths, self.items = Paths(placement, costs), Items(costs, num_microbatches)
+        self.slowest = self._slowest(placement, costs)
+
+    def _slowest(self, placement: Placement, costs: CostModel) -> Paths:
+        """The paths of the microbatch whose way through all stages and back takes longest."""
+        m = costs.num_microbatches
+        if m is None:
+            return self.paths
+        return max((Paths(placement, costs, i) for i in range(m)), key=lambda paths: paths.there_and_back(0) + paths.back_from(0))
 
     def work(self, stages: Sequence[int]) -> float:
         """Milliseconds of all passes of some stages."""
@@ -135,17 +143,22 @@ class Items:
 
 
 class Paths:
-    """Times of the fastest microbatch's path through the stages, links included, in milliseconds."""
+    """Times of a path through the stages, links included, in milliseconds.
 
-    def __init__(self, placement: Placement, costs: CostModel) -> None:
+    Args:
+        placement: stage -> rank.
+        costs: times of every stage.
+        microbatch: whose times; None: at each stage and link those of the fastest.
+    """
+
+    def __init__(self, placement: Placement, costs: CostModel, microbatch: int | None = None) -> None:
         ranks = placement.stage_to_rank
         last = placement.num_stages - 1
-        self.down_ms = [_fastest_link(costs, ranks[s], ranks[s + 1]) for s in range(last)]
-        self.back_ms = [_fastest_link(costs, ranks[s + 1], ranks[s]) for s in range(last)]
+        self.down_ms = [_link(costs, ranks[s], ranks[s + 1], microbatch) for s in range(last)]
+        self.back_ms = [_link(costs, ranks[s + 1], ranks[s], microbatch) for s in range(last)]
         lists: CostModel | MicrobatchCosts = costs if costs.per_microbatch is None else costs.per_microbatch
-        forward, self.backward_ms, wgrad = (
-            [min(value) if isinstance(value, tuple) else value for value in getattr(lists, name)] for name in COST_LISTS[:3]
-        )
+        times = ([_time(value, microbatch) for value in getattr(lists, name)] for name in COST_LISTS[:3])
+        forward, self.backward_ms, wgrad = times
         self.forward_ms, self.wgrad_ms = forward, wgrad
         self._down = [0.0]
         self._back = [wgrad[0]]
@@ -171,7 +184,15 @@ class Paths:
         return self._back[stage]
 
 
-def _fastest_link(costs: CostModel, source: int, target: int) -> float:
+def _time(values: float | tuple[float, ...], microbatch: int | None) -> float:
+    if not isinstance(values, tuple):
+        return values
+    return min(values) if microbatch is None else values[microbatch]
+
+
+def _link(costs: CostModel, source: int, target: int, microbatch: int | None) -> float:
+    if microbatch is not None:
+        return costs.link_ms(source, target, microbatch)
     if source == target:
         return 0.0
     return costs.comm_ms if costs.links is None else costs.links.shortest_ms(source, target)

@@ -18,7 +18,7 @@ last gradient has to return to stage 0:
 5. *Round trip, free memory, round trip.* From the rank's first F to its last, all of its F must run, and at least the B and W
    that free the memory for them; while the first B has not arrived, the rank can only run the F that fit the memory. Then the
    last microbatch travels to the last stage and back to stage 0. (Not all F fit the memory, so the last comes after the first B.)
-6. *One microbatch* travels from stage 0 to the last stage and back.
+6. *One microbatch*, the slowest, travels from stage 0 to the last stage and back.
 
 A makespan is at least 1 and 2 plus the time of microbatch 0 to the rank, and at least each of the others. Every path includes its
 links. A fused BW is a B and a W without a break: its gradients leave later, and it never holds what B would leave for W.
@@ -59,8 +59,8 @@ def _work_and_idle_ends(instance: Instance, rank: int, stages: Sequence[int], he
 
 
 def _there_and_back(instance: Instance, rank: int, first: int) -> Derivation:
-    """One microbatch alone: the time of all its passes, and W of stage 0."""
-    paths = instance.paths
+    """One microbatch alone, the slowest: the time of all its passes, and W of stage 0."""
+    paths = instance.slowest
     terms = (
         ("stage 0 to the rank", paths.down_to(first)),
         ("from F to B of the rank", paths.there_and_back(first)),
