@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Protocol
 
 
 class Stoppable(Protocol):
-    """A core: what it anneals ends at the next move after `stop`, with the best so far."""
+    """A core, whose annealing ends at the next move after `stop` with the best so far, or other searches."""
 
     def stop(self) -> None:
         """End annealing now; may be called from any thread."""
@@ -30,6 +31,25 @@ class Progress:
         self._lock = threading.Lock()
         self._cores: list[Stoppable] = []
         self._is_stopped = False
+
+    def several(self, count: int) -> list[Progress]:
+        """One for each of some searches for the same plan, which may run at the same time.
+
+        This one gets the best of their times, and stops them all.
+        """
+        best = math.inf
+        lock = threading.Lock()
+
+        def report(schedule: str, best_ms: float, bound_ms: float) -> None:
+            nonlocal best
+            with lock:
+                best = min(best, best_ms)
+                self.report(schedule, best, bound_ms)
+
+        followed = [Progress(report) for _ in range(count)]
+        for each in followed:
+            self.add(each)
+        return followed
 
     @property
     def is_stopped(self) -> bool:

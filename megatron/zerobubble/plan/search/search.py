@@ -10,6 +10,9 @@ Three stages. Each scores a candidate by running it in order with the true times
    between repeated cycles. A worse candidate is accepted while it is within a threshold that falls to zero (threshold accepting:
    Dueck and Scheuer, Journal of Computational Physics 90, 1990).
 
+A budget that is large for the number of ops is divided into several searches with seeds of their own, side by side if there are
+workers: the best of them is better than one that takes as long as all of them.
+
 A budget is a number of op evaluations, not seconds: the same arguments and seed give the same plan on every machine, with or
 without the compiled core.
 """
@@ -20,7 +23,7 @@ import importlib
 import logging
 import math
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -53,6 +56,8 @@ _BREED_SHARE, _MOST_BRED, _LATE_BREED_SHARE = 0.4, 1.6e8, 0.15
 """Share of the budget for blocks; of a large budget, that many op evaluations and a smaller share: annealing needs the rest."""
 _BLOCK_WEIGHT = 500
 """Op evaluations charged per stage for trying a block, on top of its list schedule."""
+_LEAST_OF_SEVERAL, _ENOUGH_PER_OP, _MOST_SEARCHES, _SEEDS_APART = 4e8, 4e5, 16, 1 << 24
+"""A budget is divided into searches with seeds of their own, of at least so many op evaluations, also per op of the plan."""
 _MOST_IMPROVED, _MOST_SEED_ORDERS, _MOST_UNROLLED = 16, 6, 4
 _MOST_CYCLES, _USUAL_PATIENCE = 3, 0.45
 _MOST_STARTS, _NEAR = 2, 1.005
@@ -103,10 +108,45 @@ def search(
         ConfigError: no plan fits the memory limit; the message names the smallest one that works.
     """
     check_memory_limit(placement, num_microbatches, costs, options.memory_limit)
-    # The list schedule admits an F by the memory that F allocates; a B must not then need more than is free.
-    finder = _Finder(placement, num_microbatches, costs.reserved, options, fused, core or best_core(), schedule=schedule)
-    order = finder.find(seed_orders)
+
+    def start(options: SearchOptions) -> _Finder:
+        # The list schedule admits an F by the memory that F allocates; a B must not then need more than is free.
+        return _Finder(placement, num_microbatches, costs.reserved, options, fused, core or best_core(), schedule=schedule)
+
+    order = _best_of(start, options, 3 * placement.num_stages * num_microbatches, seed_orders)
     return plan_of_order(order, schedule, placement, num_microbatches, fused=fused)
+
+
+def _best_of(
+    start: Callable[[SearchOptions], _Finder], options: SearchOptions, num_ops: int, seed_orders: Sequence[SeedOrder]
+) -> Order:
+    """The best order of one search, or of several with seeds of their own where the budget is enough for them."""
+    enough = max(_LEAST_OF_SEVERAL, _ENOUGH_PER_OP * num_ops)
+    num_searches = max(1, min(_MOST_SEARCHES, int(options.budget / enough)))
+    if num_searches == 1:
+        return start(options).find(seed_orders)
+    progress = options.progress or Progress()
+    workers = min(options.workers, num_searches)
+    shared = replace(options, budget=options.budget / num_searches, workers=max(1, options.workers // num_searches))
+    followed = progress.several(num_searches)
+
+    def find(index: int) -> tuple[float, Order, bool] | None:
+        if index > 0 and followed[index].is_stopped:
+            return None
+        finder = start(replace(shared, seed=options.seed + index * _SEEDS_APART, progress=followed[index]))
+        return finder.found(seed_orders)
+
+    results: list[tuple[float, Order, bool]] = []
+    with ThreadPoolExecutor(workers) as pool:
+        # In the order of the seeds, so that the result does not depend on which search ends first.
+        for index, result in enumerate(pool.map(find, range(num_searches))):
+            if result is not None:
+                results.append(result)
+                if result[2]:
+                    for later in followed[index + 1 :]:
+                        later.stop()
+                    break
+    return min(results, key=itemgetter(0))[1]
 
 
 def evaluations_per_second() -> float:
@@ -184,6 +224,11 @@ class _Finder:
         )
         self._progress.add(core)
         return core
+
+    def found(self, seed_orders: Sequence[SeedOrder]) -> tuple[float, Order, bool]:
+        """The best order found, after its objective and before whether that is the lower bound."""
+        scored = self._scored(self.find(seed_orders))
+        return *scored, self._is_best(scored)
 
     def find(self, seed_orders: Sequence[SeedOrder]) -> Order:
         """Run the three stages and return the best order found."""
