@@ -8,11 +8,13 @@ import pytest
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import make_plan
+from megatron.zerobubble.plan.search import search
 from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.options import SearchOptions
 from megatron.zerobubble.plan.search.policies import flat_durations
 from megatron.zerobubble.plan.search.progress import Progress
 from megatron.zerobubble.plan.search.search import best_core
+from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.plan.validate import validate
 
 COMPILED = best_core() is not PythonCore
@@ -31,6 +33,31 @@ def test_the_plan_does_not_depend_on_the_number_of_workers(schedule: str, limit:
         options = SearchOptions(memory_limit=limit, budget=2e6 if COMPILED else 2e4, workers=workers)
         plans.add(make_plan(schedule, num_ranks=4, num_microbatches=m, costs_of=costs_of, options=options).simulation.plan)
     assert len(plans) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_a_large_budget_is_the_best_of_several_seeds(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    share, apart = 2e5 if COMPILED else 5e3, 1 << 24
+
+    def found(budget: float, seed: int = 0, workers: int = 1) -> Simulation:
+        options = SearchOptions(memory_limit=0.5, budget=budget, seed=seed, workers=workers)
+        return make_plan("v-min", num_ranks=5, num_microbatches=11, costs_of=costs_of, options=options).simulation
+
+    alone = [found(share, seed * apart) for seed in range(4)]
+    monkeypatch.setattr(search, "_LEAST_OF_SEVERAL", share)
+    monkeypatch.setattr(search, "_ENOUGH_PER_OP", 0.0)
+    assert len({simulation.span_ms for simulation in alone}) > 1, "seeds differ here"
+    assert found(4 * share, workers=workers).plan == min(alone, key=lambda simulation: simulation.span_ms).plan
+
+
+def test_several_searches_end_with_the_first_that_reaches_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget is days; without the end at the bound, every later search would take hours."""
+    monkeypatch.setattr(search, "_LEAST_OF_SEVERAL", 1.0)
+    seen: list[float] = []
+    options = SearchOptions(memory_limit=1.0, budget=1e14, workers=2, progress=Progress(lambda *report: seen.append(report[1])))
+    found = make_plan("zbv", num_ranks=4, num_microbatches=8, costs_of=CostModel.uniform, options=options)
+    assert found.simulation.span_ms == pytest.approx(found.bound.span_ms)
+    assert seen == sorted(seen, reverse=True)
 
 
 def test_a_search_with_progress_reports_times_that_never_rise() -> None:
