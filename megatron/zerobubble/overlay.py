@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.training.config.flags import add_group, flag_of
@@ -115,7 +116,7 @@ def install(
     """
     if microbatch_tokens is not None and not callable(microbatch_tokens):
         raise ConfigError(
-            f"microbatch_tokens is {str(microbatch_tokens)[:80]}; give a function that takes what the data iterator returns and "
+            f"microbatch_tokens is {quoted(microbatch_tokens)}; give a function that takes what the data iterator returns and "
             "returns the length of its rows"
         )
     given: dict[str, Any] = {

@@ -82,6 +82,7 @@ def read_plan(plan: dict[str, Any]) -> tuple[list[list[Op]], list[int], list[int
     for (stage, part), given in order.items():
         is_complete = len(given) == m and given == [*range(len(given))]
         need(is_complete, f"stage {stage} does not have {part} of every microbatch once, in ascending order")
+    need(bool(rank_of) and type(m) is int and m > 0, "the plan has no stages or no microbatches")
     numbers = (plan["num_ranks"], m, *rank_of, *(plan.get("assignment") or ()))
     need({*map(type, numbers)} == {int}, "the plan has a rank or a microbatch that is not an integer")
     need({*rank_of} == {*range(len(ops))} and plan["num_ranks"] == len(ops), "the plan's stages do not have all of its ranks")

@@ -76,8 +76,30 @@ def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
     assert "post-validation" in output.read_text(), "what is printed later goes to the same file"
 
 
-@pytest.mark.parametrize("name", ["", "none/plan", "x" * 300])
+def test_permissions_and_hard_links_stay_what_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "plan"
+    file.write_text("old")
+    file.chmod(0o600)
+    write_whole(str(file), "text")
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("text", 0o600)
+    (tmp_path / "link").hardlink_to(file)
+    write_whole(str(file), "new")
+    assert (tmp_path / "link").read_text() == "new"
+
+
+def test_a_file_in_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files there can be written, but not replaced; the superuser, who may everything, has to be told so."""
+    file, access = tmp_path / "plan", os.access
+    file.write_text("old")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and access(path, mode))
+    monkeypatch.setattr(Path, "replace", lambda *names: pytest.fail("the file was replaced"))
+    write_whole(str(file), "text")
+    assert file.read_text() == "text"
+
+
+@pytest.mark.parametrize("name", ["", "none/plan", "x" * 300, "loop"])
 def test_an_error_names_the_target(name: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     target = str(tmp_path / name)
     with pytest.raises(OSError, match="Errno") as raised:
         write_whole(target, "text")

@@ -251,7 +251,7 @@ def announce_wrong_lengths(rank: int, case: UnequalCase) -> None:
     trainer.forward_backward(0)
 
 
-def say_wrong_lengths(rank: int, case: UnequalCase) -> None:
+def give_wrong_lengths(rank: int, case: UnequalCase) -> None:
     """Count one token too many in every microbatch."""
     trainer = case.trainer()
     assert trainer.schedule.unequal is not None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
+import shutil
 from pathlib import Path
 
 __all__ = ["write_whole"]
@@ -15,25 +18,42 @@ def write_whole(target: str, text: str) -> None:
     """Write text to a file.
 
     Whoever reads the file meanwhile, or after the command was killed or the disk was full, finds what it had before or all of the
-    text. Pipes and devices are written to directly.
+    text. An existing file keeps its permissions, and a link stays one. Where a file can be written but not replaced (pipes,
+    devices, hard links, files of others, folders that cannot be written) it is written directly.
 
     Raises:
         OSError: it cannot be written; the error names the target.
     """
-    given = Path(target)
-    is_special = given.exists() and not (given.is_file() and os.access(given, os.W_OK))
-    if is_special or target.startswith(_DESCRIPTORS):
-        given.write_text(text, encoding="utf-8")
-        return
-    file = given.resolve()  # a link stays one
-    unfinished = file.with_name(f".zerobubble-{os.getpid()}.new")
     try:
-        with unfinished.open("w", encoding="utf-8") as stream:
+        file = Path(target).resolve()
+        if target.startswith(_DESCRIPTORS) or not _is_replaceable(file):
+            Path(target).write_text(text, encoding="utf-8")
+        else:
+            _replace(file, text)
+    except RuntimeError:  # a loop of symbolic links, in Python 3.11 and 3.12
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), target) from None
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, target) from None
+
+
+def _is_replaceable(file: Path) -> bool:
+    if not os.access(file.parent, os.W_OK | os.X_OK):
+        return False
+    if not file.exists():
+        return True
+    status = file.stat()
+    return file.is_file() and os.access(file, os.W_OK) and status.st_nlink == 1 and status.st_uid == os.geteuid()
+
+
+def _replace(file: Path, text: str) -> None:
+    unfinished = file.with_name(f".zerobubble-{secrets.token_hex(8)}.new")
+    try:
+        with unfinished.open("x", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
+        if file.exists():
+            shutil.copymode(file, unfinished)
         unfinished.replace(file)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, target) from None
     finally:
         unfinished.unlink(missing_ok=True)

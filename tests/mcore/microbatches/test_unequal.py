@@ -18,13 +18,13 @@ from tests.support.unequal import (
     announce_wrong_lengths,
     compare_unequal,
     evaluate_unequal,
+    give_wrong_lengths,
     plan_ahead,
     read_different_data,
     read_different_data_per_chunk,
     read_too_little,
     record_exchanges,
     replan_unequal,
-    say_wrong_lengths,
     train_unequal,
 )
 
@@ -143,7 +143,7 @@ def test_replanning_fits_times_to_lengths(four_ranks: RankPool) -> None:
     ("function", "message"),
     [
         (read_different_data, r"ranks 0 and 3 of data-parallel replica 0 read different data: microbatch \d has \d+ tokens on"),
-        (say_wrong_lengths, r"stage 0, microbatch \d: the output has shape .*, and .* follows from the \d+ tokens that"),
+        (give_wrong_lengths, r"stage 0, microbatch \d: the output has shape .*, and .* follows from the \d+ tokens that"),
         (announce_wrong_lengths, r"microbatch 0 has \[\d+\] tokens, and \[\d+\] were announced before the iteration"),
     ],
 )
@@ -153,7 +153,7 @@ def test_ranks_that_do_not_agree(four_ranks: RankPool, function: object, message
 
 
 def test_an_iterator_that_ends(four_ranks: RankPool) -> None:
-    """Ranks that read no data learn that another one failed, and do not wait for it."""
+    """Ranks that read no data fail with the one that could not, instead of waiting for it."""
     first, *others = four_ranks.run(read_too_little, replace(ZBV, num_ranks=4))
     assert first == (
         "DataError: the data iterator ended after 2 of the 6 microbatches of an iteration; give one that has them all, for "

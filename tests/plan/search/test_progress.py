@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 
@@ -10,7 +12,9 @@ from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.search import search
 from megatron.zerobubble.plan.search.core import PythonCore
+from megatron.zerobubble.plan.search.interface import Order
 from megatron.zerobubble.plan.search.options import SearchOptions
+from megatron.zerobubble.plan.search.orders import SeedOrder
 from megatron.zerobubble.plan.search.policies import flat_durations
 from megatron.zerobubble.plan.search.progress import Progress
 from megatron.zerobubble.plan.search.search import best_core
@@ -50,14 +54,48 @@ def test_a_large_budget_is_the_best_of_several_seeds(workers: int, monkeypatch: 
     assert found(4 * share, workers=workers).plan == min(alone, key=lambda simulation: simulation.span_ms).plan
 
 
-def test_several_searches_end_with_the_first_that_reaches_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The budget is days; without the end at the bound, every later search would take hours."""
-    monkeypatch.setattr(search, "_LEAST_OF_SEVERAL", 1.0)
-    seen: list[float] = []
-    options = SearchOptions(memory_limit=1.0, budget=1e14, workers=2, progress=Progress(lambda *report: seen.append(report[1])))
-    found = make_plan("zbv", num_ranks=4, num_microbatches=8, costs_of=CostModel.uniform, options=options)
-    assert found.simulation.span_ms == pytest.approx(found.bound.span_ms)
-    assert seen == sorted(seen, reverse=True)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("fails", [False, True])
+def test_several_searches_end_with_the_first_that_reaches_the_bound_or_fails(
+    workers: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later searches are made to end only where they are stopped."""
+    real, stopped = search._Finder.found, []
+
+    def found(finder: search._Finder, seed_orders: Sequence[SeedOrder]) -> tuple[float, Order, bool]:
+        if finder._options.seed == 0:
+            if fails:
+                raise MemoryError
+            return *real(finder, seed_orders)[:2], True
+        deadline = time.monotonic() + 30
+        while not finder._progress.is_stopped and time.monotonic() < deadline:
+            time.sleep(0.01)
+        stopped.append(finder._progress.is_stopped)
+        return 0.0, [], True
+
+    monkeypatch.setattr(search._Finder, "found", found)
+    monkeypatch.setattr(search, "_LEAST_OF_SEVERAL", 1e5)
+    monkeypatch.setattr(search, "_ENOUGH_PER_OP", 0.0)
+    options = SearchOptions(memory_limit=0.5, budget=4e5, workers=workers)
+    with pytest.raises(MemoryError) if fails else nullcontext():
+        plan = make_plan("v-min", num_ranks=4, num_microbatches=8, costs_of=costs_of, options=options).simulation.plan
+        validate(plan)
+    assert all(stopped)
+    assert stopped or workers == 1
+
+
+def test_times_of_a_smaller_instance_are_not_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many microbatches a search first solves fewer of them, and several searches do so at different times."""
+    monkeypatch.setattr(search, "_LEAST_OF_SEVERAL", 1e5 if COMPILED else 4e3)
+    monkeypatch.setattr(search, "_ENOUGH_PER_OP", 0.0)
+    seen: list[tuple[str, float, float]] = []
+    options = SearchOptions(
+        memory_limit=0.8, budget=5e5 if COMPILED else 1.3e4, progress=Progress(lambda *report: seen.append(report))
+    )
+    found = make_plan("zbv", num_ranks=2, num_microbatches=40, costs_of=costs_of, options=options)
+    times = [best for name, best, _ in seen if name == "zbv"]
+    assert len({name for name, _, _ in seen}) == 2
+    assert min(times) == pytest.approx(found.simulation.span_ms)
 
 
 def test_a_search_with_progress_reports_times_that_never_rise() -> None:

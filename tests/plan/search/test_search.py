@@ -147,10 +147,10 @@ def test_v_half_and_v_min_are_where_the_paper_says(p: int) -> None:
 
 
 @pytest.mark.skipif(not COMPILED, reason="the compiled core was not built")
-@given(problems(), st.integers(0, 2**40))
-def test_both_cores_are_twins(problem: tuple[Placement, int, CostModel, float], seed: int) -> None:
+@given(problems(), st.integers(0, 2**40), st.sampled_from(list(Objective)))
+def test_both_cores_are_twins(problem: tuple[Placement, int, CostModel, float], seed: int, objective: Objective) -> None:
     placement, m, costs, limit = problem
-    options = SearchOptions(memory_limit=limit, seed=seed, budget=4e4)
+    options = SearchOptions(memory_limit=limit, seed=seed, budget=4e4, objective=objective)
     plans = [search("twin", placement, m, costs, options, core=core) for core in (PythonCore, best_core())]
     assert plans[0] == plans[1]
 

@@ -66,7 +66,7 @@ def test_the_parts_follow_from_the_stages(one: Layout) -> None:
 
 def test_stages_that_are_too_alike_are_refused() -> None:
     """Two stages, and unknown are two kinds, the embedding and the head."""
-    with pytest.raises(ConfigError, match=r"the layers of 2 stages \(4, 4\) do not tell dense, moe_layer, the embedding and the"):
+    with pytest.raises(ConfigError, match=r"the layers of 2 stages \(4, 4\) do not distinguish dense, moe_layer, the embedding"):
         found_in(Layout(model=MIXED, placement=Placement.linear(2), per_stage=(4, 4)))
 
 

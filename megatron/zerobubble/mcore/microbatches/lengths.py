@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ConfigError, ExecutionError
+from megatron.zerobubble.messages import quoted
 
 __all__ = ["LengthExchange", "Lengths", "LengthsOfReplicas", "TokensOf", "lengths_of", "most_of_replicas", "ranked"]
 
@@ -45,14 +46,14 @@ def lengths_of(tokens_of: TokensOf, item: Any, microbatch: int) -> Lengths:
     tokens, squares = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if isinstance(tokens, bool) or not isinstance(tokens, numbers.Integral) or tokens < 1:
         raise ConfigError(
-            f"microbatch {microbatch}: microbatch_tokens returned {repr(found)[:80]}; it must return the length of the rows, a "
+            f"microbatch {microbatch}: microbatch_tokens returned {quoted(found)}; it must return the length of the rows, a "
             "whole number of 1 or more, or that and the sum of the squared lengths of their sequences"
         )
     if squares is None:
         squares = float(tokens) ** 2
     if not isinstance(squares, numbers.Real) or not 0 < squares < float("inf"):
         raise ConfigError(
-            f"microbatch {microbatch}: microbatch_tokens returned {repr(squares)[:80]} squared lengths; give a number above 0"
+            f"microbatch {microbatch}: microbatch_tokens returned {quoted(squares)} squared lengths; give a number above 0"
         )
     return Lengths(int(tokens), float(squares))
 

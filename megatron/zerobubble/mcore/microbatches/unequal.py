@@ -233,10 +233,11 @@ class UnequalMicrobatches:
             first = first or own
             if own != first:
                 number = next(index for index, (a, b) in enumerate(zip(first, own, strict=True)) if a != b)
+                what = "tokens" if first[number].tokens != own[number].tokens else "squares"
                 raise ConfigError(
                     f"the data iterators of this rank's chunks read different data: microbatch {number} has "
-                    f"{first[number].tokens} tokens on one and {own[number].tokens} on another; they must be over the same "
-                    "samples"
+                    f"{getattr(first[number], what):g} {'squared lengths' if what == 'squares' else what} on one and "
+                    f"{getattr(own[number], what):g} on another; they must be over the same samples"
                 )
         return first
 

@@ -112,7 +112,8 @@ def plan_layout(
     if model.total.work_ms <= 0:
         raise ConfigError("no layer takes any time; give the times of at least one kind")
     families = _families(schedule, num_ranks, num_chunks)
-    Layout(model=model, placement=Placement.linear(1), per_stage=(model.num_layers,)).stage_costs(num_microbatches, None)
+    whole = Layout(model=model, placement=Placement.linear(1), per_stage=(model.num_layers,))
+    whole.stage_costs(num_microbatches, None)  # refuses times and bytes whose sums are too large for costs
     bound = bound_over_layouts(model, num_ranks, num_microbatches, memory_bytes)
     found = _Joint(model, num_microbatches, memory_bytes, options or SearchOptions(), allow_empty and not model.is_hybrid)
     for name, placement in families:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Stoppable(Protocol):
-    """A core, whose annealing ends at the next move after `stop` with the best so far, or other searches."""
+    """What `Progress` stops: a core, whose annealing ends at the next move with the best so far, or a search's own `Progress`."""
 
     def stop(self) -> None:
         """End annealing now; may be called from any thread."""
@@ -29,7 +29,7 @@ class Progress:
         """
         self.report = report
         self._lock = threading.Lock()
-        self._cores: list[Stoppable] = []
+        self._followed: list[Stoppable] = []
         self._is_stopped = False
 
     def several(self, count: int) -> list[Progress]:
@@ -37,14 +37,13 @@ class Progress:
 
         This one gets the best of their times, and stops them all.
         """
-        best = math.inf
+        best: dict[str, float] = {}  # by name: a smaller instance has one of its own
         lock = threading.Lock()
 
         def report(schedule: str, best_ms: float, bound_ms: float) -> None:
-            nonlocal best
             with lock:
-                best = min(best, best_ms)
-                self.report(schedule, best, bound_ms)
+                best[schedule] = min(best.get(schedule, math.inf), best_ms)
+                self.report(schedule, best[schedule], bound_ms)
 
         followed = [Progress(report) for _ in range(count)]
         for each in followed:
@@ -56,17 +55,17 @@ class Progress:
         """Whether `stop` was called."""
         return self._is_stopped
 
-    def add(self, core: Stoppable) -> None:
-        """Stop this core, too, when `stop` is called; at once if it was."""
+    def add(self, followed: Stoppable) -> None:
+        """Stop this, too, when `stop` is called; at once if it was."""
         with self._lock:
-            self._cores.append(core)
+            self._followed.append(followed)
         if self._is_stopped:
-            core.stop()
+            followed.stop()
 
     def stop(self) -> None:
         """End all searches that it follows, now and from now on."""
         with self._lock:
             self._is_stopped = True
-            cores = list(self._cores)
-        for core in cores:
-            core.stop()
+            followed = list(self._followed)
+        for each in followed:
+            each.stop()

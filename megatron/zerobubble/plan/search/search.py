@@ -56,8 +56,11 @@ _BREED_SHARE, _MOST_BRED, _LATE_BREED_SHARE = 0.4, 1.6e8, 0.15
 """Share of the budget for blocks; of a large budget, that many op evaluations and a smaller share: annealing needs the rest."""
 _BLOCK_WEIGHT = 500
 """Op evaluations charged per stage for trying a block, on top of its list schedule."""
-_LEAST_OF_SEVERAL, _ENOUGH_PER_OP, _MOST_SEARCHES, _SEEDS_APART = 4e8, 4e5, 16, 1 << 24
-"""A budget is divided into searches with seeds of their own, of at least so many op evaluations, also per op of the plan."""
+_MOST_SEARCHES = 16
+_LEAST_OF_SEVERAL, _ENOUGH_PER_OP = 4e8, 4e5
+"""Op evaluations that each search of a divided budget has at least: in all, and per op of the plan."""
+_SEEDS_APART = 1 << 24
+"""Distance of their seeds."""
 _MOST_IMPROVED, _MOST_SEED_ORDERS, _MOST_UNROLLED = 16, 6, 4
 _MOST_CYCLES, _USUAL_PATIENCE = 3, 0.45
 _MOST_STARTS, _NEAR = 2, 1.005
@@ -138,14 +141,16 @@ def _best_of(
 
     results: list[tuple[float, Order, bool]] = []
     with ThreadPoolExecutor(workers) as pool:
-        # In the order of the seeds, so that the result does not depend on which search ends first.
-        for index, result in enumerate(pool.map(find, range(num_searches))):
-            if result is not None:
-                results.append(result)
-                if result[2]:
-                    for later in followed[index + 1 :]:
-                        later.stop()
-                    break
+        try:
+            # In the order of the seeds, so that the result does not depend on which search ends first.
+            for result in pool.map(find, range(num_searches)):
+                if result is not None:
+                    results.append(result)
+                    if result[2]:
+                        break
+        finally:
+            for each in followed:
+                each.stop()
     return min(results, key=itemgetter(0))[1]
 
 
@@ -226,7 +231,7 @@ class _Finder:
         return core
 
     def found(self, seed_orders: Sequence[SeedOrder]) -> tuple[float, Order, bool]:
-        """The best order found, after its objective and before whether that is the lower bound."""
+        """(objective, order, whether the objective is the lower bound) of the best order found."""
         scored = self._scored(self.find(seed_orders))
         return *scored, self._is_best(scored)
 

@@ -83,8 +83,8 @@ def layout_proposal(plan: Plan, kinds: Sequence[str], layers: StageLayers, costs
         objective: which iteration time to minimize.
 
     Raises:
-        ConfigError: the costs do not describe a model, for example if no layer takes time, or do not tell its kinds of layers
-            apart.
+        ConfigError: the costs do not describe a model, for example if no layer takes time, or do not distinguish its kinds of
+            layers.
     """
     simulation = simulate(plan, costs.plain)
     found = plan_layout(

@@ -51,7 +51,7 @@ def measured_model(
         static_bytes: weights, gradients and optimizer state of every stage; by default none.
 
     Raises:
-        ConfigError: the stages are too few or too alike to tell the kinds of layers apart.
+        ConfigError: the stages are too few or too alike to distinguish the kinds of layers.
     """
     measured: dict[str, Sequence[float]] = {
         "forward_ms": costs.forward_ms,
@@ -88,8 +88,9 @@ def _parts(values: Sequence[float], kinds: Sequence[str], layers: StageLayers) -
     matrix = torch.tensor(rows, dtype=torch.float64)
     if int(torch.linalg.matrix_rank(matrix)) < len(columns):
         raise ConfigError(
-            f"the layers of {layers.num_stages} stages ({', '.join(map(str, layers.per_stage))}) do not tell {', '.join(names)}, "
-            f"the embedding and the head apart; profile with more stages per rank, or stages that differ in what they hold"
+            f"the layers of {layers.num_stages} stages ({', '.join(map(str, layers.per_stage))}) do not "
+            f"distinguish {', '.join(names)}, the embedding and the head; "
+            "profile with more stages per rank, or stages that differ in what they hold"
         )
     found = torch.linalg.lstsq(matrix, torch.tensor(values, dtype=torch.float64).unsqueeze(1)).solution.flatten()
     return dict(zip(columns, found.clamp(min=0.0).tolist(), strict=True))
