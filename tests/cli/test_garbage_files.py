@@ -1,4 +1,4 @@
-"""Files of links, plans for unequal microbatches and certificates with anything in them: shown, or refused in one line."""
+"""Files of links and costs, unequal plans and certificates with anything in them: shown, or refused in one line."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zerobubble.cli.main import main
+from megatron.zerobubble.plan.microbatch_costs import LengthModel
+from megatron.zerobubble.profiling.report import report, reports_to_json
+from tests.profiling.support import as_recorded
 
 LINKS: dict[str, Any] = {
     "latency_ms": [[0, 0.5], [1, 0]],
@@ -38,8 +41,11 @@ def run(*words: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a plan for lengths and links, and its certificate."""
+    """With a plan for lengths and links, its certificate, and a report with costs by length."""
     folder = tmp_path_factory.mktemp("files")
+    seen = report(as_recorded("zbv", 2, 3))
+    model = LengthModel.of(seen.simulation.costs, tokens=1000, squares=1e6, attention_share=0.1)
+    (folder / "report.json").write_text(reports_to_json([seen], None, model))
     (folder / "links.json").write_text(json.dumps(LINKS))
     files = ["--links", "links.json", "--json", "plan.json", "--certificate", "certificate.json"]
     with contextlib.chdir(folder):
@@ -82,19 +88,23 @@ def changed(body: Any, random: Random) -> Any:
 @given(seed=st.integers(0, 10**9))
 def test_any_file_is_taken_or_refused_in_one_line(folder: Path, seed: int) -> None:
     random = Random(seed)
-    plan, certificate = (json.loads((folder / name).read_text()) for name in ("plan.json", "certificate.json"))
+    names = ("plan.json", "certificate.json", "report.json")
+    plan, certificate, seen = (json.loads((folder / name).read_text()) for name in names)
     with contextlib.chdir(folder):
         Path("links.json").write_text(json.dumps(changed(LINKS, random)))
         Path("changed.json").write_text(json.dumps(changed(plan, random)))
         Path("proof.json").write_text(json.dumps(changed(certificate, random)))
+        by_length = changed({"costs_by_length": seen["costs_by_length"]}, random)
+        Path("seen.json").write_text(json.dumps(by_length if random.random() < 0.1 else seen | by_length))
         name, sizes = random.choice(["zbv", "zb-h1", "1f1b"]), random.choice([[], ["--bytes-per-token", "1000"]])
         planned = run("plan", "--schedule", name, *LENGTHS, "--links", "links.json", *sizes, "--certificate", "again.json")
+        measured = run("plan", "--schedule", "zbv", *LENGTHS, "--costs", "seen.json")
         shown = run("show", "changed.json", "--svg", "plan.svg", "--trace", "trace.json")
         exported = run("export", "changed.json", "--torch-csv", "table.csv")
         checked = run("verify", "proof.json")
         if planned[0] == 0:
             assert run("verify", "again.json") == (0, ""), "what is planned can be verified"
-    for code, text in (planned, shown, exported, checked):
+    for code, text in (planned, measured, shown, exported, checked):
         assert code in (0, 1, 2)
         assert len(text) < 2_000
         is_grid = code == 2 and text.startswith("zerobubble: error: plan ")

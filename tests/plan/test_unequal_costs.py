@@ -254,6 +254,64 @@ def test_an_assignment_that_drops_or_repeats_a_microbatch_is_refused(assignment:
         Plan.from_json(json.dumps(body | {"format": "zerobubble-plan/2", "assignment": assignment}))
 
 
+@given(st.lists(st.lists(st.floats(0, 1e12), min_size=15, max_size=15), min_size=1, max_size=3))
+def test_costs_by_length_survive_json_to_the_bit(stages: list[list[float]]) -> None:
+    lists = {n: tuple(Terms(*row[3 * i : 3 * i + 3]) for row in stages) for i, n in enumerate(COST_LISTS)}
+    model = LengthModel(**lists)
+    assert LengthModel.from_json(json.loads(json.dumps(model.to_json()))) == model
+    assert model.num_stages == len(stages)
+
+
+def test_auto_limits_measured_costs_to_1f1b_memory_for_these_lengths() -> None:
+    """Memory has a constant part, so the two longest count less than their tokens."""
+    equal = (Terms(1.0, 0.0, 0.0),) * 4
+    lists = dict.fromkeys(COST_LISTS, equal) | {"activation": (Terms(0.125, 0.375 / 1000, 0.0),) * 4}
+    given = Unequal((100, 4000, 2000), model=LengthModel(**lists))
+    assert given.auto_memory_limit(2) == pytest.approx((4 * 0.125 + 2 * 0.375 * 6) / 2)
+    assert Unequal((1000,) * 3, model=given.model).auto_memory_limit(2) == pytest.approx(1.0), "the usual length"
+
+
+def length_model_json(name: str, value: object) -> object:
+    """Costs by length of two stages with another value for one list, or for the term `list.term` of stage 1."""
+    body = LengthModel(**dict.fromkeys(COST_LISTS, (Terms(1.0, 0.5, 0.25),) * 2)).to_json()
+    name, _, term = name.partition(".")
+    if term:
+        body[name][1][term] = value
+    else:
+        body[name] = value
+    return body
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([1], r"must be an object with forward_ms, .*, got \[1\]"),
+        ({}, "'forward_ms' must be a list with one object per stage, got None"),
+        (length_model_json("wgrad_ms", []), "'wgrad_ms' must be a list with one object per stage, got \\[\\]"),
+        (
+            length_model_json("wgrad_ms", [[1.0, 0.5, 0.25]] * 2),
+            "wgrad_ms by length, stage 0, must be an object with constant, per_token",
+        ),
+        (length_model_json("activation", [Terms()._asdict()]), "forward_ms has 2 stages and activation has 1"),
+        (length_model_json("forward_ms.per_square", math.nan), "per_square of forward_ms by length, stage 1, is nan; it must be"),
+        (length_model_json("backward_ms.constant", -1.0), "constant of backward_ms by length, stage 1, is -1.0"),
+        (length_model_json("backward_ms.per_token", math.inf), "per_token of backward_ms by length, stage 1, is inf"),
+        (length_model_json("activation.per_token", None), "per_token of activation by length, stage 1, is None"),
+        (length_model_json("activation.per_token", True), "per_token of activation by length, stage 1, is True"),
+        (length_model_json("activation.per_token", "1" * 999), "per_token of activation by length, stage 1, is '111"),
+        (
+            length_model_json("activation_after_backward", [{}] * 2),
+            "constant of activation_after_backward by length, stage 0, is None",
+        ),
+    ],
+)
+def test_malformed_costs_by_length_are_refused_in_one_line(body: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        LengthModel.from_json(body)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
 def test_an_assigned_plan_is_not_cut() -> None:
     plan = build_plan("zbv", num_ranks=2, num_microbatches=4)
     assigned = Plan(plan.schedule, plan.placement, 4, plan.ops, (3, 2, 1, 0))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.zerobubble.plan.costs import Activations, CostModel
+from megatron.zerobubble.plan.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.unequal import Unequal
 from megatron.zerobubble.profiling.report import FORMAT, report, reports_to_json
@@ -61,6 +62,14 @@ def test_measured_activations_are_in_the_costs_of_the_report() -> None:
     assert seen.simulation.costs == replace(assumed.simulation.costs, **vars(sizes))
     assert assumed.memory.predicted == (1.0, 1.0, 1.0, 1.0), "a W that waits holds as much as a microbatch before its B"
     assert seen.memory.predicted == pytest.approx((1.0, 0.8125, 0.625, 0.4375))
+
+
+def test_costs_by_length_are_in_the_file_if_they_were_fitted() -> None:
+    seen = report(as_recorded("zbv", 2, 4))
+    model = LengthModel.of(seen.simulation.costs, tokens=128, squares=128.0**2, attention_share=0.1)
+    without, body = (json.loads(reports_to_json([seen], None, given)) for given in (None, model))
+    assert LengthModel.from_json(body.pop("costs_by_length")) == model
+    assert body == without
 
 
 def test_the_json_form() -> None:

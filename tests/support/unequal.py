@@ -207,6 +207,7 @@ class Replanned(NamedTuple):
     orders: str
     model: str
     has_learned: bool
+    is_kept: bool
     grows: bool
     num_recorded: int
 
@@ -230,6 +231,7 @@ def replan_unequal(rank: int, case: UnequalCase) -> Replanned:
         orders=str(trainer.orders),
         model=str(model),
         has_learned=model != before,
+        is_kept=replanner.by_length is model,
         grows=all(short.activation[stage] < long.activation[stage] for stage in range(case.spec.placement.num_stages)),
         num_recorded=sum(len(row) for row in timelines[-1].rows) if timelines else 0,
     )

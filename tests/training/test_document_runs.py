@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.zerobubble.cli.main import main as cli
+from megatron.zerobubble.plan.microbatch_costs import LengthModel
 from tests.support.datasets import random_documents, write_documents, write_lines
 from tests.training.launch import TINY_MODEL, metrics, train
 
@@ -75,11 +78,24 @@ PROFILED = ["--zero-bubble-pipeline-timers-start-iter", "1", "--zero-bubble-pipe
     ],
     ids=["zbv-post-validation", "zb-h1-replanned", "zbv-packed"],
 )
-def test_unequal_microbatches_are_the_same_training(documents: str, tmp_path: Path, first: list[str], second: list[str]) -> None:
-    """Each iteration in the order planned for its lengths; megatron-core's own 1F1B takes the data as it comes."""
+def test_unequal_microbatches_are_the_same_training(
+    documents: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], first: list[str], second: list[str]
+) -> None:
+    """Each iteration in the order planned for its lengths; megatron-core's own 1F1B takes the data as it comes.
+
+    Costs that were fitted to the lengths are in the report, and plan other lengths.
+    """
     trace = ["--zero-bubble-trace", str(tmp_path / "trace")]
     assert numbers(documents, tmp_path, [*second, *trace]) == pytest.approx(numbers(documents, tmp_path, first), rel=1e-6)
-    assert (tmp_path / "trace" / "report.json").exists()
+    report = json.loads((tmp_path / "trace" / "report.json").read_text())
+    if "--zero-bubble-pipeline-timers-start-iter" not in second:
+        assert "costs_by_length" not in report, "nothing was fitted"
+        return
+    model = LengthModel.from_json(report["costs_by_length"])
+    assert all(terms.at(32, 32.0**2) > 0 for terms in (*model.forward_ms, *model.backward_ms, *model.wgrad_ms, *model.activation))
+    lengths = ["--num-ranks", "2", "--microbatch-tokens", "8,16,32"]
+    assert cli(["plan", "--schedule", "zb-h1", *lengths, "--costs", str(tmp_path / "trace" / "report.json")]) == 0
+    assert "costs by length as measured in " in capsys.readouterr().out
 
 
 def test_lengths_follow_a_batch_size_that_ramps_up(documents: str, tmp_path: Path) -> None:

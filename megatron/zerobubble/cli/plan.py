@@ -11,20 +11,20 @@ import json
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from megatron.zerobubble.cli.costs import GivenCosts, read_costs
 from megatron.zerobubble.cli.files import write_whole
 from megatron.zerobubble.cli.layers import MICROBATCHES_PER_RANK, add_layer_flags, layout_summary, layout_to_json, plan_layers
-from megatron.zerobubble.cli.parser import parse_json, read_text, workers_of
+from megatron.zerobubble.cli.parser import read_text, workers_of
 from megatron.zerobubble.cli.progress import stoppable, track
 from megatron.zerobubble.cli.published import REFERENCES, read_configs
-from megatron.zerobubble.cli.unequal import add_unequal_flags, read_unequal
+from megatron.zerobubble.cli.unequal import add_unequal_flags
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.certificate import certificate
 from megatron.zerobubble.plan.costs import CostModel
-from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, Result, make_plan
 from megatron.zerobubble.plan.registry import (
@@ -42,7 +42,6 @@ from megatron.zerobubble.plan.search.options import Effort, Objective, SearchOpt
 from megatron.zerobubble.plan.search.progress import Progress
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
-from megatron.zerobubble.plan.unequal import Unequal
 from megatron.zerobubble.plan.validate import validate
 
 EXAMPLES = """examples:
@@ -131,7 +130,12 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
         ("activation-after-backward", 1.0, "activation fraction kept after B (M_W / M_B)"),
     ):
         command.add_argument(f"--{name}", type=float, default=default, help=f"{meaning} (default %(default)s)")
-    command.add_argument("--costs", metavar="FILE", help="JSON with per-stage lists instead of these scalars, as in a plan file")
+    command.add_argument(
+        "--costs",
+        metavar="FILE",
+        help="JSON with per-stage lists instead of these scalars, as in a plan file, or a run's report.json; with "
+        "--microbatch-tokens its costs by length count, if it has them",
+    )
     add_unequal_flags(command)
     command.add_argument(
         "--objective",
@@ -153,32 +157,14 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
 
 
-def _costs(args: argparse.Namespace, unequal: Unequal, placement: Placement) -> CostModel:
-    if args.costs is not None:
-        body = parse_json(Path(args.costs).read_text(encoding="utf-8"), args.costs)
-        costs = CostModel.from_json(body.get("costs", body) if isinstance(body, dict) else body)
-    else:
-        costs = CostModel.uniform(
-            placement,
-            forward_ms=args.forward_ms,
-            backward_ms=args.backward_ms,
-            wgrad_ms=args.wgrad_ms,
-            comm_ms=args.comm_ms,
-            activation_after_backward=args.activation_after_backward,
-        )
-    costs = unequal.applied(costs)
-    costs.check_fits(placement, args.num_microbatches)
-    return costs
-
-
-def _with_default(args: argparse.Namespace, unequal: Unequal, memory_limit: float | None) -> float | None:
+def _with_default(args: argparse.Namespace, given: GivenCosts, memory_limit: float | None) -> float | None:
     """The memory limit; `auto` has one if none is given."""
     if args.schedule == AUTO and memory_limit is None:
-        return AUTO_MEMORY_LIMIT * unequal.auto_memory_limit(args.num_ranks)
+        return AUTO_MEMORY_LIMIT * given.unequal.auto_memory_limit(args.num_ranks)
     return memory_limit
 
 
-def _result(args: argparse.Namespace, unequal: Unequal, memory_limit: float | None, progress: Progress | None = None) -> Result:
+def _result(args: argparse.Namespace, given: GivenCosts, memory_limit: float | None, progress: Progress | None = None) -> Result:
     """The hand-written pattern without a limit and an effort, otherwise the best plan found."""
     name = args.schedule
     effort = Effort(args.effort or "default")
@@ -194,7 +180,7 @@ def _result(args: argparse.Namespace, unequal: Unequal, memory_limit: float | No
     pending = None if pending is None else parse_max_pending_backward(pending, args.num_ranks)
     if name != AUTO and memory_limit is None and args.effort is None:
         spec = schedule_spec(name, num_ranks=args.num_ranks, num_chunks=args.num_chunks, max_pending_backward=pending)
-        costs = _costs(args, unequal, spec.placement)
+        costs = given.of(spec.placement)
         if costs.is_plain:
             plan = plan_of(spec, args.num_microbatches)
         else:
@@ -207,7 +193,7 @@ def _result(args: argparse.Namespace, unequal: Unequal, memory_limit: float | No
         name,
         num_ranks=args.num_ranks,
         num_microbatches=args.num_microbatches,
-        costs_of=lambda placement: _costs(args, unequal, placement),
+        costs_of=given.of,
         options=options,
         num_chunks=args.num_chunks,
         max_pending_backward=pending,
@@ -233,9 +219,9 @@ def run_plan(args: argparse.Namespace) -> None:
             "--memory, --no-empty-stages and --pipeline-sizes are for --layers; --memory-limit limits a schedule's activation "
             "memory"
         )
-    unequal = read_unequal(args)
-    limit = _with_default(args, unequal, args.memory_limit)
-    result = stoppable(f"planning {args.schedule}", lambda progress: _result(args, unequal, limit, progress))
+    given = read_costs(args)
+    limit = _with_default(args, given, args.memory_limit)
+    result = stoppable(f"planning {args.schedule}", lambda progress: _result(args, given, limit, progress))
     simulation = result.simulation
     if args.json is not None:
         _write_text(args.json, simulation.plan.to_json(costs=simulation.costs.to_json(), metrics=result.metrics()))
@@ -246,6 +232,12 @@ def run_plan(args: argparse.Namespace) -> None:
         print(summary(result, args.width))
         if args.schedule == AUTO:
             print(result.verdict(Objective(args.objective)))
+        _print_source(given)
+
+
+def _print_source(given: GivenCosts) -> None:
+    if given.source is not None:
+        print(given.source)
 
 
 def _run_layers(args: argparse.Namespace) -> None:
@@ -267,11 +259,11 @@ def run_pareto(args: argparse.Namespace) -> None:
     except ValueError:
         raise PlanError(f"--memory-limits is {quoted(args.memory_limits)}; give numbers separated by commas") from None
     args.schedule, args.num_chunks, args.max_pending_backward = AUTO, None, None
-    objective, unequal = Objective(args.objective), read_unequal(args)
+    objective, given = Objective(args.objective), read_costs(args)
     points: list[dict[str, Any]] = []
     best: Result | None = None
     for limit in track(limits, "memory limits"):
-        found = _result(args, unequal, limit)
+        found = _result(args, given, limit)
         if best is None or objective.of(found.simulation) < objective.of(best.simulation):
             best = found
         best = replace(best, bound=found.bound)
@@ -287,6 +279,7 @@ def run_pareto(args: argparse.Namespace) -> None:
                 f"{point['memory_limit']:<6.3f}  {point['schedule']:17} {100 * point['bubble_rate']:6.2f} %"
                 f"  {100 * point['bound_bubble_rate']:5.2f} %"
             )
+        _print_source(given)
 
 
 def _draw_pareto(points: list[dict[str, Any]], target: str) -> None:

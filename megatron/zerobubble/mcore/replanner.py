@@ -21,6 +21,7 @@ from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs import Activations, CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.links import unequal_links
+from megatron.zerobubble.plan.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
 from megatron.zerobubble.plan.search.assign import assign
 from megatron.zerobubble.plan.search.options import SearchOptions
@@ -147,6 +148,9 @@ class Replanner:
         self._current: dict[int, Plan] = {}
         self.memory: tuple[RankMemory, ...] | None = None
         """Memory of each pipeline rank in the last window, measured and as its plan predicts; None if it was not measured."""
+        self.by_length: LengthModel | None = None
+        """Costs fitted to the lengths of unequal microbatches, 1.0 of activation memory being p of the usual length; None
+        before the first window has ended, and where all are equal."""
 
     @property
     def costs(self) -> CostModel | None:
@@ -211,6 +215,7 @@ class Replanner:
             return
         assert self._costs is not None
         model, unit = fit_lengths(profiles, placement, usual_tokens=unequal.usual_tokens)
+        self.by_length = model
         limit = self._schedule.spec.memory_limit
         if self._headroom is not None and unit > 0 and min(self._headroom) > 0:
             usual = min(placement.num_ranks, num_microbatches)

@@ -142,6 +142,15 @@ class Terms(NamedTuple):
         return Terms(*(factor * each for each in self))
 
     @staticmethod
+    def from_json(name: str, body: object) -> Terms:
+        """Parse the object of one stage in a `LengthModel`'s JSON form; `name` is for messages. Raises ConfigError."""
+        if not isinstance(body, Mapping):
+            raise ConfigError(f"costs: {name} must be an object with {', '.join(Terms._fields)}, got {quoted(body)}")
+        for field in Terms._fields:
+            check_number(f"{field} of {name}", body.get(field))
+        return Terms(*(float(body[field]) for field in Terms._fields))
+
+    @staticmethod
     def fit(lengths: Sequence[tuple[float, float]], values: Sequence[float]) -> Terms:
         """The terms of 0 or more with the least squared error for measured values.
 
@@ -243,6 +252,11 @@ class LengthModel:
         fitted = {name: tuple(Terms.fit(lengths, row) for row in getattr(costs, name)) for name in COST_LISTS}
         return LengthModel(**fitted)
 
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.forward_ms)
+
     def costs(self, tokens: Sequence[int], squares: Sequence[float] = ()) -> MicrobatchCosts:
         """The costs of microbatches with these lengths; what a fit makes negative is 0.
 
@@ -274,6 +288,30 @@ class LengthModel:
             for name in COST_LISTS[3:]
         }
         return replace(self, **lists)
+
+    def to_json(self) -> dict[str, Any]:
+        """Per list of costs and stage the terms by name."""
+        return {name: [terms._asdict() for terms in getattr(self, name)] for name in COST_LISTS}
+
+    @staticmethod
+    def from_json(body: object) -> LengthModel:
+        """Parse the output of `to_json`; unknown keys are ignored.
+
+        Raises:
+            ConfigError: a list is missing or has another number of stages, or a term is not a finite non-negative number.
+        """
+        if not isinstance(body, Mapping):
+            raise ConfigError(f"costs by length must be an object with {', '.join(COST_LISTS)}, got {quoted(body)}")
+        lists: dict[str, tuple[Terms, ...]] = {}
+        for name in COST_LISTS:
+            rows = body.get(name)
+            if not isinstance(rows, list) or not rows:
+                raise ConfigError(f"costs by length: {name!r} must be a list with one object per stage, got {quoted(rows)}")
+            lists[name] = tuple(Terms.from_json(f"{name} by length, stage {stage},", row) for stage, row in enumerate(rows))
+            if len(rows) != len(lists[COST_LISTS[0]]):
+                first, num_stages = COST_LISTS[0], len(lists[COST_LISTS[0]])
+                raise ConfigError(f"costs by length: {first} has {num_stages} stages and {name} has {len(rows)}")
+        return LengthModel(**lists)
 
     def text(self, tokens: int) -> str:
         """One line: time of F, B and W of all stages for one sequence of `tokens` tokens, and for one of half as many."""

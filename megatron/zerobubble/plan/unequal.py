@@ -5,6 +5,7 @@ The command line and the playground both plan from these: a list of lengths inst
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from megatron.zerobubble.errors import ConfigError
@@ -23,16 +24,24 @@ class Unequal:
     """Share of F's time in attention, at the mean length."""
     links: Links | None = None
     """None: one latency for all."""
+    model: LengthModel | None = None
+    """Measured costs by length, in place of an attention share and of times at the mean length; None: not measured."""
 
     def applied(self, costs: CostModel) -> CostModel:
         """The costs of microbatches with these lengths on these links, from those of a microbatch of the mean length.
 
-        Equal lengths have the given costs, to the bit, and so the usual plan.
+        Equal lengths have the given costs, to the bit, and so the usual plan. Of measured costs by length the given ones only
+        add the P2P latency and the links.
 
         Raises:
             ConfigError: the costs are of unequal microbatches already.
         """
-        if self.tokens:
+        if self.tokens and self.model is not None:
+            every = self.model.costs(self.tokens)
+            costs = CostModel.of_microbatches(every, comm_ms=costs.comm_ms, links=costs.links)
+            if every.is_uniform:
+                costs = replace(costs, per_microbatch=None)
+        elif self.tokens:
             if costs.per_microbatch is not None:
                 raise ConfigError("the costs are those of every microbatch; drop the lengths (--microbatch-tokens)")
             mean = sum(self.tokens) / len(self.tokens)
@@ -52,4 +61,7 @@ class Unequal:
         if not self.tokens:
             return 1.0
         held = min(num_ranks, len(self.tokens))
+        if self.model is not None:
+            sizes = sorted(map(math.fsum, zip(*self.model.costs(self.tokens).activation, strict=True)))
+            return math.fsum(sizes[-held:]) / (held * num_ranks)
         return sum(sorted(self.tokens)[-held:]) * len(self.tokens) / (held * sum(self.tokens))

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.zerobubble.plan.costs import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Plan
-from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, MicrobatchCosts
+from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, LengthModel, MicrobatchCosts
 from megatron.zerobubble.plan.simulate import Simulation, TimedOp, simulate
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.profiling.breakdown import RankRecord, RankTime, link_ms, rank_records, rank_times
@@ -26,6 +26,8 @@ Rows = Sequence[Sequence[TimedOp]]
 """Per pipeline rank its ops in the order they ran, in milliseconds."""
 
 FORMAT = "zerobubble-report/1"
+COSTS_BY_LENGTH = "costs_by_length"
+"""The key of the costs that were fitted to the lengths of unequal microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,13 +188,17 @@ def report(timeline: Timeline, *, costs: CostModel | None = None, measured_bytes
     )
 
 
-def reports_to_json(reports: Sequence[PipelineReport], memory: Sequence[RankMemory] | None = None) -> str:
-    """The content of `report.json`; `memory` per rank if it was measured."""
-    body = {
+def reports_to_json(
+    reports: Sequence[PipelineReport], memory: Sequence[RankMemory] | None = None, by_length: LengthModel | None = None
+) -> str:
+    """The content of `report.json`; `memory` per rank if it was measured, costs `by_length` if they were."""
+    body: dict[str, Any] = {
         "format": FORMAT,
         "iterations": [each.to_json() for each in reports],
         "memory": None if memory is None else [vars(rank) for rank in memory],
     }
+    if by_length is not None:
+        body[COSTS_BY_LENGTH] = by_length.to_json()
     return json.dumps(body, indent=1) + "\n"
 
 

@@ -399,9 +399,16 @@ class _Run:
 
     def _summarize(self) -> None:
         """Log the pipeline's report and, as the last thing, a table of the run. All ranks must call this."""
-        memory, activations = (None, None) if self.replanner is None else (self.replanner.memory, self.replanner.activations)
-        schedule = self.training_state.schedule
-        seen = report_pipeline(schedule, self.settings, self.metrics, memory=memory, activations=activations)
+        replanner, schedule = self.replanner, self.training_state.schedule
+        memory = None if replanner is None else replanner.memory
+        seen = report_pipeline(
+            schedule,
+            self.settings,
+            self.metrics,
+            memory=memory,
+            activations=None if replanner is None else replanner.activations,
+            by_length=None if replanner is None else replanner.by_length,
+        )
         write_layers_file(self.settings, self.replanner, vocab_size=self.vocab_size)
         self._log_balance()
         lines = summary_lines(

@@ -135,6 +135,7 @@ def test_replanning_fits_times_to_lengths(four_ranks: RankPool) -> None:
     assert len({each.orders for each in found}) == 1
     assert len({each.model for each in found}) == 1
     assert all(each.has_learned for each in found)
+    assert all(each.is_kept for each in found), "for the report"
     assert all(each.grows for each in found)
     assert found[0].num_recorded == 4 * 6 * 6, "F, B and W of six microbatches on two stages of four ranks"
 

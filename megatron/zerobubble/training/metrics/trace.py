@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.zerobubble.plan.costs import Activations
+from megatron.zerobubble.plan.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.render.svg import render_comparison
 from megatron.zerobubble.plan.render.trace import render_trace
 from megatron.zerobubble.plan.timeline import Timeline
@@ -34,6 +35,7 @@ def report_pipeline(
     *,
     memory: Sequence[RankMemory] | None = None,
     activations: Activations | None = None,
+    by_length: LengthModel | None = None,
 ) -> PipelineReport | None:
     """Log the pipeline's bubble, add it to the curves, and with --zero-bubble-trace write the trace.
 
@@ -45,6 +47,7 @@ def report_pipeline(
         metrics: receives the curves.
         memory: memory per rank, if it was measured.
         activations: activation memory per stage, if it was measured; the reports and plans then have it.
+        by_length: costs fitted to the lengths of unequal microbatches, for ``report.json``.
 
     Returns:
         The report of the last recorded iteration, on rank 0; None if none was recorded, and on other ranks.
@@ -70,7 +73,7 @@ def report_pipeline(
         if missing:
             _log.warning("no trace of iterations %s: they did not run in this job", ", ".join(map(str, missing)))
         try:
-            write_trace(timelines, reports, Path(directory), memory=memory)
+            write_trace(timelines, reports, Path(directory), memory=memory, by_length=by_length)
         except OSError as error:  # must not make a run that is done a failed one
             _log.warning("--zero-bubble-trace %s cannot be written: %s", directory, error.strerror or error)
         else:
@@ -84,6 +87,7 @@ def write_trace(
     directory: Path,
     *,
     memory: Sequence[RankMemory] | None = None,
+    by_length: LengthModel | None = None,
 ) -> None:
     """Write ``trace.json``, ``report.json``, and per iteration N ``timeline-N.svg`` and ``plan-N.json``.
 
@@ -92,10 +96,11 @@ def write_trace(
         reports: the report of each timeline, in the same order.
         directory: created if it is missing.
         memory: memory per rank for ``report.json``, if it was measured.
+        by_length: likewise, costs fitted to the lengths of unequal microbatches.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "trace.json").write_text(render_trace(timelines), encoding="utf-8")
-    (directory / "report.json").write_text(reports_to_json(reports, memory), encoding="utf-8")
+    (directory / "report.json").write_text(reports_to_json(reports, memory, by_length), encoding="utf-8")
     for timeline, seen in zip(timelines, reports, strict=True):
         simulation, number = seen.simulation, timeline.iteration
         plan = timeline.plan.to_json(costs=simulation.costs.to_json(), metrics=simulation.metrics())
