@@ -80,7 +80,7 @@ def table(report: dict[str, Any]) -> str:
     for row in report["rows"]:
         cells = [*(str(row[name]) for name in ("schedule", "p", "m", "limit"))]
         cells += [f"{row[f'seconds{name}']:.1f}" for name in ("", "_on_all_cores", "_with_twice_the_effort")]
-        cells += [f"{row['span_ms'] / row['span_ms_of_twice_the_effort']:.4f}", f"{100 * row['gap']:.2f} %"]
+        cells += [f"{row['span_ms'] / row['span_ms_of_twice_the_effort']:.4f}", f"{max(0.0, 100 * row['gap']):.2f} %"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -55,8 +55,8 @@ DECODE_WEIGHT = 8
 MOVE_WEIGHT = 40
 """Op evaluations charged for choosing a move."""
 
-MEAN_WEIGHT = 0.3
-"""Share of the ranks' mean span in the score; the maximum alone is flat under most moves."""
+SPAN_MEAN_WEIGHT, MAKESPAN_MEAN_WEIGHT = 0.3, 0.1
+"""Share of the ranks' mean span in the score, for each objective; the maximum alone is flat under most moves."""
 
 PATIENCE_SHARE, SWAP_SHARE, SHIFT_SHARE, PLAIN_SHIFT_SHARE = 0.05, 0.1, 0.9, 0.2
 """Upper ends of the shares of moves: patience (without W only), repeated swaps, repeated shifts (without W, with W); the rest are
@@ -186,7 +186,7 @@ class PythonCore:
             mean += span
             excess += rank.excess
         objective = max(rank.now for rank in ranks) - min(rank.first for rank in ranks) if self.makespan else longest
-        score = objective + MEAN_WEIGHT * (mean / self.p)
+        score = objective + (MAKESPAN_MEAN_WEIGHT if self.makespan else SPAN_MEAN_WEIGHT) * (mean / self.p)
         if excess > 0:
             return score + self.excess_ms * excess, math.inf
         return score, objective

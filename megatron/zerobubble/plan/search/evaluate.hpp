@@ -14,7 +14,7 @@
 
 namespace zerobubble {
 
-constexpr double kMeanWeight = 0.3;
+constexpr double kSpanMeanWeight = 0.3, kMakespanMeanWeight = 0.1;
 
 // Steps of a row between two snapshots of its rank.
 constexpr int kSnapshotSteps = 16;
@@ -170,7 +170,7 @@ class Evaluator : public Problem {
           now = ready;
           if (keeps) self.bound[step] = pass.produced + count;
           longest = std::max(longest, (makespan_ && step > 0 ? self.first : 0.0) + self.busy + self.idle);
-          if (longest + kMeanWeight * ((busy + idle) / p_) + excess_ms_ * excess > most) return {kInfinity, kInfinity};
+          if (longest + mean_weight_ * ((busy + idle) / p_) + excess_ms_ * excess > most) return {kInfinity, kInfinity};
         }
         if (step == 0) self.first = now;
         if (keeps) self.starts[step] = now;
@@ -209,7 +209,7 @@ class Evaluator : public Problem {
       excess += self.excess;
     }
     const double objective = makespan_ ? last - first : longest;
-    const double score = objective + kMeanWeight * (mean / p_);
+    const double score = objective + mean_weight_ * (mean / p_);
     if (excess > 0) return {score + excess_ms_ * excess, kInfinity};
     return {score, objective};
   }
@@ -329,6 +329,7 @@ class Evaluator : public Problem {
     return sum;
   }
 
+  double mean_weight_ = makespan_ ? kMakespanMeanWeight : kSpanMeanWeight;
   std::vector<List> lists_;
   std::vector<Rank> ranks_;
   std::vector<int> awaited_;  // per rank, the list of the op whose input is not there yet; -1 if none
