@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -225,17 +226,24 @@ def test_the_same_seed_and_budget_give_the_same_plan() -> None:
     assert planner.base == build_plan("zbv", num_ranks=3, num_microbatches=9)
 
 
-@pytest.mark.skipif(not COMPILED, reason="the compiled core was not built")
-def test_an_iteration_is_planned_within_50_ms_on_one_core() -> None:
-    """The fastest of five, since other processes share the caches: about 22 ms, of which the core takes 15."""
+def test_an_iteration_is_planned_with_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Op evaluations, which no other process slows down; `tools.benchmarks.unequal` says how long they take, about 20 ms."""
+    cores: list[Any] = []
+
+    class Counted(best_core()):  # type: ignore[misc]
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            cores.append(self)
+
     spec = schedule_spec("zbv", num_ranks=8)
-    planner = MicrobatchPlanner(spec, 24, options=SearchOptions(budget=ITERATION_BUDGET, objective=Objective.MAKESPAN))
-    taken = []
-    for seed in range(5):
-        begin = time.thread_time()
+    planner = MicrobatchPlanner(spec, 24, options=SearchOptions(budget=BUDGET, objective=Objective.MAKESPAN))
+    planner.plan(of_lengths(spec.placement, some_lengths(24, 0)))  # once also the plan for equal ones
+    monkeypatch.setattr("megatron.zerobubble.plan.search.assign.best_core", lambda: Counted)
+    for seed in range(1, 4):
+        cores.clear()
         planner.plan(of_lengths(spec.placement, some_lengths(24, seed)))
-        taken.append(time.thread_time() - begin)
-    assert min(taken) <= 0.05
+        assert 0.5 * BUDGET < sum(core.work for core in cores) < 1.5 * BUDGET
+    assert ITERATION_BUDGET <= 1e6
 
 
 def test_auto_plans_for_unequal_microbatches() -> None:
