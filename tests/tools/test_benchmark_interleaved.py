@@ -63,8 +63,8 @@ def test_readme_says_what_the_results_say() -> None:
         return sorted(row[theirs][key] / row[ours][key] for row in AT_PUBLISHED_LINKS)
 
     half, thirds = over("zbv@0.75", "v=2", "makespan_ms"), over("zbv@1", "v=2", "makespan_ms")
-    assert half[0] > 0.998
-    assert half[1] > 1.0, "all rows but one"
+    assert half[0] > 0.996
+    assert half[3] > 1.0, "all rows but three"
     assert [round(1 / each, 1) for each in over("zbv@0.75", "v=2", "memory")] == [0.5] * 21
     assert (round(100 * (thirds[0] - 1)), round(100 * (thirds[-1] - 1))) == (3, 10)
     assert all(0.67 < 1 / each < 0.70 for each in over("zbv@1", "v=2", "memory"))
