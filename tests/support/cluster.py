@@ -144,6 +144,7 @@ class Cluster:
                     time.sleep(0.02)
                 for _ in range(num_signals):
                     job.send_signal(signal.SIGUSR2)
+                    time.sleep(0.01)  # signals that wait are one; each of these is handled by itself
                 output, _ = job.communicate(timeout=TIMEOUT_S)
             except BaseException:
                 os.killpg(job.pid, signal.SIGKILL)

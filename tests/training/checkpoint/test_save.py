@@ -186,8 +186,10 @@ def slowly(*arguments, **options):
 class Killed(save.CheckpointSaver):
     def poll(self, iteration):
         super().poll(iteration)
-        pids = pathlib.Path(__file__).with_suffix(".pids")
-        if self.is_in_progress and pids.exists() and len(set(pids.read_text().split())) == 2:
+        if self.is_in_progress:  # the next save would wait for this one, so wait here until both ranks write
+            pids = pathlib.Path(__file__).with_suffix(".pids")
+            while not pids.exists() or len(set(pids.read_text().split())) < 2:
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
