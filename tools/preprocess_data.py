@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, DataError, UserError
+from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
 from megatron.zerobubble.machine import usable_cores
-from megatron.zerobubble.training.config.flags import add_group, from_namespace
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_path
 from megatron.zerobubble.training.data.texts import Document, json_texts, stdlib_texts

@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention as TorchDotProductAttention
+    from megatron.zerobubble.mcore.attention.torch_attention import use_torch_attention as use_torch_attention
     from megatron.zerobubble.mcore.build import build_chunks as build_chunks
-    from megatron.zerobubble.mcore.model.attention import TorchDotProductAttention as TorchDotProductAttention
-    from megatron.zerobubble.mcore.model.attention import use_torch_attention as use_torch_attention
     from megatron.zerobubble.mcore.post_validation.optimizer import post_validation as post_validation
     from megatron.zerobubble.mcore.stock_loop.patches import uninstall as uninstall
     from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule as PipelineSchedule

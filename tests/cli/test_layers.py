@@ -18,7 +18,7 @@ from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.partition.joint import plan_layout
-from megatron.zerobubble.plan.partition.layers import FORMAT
+from megatron.zerobubble.plan.partition.layer_costs import FORMAT
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.search import best_core

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zerobubble.cli.main import main
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import MAX_OPS, build_plan
 

@@ -13,9 +13,9 @@ import pytest
 
 from megatron.zerobubble.cli import main as cli
 from megatron.zerobubble.cli.published import read_configs
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.microbatch_costs import COST_LISTS
 from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.search import best_core
 

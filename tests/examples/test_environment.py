@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zerobubble.bench.bench_options import parse_options
 from megatron.zerobubble.training.arguments import settings_from_argv
-from megatron.zerobubble.training.bench.options import parse_options
 from tests.support.cluster import ROOT, Cluster
 
 SCRIPT = "pretrain_zero_bubble.sh"

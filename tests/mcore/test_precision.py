@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.zerobubble.training import mcore_config
+from megatron.zerobubble.training.models import mcore_config
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, addmm_accumulate
 from tests.support.gpt import Case, Tensors, Trainer, compare, unpipelined
 from tests.support.ranks import RankPool

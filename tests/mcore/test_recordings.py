@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron.zerobubble.plan.dependencies import requirements
-from megatron.zerobubble.plan.render.trace import render_trace
+from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.plan.timeline import Activity, Timeline
 from megatron.zerobubble.profiling.breakdown import rank_records
 from megatron.zerobubble.profiling.report import report

@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.zerobubble.mcore.memory import state_bytes
 from megatron.zerobubble.mcore.replanner import Replanner, Window
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.mcore.state_memory import state_bytes
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.registry import initial_plan
-from megatron.zerobubble.plan.search.options import Effort, SearchOptions
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.profiling.profiler import Profiler

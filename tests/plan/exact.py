@@ -7,7 +7,7 @@ what stays from then to the end of W.
 import math
 from typing import Any
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Placement
 
 _SCALE = 8

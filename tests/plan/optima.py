@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.search.options import Objective, SearchOptions, smallest_memory
 from megatron.zerobubble.plan.search.search import search
+from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan.exact import optimum
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zerobubble.cli.published import read_configs
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 
 DATA = Path(__file__).parents[2] / "docs" / "benchmarks" / "data"

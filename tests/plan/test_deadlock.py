@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
-from megatron.zerobubble.plan.search.options import SearchOptions
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.transforms import forward_only
 from tests.plan.test_communication import placements, random_plan
 from tests.support.hazards import COMPUTE, Queues, finishes, first_ops, ops_of, single

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, placement_of, schedule_info
-from megatron.zerobubble.plan.search.bound import lower_bound
-from megatron.zerobubble.plan.search.options import SearchOptions, smallest_memory
+from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.generators.zb import timed_zb
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.memory_profile import activation_memory_over_time
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.simulate import simulate

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.plan import planner
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, Result, make_plan
 from megatron.zerobubble.plan.registry import plan_of
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.plan.search.options import SearchOptions
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 
 BUDGET = 20_000.0
 Searched = list[tuple[str, float, float]]

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
-from megatron.zerobubble.plan.search.options import SearchOptions, smallest_memory
+from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble import verify
-from megatron.zerobubble.plan.certificate import _prices
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.bounds.certificate import _prices
+from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
-from megatron.zerobubble.plan.links import Links
-from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, MicrobatchCosts
-from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.simulate import simulate
 
 Cell = tuple[int, str, int]

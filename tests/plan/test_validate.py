@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zerobubble.errors import DeadlockError, PlanError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.dependencies import execution_order
 from megatron.zerobubble.plan.ir import Op, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules

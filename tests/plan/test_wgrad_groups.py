@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from megatron.zerobubble.errors import PlanError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.simulate import peak_memory

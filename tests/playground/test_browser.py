@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
-from megatron.zerobubble.plan.render.trace import render_trace
+from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.recorded import read_trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.profiling.report import report, reports_to_json
 from tests.playground.pages import SMALL, Open, cells, drop

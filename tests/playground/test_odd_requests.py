@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.render.trace import render_chrome_trace
+from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.playground.tasks import encode, run_task
 

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
-from megatron.zerobubble.plan.costs import Activations, CostModel
+from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
+from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import build_plan, schedule_spec
-from megatron.zerobubble.plan.render.trace import render_chrome_trace, render_trace
-from megatron.zerobubble.plan.search.options import SearchOptions
+from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace, render_trace
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
 from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
 from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_recorded
-from megatron.zerobubble.playground.files import open_file
+from megatron.zerobubble.playground.opened_files import open_file
 from megatron.zerobubble.playground.recorded import read_trace
 from megatron.zerobubble.profiling.report import report, reports_to_json
 from tests.profiling.support import as_recorded

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.unequal import Unequal
-from megatron.zerobubble.playground.unequal import log_normal_lengths
+from megatron.zerobubble.playground.lengths_and_links import log_normal_lengths
 from tests.playground.pages import SMALL, Open, cells, drop
 
 TOKENS = [512, 4096, 700, 1800, 1024, 96]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.playground.words import headline, measures, milliseconds, number, percent, title

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.zerobubble.plan.communication import Message, Program, place_communication
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate

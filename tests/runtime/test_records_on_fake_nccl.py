@@ -12,7 +12,7 @@ from megatron.zerobubble.plan.communication import place_communication
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.timeline import Activity
-from megatron.zerobubble.profiling.memory import MemoryMeter
+from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.runtime.clock import clock_offset_ms
 from megatron.zerobubble.runtime.executor import Executor

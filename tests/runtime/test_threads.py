@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.zerobubble.job.watchdog import Watchdog
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.runtime.issuer import Issuer
 from megatron.zerobubble.runtime.staging import Staging
 from megatron.zerobubble.runtime.threads import start_thread
 from megatron.zerobubble.runtime.watch import Watch
-from megatron.zerobubble.training.resilience.watchdog import Watchdog
 from tests.support.cuda_threads import CudaOfThreads
 
 PACKAGE = Path(__file__).parents[2] / "megatron" / "zerobubble"
@@ -106,5 +106,5 @@ def test_no_thread_is_started_elsewhere() -> None:
         if re.search(r"\bThread(Pool\w+)?\(", path.read_text())
     }
     checkpoint = {"training/checkpoint/writer.py", "training/checkpoint/manifest.py"}
-    planning = {"mcore/microbatches/unequal.py", "plan/search/search.py"}
-    assert starts == {"runtime/threads.py", "cli/progress.py", *planning, *checkpoint}
+    planning = {"mcore/microbatches/iteration_plans.py", "plan/search/search.py"}
+    assert starts == {"runtime/threads.py", "cli/progress_bar.py", *planning, *checkpoint}

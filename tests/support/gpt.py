@@ -23,18 +23,18 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
+from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
+from megatron.zerobubble.mcore.attention.torch_attention import core_attention
 from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
-from megatron.zerobubble.mcore.model.attention import core_attention
-from megatron.zerobubble.mcore.model.layout import embedding_ranks, pipeline_layout
-from megatron.zerobubble.mcore.model.sequence_parts import SequenceParts, slices
+from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks, pipeline_layout
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.training.layer_specs import stage_layers
+from megatron.zerobubble.training.models.layer_specs import stage_layers
 from megatron.zerobubble.wgrad.sharing import WgradPolicy
 
 SEQUENCE = 12

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron.zerobubble.mcore.compat import has_hybrid_model
-from megatron.zerobubble.mcore.model.hybrid import place_stack
+from megatron.zerobubble.mcore.model.hybrid_layers import place_stack
 from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, MAMBA, HybridPattern
-from megatron.zerobubble.training.hybrid import hybrid_stack
+from megatron.zerobubble.training.models.hybrid_model import hybrid_stack
 from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
 from tests.support.mamba import stand_ins
 from tests.support.moe import MoeCase, MoeTrainer

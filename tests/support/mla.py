@@ -9,8 +9,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig
 
-from megatron.zerobubble.mcore.model.mla import LatentDotProductAttention
-from megatron.zerobubble.training.layer_specs import stage_layers
+from megatron.zerobubble.mcore.attention.latent_attention import LatentDotProductAttention
+from megatron.zerobubble.training.models.layer_specs import stage_layers
 from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
 
 

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
 from megatron.zerobubble.mcore.compat import router_loss_entries
-from megatron.zerobubble.training.layer_specs import stage_layers
+from megatron.zerobubble.training.models.layer_specs import stage_layers
 from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
 
 

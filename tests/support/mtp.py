@@ -9,9 +9,9 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 
 from megatron.zerobubble.mcore.compat import mtp_entries, mtp_loss_sums
-from megatron.zerobubble.mcore.model.layout import pipeline_layout
+from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.training.layer_specs import mtp_layers, stage_layers
+from megatron.zerobubble.training.models.layer_specs import mtp_layers, stage_layers
 from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
 
 

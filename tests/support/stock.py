@@ -17,13 +17,13 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 import megatron.zerobubble
+from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
+from megatron.zerobubble.mcore.attention.torch_attention import core_attention
 from megatron.zerobubble.mcore.compat import mtp_entries
 from megatron.zerobubble.mcore.cpu.device import HostDevice
-from megatron.zerobubble.mcore.model.attention import core_attention
-from megatron.zerobubble.mcore.model.sequence_parts import SequenceParts, slices
 from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, HybridPattern
-from megatron.zerobubble.training.hybrid import hybrid_stack
-from megatron.zerobubble.training.layer_specs import mtp_layers
+from megatron.zerobubble.training.models.hybrid_model import hybrid_stack
+from megatron.zerobubble.training.models.layer_specs import mtp_layers
 from tests.support.gpt import _destroy_groups
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stock_megatron_core.py"

@@ -14,7 +14,7 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 
 import pretrain_gpt
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
-from megatron.zerobubble.mcore.model.layout import embedding_ranks
+from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ZeroBubbleError
-from megatron.zerobubble.mcore.microbatches.lengths import Lengths
-from megatron.zerobubble.mcore.microbatches.unequal import UnequalOptions
+from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions
+from megatron.zerobubble.mcore.microbatches.length_exchange import Lengths
 from megatron.zerobubble.mcore.replanner import Replanner, Window
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
-from megatron.zerobubble.plan.search.options import SearchOptions
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from tests.support.gpt import MICRO_BATCH, SEQUENCE, VOCABULARY, Case, Difference, Outcome, Tensors, Trainer, compare
 from tests.support.moe import MoeCase, MoeTrainer
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.cli.published import read_configs
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import make_plan
-from megatron.zerobubble.plan.search.options import Effort, SearchOptions
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from tools.benchmarks.planner import LIMITS, POINTS, PUBLISHED, ROOT, SECTIONS, Settings, main, missed, uneven
 

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.mcore.cpu import malloc as host_heap
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Op, Placement
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import TimedOp

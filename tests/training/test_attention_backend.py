@@ -8,10 +8,10 @@ import pytest
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
-from megatron.zerobubble.mcore.model.attention import TorchDotProductAttention
-from megatron.zerobubble.training.layer_specs import local_layer
-from megatron.zerobubble.training.mcore_config import transformer_config
+from megatron.zerobubble.training.models.layer_specs import local_layer
+from megatron.zerobubble.training.models.mcore_config import transformer_config
 from tests.training.launch import TINY_BATCH, TINY_MODEL, metrics, train
 from tests.training.test_arguments import settings
 

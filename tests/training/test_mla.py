@@ -7,7 +7,7 @@ import pytest
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.mcore_config import transformer_config
+from megatron.zerobubble.training.models.mcore_config import transformer_config
 
 MLA = "--multi-latent-attention "
 ROPE = "--position-embedding-type rope "

@@ -25,8 +25,8 @@ from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, launch_warm, met
 from tools.preprocess_data import preprocess
 
 with quiet_third_parties():
+    from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
     from megatron.zerobubble.training.data.samples import build_datasets
-    from megatron.zerobubble.training.data.tokenizers import build_tokenizer
 
 RUN = [*TINY_MODEL, *TINY_BATCH, "--train-iters", "8", "--eval-interval", "8", "--eval-iters", "1"]
 ZERO_BUBBLE = ["--pipeline-model-parallel-size", "2", "--enable-zero-bubble"]

@@ -18,12 +18,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.partition.joint import plan_layout
-from megatron.zerobubble.plan.partition.layers import Model
+from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.plan.search.options import SearchOptions
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from tests.support.traces import check_trace
 from tests.training.launch import (

@@ -26,7 +26,7 @@ MODULES = (
     "torch.distributed.run",
     "torch.utils.tensorboard",
     "megatron.core.dist_checkpointing",
-    "megatron.zerobubble.training.gpt",
+    "megatron.zerobubble.training.models.gpt",
     "megatron.zerobubble.training.loop",
 )
 

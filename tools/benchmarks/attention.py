@@ -32,10 +32,10 @@ from typing import Any
 import torch
 
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.cli.progress import track
+from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
-from megatron.zerobubble.profiling.memory import MemoryMeter
+from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.wgrad.gemm import choose_kernel
 from tools.benchmarks.schedules.report import Estimate
 from tools.benchmarks.wgrad.shapes import LayerShape, shape_named

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.communication import Message
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Op, OpKind
 
 LATENESS_STEP_S = 5e-6

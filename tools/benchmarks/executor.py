@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.zerobubble.cli.progress import track
+from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.communication import Message, Program, place_communication
 from megatron.zerobubble.plan.ir import Op

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.zerobubble.plan.partition.layers import LayerCosts, Model
+from megatron.zerobubble.plan.partition.layer_costs import LayerCosts, Model
 
 __all__ = ["SHAPES", "Shape"]
 

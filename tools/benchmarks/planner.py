@@ -28,12 +28,12 @@ from megatron.zerobubble import __version__
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.published import Config, read_configs
 from megatron.zerobubble.errors import PlanError, UserError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import AUTO, CostsOf, bound_of, make_plan
 from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.options import Effort, SearchOptions
 from megatron.zerobubble.plan.search.search import best_core
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 
 FORMAT = "zerobubble-planner-benchmark/1"

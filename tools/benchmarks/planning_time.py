@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.cli.progress import track
+from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.machine import usable_cores
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.planner import Result, make_plan
-from megatron.zerobubble.plan.search.options import Effort, SearchOptions
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 
 FORMAT = "zerobubble-planning-time/2"
 CASES = (

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.zerobubble.cli.progress import track
+from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.optimizer.post_validation import GradientStatistics, PostValidation, Relay
 from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.runtime.executor import Executor

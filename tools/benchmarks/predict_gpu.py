@@ -20,10 +20,10 @@ from typing import Any
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.errors import ConfigError, UserError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import make_plan
-from megatron.zerobubble.plan.search.options import Effort, SearchOptions
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from tools.benchmarks.wgrad.shapes import LayerShape
 
 FORMAT = "zerobubble-gpu-prediction/1"

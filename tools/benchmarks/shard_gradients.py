@@ -33,9 +33,9 @@ from typing import Any
 
 import torch
 
-from megatron.zerobubble.cli.progress import track
+from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import UserError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.transforms import group_weight_gradients

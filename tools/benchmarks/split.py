@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.cli.progress import track
+from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.wgrad.gemm import WgradKernel, choose_kernel, working_kernels
 from tools.benchmarks.wgrad.report import ShapeResult, to_json, to_markdown

@@ -43,18 +43,18 @@ from typing import Any
 
 from megatron.zerobubble import __version__
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.cli.progress import track
+from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import PlanError, UserError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.links import Links
-from megatron.zerobubble.plan.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import plan_of, schedule_spec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET, assign
 from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.options import Objective, SearchOptions
 from megatron.zerobubble.plan.search.search import best_core
+from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 
 FORMAT = "zerobubble-unequal-benchmark/1"

@@ -31,16 +31,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.cli.progress import track
+from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.plan.communication import Message, place_communication
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.links import Links
-from megatron.zerobubble.plan.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import plan_of, schedule_spec
 from megatron.zerobubble.plan.search.assign import assign
-from megatron.zerobubble.plan.search.options import Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.runtime.executor import Executor

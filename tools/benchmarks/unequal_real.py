@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.cli.progress import track
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.cli.progress_bar import track
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
-from megatron.zerobubble.plan.microbatch_costs import LengthModel
-from megatron.zerobubble.plan.search.options import Objective
+from megatron.zerobubble.plan.search.search_options import Objective
 from megatron.zerobubble.plan.simulate import simulate
-from megatron.zerobubble.profiling.lengths import fit_lengths
+from megatron.zerobubble.profiling.length_fit import fit_lengths
 from megatron.zerobubble.profiling.profile import RankProfile, TimedPass
 from tools.benchmarks.emulation import run_on_ranks
 from tools.benchmarks.schedules.contenders import ContenderSpec, Runtime, Sizes
@@ -67,7 +67,7 @@ def serve(rank: int, sizes: Sizes, batches: Sequence[Sequence[int]], rounds: int
         warnings.simplefilter("ignore")  # megatron-core's, on import and on every config
         from megatron.zerobubble.mcore.cpu.device import HostDevice
         from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
-        from megatron.zerobubble.mcore.microbatches.unequal import UnequalOptions
+        from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions
         from megatron.zerobubble.profiling.profiler import Profiler
         from tools.benchmarks.schedules.gpt import GPTContender, set_up, tear_down
 
@@ -151,7 +151,7 @@ def _costs(model: LengthModel, lengths: Sequence[int]) -> CostModel:
 
 def _arranged(contender: Any, lengths: Sequence[int], model: LengthModel) -> tuple[Sequence[int], Plan]:
     """The lengths in the order in which a contender gets them, and the plan that it then runs."""
-    from megatron.zerobubble.mcore.microbatches.lengths import Lengths
+    from megatron.zerobubble.mcore.microbatches.length_exchange import Lengths
 
     base = contender.schedule.plan(len(lengths))
     if contender.reorders:

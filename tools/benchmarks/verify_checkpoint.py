@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.cli.progress import track
+from megatron.zerobubble.cli.progress_bar import track
 from tools.benchmarks.emulation import run_on_ranks
 from tools.benchmarks.schedules.report import Estimate
 
@@ -91,11 +91,11 @@ def _set_up(rank: int, flags: Sequence[str]) -> tuple[Any, Any]:
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
     from megatron.zerobubble.mcore.cpu.device import HostDevice
-    from megatron.zerobubble.mcore.model.layout import embedding_ranks
+    from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
     from megatron.zerobubble.runtime.watch import Watch
     from megatron.zerobubble.training.arguments import settings_from_argv
-    from megatron.zerobubble.training.gpt import forward_step_provider, model_provider
     from megatron.zerobubble.training.initialize import Job, Launch, set_up_model_parallel
+    from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
     from megatron.zerobubble.training.setup import build_training_state
 
     logging.basicConfig(level=logging.WARNING)
@@ -122,7 +122,7 @@ def _set_up(rank: int, flags: Sequence[str]) -> tuple[Any, Any]:
 def _verify(training_state: Any) -> Round:
     """Verify the checkpoint alone on all ranks; it was just read."""
     from megatron.zerobubble.training.checkpoint.directory import existing_directory
-    from megatron.zerobubble.training.checkpoint.verify import verify_checkpoint
+    from megatron.zerobubble.training.checkpoint.verification import verify_checkpoint
 
     directory = existing_directory(training_state.settings.checkpoint.load, 1)
     return _timed("alone", lambda: verify_checkpoint(directory))

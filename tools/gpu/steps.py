@@ -100,7 +100,7 @@ TESTS = (
         command=_pytest(
             "gpu",
             "tests/profiling/test_recorder.py",
-            "tests/training/resilience/test_watchdog.py",
+            "tests/job/test_watchdog.py",
             "tests/tools/test_benchmark_wgrad.py",
         ),
         minutes=10,

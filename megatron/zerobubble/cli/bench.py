@@ -2,7 +2,7 @@
 
 Under torchrun or srun this process is one rank. With `--nproc-per-node N` as its first argument it starts N ranks on this
 machine; without either it is a job of one rank. A rank trains nothing itself: it starts a process for each block
-(`training.bench.workers`).
+(`bench.workers`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from megatron.zerobubble.bench.bench_options import Options, parse_options
+from megatron.zerobubble.bench.bench_progress import Progress
 from megatron.zerobubble.cli.ranks import start_ranks, take_count
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.training.arguments import exit_with_error
-from megatron.zerobubble.training.bench.options import Options, parse_options
-from megatron.zerobubble.training.bench.progress import Progress
 from megatron.zerobubble.training.initialize import read_launch, share_store
 
 _PROG = "zerobubble bench"
@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 
         with quiet_third_parties():
-            from megatron.zerobubble.training.bench.bench import compare
-            from megatron.zerobubble.training.bench.workers import Workers
+            from megatron.zerobubble.bench.compare import compare
+            from megatron.zerobubble.bench.workers import Workers
 
             workers = Workers(launch, share_store(launch), options.directory / "logs")
             return compare(options, launch, workers, argv=flags, progress=progress)

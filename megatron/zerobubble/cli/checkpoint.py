@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.cli.progress import track
+from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.directory import existing_directory, tracked_iteration
 from megatron.zerobubble.training.checkpoint.manifest import MANIFEST, Manifest, damaged_blocks, damaged_names, first_damage

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.zerobubble.cli.parser import read_text, workers_of
-from megatron.zerobubble.cli.progress import stoppable
+from megatron.zerobubble.cli.progress_bar import stoppable
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.plan.partition.bound import LayoutBound
+from megatron.zerobubble.plan.bounds.schedule_bound import Bound
 from megatron.zerobubble.plan.partition.joint import LayoutResult, plan_layout
-from megatron.zerobubble.plan.partition.layers import Model
+from megatron.zerobubble.plan.partition.layer_costs import Model
+from megatron.zerobubble.plan.partition.layout_bound import LayoutBound
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import check_at_least_one
-from megatron.zerobubble.plan.render.summary import headline
+from megatron.zerobubble.plan.render.plan_summary import headline
 from megatron.zerobubble.plan.render.text import render_text
-from megatron.zerobubble.plan.search.bound import Bound
-from megatron.zerobubble.plan.search.options import Effort, Objective, SearchOptions
-from megatron.zerobubble.plan.search.progress import Progress
+from megatron.zerobubble.plan.search.search_options import Effort, Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_progress import Progress
 from megatron.zerobubble.plan.simulate import Simulation
 
 __all__ = [

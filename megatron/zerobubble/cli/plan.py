@@ -13,17 +13,18 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from megatron.zerobubble.cli.costs import GivenCosts, read_costs
+from megatron.zerobubble.cli.cost_flags import GivenCosts, read_costs
 from megatron.zerobubble.cli.files import write_whole
 from megatron.zerobubble.cli.layers import MICROBATCHES_PER_RANK, add_layer_flags, layout_summary, layout_to_json, plan_layers
+from megatron.zerobubble.cli.length_flags import add_unequal_flags
 from megatron.zerobubble.cli.parser import read_text, workers_of
-from megatron.zerobubble.cli.progress import stoppable, track
+from megatron.zerobubble.cli.progress_bar import stoppable, track
 from megatron.zerobubble.cli.published import REFERENCES, read_configs
-from megatron.zerobubble.cli.unequal import add_unequal_flags
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.plan.certificate import certificate
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.bounds.certificate import certificate
+from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, Result, make_plan
@@ -33,13 +34,12 @@ from megatron.zerobubble.plan.registry import (
     plan_of,
     schedule_spec,
 )
-from megatron.zerobubble.plan.render.summary import headline, lengths, measures, slot_notes, slots, summary
+from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace
+from megatron.zerobubble.plan.render.plan_summary import headline, lengths, measures, slot_notes, slots, summary
 from megatron.zerobubble.plan.render.svg import render_svg
-from megatron.zerobubble.plan.render.trace import render_chrome_trace
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
-from megatron.zerobubble.plan.search.bound import lower_bound
-from megatron.zerobubble.plan.search.options import Effort, Objective, SearchOptions
-from megatron.zerobubble.plan.search.progress import Progress
+from megatron.zerobubble.plan.search.search_options import Effort, Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_progress import Progress
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.torch_csv import from_torch_csv, to_torch_csv
 from megatron.zerobubble.plan.validate import validate

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from megatron.zerobubble.cli.parser import read_text
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.messages import quoted, shown
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.planner import CostsOf
 from megatron.zerobubble.plan.registry import check_at_least_one
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.error_file import read_error_file
 from megatron.zerobubble.training.initialize import launcher_environment
-from megatron.zerobubble.training.resilience.error_file import read_error_file
 
 __all__ = ["FLAG", "start_ranks", "take_count"]
 

@@ -111,7 +111,7 @@ def _run(args: argparse.Namespace, launch: Launch) -> int:
     sys.argv = [args.script, *args.arguments]
     with _device(launch, on_cpu=args.cpu):
         install(args)
-        from megatron.zerobubble.training.resilience.failure import JobGuard
+        from megatron.zerobubble.job.failure import JobGuard
 
         with JobGuard(job_store(launch), launch.rank, error_file=launch.error_file):
             runpy.run_path(args.script, run_name="__main__")

@@ -13,7 +13,7 @@ from megatron.zerobubble.cli.ranks import start_ranks, take_count
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.arguments import parse_arguments
 from megatron.zerobubble.training.entry import run
-from megatron.zerobubble.training.gpt import forward_step_provider, model_provider
+from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
 
 _PROG = "zerobubble train"
 

@@ -19,7 +19,7 @@ from megatron.zerobubble.mcore.compat import check_megatron_core, define_missing
 from megatron.zerobubble.mcore.ddp.wrap import wrap_chunks
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
-from megatron.zerobubble.mcore.model.hybrid import check_hybrid
+from megatron.zerobubble.mcore.model.hybrid_layers import check_hybrid
 from megatron.zerobubble.mcore.model.named_weights import draw_by_name, remember_init_methods
 from megatron.zerobubble.mcore.model.transformer_engine import fusion_without_apex
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients

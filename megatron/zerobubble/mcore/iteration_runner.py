@@ -24,7 +24,7 @@ from megatron.zerobubble.plan.communication import Program
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.timeline import Activity
-from megatron.zerobubble.profiling.memory import MemoryMeter
+from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.profiling.recordings import Recordings

@@ -18,17 +18,17 @@ import torch.distributed as dist
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
-from megatron.zerobubble.plan.costs import Activations, CostModel
+from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
+from megatron.zerobubble.plan.costs.links import unequal_links
+from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.links import unequal_links
-from megatron.zerobubble.plan.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
 from megatron.zerobubble.plan.search.assign import assign
-from megatron.zerobubble.plan.search.options import SearchOptions
 from megatron.zerobubble.plan.search.search import evaluations_per_second
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, peak_memory, simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE, validate
-from megatron.zerobubble.profiling.lengths import fit_lengths
+from megatron.zerobubble.profiling.length_fit import fit_lengths
 from megatron.zerobubble.profiling.profile import RankProfile, combine, costs_within, unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.profiling.report import RankMemory

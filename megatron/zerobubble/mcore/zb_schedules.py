@@ -25,15 +25,15 @@ from megatron.zerobubble.mcore.compat import with_known_lengths
 from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
 from megatron.zerobubble.mcore.given_groups import check_given_groups
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
-from megatron.zerobubble.mcore.microbatches.lengths import Lengths
-from megatron.zerobubble.mcore.microbatches.unequal import UnequalMicrobatches, UnequalOptions
+from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrobatches, UnequalOptions
+from megatron.zerobubble.mcore.microbatches.length_exchange import Lengths
 from megatron.zerobubble.mcore.post_validation.rewind import Replayed
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.stage_work import Iteration
 from megatron.zerobubble.mcore.stock_recording import PipelineGroupLinks, recorded_passes
 from megatron.zerobubble.mcore.warm_up import warm_up_groups
 from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, stock_plan

@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.dependencies import execution_order
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.simulate import run_in_order

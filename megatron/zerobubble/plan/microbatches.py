@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import cached_property
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import plan_of, schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET, assign
-from megatron.zerobubble.plan.search.options import SearchOptions, check_memory_limit
+from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit
 from megatron.zerobubble.plan.simulate import peak_memory
 from megatron.zerobubble.plan.validate import validate
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.bounds.schedule_bound import Bound, lower_bound
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.plan.search.bound import Bound, lower_bound
-from megatron.zerobubble.plan.search.options import (
+from megatron.zerobubble.plan.search.search_options import (
     Objective,
     SearchOptions,
     check_memory_limit,

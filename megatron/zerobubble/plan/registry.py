@@ -10,7 +10,7 @@ from functools import partial
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted, shown
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.generators.building_blocks import v_seed_orders
 from megatron.zerobubble.plan.generators.interleaved_1f1b import interleaved_1f1b
 from megatron.zerobubble.plan.generators.one_f_one_b import one_f_one_b
@@ -25,9 +25,9 @@ from megatron.zerobubble.plan.generators.zb_w import zb_w
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
-from megatron.zerobubble.plan.search.options import SearchOptions, memory_of, smallest_memory
 from megatron.zerobubble.plan.search.orders import seed_order_of
 from megatron.zerobubble.plan.search.search import search
+from megatron.zerobubble.plan.search.search_options import SearchOptions, memory_of, smallest_memory
 from megatron.zerobubble.plan.transforms import group_weight_gradients
 from megatron.zerobubble.plan.validate import validate
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.zerobubble.plan.communication import Message
-from megatron.zerobubble.plan.costs import Activations
+from megatron.zerobubble.plan.costs.cost_model import Activations
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.simulate import TimedOp
 

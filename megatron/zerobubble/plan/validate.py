@@ -19,7 +19,7 @@ import itertools
 from typing import NoReturn
 
 from megatron.zerobubble.errors import PlanError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.dependencies import execution_order, marked_grid
 from megatron.zerobubble.plan.ir import Op, OpKind, Plan
 from megatron.zerobubble.plan.simulate import memory_after_ops, peak_memory

@@ -15,9 +15,9 @@ import uvicorn
 
 from megatron.zerobubble.messages import one_line, shown
 from megatron.zerobubble.playground.app import create_app
-from megatron.zerobubble.playground.connections import PromptProtocol
 from megatron.zerobubble.playground.limits import MAX_CONNECTIONS
 from megatron.zerobubble.playground.pool import Pool
+from megatron.zerobubble.playground.slow_connections import PromptProtocol
 
 DEFAULT_PORT = 8321
 

@@ -24,8 +24,8 @@ from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.render.svg import COLORS, SPAN_COLORS
 from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.options import Effort, Objective
 from megatron.zerobubble.plan.search.search import best_core
+from megatron.zerobubble.plan.search.search_options import Effort, Objective
 from megatron.zerobubble.playground import limits
 from megatron.zerobubble.playground.drawing import KINDS
 from megatron.zerobubble.playground.guard import Guard

@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.memory_profile import activation_memory_over_time
-from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.render.svg import SPAN_COLORS
 from megatron.zerobubble.plan.render.text import chunks_of, extent, render_text
 from megatron.zerobubble.plan.simulate import Simulation, TimedOp
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
-from megatron.zerobubble.playground.unequal import attention_share, drawn_slots
+from megatron.zerobubble.playground.lengths_and_links import attention_share, drawn_slots
 from megatron.zerobubble.playground.words import headline, lengths, measures, milliseconds, percent, title
 from megatron.zerobubble.profiling.breakdown import rank_times
 from megatron.zerobubble.profiling.report import report

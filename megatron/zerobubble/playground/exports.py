@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import known_schedules
-from megatron.zerobubble.plan.render.summary import slot_notes, slots
+from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace
+from megatron.zerobubble.plan.render.plan_summary import slot_notes, slots
 from megatron.zerobubble.plan.render.svg import render_svg
-from megatron.zerobubble.plan.render.trace import render_chrome_trace
-from megatron.zerobubble.plan.search.options import Objective
+from megatron.zerobubble.plan.search.search_options import Objective
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.playground.words import headline, lengths, measures
 

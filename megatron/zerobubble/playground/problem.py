@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted, shown
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
-from megatron.zerobubble.plan.search.options import Effort, Objective
-from megatron.zerobubble.plan.unequal import Unequal
+from megatron.zerobubble.plan.search.search_options import Effort, Objective
+from megatron.zerobubble.playground.lengths_and_links import KEYS, read_unequal
 from megatron.zerobubble.playground.limits import (
     MAX_MEMORY,
     MAX_MICROBATCHES,
@@ -24,7 +25,6 @@ from megatron.zerobubble.playground.limits import (
     MAX_TIME_MS,
     number,
 )
-from megatron.zerobubble.playground.unequal import KEYS, read_unequal
 
 Choice = TypeVar("Choice", Effort, Objective)
 

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.communication import Message, Payload
-from megatron.zerobubble.plan.costs import Activations
+from megatron.zerobubble.plan.costs.cost_model import Activations
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.simulate import TimedOp
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Span, Timeline

@@ -16,17 +16,17 @@ from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.messages import one_line, quoted
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import AUTO, Result
-from megatron.zerobubble.plan.search.options import Objective
+from megatron.zerobubble.plan.search.search_options import Objective
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_plan
 from megatron.zerobubble.playground.exports import Export, export, flags
-from megatron.zerobubble.playground.files import open_file, plan_result
 from megatron.zerobubble.playground.ladder import climb, for_other_objective, pareto, seconds_by_effort, share_of_climb
+from megatron.zerobubble.playground.lengths_and_links import as_it_came
 from megatron.zerobubble.playground.limits import MAX_POINTS
+from megatron.zerobubble.playground.opened_files import open_file, plan_result
 from megatron.zerobubble.playground.problem import DEFAULT_OBJECTIVE, read_object, read_problem
 from megatron.zerobubble.playground.recorded import read_trace
-from megatron.zerobubble.playground.unequal import as_it_came
 from megatron.zerobubble.playground.words import titled, verdict
 
 Event = dict[str, Any]

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megatron.zerobubble.errors import ExecutionError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Placement
 
 

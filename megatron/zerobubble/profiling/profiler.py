@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from megatron.zerobubble.plan.ir import Op, OpKind
+from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.marks import Marks
-from megatron.zerobubble.profiling.memory import MemoryMeter
 from megatron.zerobubble.profiling.profile import MeasuredMicrobatch, RankProfile, TimedPass
 from megatron.zerobubble.runtime.recording import Recorder
 

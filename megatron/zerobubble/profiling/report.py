@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, LengthModel, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Plan
-from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, LengthModel, MicrobatchCosts
 from megatron.zerobubble.plan.simulate import Simulation, TimedOp, simulate
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.profiling.breakdown import RankRecord, RankTime, link_ms, rank_records, rank_times
@@ -32,7 +32,7 @@ COSTS_BY_LENGTH = "costs_by_length"
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Memory of one rank in bytes, from an iteration in which it was measured (`profiling.memory`)."""
+    """Memory of one rank in bytes, from an iteration in which it was measured (`profiling.activation_memory`)."""
 
     predicted_bytes: int
     """Peak activation memory as predicted by the plan of that iteration, with the measured memory of each pass."""

@@ -13,11 +13,13 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
+from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.job.error_file import write_error_file
 from megatron.zerobubble.messages import one_line, shown
 from megatron.zerobubble.training.config.batch import BatchConfig
 from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
 from megatron.zerobubble.training.config.data import DataConfig
-from megatron.zerobubble.training.config.flags import add_group, from_namespace
 from megatron.zerobubble.training.config.fp8 import Fp8Config
 from megatron.zerobubble.training.config.logging import LoggingConfig
 from megatron.zerobubble.training.config.mla import MlaConfig
@@ -30,8 +32,6 @@ from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.suggestions import unknown_flags_message
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.config.yaml_file import with_yaml_flags
-from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.training.resilience.error_file import write_error_file
 from megatron.zerobubble.training.validate import check_settings
 
 __all__ = ["build_parser", "exit_with_error", "parse_arguments", "settings_from_argv"]

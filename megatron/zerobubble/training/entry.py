@@ -28,9 +28,9 @@ def run(
     """Check the flags, before torch is loaded, then train. Every rank of the job must call it.
 
     Args:
-        model_provider: builds one stage of the model; see `training.gpt.model_provider`.
+        model_provider: builds one stage of the model; see `training.models.gpt.model_provider`.
         forward_step_provider: makes the function that runs one microbatch through one chunk; see
-            `training.gpt.forward_step_provider`.
+            `training.models.gpt.forward_step_provider`.
         argv: the flags; None takes those of the process.
         prog: program name in the usage and in error lines.
 
@@ -61,8 +61,8 @@ def _dry_run(settings: Settings, launch: Launch, *, prog: str) -> None:
     from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 
     with quiet_third_parties():
-        from megatron.zerobubble.training.data.tokenizers import build_tokenizer
-        from megatron.zerobubble.training.dry_run import dry_run_report
+        from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
+        from megatron.zerobubble.training.estimate.dry_run import dry_run_report
 
         try:
             tokenizer = build_tokenizer(settings.tokenizer)

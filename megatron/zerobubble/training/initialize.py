@@ -24,9 +24,9 @@ from megatron.zerobubble.training.config.settings import Settings
 if TYPE_CHECKING:
     import torch
 
+    from megatron.zerobubble.job.key_value_store import Store
     from megatron.zerobubble.mcore.cpu.device import HostDevice
     from megatron.zerobubble.runtime.watch import Watch
-    from megatron.zerobubble.training.resilience.store import Store
 
 __all__ = [
     "Connection",

@@ -20,15 +20,15 @@ from megatron.core.timers import Timers
 
 from megatron.zerobubble.mcore.build import build_chunks
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
-from megatron.zerobubble.mcore.model.layout import pipeline_layout
 from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
+from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.training import mcore_config
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job
-from megatron.zerobubble.training.planning.lengths import unequal_options
+from megatron.zerobubble.training.models import mcore_config
+from megatron.zerobubble.training.planning.announced_lengths import unequal_options
 from megatron.zerobubble.training.step import ForwardStep, TrainingState
 
 __all__ = ["ModelProvider", "ModelSetup", "build_training_state"]

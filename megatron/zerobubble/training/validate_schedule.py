@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import plan_of, schedule_info, schedule_spec
-from megatron.zerobubble.plan.search.options import SearchOptions
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
 
 __all__ = ["check_layers", "check_plan", "check_schedule", "check_trace", "check_watchdog"]
 

@@ -15,7 +15,7 @@ import torch
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.ddp.zero2 import ShardedGradientsDDP
-from megatron.zerobubble.mcore.memory import state_bytes
+from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.plan.ir import OpKind
 from megatron.zerobubble.plan.timeline import Activity, Timeline
 from tests.support.gpt import Case, Outcome, Trainer

@@ -13,7 +13,7 @@ import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.stock_loop import patches
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.simulate import peak_memory
 from tests.support.gpt import _destroy_groups
 from tests.support.ranks import RankPool

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.balance import PartTimes, balance
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers

@@ -7,11 +7,11 @@ import pytest
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
-from megatron.zerobubble.plan.partition.layers import LayerCosts, Model
+from megatron.zerobubble.plan.partition.layer_costs import LayerCosts, Model
 from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.plan.search.options import SearchOptions
 from megatron.zerobubble.plan.search.search import search
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 
 LAYER = LayerCosts(forward_ms=1, backward_ms=2, wgrad_ms=1, activation_bytes=10, after_backward_bytes=4, static_bytes=30)

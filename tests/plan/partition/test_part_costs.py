@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.part_costs import PartCosts
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers

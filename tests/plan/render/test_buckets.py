@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.plan.render.svg import render_comparison
-from megatron.zerobubble.plan.render.trace import render_trace
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.timeline import Activity, Bucket, RankTimeline, Span, Timeline
 

@@ -5,12 +5,12 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
+from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace
 from megatron.zerobubble.plan.render.svg import render_svg
 from megatron.zerobubble.plan.render.text import render_text
-from megatron.zerobubble.plan.render.trace import render_chrome_trace
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -14,17 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, LengthModel, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
-from megatron.zerobubble.plan.links import Links
-from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, LengthModel, MicrobatchCosts
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_info, schedule_spec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET, assign
 from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.options import Objective, SearchOptions, smallest_memory
 from megatron.zerobubble.plan.search.search import best_core
+from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zerobubble.training.entry import run
-from megatron.zerobubble.training.gpt import forward_step_provider, model_provider
+from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
 
 __all__ = ["FAULTS", "main"]
 

@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.zerobubble.mcore.model.wgrad_split import deferring_modules
-from megatron.zerobubble.training.layer_specs import stage_layers
+from megatron.zerobubble.training.models.layer_specs import stage_layers
 from tests.support.gpt import Case, Difference, Tensors, Trainer, difference, unpipelined
 from tests.support.mla import MlaCase, MlaTrainer
 from tests.support.moe import MoeCase, MoeTrainer

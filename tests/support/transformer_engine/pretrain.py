@@ -13,7 +13,7 @@ from tests.support.transformer_engine import install
 
 if __name__ == "__main__":
     install()
-    from megatron.zerobubble.training import mcore_config
+    from megatron.zerobubble.training.models import mcore_config
 
     kernels = mcore_config._kernels
     mcore_config._kernels = lambda model, *, on_gpu: {  # type: ignore[assignment]

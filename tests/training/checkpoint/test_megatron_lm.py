@@ -51,7 +51,7 @@ def test_its_checkpoint_continues_bit_for_bit(flags: list[str], tmp_path: Path, 
         as_megatron_lm(training_state, tmp_path)
         expected = train(training_state, first=3, last=4)
     with training_state_of(0, [*DROPOUT, *flags, "--load", str(tmp_path)]) as (training_state, _):
-        with caplog.at_level(logging.INFO, "megatron.zerobubble.training.checkpoint.verify"):
+        with caplog.at_level(logging.INFO, "megatron.zerobubble.training.checkpoint.verification"):
             assert load_checkpoint(training_state) == RestoredProgress(2, 16)
         assert train(training_state, first=3, last=4) == expected
     (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("checkpoint.verify")]

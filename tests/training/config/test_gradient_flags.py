@@ -6,7 +6,7 @@ import pytest
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.initialize import Launch, choose_device
-from megatron.zerobubble.training.mcore_config import ddp_config
+from megatron.zerobubble.training.models.mcore_config import ddp_config
 from tests.training.test_arguments import settings
 
 P2 = "--pipeline-model-parallel-size 2 --global-batch-size 8 "

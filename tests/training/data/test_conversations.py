@@ -20,10 +20,10 @@ from tests.support.datasets import write_lines
 from tests.training.launch import TINY_MODEL
 
 with quiet_third_parties():
+    from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches, end_of_document
     from megatron.zerobubble.training.data.conversation_tokens import conversation_ids, tokenized_prefix
-    from megatron.zerobubble.training.data.lengths import sample_lengths
+    from megatron.zerobubble.training.data.microbatch_lengths import sample_lengths
     from megatron.zerobubble.training.data.samples import build_datasets
-    from megatron.zerobubble.training.data.tokenizers import build_tokenizer, check_data_matches, end_of_document
 
 PAIR = {"prompt": "1 + 1 = ", "response": "2"}
 CHAT = {

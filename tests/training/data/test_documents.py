@@ -21,10 +21,15 @@ from tests.support.datasets import random_documents, write_documents
 from tests.training.launch import TINY_MODEL
 
 with quiet_third_parties():
-    from megatron.zerobubble.training.data.lengths import length_multiple, microbatch_lengths, num_tokens, sample_lengths
+    from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
+    from megatron.zerobubble.training.data.microbatch_lengths import (
+        length_multiple,
+        microbatch_lengths,
+        num_tokens,
+        sample_lengths,
+    )
     from megatron.zerobubble.training.data.packing import next_fit
     from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, next_batch
-    from megatron.zerobubble.training.data.tokenizers import build_tokenizer
 
 SEQ_LENGTH = 32
 LENGTHS = [1, 2, 5, 9, 17, 32, 33, 34, 65, 100, 3, 8, 1, 20, 30, 12]

@@ -17,9 +17,9 @@ from tests.training.launch import TINY_BATCH, TINY_MODEL
 with quiet_third_parties():
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+    from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
     from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators
     from megatron.zerobubble.training.data.token_ids import check_small_datasets
-    from megatron.zerobubble.training.data.tokenizers import build_tokenizer, check_data_matches
 
 VOCABULARY = 100
 DOCUMENTS, LENGTH = 40, 50

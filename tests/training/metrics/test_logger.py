@@ -24,7 +24,7 @@ from tests.support.megatron_lm import LOGGED
 
 with quiet_third_parties():
     from megatron.zerobubble.training.metrics.logger import IterationRecord, MetricsLogger
-    from megatron.zerobubble.training.metrics.memory import log_memory
+    from megatron.zerobubble.training.metrics.rank_memory import log_memory
     from megatron.zerobubble.training.step import StepResult
 
 FLAGS = (

@@ -12,12 +12,12 @@ import pytest
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.partition.layers import LayerCosts, Model
+from megatron.zerobubble.plan.partition.layer_costs import LayerCosts, Model
 from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.profiling.report import RankMemory
 from megatron.zerobubble.training import validate_model
-from megatron.zerobubble.training.memory_estimate import stage_weights
+from megatron.zerobubble.training.estimate.memory_estimate import stage_weights
 from megatron.zerobubble.training.planning.layers_file import static_bytes, write_layers_file
 from megatron.zerobubble.training.planning.measured_layers import layer_kinds, measured_model
 from tests.training.test_arguments import settings

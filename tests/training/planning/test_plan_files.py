@@ -12,7 +12,7 @@ import pytest
 
 from megatron.zerobubble.errors import ConfigError, DeadlockError, PlanError, UserError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.registry import build_plan, initial_plan
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from tests.training.test_arguments import BASE, settings

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.cli.progress import working
+from megatron.zerobubble.cli.progress_bar import working
 from megatron.zerobubble.errors import ConfigError, UserError
 from tools.benchmarks.emulation import run_on_ranks
 from tools.benchmarks.memory.ledger import RankLedger, table

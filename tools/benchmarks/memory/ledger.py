@@ -1,7 +1,7 @@
 """Memory of a rank, iteration by iteration, measured vs. planned.
 
 The second iteration of a job is measured op by op; from it follows the plan's prediction for all others: the peak activation
-memory (as defined in `profiling.memory`). Then every iteration is measured. On CUDA the values are those of the caching
+memory (as defined in `profiling.activation_memory`). Then every iteration is measured. On CUDA the values are those of the caching
 allocator, which also reports reserved memory and fragmentation; on the CPU they count the live tensors that passes have
 allocated since the measurement began.
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.plan.simulate import peak_memory
-from megatron.zerobubble.profiling.memory import MemoryMeter
+from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.profile import combine, unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
 
@@ -44,7 +44,7 @@ class Held:
     activations: int
     """Peak activation memory, as measured after each op of the iteration."""
     workspace: int
-    """Peak memory of an op above what is held around it, including tensors in flight (`profiling.memory`)."""
+    """Peak memory of an op above what is held around it, including tensors in flight (`profiling.activation_memory`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ import torch
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.communication import place_communication
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.planner import CostsOf, make_plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.search.options import SearchOptions
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import TimedOp, simulate
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.runtime.executor import Executor

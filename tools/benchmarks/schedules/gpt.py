@@ -25,8 +25,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.zerobubble.mcore.build import build_chunks
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
-from megatron.zerobubble.mcore.microbatches.unequal import UnequalOptions
-from megatron.zerobubble.mcore.model.layout import pipeline_layout
+from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions
+from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_info, schedule_spec

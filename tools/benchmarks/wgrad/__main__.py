@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron.zerobubble.cli.parser import Parser
-from megatron.zerobubble.cli.progress import track
+from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.wgrad.gemm import choose_kernel, working_kernels
 from tools.benchmarks.split import DTYPES, about, choose_device

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.zerobubble.mcore.model.sequence_parts import SequenceParts, slices
+from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
 
 
 def own_positions(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:

@@ -55,7 +55,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.compat import check_stock_loop, hybrid_model
 from megatron.zerobubble.mcore.model import named_weights
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
-from megatron.zerobubble.mcore.model.layout import embedding_ranks
+from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop, StockLoopOptions
 from megatron.zerobubble.plan.ir import Placement
 

@@ -29,22 +29,22 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.attention.torch_attention import use_torch_attention
 from megatron.zerobubble.mcore.build import check_config, make_store
 from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.ddp.wrap import order_wgrads_by_bucket
-from megatron.zerobubble.mcore.memory import state_bytes, usable_bytes
-from megatron.zerobubble.mcore.microbatches.lengths import TokensOf
-from megatron.zerobubble.mcore.microbatches.unequal import UnequalOptions, attention_share
-from megatron.zerobubble.mcore.model.attention import use_torch_attention
+from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions, attention_share
+from megatron.zerobubble.mcore.microbatches.length_exchange import TokensOf
 from megatron.zerobubble.mcore.model.embeddings import Finalize, FinalizeGradients, release_unused_head, tie_chunks
-from megatron.zerobubble.mcore.model.hybrid import check_hybrid, place_stack
-from megatron.zerobubble.mcore.model.layout import StageLayout
+from megatron.zerobubble.mcore.model.hybrid_layers import check_hybrid, place_stack
 from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
 from megatron.zerobubble.mcore.model.named_weights import draw_by_name, remember_from
+from megatron.zerobubble.mcore.model.stage_layout import StageLayout
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
 from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
+from megatron.zerobubble.mcore.state_memory import state_bytes, usable_bytes
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticSteps, PostValidationOptions, StepOutcome
-from megatron.zerobubble.mcore.stock_loop.results import ResultRelay
+from megatron.zerobubble.mcore.stock_loop.result_relay import ResultRelay
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.ir import Placement
@@ -52,7 +52,7 @@ from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.plan.search.options import Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions
 from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.wgrad.store import WeightGradStore
 

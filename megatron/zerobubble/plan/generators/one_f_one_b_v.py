@@ -12,10 +12,10 @@ Activation memory per rank: 2p/3 microbatches rounded up, plus half a microbatch
 
 from __future__ import annotations
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search.options import SearchOptions
 from megatron.zerobubble.plan.search.search import search
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 
 
 def one_f_one_b_v_memory(num_ranks: int, num_microbatches: int) -> float:

@@ -14,11 +14,11 @@ Activation memory per rank: p/3 microbatches rounded up, and one more unless p m
 
 from __future__ import annotations
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.generators.building_blocks import v_seed_orders
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search.options import SearchOptions, memory_of
 from megatron.zerobubble.plan.search.search import search
+from megatron.zerobubble.plan.search.search_options import SearchOptions, memory_of
 
 
 def v_min_memory(num_ranks: int, num_microbatches: int) -> float:

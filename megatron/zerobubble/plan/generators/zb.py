@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.generators.deferral import deferred_wgrad_row
 from megatron.zerobubble.plan.generators.greedy import greedy_plan
 from megatron.zerobubble.plan.ir import Placement, Plan

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.generators.interleaved_1f1b import interleaved_1f1b
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search.options import SearchOptions
 from megatron.zerobubble.plan.search.orders import seed_order_of
 from megatron.zerobubble.plan.search.search import search
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 
 
 def zb_interleaved_memory(num_ranks: int, num_microbatches: int, num_chunks: int) -> float:

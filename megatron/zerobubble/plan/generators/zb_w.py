@@ -13,10 +13,10 @@ Activation memory without a limit of its own: 1F1B's.
 
 from __future__ import annotations
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search.options import SearchOptions
 from megatron.zerobubble.plan.search.search import search
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 
 
 def zb_w(num_ranks: int, num_microbatches: int, costs: CostModel, options: SearchOptions) -> Plan:

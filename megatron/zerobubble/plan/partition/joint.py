@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.partition.bound import LayoutBound, bound_over_layouts
-from megatron.zerobubble.plan.partition.layers import Model
+from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import Layout, StageCosts
+from megatron.zerobubble.plan.partition.layout_bound import LayoutBound, bound_over_layouts
 from megatron.zerobubble.plan.partition.partitions import partitions
 from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, placement_of, schedule_info
-from megatron.zerobubble.plan.search.bound import lower_bound
 from megatron.zerobubble.plan.search.interface import Core
-from megatron.zerobubble.plan.search.options import Objective, SearchOptions, check_memory_limit, smallest_memory
 from megatron.zerobubble.plan.search.orders import order_of
 from megatron.zerobubble.plan.search.policies import flat_durations
 from megatron.zerobubble.plan.search.search import best_core, search
+from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions, check_memory_limit, smallest_memory
 
 __all__ = ["LayoutResult", "plan_layout", "plan_of_layout"]
 

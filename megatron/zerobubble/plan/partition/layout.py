@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.partition.layers import Model
+from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
 __all__ = ["Layout", "StageCosts"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from random import Random
 
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.partition.layers import Model
+from megatron.zerobubble.plan.partition.layer_costs import Model
 
 __all__ = ["Wish", "partitions", "wishes"]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.microbatch_costs import COST_LISTS, MicrobatchCosts
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.search.interface import Policy
 

@@ -45,7 +45,7 @@ from megatron.zerobubble.training.checkpoint.optimizer_kinds import OptimizerKin
 from megatron.zerobubble.training.checkpoint.rank_0 import run_on_rank_0
 from megatron.zerobubble.training.checkpoint.rng_states import set_rng_states
 from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load
-from megatron.zerobubble.training.checkpoint.verify import check_run, verify_checkpoint
+from megatron.zerobubble.training.checkpoint.verification import check_run, verify_checkpoint
 from megatron.zerobubble.training.step import TrainingState
 
 __all__ = ["RestoredProgress", "load_checkpoint", "load_verified", "verified"]

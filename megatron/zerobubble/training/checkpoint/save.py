@@ -26,12 +26,12 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.job.key_value_store import Store
 from megatron.zerobubble.training.checkpoint.contents import state_to_save, without_optimizer
 from megatron.zerobubble.training.checkpoint.directory import iteration_directory, prepare, publish, writing_directory
 from megatron.zerobubble.training.checkpoint.manifest import FileRecord, Manifest, record_of
 from megatron.zerobubble.training.checkpoint.rank_0 import run_on_rank_0
 from megatron.zerobubble.training.checkpoint.writer import SaveStrategy
-from megatron.zerobubble.training.resilience.store import Store
 from megatron.zerobubble.training.step import TrainingState, parameters_in_place
 
 __all__ = ["CheckpointSaver"]

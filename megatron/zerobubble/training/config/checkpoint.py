@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.config.require import positive
+from megatron.zerobubble.flags.require import positive
 
 __all__ = ["CheckpointConfig"]
 

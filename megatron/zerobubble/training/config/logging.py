@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.config.require import positive
+from megatron.zerobubble.flags.require import positive
 
 __all__ = ["LoggingConfig"]
 

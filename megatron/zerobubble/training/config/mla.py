@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.config.flags import flag_of
-from megatron.zerobubble.training.config.require import at_most, not_negative, positive
+from megatron.zerobubble.flags.dataclass_flags import flag_of
+from megatron.zerobubble.flags.require import at_most, not_negative, positive
 
 __all__ = ["MlaConfig"]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.require import at_most, one_of, positive, within
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern, check_kinds
-from megatron.zerobubble.training.config.require import at_most, one_of, positive, within
 
 __all__ = ["ModelConfig", "PrecisionConfig"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.dataclass_flags import flag_of
+from megatron.zerobubble.flags.require import at_most, not_negative, one_of, positive
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.training.config.flags import flag_of
-from megatron.zerobubble.training.config.require import at_most, not_negative, one_of, positive
 
 __all__ = ["MoeConfig", "layer_pattern"]
 

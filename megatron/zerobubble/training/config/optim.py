@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.config.require import at_most, not_negative, positive, within
+from megatron.zerobubble.flags.require import at_most, not_negative, positive, within
 
 __all__ = ["OptimConfig"]
 

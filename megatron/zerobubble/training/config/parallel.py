@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.require import at_most, positive
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.training.config.require import at_most, positive
 
 __all__ = ["ParallelConfig"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.config.require import at_most, not_negative, positive
+from megatron.zerobubble.flags.require import at_most, not_negative, positive
 
 __all__ = ["RunConfig"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, HybridPattern
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
@@ -23,7 +24,6 @@ from megatron.zerobubble.training.config.optim import OptimConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 from megatron.zerobubble.training.config.run import RunConfig
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
-from megatron.zerobubble.training.config.zero_bubble import ZeroBubbleConfig
 
 __all__ = ["Settings"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError, DataError
-from megatron.zerobubble.training.config.require import at_most, positive
+from megatron.zerobubble.flags.require import at_most, positive
 
 __all__ = ["BYTE_VOCAB_SIZE", "TokenizerConfig"]
 

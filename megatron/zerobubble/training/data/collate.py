@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.lengths import padded_length
+from megatron.zerobubble.training.data.microbatch_lengths import padded_length
 
 __all__ = ["PaddedBatches"]
 

@@ -134,7 +134,7 @@ def _encoded(path: str, config: TokenizerConfig, tokenizer: Any, end: int) -> It
 
 def _start_process(config: TokenizerConfig, end: int) -> None:
     """Make the process's own tokenizer, once. Ctrl-C is the first process's affair."""
-    from megatron.zerobubble.training.data.tokenizers import build_tokenizer  # which imports this module
+    from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer  # which imports this module
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

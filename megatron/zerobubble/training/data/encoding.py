@@ -23,7 +23,7 @@ from megatron.zerobubble.training.data.texts import Document
 with quiet_third_parties():
     from megatron.core.datasets.indexed_dataset import DType
 
-    from megatron.zerobubble.training.data.tokenizers import build_tokenizer, end_of_document
+    from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, end_of_document
 
 __all__ = ["Encoded", "Encoder", "encode"]
 

@@ -24,7 +24,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import DataLoader
 
 from megatron.zerobubble.errors import DataError
-from megatron.zerobubble.mcore.model.sequence_parts import WHOLE, SequenceParts, slices
+from megatron.zerobubble.mcore.attention.sequence_parts import WHOLE, SequenceParts, slices
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.blend import SPLITS
 from megatron.zerobubble.training.data.collate import PaddedBatches

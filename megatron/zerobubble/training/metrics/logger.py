@@ -21,9 +21,9 @@ from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.metrics.aux_losses import AuxLosses
 from megatron.zerobubble.training.metrics.curves import Curves
 from megatron.zerobubble.training.metrics.json_lines import JsonLines
-from megatron.zerobubble.training.metrics.memory import memory_scalars
 from megatron.zerobubble.training.metrics.progress_line import progress_line, tflops_per_gpu
-from megatron.zerobubble.training.metrics.summary import Totals
+from megatron.zerobubble.training.metrics.rank_memory import memory_scalars
+from megatron.zerobubble.training.metrics.run_summary import Totals
 from megatron.zerobubble.training.step import MeanLoss, StepResult, mean_losses
 
 __all__ = ["IterationRecord", "MetricsLogger"]

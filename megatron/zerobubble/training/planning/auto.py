@@ -20,15 +20,15 @@ from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
-from megatron.zerobubble.mcore.model.layout import embedding_ranks
+from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.mcore.replanner import Measured, budget_of, measured_costs
-from megatron.zerobubble.plan.costs import CostModel
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.joint import plan_layout
 from megatron.zerobubble.plan.partition.part_costs import PartCosts
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, CostsOf, Result, make_plan
-from megatron.zerobubble.plan.search.options import Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions
 from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.training.config.settings import Settings

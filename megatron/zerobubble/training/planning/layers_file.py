@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.replanner import Replanner
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.memory_estimate import stage_weights
+from megatron.zerobubble.training.estimate.memory_estimate import stage_weights
 from megatron.zerobubble.training.planning.measured_layers import layer_kinds, measured_model
 
 __all__ = ["static_bytes", "write_layers_file"]

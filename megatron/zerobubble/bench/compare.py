@@ -1,0 +1,185 @@
+"""`zerobubble bench` on one rank: contenders in alternating blocks, then the report.
+
+Every round runs one block of each contender, and begins with another one than the round before. After each round rank 0 writes
+the report, so that an interrupted comparison leaves what it has found.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.zerobubble import __version__
+from megatron.zerobubble.bench.bench_options import Options
+from megatron.zerobubble.bench.bench_progress import Progress
+from megatron.zerobubble.bench.block import BlockRequest, BlockResult
+from megatron.zerobubble.bench.comparison_report import can_draw, markdown, write
+from megatron.zerobubble.bench.contenders import Contender
+from megatron.zerobubble.bench.predictions import FirstBlock, has_unequal_lengths, interleaved_ms, panels, predict
+from megatron.zerobubble.bench.speed_ups import Outcome, Table
+from megatron.zerobubble.bench.workers import Failure, Interrupted, Workers
+from megatron.zerobubble.mcore.compat import imported_version
+from megatron.zerobubble.training.estimate.flops import iteration_flops
+from megatron.zerobubble.training.initialize import Launch
+
+__all__ = ["compare"]
+
+_INTERRUPTED = 130
+
+
+def compare(options: Options, launch: Launch, workers: Workers, *, argv: Sequence[str], progress: Progress) -> int:
+    """Run all blocks and report. All ranks must call it.
+
+    Args:
+        options: what to compare.
+        launch: which rank this is; rank 0 reports.
+        workers: runs the blocks.
+        argv: the command line, for the report.
+        progress: entered.
+
+    Returns:
+        The exit code: 0, 1 if no contender has ended a block, 130 after an interruption.
+    """
+    comparison = _Comparison(options, launch, workers, argv, progress)
+    code = 0
+    try:
+        with workers.interruptible():
+            comparison.run()
+    except Interrupted:
+        code = _INTERRUPTED
+    return comparison.finish(code)
+
+
+class _Comparison:
+    """The state of one comparison on one rank."""
+
+    def __init__(self, options: Options, launch: Launch, workers: Workers, argv: Sequence[str], progress: Progress) -> None:
+        self._options, self._launch, self._workers, self._argv, self._progress = options, launch, workers, argv, progress
+        self._outcomes = {contender.text: Outcome(name=contender.text) for contender in options.contenders}
+        for name, why in options.refused.items():
+            self._outcomes[name].failure = why
+            progress.say(f"{name} cannot run: {why}")
+        for name, note in options.notes.items():
+            self._outcomes[name].note = note
+        self._first: dict[str, FirstBlock] = {}
+        self._num_blocks = 0
+
+    def run(self) -> None:
+        """All rounds."""
+        contenders = [contender for contender in self._options.contenders if contender.text in self._options.settings]
+        for number in range(self._options.rounds):
+            shift = number % len(contenders)
+            for contender in contenders[shift:] + contenders[:shift]:
+                if self._outcomes[contender.text].failure is None:
+                    self._block(contender, number)
+            if number + 1 < self._options.rounds and self._launch.rank == 0:
+                self._write()
+                if number == 0:
+                    self._progress.say("after one round:\n\n" + markdown(self._table(), {}))
+
+    def _block(self, contender: Contender, number: int) -> None:
+        options, name = self._options, contender.text
+        first = self._first.get(name)
+        self._progress.block(f"{name}, round {number + 1} of {options.rounds}")
+        request = BlockRequest(
+            number=self._num_blocks,
+            settings=options.settings[name] if first is None else first.result.settings,
+            is_first=first is None,
+            num_warm_up=options.num_warm_up if number == 0 else options.num_later_warm_up,
+            num_timed=options.num_timed,
+            plan=None if first is None else first.result.plan,
+        )
+        self._num_blocks += 1
+        result = self._workers.run(request, tick=self._progress.tick)
+        if isinstance(result, Failure):
+            self._outcomes[name].failure = result.reason
+            self._progress.skip(sum(options.block_length(each) for each in range(number, options.rounds)))
+            self._progress.say(f"{name}, round {number + 1}: failed: {result.reason}")
+        else:
+            self._keep(contender, number, result)
+
+    def _keep(self, contender: Contender, number: int, result: BlockResult) -> None:
+        outcome, seconds = self._outcomes[contender.text], result.seconds / self._options.num_timed
+        outcome.seconds[number] = seconds
+        outcome.losses[number] = result.loss
+        outcome.overhead[number] = result.overhead
+        if result.measured is not None:
+            self._first[contender.text] = FirstBlock(contender=contender, result=result)
+            outcome.activation_bytes = result.measured.activation_bytes
+            outcome.state_bytes = result.measured.state_bytes
+            outcome.allocated_bytes = result.measured.allocated_bytes
+            if contender.schedule != result.settings.zero_bubble.schedule:
+                outcome.ran = result.settings.zero_bubble.schedule
+        self._progress.say(f"{contender.text}, round {number + 1}: {1000.0 * seconds:.1f} ms per iteration")
+
+    def _table(self) -> Table:
+        job, firsts = self._options.job, list(self._first.values())
+        predict(firsts, self._outcomes)
+        return Table.of(
+            list(self._outcomes.values()),
+            baseline=self._options.baseline,
+            tokens=None if job.data.reads_documents else job.global_batch_size * job.model.seq_length,
+            flops=self._flops(),
+            peak_tflops=self._options.peak_tflops,
+            num_ranks=job.world_size,
+            num_cores=os.cpu_count() if self._device() == "CPU" else None,
+            pipeline_size=job.pipeline_size,
+            interleaved=None if has_unequal_lengths(job) else interleaved_ms(firsts, job),
+        )
+
+    def _flops(self) -> float | None:
+        """FLOPs of an iteration; None before the vocabulary is known, and for documents, whose FLOPs differ."""
+        vocab_size = next((block.result.vocab_size for block in self._first.values()), None)
+        job = self._options.job
+        return None if vocab_size is None or job.data.reads_documents else iteration_flops(job, vocab_size=vocab_size)
+
+    def _device(self) -> str:
+        return next((block.result.device for block in self._first.values()), "unknown")
+
+    def _about(self) -> dict[str, Any]:
+        options, job = self._options, self._options.job
+        parameters = next((block.result.num_parameters for block in self._first.values()), 0)
+        return {
+            "command": shlex.join(["zerobubble", "bench", *self._argv]),
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
+            "versions": f"megatron-zerobubble {__version__}, megatron-core {imported_version()}, torch {torch.__version__}, "
+            f"Python {platform.python_version()}",
+            "device": self._device(),
+            "ranks": f"{job.world_size} = {job.pipeline_size} pipeline x {job.parallel.tensor_model_parallel_size} tensor x "
+            f"{job.parallel.context_parallel_size} context x {job.data_parallel_size} data",
+            "model": f"{parameters / 1e6:.2f} million parameters; {job.num_microbatches} microbatches of "
+            f"{job.batch.micro_batch_size} x {job.model.seq_length} tokens, {job.precision.name}",
+            "measured": f"{options.rounds} rounds, {options.num_timed} timed iterations per block",
+        }
+
+    def _write(self) -> list[Path]:
+        title = "Schedules compared on one training job"
+        drawn = panels(list(self._first.values()))
+        return write(self._options.directory, self._table(), self._about(), drawn, title=title)
+
+    def finish(self, code: int) -> int:
+        """Write and print the report on rank 0. Returns the exit code."""
+        has_result = any(outcome.seconds for outcome in self._outcomes.values())
+        if self._launch.rank == 0:
+            if code == _INTERRUPTED:
+                self._progress.say("interrupted: this is what was measured so far")
+            if has_result:
+                files = self._write()
+                sys.stdout.write(markdown(self._table(), self._about()) + "\n")
+                if not can_draw():
+                    sys.stdout.write("no chart: matplotlib is not installed\n")
+                sys.stdout.write("written: " + ", ".join(map(str, files)) + "\n")
+            else:
+                for outcome in self._outcomes.values():
+                    sys.stdout.write(f"{outcome.name}: {outcome.failure or 'did not run'}\n")
+                sys.stdout.write(f"no contender has ended a block; the ranks' output is in {self._options.directory / 'logs'}\n")
+            sys.stdout.flush()
+        return code or (0 if has_result else 1)

@@ -1,0 +1,209 @@
+"""The contenders of `zerobubble bench`: their names, and the settings of the user's job under each. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.registry import known_schedules, schedule_info
+from megatron.zerobubble.plan.schedule_spec import STOCK
+from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
+from megatron.zerobubble.training.config.logging import LoggingConfig
+from megatron.zerobubble.training.config.optim import OptimConfig
+from megatron.zerobubble.training.config.parallel import ParallelConfig
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.validate import check_settings
+
+__all__ = ["DEFAULT", "PROFILED", "WARM_UP", "Contender", "parse_contenders"]
+
+DEFAULT = "stock-1f1b,interleaved-1f1b:2,zb-h1,zb-h2,zbv,v-half,auto"
+"""--contenders, if it is not given."""
+
+PROFILED = (2, 4)
+"""First and last iteration of a contender's first block whose passes are profiled. A searched order runs from the next one on."""
+WARM_UP = PROFILED[1] + 2
+"""Untimed iterations of a contender's first block: the profiled ones, one whose memory is measured, one that is recorded."""
+
+_STOCK_1F1B, _STOCK_INTERLEAVED = "stock-1f1b", "interleaved-1f1b"
+_FORM = re.compile(r"(?P<name>[a-z0-9-]+)(:(?P<chunks>\d+))?(@(?P<limit>[\w.]+))?(?P<steps>\+pv)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One schedule in the comparison."""
+
+    text: str
+    """As it was given, such as `zbv@1.25+pv`: the name in the table."""
+    schedule: str
+    """A name in the plan registry, `auto`, or `stock`: megatron-core's own."""
+    num_chunks: int | None = None
+    """Model chunks per rank, for interleaved schedules."""
+    memory_limit: str | None = None
+    """Replaces --zero-bubble-memory-limit."""
+    post_validation: bool = False
+    """Whether the optimizer steps before the global gradient norm is known, even if the job's flags do not ask for it."""
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether megatron-core's own schedule runs."""
+        return self.schedule == STOCK
+
+    @property
+    def plan_name(self) -> str:
+        """The name of its order of passes in the plan registry. Not defined for `auto`."""
+        if not self.is_stock:
+            return self.schedule
+        return "1f1b" if self.num_chunks is None else "interleaved-1f1b"
+
+    def settings(self, job: Settings, *, num_iterations: int) -> Settings:
+        """The job's settings under this contender.
+
+        What a comparison does not need is off: evaluation, checkpoints, log files, traces, batch size ramp-up, early exit. The
+        learning rate follows the schedule of the whole job.
+
+        Args:
+            job: the user's settings.
+            num_iterations: iterations of a block, warm-up included.
+
+        Raises:
+            UserError: the job cannot run under this schedule.
+        """
+        changed = replace(
+            job,
+            zero_bubble=self._zero_bubble(job),
+            parallel=self._parallel(job),
+            run=replace(
+                job.run,
+                train_iters=num_iterations,
+                train_samples=None,
+                dry_run=False,
+                eval_iters=0,
+                exit_interval=None,
+                exit_duration_in_mins=None,
+                exit_signal_handler=False,
+                skip_train=False,
+            ),
+            optim=_in_iterations(job),
+            batch=replace(job.batch, rampup_batch_size=()),
+            checkpoint=CheckpointConfig(),
+            logging=LoggingConfig(log_num_zeros_in_grad=job.logging.log_num_zeros_in_grad),
+        )
+        check_settings(changed, is_first=False)  # the job's own settings are checked already, with all they read and write
+        if self.schedule != AUTO:
+            changed.stage_layers(changed.schedule_spec.placement)
+        return changed
+
+    def _zero_bubble(self, job: Settings) -> ZeroBubbleConfig:
+        given = job.zero_bubble
+        is_searched = self.schedule == AUTO or (not self.is_stock and schedule_info(self.schedule).is_searched)
+        limit = self.memory_limit or (given.zero_bubble_memory_limit if is_searched else None)
+        start, end = PROFILED if is_searched and given.zero_bubble_planning_seconds > 0 else (None, None)
+        return replace(
+            given,
+            enable_zero_bubble=False,
+            zero_bubble_max_pending_backward=None,
+            zero_bubble_v_schedule=False,
+            zero_bubble_v_schedule_mem_setup="zb",
+            zero_bubble_schedule=self.schedule,
+            zero_bubble_memory_limit=limit,
+            zero_bubble_pipeline_timers_start_iter=start,
+            zero_bubble_pipeline_timers_end_iter=end,
+            zero_bubble_replan_interval=None,
+            zero_bubble_save_plan=None,
+            zero_bubble_load_plan=None,
+            zero_bubble_balance_stages=False,
+            zero_bubble_trace=None,
+            zero_bubble_trace_iterations=None,
+            zero_bubble_shard_gradients=None if self.is_stock or self.schedule == AUTO else given.zero_bubble_shard_gradients,
+            enable_optimizer_post_validation=not self.is_stock
+            and (self.post_validation or given.enable_optimizer_post_validation),
+        )
+
+    def _parallel(self, job: Settings) -> ParallelConfig:
+        return replace(
+            job.parallel, num_layers_per_virtual_pipeline_stage=None, num_virtual_stages_per_pipeline_rank=self.num_chunks
+        )
+
+
+def _in_iterations(job: Settings) -> OptimConfig:
+    """The optimizer's settings with the learning rate's schedule in iterations, whatever it was given in."""
+    optim, size = job.optim, job.global_batch_size
+
+    def iterations(samples: int | None) -> int | None:
+        return None if samples is None else -(-samples // size)
+
+    return replace(
+        optim,
+        lr_decay_iters=iterations(job.lr_decay_samples),
+        lr_decay_samples=None,
+        lr_warmup_iters=iterations(optim.lr_warmup_samples) or optim.lr_warmup_iters,
+        lr_warmup_samples=0,
+        lr_wsd_decay_iters=optim.lr_wsd_decay_iters or iterations(optim.lr_wsd_decay_samples),
+        lr_wsd_decay_samples=None,
+    )
+
+
+def parse_contenders(text: str) -> list[Contender]:
+    """Parse --contenders.
+
+    Args:
+        text: comma-separated `NAME[:CHUNKS][@LIMIT][+pv]`.
+
+    Raises:
+        ConfigError: a name is unknown or given twice, or an option does not go with a schedule.
+    """
+    contenders = [_parse(word.strip()) for word in text.split(",") if word.strip()]
+    names = [contender.text for contender in contenders]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--contenders: {name} is given {names.count(name)} times; each contender runs once per round")
+    if not contenders:
+        raise ConfigError(f"--contenders is {text!r}; give names such as {DEFAULT}")
+    return contenders
+
+
+def _parse(word: str) -> Contender:
+    found = _FORM.fullmatch(word)
+    if found is None:
+        raise ConfigError(
+            f"--contenders: {word!r} has the wrong form; give NAME, with :CHUNKS for interleaved schedules, @LIMIT for a memory "
+            "limit and +pv for post-validation, such as zbv@1.25+pv"
+        )
+    name, limit, optimistic = found["name"], found["limit"], found["steps"] is not None
+    chunks = None if found["chunks"] is None else int(found["chunks"])
+    if name in (_STOCK_1F1B, _STOCK_INTERLEAVED):
+        return _stock(word, name, chunks, takes_more=limit is None and not optimistic)
+    _check_name(name)
+    info = None if name == AUTO else schedule_info(name)
+    if chunks is not None and (info is None or info.num_chunks is not None):
+        raise ConfigError(f"--contenders: {word}: {name} has a fixed number of chunks per rank; leave out :{chunks}")
+    if info is not None and info.num_chunks is None:
+        chunks = chunks or info.default_num_chunks
+    if limit is not None and info is not None and not info.is_searched:
+        raise ConfigError(f"--contenders: {word}: {name} has a fixed order and takes no memory limit; zb@{limit} does")
+    return Contender(text=word, schedule=name, num_chunks=chunks, memory_limit=limit, post_validation=optimistic)
+
+
+def _stock(word: str, name: str, chunks: int | None, *, takes_more: bool) -> Contender:
+    if not takes_more:
+        raise ConfigError(f"--contenders: {word}: megatron-core's own schedules take neither a memory limit nor post-validation")
+    if name == _STOCK_1F1B and chunks is not None:
+        raise ConfigError(f"--contenders: {word}: 1F1B has one chunk per rank; {_STOCK_INTERLEAVED}:{chunks} has {chunks}")
+    if name == _STOCK_INTERLEAVED:
+        chunks = 2 if chunks is None else chunks
+        if chunks < 2:
+            raise ConfigError(f"--contenders: {word}: interleaved 1F1B has 2 or more chunks per rank; 1F1B is {_STOCK_1F1B}")
+    return Contender(text=word, schedule=STOCK, num_chunks=chunks)
+
+
+def _check_name(name: str) -> None:
+    ours: Sequence[str] = [info.name for info in known_schedules() if info.name != _STOCK_INTERLEAVED]
+    if name not in (*ours, AUTO):
+        raise ConfigError(
+            f"--contenders: {name!r} is unknown; megatron-core's own are {_STOCK_1F1B} and {_STOCK_INTERLEAVED}:CHUNKS, ours are "
+            f"{', '.join(ours)} and {AUTO}"
+        )

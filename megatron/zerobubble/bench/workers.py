@@ -1,0 +1,218 @@
+"""A process per rank and block, so that a contender inherits nothing from the one before, and its failure ends it alone.
+
+The process that the launcher started on each rank trains nothing. For each block it starts a child, which joins the children of
+the other ranks through the launcher's store, and waits for it. If a child fails, the others are ended and the block is a
+`Failure`; the next block starts from the same clean state. A child is forked where no GPU is in use by its parent, with torch and
+megatron-core imported already; otherwise it is spawned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron.zerobubble.bench.block import BlockRequest, BlockResult, run_block
+from megatron.zerobubble.job.key_value_store import Store
+from megatron.zerobubble.training.initialize import Launch
+
+__all__ = ["Failure", "Interrupted", "Workers"]
+
+_POLL_S = 0.2
+_GRACE_S = 10.0
+"""Seconds that a rank waits after another one's failure for its own child to end by itself, with a reason that is its own."""
+_PR_SET_PDEATHSIG = 1
+"""Of Linux' prctl: the signal that a process gets when its parent ends."""
+
+
+class Interrupted(Exception):  # noqa: N818 - a request of the user, no error
+    """The user or the launcher asked the job to end."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A block that did not end."""
+
+    reason: str
+    """One line."""
+    is_own: bool = True
+    """Whether this rank knows the cause. A rank that only lost its peers does not."""
+
+
+class Workers:
+    """Runs blocks, one after the other, on all ranks.
+
+    Args:
+        launch: which rank this process is.
+        store: shared by all ranks, and by none of the blocks.
+        logs: directory for what the children print.
+        run: runs one block in the child.
+    """
+
+    def __init__(self, launch: Launch, store: Store, logs: Path, *, run: Callable[..., BlockResult] = run_block) -> None:
+        self._launch, self._store, self._logs, self._run = launch, store, logs, run
+        self._interrupted = False
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """While this is open, SIGINT and SIGTERM end the running block's child and raise `Interrupted`."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._interrupted = True
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def run(self, request: BlockRequest, *, tick: Callable[[], None]) -> BlockResult | Failure:
+        """Run a block. All ranks must call it with the same request.
+
+        Args:
+            request: the block.
+            tick: called on every rank after each of its iterations.
+
+        Returns:
+            This rank's result; the same failure on all ranks if any of them failed.
+
+        Raises:
+            Interrupted: a signal came.
+        """
+        outcome = self._run_child(request, tick)
+        key = f"block-{request.number}"
+        if isinstance(outcome, Failure):
+            if not outcome.is_own:
+                self._wait_for(f"{key}/failed")
+            self._store.compare_set(f"{key}/failed", "", outcome.reason)
+        self._store.add(f"{key}/ended", 1)
+        while self._store.add(f"{key}/ended", 0) < self._launch.world_size:
+            self._check_interrupted()
+            time.sleep(_POLL_S)
+        if self._store.check([f"{key}/failed"]):
+            return Failure(self._store.get(f"{key}/failed").decode())
+        return outcome
+
+    def _wait_for(self, key: str) -> None:
+        """Give the rank that knows the cause time to report it."""
+        until = time.monotonic() + _GRACE_S
+        while time.monotonic() < until and not self._store.check([key]):
+            self._check_interrupted()
+            time.sleep(_POLL_S)
+
+    def _run_child(self, request: BlockRequest, tick: Callable[[], None]) -> BlockResult | Failure:
+        context: Any = multiprocessing.get_context("spawn" if _uses_gpu() else "fork")
+        receiving, sending = context.Pipe(duplex=False)
+        log = self._logs / f"block-{request.number}-rank-{self._launch.rank}.log"
+        child = context.Process(target=_serve, args=(self._run, sending, request, self._launch, str(log), os.getpid()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork beside other threads, from Python 3.12 on: of the store's
+            child.start()
+        sending.close()
+        try:
+            outcome = self._listen(receiving, child, request, tick)
+        finally:
+            if child.is_alive():
+                child.kill()
+            child.join()
+            receiving.close()
+        if outcome is not None:
+            return outcome
+        return _ended(child.exitcode, log)
+
+    def _listen(
+        self, receiving: Connection, child: Any, request: BlockRequest, tick: Callable[[], None]
+    ) -> BlockResult | Failure | None:
+        """Until the child ends or must be ended; what it reported, None if nothing."""
+        last_call: float | None = None
+        while True:
+            self._check_interrupted()
+            if last_call is None and self._store.check([f"block-{request.number}/failed"]):
+                last_call = time.monotonic() + _GRACE_S
+            if last_call is not None and time.monotonic() > last_call:
+                return None
+            if not receiving.poll(_POLL_S):
+                if not child.is_alive() and not receiving.poll(0):
+                    return None
+                continue
+            try:
+                message = receiving.recv()
+            except EOFError:
+                child.join(_GRACE_S)
+                return None
+            if message is None:
+                tick()
+            else:
+                child.join(_GRACE_S)
+                return message
+
+    def _check_interrupted(self) -> None:
+        if self._interrupted:
+            raise Interrupted
+
+
+def _uses_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_initialized()
+
+
+def _serve(
+    run: Callable[..., BlockResult], sending: Connection, request: BlockRequest, launch: Launch, log: str, parent: int
+) -> None:
+    """The child: run the block, and send None after every iteration, then the result or a failure."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+    _redirect(log)
+    try:
+        result = run(request, launch, tick=lambda: sending.send(None), failed=lambda error: sending.send(Failure(_line(error))))
+    except Exception as error:
+        sending.send(Failure(_line(error)))
+        raise
+    sending.send(result)
+    sending.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # process groups need no farewell, and exit handlers may wait for other ranks
+
+
+def _redirect(log: str) -> None:
+    """Send standard output and standard error to a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _line(error: BaseException) -> str:
+    """An exception in one line of at most 300 characters."""
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    return (text if type(error).__module__.startswith("megatron.zerobubble") else f"{name}: {text}" if text else name)[:300]
+
+
+def _ended(exit_code: int | None, log: Path) -> Failure:
+    """The failure of a child that reported nothing."""
+    if exit_code is not None and exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        memory = ": the machine may have run out of memory" if name == "SIGKILL" else ""
+        return Failure(f"a rank was ended by {name}{memory} (see {log})")
+    return Failure(f"a rank exited with code {exit_code} (see {log})", is_own=False)

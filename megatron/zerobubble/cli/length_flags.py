@@ -1,0 +1,115 @@
+"""Flags of `zerobubble plan` for microbatches of unequal length and links of unequal speed: costs as they are."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.zerobubble.cli.parser import parse_json, read_text
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
+from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.microbatch_costs import check_tokens
+
+
+def add_unequal_flags(command: argparse.ArgumentParser) -> None:
+    """Add the flags to a planning command."""
+    command.add_argument(
+        "--microbatch-tokens",
+        metavar="LIST",
+        help="tokens of every microbatch, separated by commas, or a file of them (- reads standard input); the times are then "
+        "those of a microbatch of the mean length, and the plan assigns microbatches to its slots",
+    )
+    command.add_argument(
+        "--attention-share",
+        type=float,
+        default=0.0,
+        help="share of F's time in attention, which grows with the square of the length (default %(default)s)",
+    )
+    command.add_argument(
+        "--links",
+        metavar="FILE",
+        help="JSON with latency_ms and optionally gigabytes_per_s, one row per sending and one column per receiving rank, "
+        "in place of --comm-ms",
+    )
+    command.add_argument(
+        "--bytes-per-token", type=float, default=0.0, help="bytes of a message per token, for links with a bandwidth"
+    )
+
+
+def read_unequal(args: argparse.Namespace) -> Unequal:
+    """Read the flags, and take the number of microbatches from the lengths if it is not given.
+
+    Raises:
+        ConfigError: lengths that are not whole numbers of 1 or more, their number differs from the number of microbatches, a
+            matrix of links that is of another size, or a flag that says something about lengths or links that are not given.
+        PlanError: the links are not JSON, or not an object of matrices.
+    """
+    tokens = () if args.microbatch_tokens is None else _read_tokens(args.microbatch_tokens)
+    if args.num_microbatches is None:
+        if not tokens:
+            raise ConfigError("the number of microbatches is missing: give --num-microbatches, or --microbatch-tokens")
+        args.num_microbatches = len(tokens)
+    if tokens and len(tokens) != args.num_microbatches:
+        raise ConfigError(
+            f"--microbatch-tokens has {len(tokens)} lengths and --num-microbatches is {args.num_microbatches}; "
+            "give one per microbatch"
+        )
+    _check_used(args)
+    return Unequal(tokens, args.attention_share, None if args.links is None else _read_links(args, tokens))
+
+
+def _check_used(args: argparse.Namespace) -> None:
+    """Refuse a share and a size that nothing would come of."""
+    share, size = args.attention_share, args.bytes_per_token
+    if share != 0 and args.microbatch_tokens is None:
+        raise ConfigError(f"--attention-share is {share:g} and all microbatches are equal; give --microbatch-tokens, or drop it")
+    if not size >= 0:
+        raise ConfigError(f"--bytes-per-token is {size:g}; give a number of 0 or more")
+    if size > 0 and (args.microbatch_tokens is None or args.links is None):
+        raise ConfigError(
+            f"--bytes-per-token is {size:g} and there are no tokens or no links; give --microbatch-tokens and --links, or drop it"
+        )
+
+
+def _read_tokens(given: str) -> tuple[int, ...]:
+    text = given
+    if given == "-" or not given.replace(",", "").replace(" ", "").isdecimal():
+        if given != "-" and not _is_file(given):
+            raise ConfigError(
+                f"--microbatch-tokens is {quoted(given)}; give whole numbers separated by commas, or a file of them"
+            )
+        text = read_text(given)
+    words = text.translate(str.maketrans("[],", "   ")).split()
+    try:
+        tokens = tuple(map(int, words))
+    except ValueError as error:
+        raise ConfigError(f"--microbatch-tokens: {error}; give whole numbers, 1 or more") from None
+    check_tokens(tokens)
+    return tokens
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # a list that is longer than a name can be
+        return False
+
+
+def _read_links(args: argparse.Namespace, tokens: tuple[int, ...]) -> Links:
+    links = Links.from_json(parse_json(read_text(args.links), args.links))
+    if links.num_ranks != args.num_ranks:
+        raise ConfigError(
+            f"{args.links} has links of {links.num_ranks} ranks and --num-ranks is {args.num_ranks}; "
+            "give one row and one column per rank"
+        )
+    if args.bytes_per_token > 0 and tokens:
+        links = replace(links, message_bytes=tuple(args.bytes_per_token * count for count in tokens))
+    if links.gigabytes_per_s and not any(links.message_bytes):
+        raise ConfigError(
+            f"{args.links} has gigabytes_per_s and messages of 0 bytes; give --bytes-per-token with --microbatch-tokens, or "
+            "message_bytes in the file"
+        )
+    return links

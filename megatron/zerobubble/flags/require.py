@@ -1,0 +1,61 @@
+"""Range checks that many flags share. Each raises a ConfigError of one line: the flag, its value, what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.dataclass_flags import flag_of
+from megatron.zerobubble.messages import quoted, shown
+
+__all__ = ["at_most", "not_negative", "one_of", "positive", "within"]
+
+
+def positive(config: Any, *names: str) -> None:
+    """Raise ConfigError unless each named field of a config is finite and above zero; None (not given) passes."""
+    for flag, value in _given(config, names):
+        if not value > 0:
+            raise ConfigError(f"{flag} {shown(value)} must be greater than 0")
+        _check_finite(flag, value)
+
+
+def not_negative(config: Any, *names: str) -> None:
+    """Raise ConfigError unless each named field of a config is finite and not below zero; None (not given) passes."""
+    for flag, value in _given(config, names):
+        if not value >= 0:
+            raise ConfigError(f"{flag} {shown(value)} must not be negative")
+        _check_finite(flag, value)
+
+
+def at_most(config: Any, most: int, *names: str) -> None:
+    """Raise ConfigError if a named field of a config is above `most`; None (not given) passes."""
+    for flag, value in _given(config, names):
+        if value > most:
+            raise ConfigError(f"{flag} {shown(value)} is too large; give at most {most:,}")
+
+
+def within(config: Any, low: float, high: float, *names: str) -> None:
+    """Raise ConfigError unless each named field of a config is in [low, high); None (not given) passes."""
+    for flag, value in _given(config, names):
+        if not low <= value < high:
+            raise ConfigError(f"{flag} {shown(value)} must be at least {low:g} and less than {high:g}")
+
+
+def one_of(value: str, allowed: Sequence[str], flag: str) -> None:
+    """Raise ConfigError unless `value`, given for `flag`, is one of `allowed`."""
+    if value not in allowed:
+        raise ConfigError(f"{flag} {quoted(value)} is unknown; choose from {', '.join(allowed)}")
+
+
+def _check_finite(flag: str, value: float) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{flag} {value} must be a finite number")
+
+
+def _given(config: Any, names: Sequence[str]) -> list[tuple[str, Any]]:
+    flags = {field.name: flag_of(field) for field in dataclasses.fields(config)}
+    values = [(flags[name], getattr(config, name)) for name in names]
+    return [(flag, value) for flag, value in values if value is not None]

@@ -1,0 +1,384 @@
+"""Schedule, planner, trace and post-validation: the flags of the group "Zero bubble".
+
+One frozen dataclass; the docstring under a field is the flag's help text (see `flags`). Names and meanings are those of the zero
+bubble papers' own flags where those exist. `__post_init__` checks what can be checked alone; `validate` checks across groups.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.flags.memory_limit import MemoryLimit
+from megatron.zerobubble.flags.require import at_most, not_negative, one_of, positive
+from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.registry import known_schedules, parse_max_pending_backward, schedule_info, schedule_spec
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+
+__all__ = ["ZeroBubbleConfig"]
+
+_V_SCHEDULES = {"zb": "zbv", "half": "v-half", "min": "v-min"}
+_TIMED, _URGENT = (100, 10), (2, 2)
+"""(First profiled iteration, how many follow it): by default, and if a memory limit in bytes needs the profile soon."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroBubbleConfig:
+    """Zero bubble.
+
+    Without any of these flags megatron-core's own 1F1B runs, or its interleaved 1F1B with
+    --num-layers-per-virtual-pipeline-stage. F is a forward pass, B the input-gradient half of a backward pass (dgrad) and W its
+    weight-gradient half (wgrad). The papers are arXiv 2401.10241 and 2405.15362.
+    """
+
+    enable_zero_bubble: bool = False
+    """Run a zero-bubble schedule: split the backward pass into B (dgrad) and W (wgrad), and fill the bubble with W. Without
+    another flag that chooses a schedule: ZB-H1 (ZB-1p), with the activation memory of 1F1B."""
+    zero_bubble_max_pending_backward: str | None = field(default=None, metadata={"metavar": "1p|2p|N"})
+    """Maximum number of microbatches per rank between F and W: 1p (ZB-H1, a third of 1F1B's bubble at its activation memory), 2p
+    (ZB-H2, no bubble at twice the activation memory), or a number. Implies --enable-zero-bubble."""
+    zero_bubble_v_schedule: bool = False
+    """Run ZBV: two chunks per rank, placed in a V; no bubble at the activation memory of 1F1B. Implies --enable-zero-bubble."""
+    zero_bubble_schedule: str | None = field(default=None, metadata={"metavar": "NAME"})
+    """Schedule by name: stock (megatron-core's own 1F1B); 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb, zbv, v-half, v-min, 1f1b-v,
+    zb-w or zb-interleaved (interleaved ones take --num-virtual-stages-per-pipeline-rank, by default 2); or auto, which profiles
+    the model and runs the fastest schedule within --zero-bubble-memory-limit (by default 1F1B's). Excludes the other flags that
+    choose a schedule."""
+    zero_bubble_v_schedule_mem_setup: str = field(default="zb", metadata={"metavar": "zb|half|min"})
+    """Activation memory of --zero-bubble-v-schedule: that of 1F1B (zb, ZBV), half of it (half, V-Half) or a third (min,
+    V-Min)."""
+    zero_bubble_memory_limit: str | None = field(default=None, metadata={"metavar": "X|BYTES|auto"})
+    """Memory limit per rank under which the planner searches for the fastest order of passes. A number limits activation memory,
+    in units of 1F1B's on the first rank. Bytes, such as 60GiB, limit the total: weights, gradients, optimizer state and
+    activations. auto: the memory of the device. For bytes and auto, the memory of a microbatch is measured in iterations 2 to 4
+    (or those of --zero-bubble-pipeline-timers-start-iter); until then the order of least memory runs. Needs a schedule with a
+    searched order: --enable-zero-bubble, --zero-bubble-v-schedule or a name such as zb. Replaces
+    --zero-bubble-max-pending-backward and --zero-bubble-v-schedule-mem-setup. Default: the limit of the schedule."""
+    zero_bubble_pipeline_timers_start_iter: int | None = None
+    """First iteration of the job whose passes are profiled. After the last one, the planner searches for a better order with the
+    profiled timings. Default: 100 for schedules with a searched order, unless a plan is loaded."""
+    zero_bubble_pipeline_timers_end_iter: int | None = None
+    """Last iteration whose passes are profiled. Default: ten after --zero-bubble-pipeline-timers-start-iter."""
+    zero_bubble_replan_interval: int | None = None
+    """Profile and re-plan again every this many iterations. Default: plan once."""
+    zero_bubble_planning_seconds: float = 10.0
+    """Time budget in seconds of the planner's search on one rank after profiling, while the other ranks wait; 0 disables
+    profiling and search."""
+    zero_bubble_p2p_max_ctas: int | None = None
+    """Most CTAs (thread blocks) of a transfer between stages on NCCL: what a waiting receive takes from the kernels beside it.
+    Default: NCCL's choice."""
+    zero_bubble_save_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """JSON file to write the last plan of the run to, with the costs it was made for. Read it with zerobubble show."""
+    zero_bubble_load_plan: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """JSON file of a plan to run from the first iteration on. Without a flag that chooses a schedule, the plan's schedule runs;
+    with one, the plan must place its stages on the same ranks."""
+    zero_bubble_balance_stages: bool = False
+    """Measure the time of one layer, the embedding and the head, and log the --pipeline-model-parallel-layout with the least
+    compute on the bottleneck rank; from profiled times also the fastest layout of all schedules. With --zero-bubble-schedule
+    auto, run that layout."""
+    zero_bubble_shard_gradients: int | None = field(default=None, metadata={"metavar": "K"})
+    """Shard gradients over the data-parallel ranks while they accumulate (ZeRO-2): W of K microbatches of a layer run together,
+    followed by one reduce-scatter. Gradient memory per rank is then its shard and two buckets; up to K-1 more microbatches wait
+    between B and W, and each bucket is reduced (microbatches / K) times per step. Needs --use-distributed-optimizer. Default:
+    off."""
+    zero_bubble_trace: str | None = field(default=None, metadata={"metavar": "DIR"})
+    """Directory to write a trace to at the end of the run: trace.json (for Perfetto), report.json, and per recorded iteration its
+    plan and a timeline of measured vs. planned; with stock schedules, too. See docs/reading-the-trace.md."""
+    zero_bubble_trace_iterations: str | None = field(default=None, metadata={"metavar": "N[,N...]"})
+    """With --zero-bubble-trace: iterations to record, numbered as in progress lines. Default: the last recorded one; the
+    second, fourth, seventh and twelfth iteration are recorded, and every twentieth from the second on."""
+
+    zero_bubble_watchdog_seconds: float | None = None
+    """Watchdog timeout in seconds, from the first rendezvous to the end of the job: if nothing is heard of a rank for longer than
+    this, or it spends longer in one op or waiting for one message, the rank that holds up the job is named, every rank logs what
+    it is doing, and the job exits. The first iteration may take longer. 0 disables the watchdog. Default: half of
+    --distributed-timeout-minutes."""
+
+    zero_bubble_wgrad_gather: str | None = field(default=None, metadata={"metavar": "keep|input|both"})
+    """With --sequence-parallel: which tensors W all-gathers over the tensor-parallel ranks, instead of keeping them from B to W.
+    keep: none. input: the inputs of column-parallel layers, which B then does not gather; the same traffic, less activation
+    memory. both: also the output gradients of row-parallel layers, a second time; least memory, more traffic. Default: input."""
+    zero_bubble_overlap_tensor_parallel: bool = True
+    """Do not overlap B's tensor-parallel all-reduce of the input gradient with a deferred wgrad GEMM. By default they overlap;
+    the results are bit-identical."""
+    zero_bubble_torch_attention: bool = False
+    """In a training loop of your own: replace megatron-core's own attention, which keeps the scores of every query and key, by
+    torch's fused attention in the model that the loop builds. pretrain_gpt.py does so anyway; see --attention-backend."""
+
+    enable_optimizer_post_validation: bool = False
+    """Step the optimizer optimistically, before the global gradient norm and overflow status are known, and correct the step
+    afterwards if they require it (post-validation). Results are those of the synchronous optimizer. By default a snapshot of
+    weights and optimizer state is held from the step to its validation."""
+    post_validation_patience: int = 10
+    """After a corrected step, number of consecutive synchronous steps that would have needed no correction before steps are
+    optimistic again. 0: every step is optimistic."""
+    post_validation_rollback: str = field(default="exact", metadata={"metavar": "exact|inverse"})
+    """How an optimistic step is rolled back: from a snapshot, bit for bit (exact); or without one, by inverting Adam, with a
+    small rounding error (inverse). Steps that could not be inverted accurately, with gradients far above Adam's moments, are
+    synchronous."""
+    post_validation_snapshot: str = field(default="device", metadata={"metavar": "device|host"})
+    """Memory that holds the snapshot of --post-validation-rollback exact: the device's, or host memory."""
+
+    def __post_init__(self) -> None:
+        if self.zero_bubble_wgrad_gather is not None:
+            one_of(self.zero_bubble_wgrad_gather, ("keep", "input", "both"), "--zero-bubble-wgrad-gather")
+        one_of(self.post_validation_rollback, ("exact", "inverse"), "--post-validation-rollback")
+        one_of(self.post_validation_snapshot, ("device", "host"), "--post-validation-snapshot")
+        not_negative(self, "zero_bubble_watchdog_seconds")
+        positive(self, "zero_bubble_p2p_max_ctas")
+        at_most(self, 2**31 - 1, "zero_bubble_p2p_max_ctas", "zero_bubble_shard_gradients")
+        at_most(self, 10**6, "zero_bubble_planning_seconds")
+        if self.post_validation_patience < 0:
+            raise ConfigError(f"--post-validation-patience is {self.post_validation_patience}; give 0 or a number of steps")
+        if self.trace_iterations and self.zero_bubble_trace is None:
+            raise ConfigError("--zero-bubble-trace-iterations needs --zero-bubble-trace DIR")
+        given = self.zero_bubble_max_pending_backward
+        if given is not None:
+            self.max_pending_microbatches(num_ranks=1)
+        if given is not None and self.zero_bubble_v_schedule:
+            raise ConfigError(
+                "--zero-bubble-max-pending-backward and --zero-bubble-v-schedule are both given; "
+                "the V schedule's memory is fixed, leave the first one out"
+            )
+        if self.zero_bubble_schedule is not None:
+            one_of(self.zero_bubble_schedule, _schedule_names(), "--zero-bubble-schedule")
+            if self.enable_zero_bubble or given is not None or self.zero_bubble_v_schedule:
+                raise ConfigError(
+                    f"--zero-bubble-schedule {self.zero_bubble_schedule} already names the schedule; leave out "
+                    "--enable-zero-bubble, --zero-bubble-max-pending-backward and --zero-bubble-v-schedule"
+                )
+        self._check_memory()
+        self._check_planning()
+        self._check_shards()
+
+    def _check_shards(self) -> None:
+        positive(self, "zero_bubble_shard_gradients")
+        given = f"--zero-bubble-shard-gradients {self.zero_bubble_shard_gradients}"
+        if self.zero_bubble_shard_gradients is None:
+            return
+        if self.schedule in ("stock", AUTO):
+            raise ConfigError(
+                f"{given} needs a schedule of this package that is chosen before the model is profiled, not {self.schedule}: add "
+                "--enable-zero-bubble, --zero-bubble-v-schedule, or --zero-bubble-schedule with another name"
+            )
+        if self.zero_bubble_shard_gradients > 1 and self.memory_limit is not None:
+            raise ConfigError(
+                f"{given}: a plan under --zero-bubble-memory-limit has no headroom for microbatches that wait for their group; "
+                "leave one of them out, or give groups of 1"
+            )
+
+    def _check_memory(self) -> None:
+        one_of(self.zero_bubble_v_schedule_mem_setup, tuple(_V_SCHEDULES), "--zero-bubble-v-schedule-mem-setup")
+        setup = self.zero_bubble_v_schedule_mem_setup
+        if setup != "zb" and not self.zero_bubble_v_schedule:
+            raise ConfigError(f"--zero-bubble-v-schedule-mem-setup {setup} needs --zero-bubble-v-schedule")
+        limit = self.zero_bubble_memory_limit
+        if self.memory_limit is None:
+            return
+        if self.zero_bubble_max_pending_backward is not None or setup != "zb":
+            raise ConfigError(
+                f"--zero-bubble-memory-limit {limit} replaces --zero-bubble-max-pending-backward and "
+                "--zero-bubble-v-schedule-mem-setup; leave those out"
+            )
+        if self.schedule == AUTO and not self.memory_limit.is_relative:
+            raise ConfigError(
+                f"--zero-bubble-memory-limit {limit}: with --zero-bubble-schedule auto give a number; 1 is 1F1B's memory"
+            )
+        if self.schedule == "stock" or not _is_searched(self.schedule):
+            raise ConfigError(
+                f"--zero-bubble-memory-limit {limit}: schedule {self.schedule} has a fixed order; give --enable-zero-bubble, "
+                f"--zero-bubble-v-schedule, or --zero-bubble-schedule with one of {', '.join(_searched_names())}"
+            )
+
+    def _check_planning(self) -> None:
+        start, end = self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter
+        interval = self.zero_bubble_replan_interval
+        positive(self, "zero_bubble_pipeline_timers_start_iter", "zero_bubble_replan_interval")
+        not_negative(self, "zero_bubble_planning_seconds")
+        asked = (start, end, interval) != (None, None, None)
+        if asked and not self._can_replan:
+            raise ConfigError(
+                f"schedule {self.schedule} has a fixed order: --zero-bubble-pipeline-timers-start-iter, -end-iter and "
+                f"--zero-bubble-replan-interval need --enable-zero-bubble, --zero-bubble-v-schedule, or --zero-bubble-schedule "
+                f"with one of {', '.join(_searched_names())}"
+            )
+        first, last = self._window
+        if last < first:
+            raise ConfigError(
+                f"--zero-bubble-pipeline-timers-end-iter {last} is before the first profiled iteration {first} "
+                "(--zero-bubble-pipeline-timers-start-iter)"
+            )
+        if interval is not None and interval < last - first + 1:
+            raise ConfigError(
+                f"--zero-bubble-replan-interval {interval} is shorter than the {last - first + 1} iterations that are profiled; "
+                "give at least that many, or a shorter window"
+            )
+        if self.memory_limit is not None and not self.memory_limit.is_relative and self.timed_iterations is None:
+            raise ConfigError(
+                f"--zero-bubble-memory-limit {self.zero_bubble_memory_limit} needs profiled iterations: give "
+                "--zero-bubble-planning-seconds above 0, and with --zero-bubble-load-plan a --zero-bubble-replan-interval"
+            )
+        if self.zero_bubble_save_plan is not None and self.schedule == "stock":
+            raise ConfigError("--zero-bubble-save-plan: the stock schedule has no plan; choose a schedule of this package")
+        if self.plan is not None:
+            one_of(self.schedule, _schedule_names()[2:], f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: its schedule")
+
+    @property
+    def timed_iterations(self) -> tuple[int, int] | None:
+        """First and last iteration of the job that are profiled for re-planning; None: no re-planning."""
+        given = (self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter)
+        asked = (*given, self.zero_bubble_replan_interval) != (None, None, None)
+        if not self._can_replan or self.zero_bubble_planning_seconds == 0 or (self.plan is not None and not asked):
+            return None
+        return self._window
+
+    @property
+    def _window(self) -> tuple[int, int]:
+        start, end = self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter
+        is_urgent = self.memory_limit is not None and not self.memory_limit.is_relative
+        first = (_URGENT if is_urgent else _TIMED)[0] if start is None else start
+        return first, first + (_URGENT if is_urgent else _TIMED)[1] if end is None else end
+
+    @cached_property
+    def memory_limit(self) -> MemoryLimit | None:
+        """--zero-bubble-memory-limit, parsed; None if not given. Raises ConfigError if it is malformed."""
+        return None if self.zero_bubble_memory_limit is None else MemoryLimit.parse(self.zero_bubble_memory_limit)
+
+    @property
+    def _can_replan(self) -> bool:
+        """Whether the planner may change the order. ZB-H1 and ZB-H2 are fixed orders if chosen by --zero-bubble-schedule; chosen
+        by --zero-bubble-max-pending-backward they are where the search for ZB starts."""
+        if self.schedule == "stock":
+            return False
+        return _is_searched(self.schedule) or self.zero_bubble_schedule is None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the --zero-bubble-load-plan file; None without the flag. Raises as `plan_costs`."""
+        return None if self._given is None else self._given.plan
+
+    @property
+    def plan_costs(self) -> CostModel | None:
+        """The costs that the --zero-bubble-load-plan plan was made for; None if the file has none.
+
+        Raises:
+            ConfigError: the file cannot be read.
+            PlanError: it is not a plan, or its costs do not fit its stages.
+        """
+        return None if self._given is None else self._given.costs
+
+    @cached_property
+    def _given(self) -> _GivenPlan | None:
+        """The --zero-bubble-load-plan file, read once."""
+        if self.zero_bubble_load_plan is None:
+            return None
+        try:
+            given = _GivenPlan.parse(Path(self.zero_bubble_load_plan).read_bytes())
+            if given.plan.assignment or (given.costs is not None and given.costs.per_microbatch is not None):
+                raise PlanError(
+                    "it plans microbatches of certain lengths, and a run plans each iteration for its own; plan without "
+                    "--microbatch-tokens"
+                )
+            return given
+        except OSError as error:
+            raise ConfigError(f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: {error.strerror}") from None
+        except (PlanError, ConfigError) as error:
+            raise PlanError(f"--zero-bubble-load-plan {self.zero_bubble_load_plan}: {error}") from None
+
+    @property
+    def schedule(self) -> str:
+        """The schedule's name: `stock`, `auto`, or a name in the plan registry."""
+        if self.zero_bubble_schedule is not None:
+            return self.zero_bubble_schedule
+        if self.zero_bubble_v_schedule:
+            return _V_SCHEDULES[self.zero_bubble_v_schedule_mem_setup]
+        given = self.zero_bubble_max_pending_backward
+        if given is not None:
+            return {"1p": "zb-h1", "2p": "zb-h2"}.get(given.strip().lower(), "zb")
+        if self.enable_zero_bubble:
+            return "zb-h1" if self.zero_bubble_memory_limit is None else "zb"
+        return "stock" if self.plan is None else self.plan.schedule
+
+    @property
+    def trace_iterations(self) -> frozenset[int]:
+        """--zero-bubble-trace-iterations, parsed; empty if not given. Raises ConfigError if it is malformed."""
+        given = self.zero_bubble_trace_iterations
+        if given is None:
+            return frozenset()
+        words = [word.strip() for word in given.split(",")]
+        if not all(word.isdecimal() and len(word) < 16 and int(word) > 0 for word in words):
+            raise ConfigError(f"--zero-bubble-trace-iterations {quoted(given)} must be iterations from 1 on, for example 100,200")
+        return frozenset(map(int, words))
+
+    def schedule_spec(self, *, num_ranks: int, num_chunks: int, memory_limit: float | None) -> ScheduleSpec:
+        """The schedule that these flags choose, on a pipeline of this size. Not defined for `auto`.
+
+        Args:
+            num_ranks: pipeline ranks, p.
+            num_chunks: stages per rank, v.
+            memory_limit: limit of plans before memory is measured, in units of 1F1B's activation memory on the first rank; None:
+                the schedule's own.
+
+        Raises:
+            ConfigError: --zero-bubble-max-pending-backward is malformed, or the schedule does not support these sizes.
+            PlanError: the --zero-bubble-load-plan file is not a plan.
+        """
+        return schedule_spec(
+            self.schedule,
+            num_ranks=num_ranks,
+            num_chunks=num_chunks,
+            max_pending_backward=self.max_pending_microbatches(num_ranks=num_ranks) if self.schedule == "zb" else None,
+            memory_limit=memory_limit,
+            shard_gradients=self.zero_bubble_shard_gradients,
+            loaded_plan=self.plan,
+        )
+
+    def max_pending_microbatches(self, *, num_ranks: int) -> int | None:
+        """--zero-bubble-max-pending-backward in microbatches on `num_ranks` pipeline ranks; None if not given.
+
+        Raises:
+            ConfigError: it is neither a number nor a multiple of the pipeline size such as 2p.
+        """
+        if self.zero_bubble_max_pending_backward is None:
+            return None
+        try:
+            return parse_max_pending_backward(self.zero_bubble_max_pending_backward, num_ranks)
+        except ConfigError as error:
+            raise ConfigError(f"--zero-bubble-max-pending-backward: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GivenPlan:
+    """A parsed plan file."""
+
+    plan: Plan
+    costs: CostModel | None
+
+    @staticmethod
+    def parse(text: bytes) -> _GivenPlan:
+        plan, body = Plan.from_json(text), json.loads(text)
+        if "costs" not in body:
+            return _GivenPlan(plan=plan, costs=None)
+        costs = CostModel.from_json(body["costs"])
+        costs.check_fits(plan.placement)
+        return _GivenPlan(plan=plan, costs=costs)
+
+
+def _schedule_names() -> tuple[str, ...]:
+    """Names that --zero-bubble-schedule accepts."""
+    return ("stock", AUTO, *(info.name for info in known_schedules()))
+
+
+def _is_searched(name: str) -> bool:
+    return name == AUTO or schedule_info(name).is_searched
+
+
+def _searched_names() -> tuple[str, ...]:
+    """Names of schedules whose order the planner searches for."""
+    return (AUTO, *(info.name for info in known_schedules() if info.is_searched))

@@ -1,0 +1,191 @@
+"""The thread that publishes a rank's beats, and listens for those of the next rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from types import FrameType
+
+from megatron.zerobubble.job.heartbeats import Beat, publish, published, this_process
+from megatron.zerobubble.job.key_value_store import Store
+from megatron.zerobubble.job.stragglers import Stragglers
+from megatron.zerobubble.job.tcp_connections import Connections, own_connections
+from megatron.zerobubble.runtime.watch import Doing, Watch
+
+__all__ = ["Pulse", "Stillness"]
+
+_log = logging.getLogger(__name__)
+
+_LOOKS_AT_ALL = 10
+"""Beats of rank 0 between two looks at the speed of all ranks."""
+_WAITING = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/rendezvous.py",
+    "megatron/core/distributed/param_and_grad_buffer.py",
+    "megatron/core/pipeline_parallel/p2p_communication.py",
+    "megatron/zerobubble/runtime/issuer.py",
+    "megatron/zerobubble/runtime/p2p.py",
+    "megatron/zerobubble/runtime/staging.py",
+    "megatron/zerobubble/wgrad/linear.py",
+    "megatron/zerobubble/wgrad/sharing.py",
+    "megatron/zerobubble/optimizer/post_validation.py",
+    "megatron/zerobubble/mcore/cpu/gathers.py",
+    "megatron/zerobubble/mcore/ddp/record_buckets.py",
+    "megatron/zerobubble/mcore/ddp/zero2.py",
+    "megatron/zerobubble/mcore/attention/context_parallel.py",
+    "megatron/zerobubble/mcore/post_validation/token_count.py",
+    "megatron/zerobubble/training/restarts/in_memory.py",
+)
+"""Ends of the paths of files whose functions wait for other ranks."""
+
+
+class Stillness:
+    """For how long a rank's activity has not changed, not counting time in which its process was stopped.
+
+    Args:
+        watch: where the activity is reported.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._looked = time.monotonic()
+        self.seen: tuple[Doing | None, float] = (None, 0.0)
+        """The activity, and for how many seconds it has not changed. Read by another thread."""
+
+    def look(self, interval_s: float) -> tuple[Doing | None, float]:
+        """Look again; return `seen`.
+
+        Args:
+            interval_s: seconds between two calls, as intended. If more than twice as many have passed, the process was stopped.
+        """
+        before, still_s = self.seen
+        doing, now = self._watch.current(), time.monotonic()
+        passed_s = min(now - self._looked, 2.0 * interval_s)
+        self._looked = now
+        self.seen = doing, (still_s + passed_s if doing is before else 0.0)
+        return self.seen
+
+
+class Pulse:
+    """One rank's beats, and what it hears of the next rank's. Its counters are read by the watchdog's other thread.
+
+    Args:
+        store: the job's store, over a connection that no other thread uses: a store that does not answer blocks this thread.
+        rank: this rank.
+        world_size: number of ranks.
+        interval_s: seconds between two beats.
+        watch: this rank's activity.
+        stillness: for how long it has not changed.
+        error_file: where torchrun expects the reason of this rank's failure.
+        alarm_key: key that is in the store after an alarm.
+        long_s: seconds after which a wait is so long that the rank looks at its connections.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        interval_s: float,
+        watch: Watch,
+        stillness: Stillness,
+        error_file: str | None,
+        alarm_key: str,
+        long_s: float,
+    ) -> None:
+        self._store, self._rank, self._world_size, self.interval_s = store, rank, world_size, interval_s
+        self._watch, self._stillness, self._alarm_key = watch, stillness, alarm_key
+        self._long_s = long_s
+        self._process = this_process(error_file)
+        self._stragglers = Stragglers()
+        self._count = 0
+        self.next_rank = (rank + 1) % world_size
+        self.has_heard_of_next = world_size == 1
+        """Whether the next rank has ever published a beat."""
+        self.next_silent_s = 0.0
+        """Seconds since something new was heard of the next rank."""
+        self.next_is_waiting = False
+        """Whether the next rank waits for another one."""
+        self.unanswered_s = 0.0
+        """Seconds that the store has not answered; the watchdog's other thread counts them."""
+        self.is_alarm = False
+        """Whether the alarm has been raised, by whatever rank."""
+        self.is_waiting = False
+        """Whether this rank waited for another one at its last beat."""
+        self.place = ""
+        """Where its main thread was at its last beat."""
+
+    def run(self, over: threading.Event) -> None:
+        """Beat until `over`, and once more."""
+        try:
+            before, looked = None, time.monotonic()
+            while not over.wait(self.interval_s if self._count else 0.0):
+                self._publish(is_last=False)
+                self.is_alarm = self._store.check([self._alarm_key])
+                heard = published(self._store, [self.next_rank]).get(self.next_rank)
+                now = time.monotonic()
+                passed_s = min(now - looked, 2.0 * self.interval_s)
+                looked = now
+                is_news = heard is not None and (heard.is_last or before is None or heard.count != before.count)
+                self.next_silent_s = 0.0 if is_news else self.next_silent_s + passed_s
+                self.has_heard_of_next |= heard is not None
+                self.next_is_waiting = heard is not None and heard.is_waiting
+                before = heard
+                if self._rank == 0 and self._world_size > 1 and self._count % _LOOKS_AT_ALL == 0:
+                    self._look_for_stragglers()
+                self.unanswered_s = 0.0
+            self._publish(is_last=True)
+        except RuntimeError:  # the store is gone, and so is the job: the rank or the launcher that ended it has reported why
+            return
+
+    def _look_for_stragglers(self) -> None:
+        beats = published(self._store, range(self._world_size))
+        if len(beats) == self._world_size:
+            for line in self._stragglers.look(beats):
+                _log.warning("%s", line)
+
+    def _publish(self, *, is_last: bool) -> None:
+        self._count += 1
+        doing, still_s = self._stillness.seen
+        frame = _main_frame()
+        self.place, self.is_waiting = _place(frame), _is_waiting(doing, frame)
+        beat = Beat(
+            count=self._count,
+            process=self._process,
+            doing=None if doing is None else doing.text,
+            place=self.place,
+            is_waiting=self.is_waiting,
+            waits_for=None if doing is None else doing.waits_for,
+            is_shared=doing is None or doing.is_shared,
+            still_s=still_s,
+            silence_of_next_s=self.next_silent_s,
+            busy_s=self._watch.busy_s,
+            num_iterations=self._watch.num_iterations,
+            connections=own_connections() if self.is_waiting and still_s >= self._long_s else Connections(),
+            is_last=is_last,
+        )
+        publish(self._store, self._rank, beat)
+
+
+def _is_waiting(doing: Doing | None, frame: FrameType | None) -> bool:
+    """Whether a rank waits for another one: by what it reported, or because its main thread is in a function that does."""
+    if doing is not None and doing.waits_for is not None:
+        return True
+    while frame is not None and frame.f_code.co_filename == threading.__file__:  # Event.wait, of a staged receive
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.replace(os.sep, "/").endswith(_WAITING)
+
+
+def _place(frame: FrameType | None) -> str:
+    """A function, its file and line, for the report; empty without a frame."""
+    if frame is None:
+        return ""
+    return f" (in {frame.f_code.co_name}, {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)

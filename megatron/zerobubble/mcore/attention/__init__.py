@@ -1,0 +1,1 @@
+"""Attention without Transformer Engine: torch's fused kernels, context parallelism, multi-latent attention."""

@@ -1,0 +1,322 @@
+"""One plan per iteration for microbatches as they are, and the data in the order in which that plan runs it.
+
+    lengths of all replicas -> costs -> order of ops and assignment -> Program          on a thread, an iteration ahead if known
+    items of the data iterators --------------------- assignment -----> iterators in the plan's order
+    results of the loss function <------------------- assignment ------ back in the order in which the data came
+
+Every rank plans for itself, for the same lengths and costs, and finds the same plan: the search counts its work in op
+evaluations, not seconds. Only the order within a global batch changes, and no data is dropped or moved to another batch.
+
+Data-parallel replicas run one order of ops, because their collectives follow from it, but each has an assignment of its own:
+slot i runs the k-th longest microbatch of every replica, and the plan counts the longest of those.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron.core import parallel_state
+
+from megatron.zerobubble.errors import ConfigError, DataError, ExecutionError
+from megatron.zerobubble.mcore.microbatches.length_exchange import (
+    LengthExchange,
+    Lengths,
+    LengthsOfReplicas,
+    TokensOf,
+    lengths_of,
+    most_of_replicas,
+    ranked,
+)
+from megatron.zerobubble.plan.communication import Program
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
+from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions
+
+__all__ = ["Arranged", "UnequalMicrobatches", "UnequalOptions", "attention_share"]
+
+_NUM_KEPT = 4
+"""Programs kept for lengths that come again."""
+
+PlaceTransfers = Callable[[Plan, CostModel], Program]
+"""(plan, costs of its microbatches in the order of the data) -> the plan with its transfers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnequalOptions:
+    """How the lengths of microbatches are found, and what they cost."""
+
+    tokens_of: TokensOf
+    """Length of an item of the data iterators."""
+    usual_tokens: int
+    """Tokens of a row of the usual length, to which memory limits and the costs of the schedule refer."""
+    attention_share: float = 0.0
+    """Share of F's time, at the usual length, that is attention; until times are measured."""
+    reorders: bool = True
+    """Whether microbatches may run in another order than that in which they come."""
+    objective: Objective = Objective.SPAN
+    """What the plan of an iteration minimizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arranged:
+    """The microbatches of one call of the schedule in the order in which its program runs them."""
+
+    program: Program
+    """The plan with its transfers."""
+    iterators: Sequence[Any]
+    """Per chunk its items in the plan's order; None for a chunk that reads no data."""
+    order: tuple[int, ...]
+    """For each microbatch of the plan, its number in the order in which the data came."""
+    lengths: tuple[Lengths, ...]
+    """For each microbatch of the plan, its lengths on this replica."""
+
+    def restored(self, results: Sequence[Any]) -> list[Any]:
+        """Results of the microbatches, back in the order in which the data came. Without results: the same."""
+        if len(results) != len(self.order):
+            return list(results)
+        restored = [None] * len(self.order)
+        for place, result in zip(self.order, results, strict=True):
+            restored[place] = result
+        return restored
+
+
+@dataclass
+class _Planned:
+    """A program, and which microbatch of a replica, by rank of length, each of its microbatches is."""
+
+    program: Program
+    assignment: tuple[int, ...]
+
+
+@dataclass
+class _Planners:
+    """Planners by number of microbatches, for one version of the schedule's plans."""
+
+    by_number: dict[int, MicrobatchPlanner] = field(default_factory=dict)
+
+
+class UnequalMicrobatches:
+    """Arranges the microbatches of every iteration of one rank. Every rank of the world must construct it at the same point.
+
+    Args:
+        spec: the schedule.
+        options: how lengths are found.
+        costs: of a microbatch of the usual length, until lengths and times are measured; None: F=B=W.
+        plan: returns the schedule's plan for a number of equal microbatches.
+        place: places the transfers of a training plan.
+    """
+
+    def __init__(
+        self,
+        spec: ScheduleSpec,
+        options: UnequalOptions,
+        *,
+        plan: Callable[[int], Plan],
+        place: PlaceTransfers,
+        costs: CostModel | None = None,
+    ) -> None:
+        usual = float(options.usual_tokens)
+        self._spec, self._options, self._plan, self._place = spec, options, plan, place
+        self._comm_ms, self._memory_limit = 0.0, spec.memory_limit
+        self._links: Links | None = None
+        self.model = LengthModel.of(
+            costs or CostModel.uniform(spec.placement),
+            tokens=usual,
+            squares=usual**2,
+            attention_share=options.attention_share,
+        )
+        """Costs by length; replaced by `learn`."""
+        self._exchange = LengthExchange()
+        self._replica = parallel_state.get_data_parallel_rank()
+        self._expected: deque[LengthsOfReplicas] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans microbatches")
+        self._planners = _Planners()
+        self._programs: OrderedDict[LengthsOfReplicas, Future[_Planned]] = OrderedDict()
+
+    @property
+    def usual_tokens(self) -> int:
+        """Tokens of a row of the usual length."""
+        return self._options.usual_tokens
+
+    def learn(self, model: LengthModel, *, comm_ms: float, links: Links | None, memory_limit: float | None) -> None:
+        """From the next iteration on, plan with these costs. All ranks must call it at the same point, with the same costs.
+
+        Args:
+            model: costs by length.
+            comm_ms: P2P latency of a message.
+            links: of unequal speed; None: all have `comm_ms`.
+            memory_limit: most activation memory of a rank, where 1.0 is p microbatches of which the model's stages of a rank hold
+                1 each; None: the schedule's own.
+        """
+        self.model, self._comm_ms, self._links, self._memory_limit = model, comm_ms, links, memory_limit
+        self.forget()
+
+    def forget(self) -> None:
+        """Plan anew: the schedule has other plans, or costs have changed."""
+        self._planners = _Planners()
+        self._programs.clear()
+
+    def expect(self, replicas: LengthsOfReplicas) -> None:
+        """Announce the lengths of the next training iteration that has not been announced; its plan is made on a thread.
+
+        Every rank must announce the same iterations. Those that are not announced exchange their lengths when they begin.
+        """
+        self._expected.append(replicas)
+        self._start(replicas)
+
+    @property
+    def num_expected(self) -> int:
+        """Training iterations whose lengths are known and that have not begun."""
+        return len(self._expected)
+
+    def planned(self, replicas: LengthsOfReplicas) -> Plan:
+        """The plan for these lengths, which an iteration with them runs. All ranks must call it at the same point."""
+        return self._start(replicas).result().program.plan
+
+    def arrange(
+        self, iterators: Sequence[Any], num_microbatches: int, *, equal: Callable[[], Program], forward_only: bool
+    ) -> Arranged:
+        """Read the microbatches of one call of the schedule and find its program. All ranks of the world must call it.
+
+        Args:
+            iterators: per chunk an iterator over the data as it comes, or None.
+            num_microbatches: that the call runs.
+            equal: returns the program for equal microbatches, which also evaluation runs.
+            forward_only: no gradients follow: the order of the data is kept, and nothing is planned.
+
+        Raises:
+            ConfigError: lengths that cannot be, or that differ between chunks or ranks.
+            DataError: an iterator has fewer microbatches.
+            ExecutionError: a microbatch has another length than was announced, or another rank could not read its data.
+        """
+        is_announced = not forward_only and bool(self._expected)
+        try:
+            items = [None if each is None else _read(each, num_microbatches) for each in iterators]
+            own = self._own_lengths(items)
+        except Exception:
+            if not is_announced:
+                self._exchange.fail(num_microbatches)  # or the other ranks would wait for this one
+            raise
+        if is_announced:
+            replicas = self._expected.popleft()
+            self._check(own, replicas[self._replica])
+        else:
+            replicas = self._exchange(own, num_microbatches)
+        if forward_only or not self._must_plan(replicas):
+            program, order = equal(), tuple(range(num_microbatches))
+        else:
+            planned = self._start(replicas).result()
+            program, own_rank = planned.program, self._ranked(replicas[self._replica], replicas)
+            order = tuple(own_rank[place] for place in planned.assignment)
+        return Arranged(
+            program=program,
+            iterators=[None if each is None else iter([each[place] for place in order]) for each in items],
+            order=order,
+            lengths=tuple(replicas[self._replica][place] for place in order),
+        )
+
+    def _own_lengths(self, items: Sequence[list[Any] | None]) -> list[Lengths] | None:
+        first: list[Lengths] | None = None
+        for each in items:
+            if each is None:
+                continue
+            own = [lengths_of(self._options.tokens_of, item, number) for number, item in enumerate(each)]
+            first = first or own
+            if own != first:
+                number = next(index for index, (a, b) in enumerate(zip(first, own, strict=True)) if a != b)
+                what = "tokens" if first[number].tokens != own[number].tokens else "squares"
+                raise ConfigError(
+                    f"the data iterators of this rank's chunks read different data: microbatch {number} has "
+                    f"{getattr(first[number], what):g} {'squared lengths' if what == 'squares' else what} on one and "
+                    f"{getattr(own[number], what):g} on another; they must be over the same samples"
+                )
+        return first
+
+    def _check(self, own: Sequence[Lengths] | None, expected: Sequence[Lengths]) -> None:
+        if own is None or tuple(own) == tuple(expected):
+            return
+        number = next((i for i, (a, b) in enumerate(zip(own, expected, strict=False)) if a != b), min(len(own), len(expected)))
+        found, announced = ([each.tokens for each in side[number : number + 1]] for side in (own, expected))
+        raise ExecutionError(f"microbatch {number} has {found} tokens, and {announced} were announced before the iteration")
+
+    @staticmethod
+    def _must_plan(replicas: LengthsOfReplicas) -> bool:
+        return len(set(most_of_replicas(replicas))) > 1 or any(len(set(each)) > 1 for each in replicas)
+
+    def _ranked(self, own: Sequence[Lengths], replicas: LengthsOfReplicas) -> list[int]:
+        """The microbatches of a replica by length; as they come if there is no other replica to match, or nothing moves."""
+        return ranked(own) if len(replicas) > 1 and self._options.reorders else list(range(len(own)))
+
+    def _start(self, replicas: LengthsOfReplicas) -> Future[_Planned]:
+        """Begin to plan for these lengths, unless that has begun."""
+        if replicas not in self._programs:
+            while len(self._programs) >= _NUM_KEPT:
+                self._programs.popitem(last=False)
+            number = len(replicas[0])
+            base = self._plan(number)  # here: planning it may take all ranks
+            self._programs[replicas] = self._thread.submit(self._planned, replicas, base, self.model, self._planners)
+        self._programs.move_to_end(replicas)
+        return self._programs[replicas]
+
+    def _planned(self, replicas: LengthsOfReplicas, base: Plan, model: LengthModel, planners: _Planners) -> _Planned:
+        number = len(replicas[0])
+        matched = tuple(tuple(own[place] for place in self._ranked(own, replicas)) for own in replicas)
+        most = most_of_replicas(matched)
+        per_microbatch = model.costs([each.tokens for each in most], [each.squares for each in most])
+        costs = CostModel.of_microbatches(per_microbatch, comm_ms=self._comm_ms, links=self._links)
+        if not self._options.reorders:
+            return _Planned(self._place(base, costs), tuple(range(number)))
+        if number not in planners.by_number:
+            planners.by_number[number] = self._planner(base)
+        plan = planners.by_number[number].plan(costs)
+        return _Planned(self._place(plan, costs), plan.assignment or tuple(range(number)))
+
+    def _planner(self, base: Plan) -> MicrobatchPlanner:
+        options = SearchOptions(budget=ITERATION_BUDGET, objective=self._options.objective, memory_limit=self._memory_limit)
+        # Ws that run together stay together: only the assignment of such an order changes.
+        spec = self._spec if self._spec.shard_gradients is None else replace(self._spec, loaded_plan=base)
+        return MicrobatchPlanner(spec, base.num_microbatches, options=options, base=base)
+
+    def close(self) -> None:
+        """End the thread and destroy the group. Every rank of the world must call it."""
+        self._thread.shutdown(cancel_futures=True)
+        self._exchange.close()
+
+
+def _read(iterator: Any, num_microbatches: int) -> list[Any]:
+    items: list[Any] = []
+    try:
+        while len(items) < num_microbatches:
+            items.append(next(iterator))
+    except StopIteration:
+        raise DataError(
+            f"the data iterator ended after {len(items)} of the {num_microbatches} microbatches of an iteration; give one that "
+            "has them all, for example one that begins again at its end"
+        ) from None
+    return items
+
+
+def attention_share(config: Any, tokens: int) -> float:
+    """About the share of a layer's forward time that grows with the square of the length: by operations, causal attention.
+
+    Args:
+        config: TransformerConfig of the model.
+        tokens: length of a sequence.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads * config.kv_channels
+    groups = (config.num_query_groups or config.num_attention_heads) * config.kv_channels
+    matrices = 3 if config.gated_linear_unit else 2
+    experts = config.moe_router_topk if config.num_moe_experts else 1
+    size = (config.moe_ffn_hidden_size if config.num_moe_experts else None) or config.ffn_hidden_size
+    linear = hidden * (2 * heads + 2 * groups) + hidden * size * matrices * experts  # half of the operations per token
+    attention = tokens * heads  # likewise: scores and values of half of the keys
+    return attention / (attention + linear)

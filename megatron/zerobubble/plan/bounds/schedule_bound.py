@@ -1,0 +1,86 @@
+"""Lower bounds on the span and the makespan of any plan under a memory limit.
+
+Each bound is an argument about one rank or about one rank and that of stage 0 (`relaxations`, which has the arguments; the proofs
+are in docs/adr/0039). The span is at least the largest of them. `Bound.derivation` is that one as data: its name, the ranks it is
+about, and the terms that add up to it.
+
+With unequal microbatches the bounds hold for every assignment to slots: work and memory are summed over the microbatches, and a
+path takes at every stage and link the time of the fastest one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.zerobubble.plan.bounds.relaxations import derivations
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.search.instance import Derivation, Instance
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Lower bounds for every plan of one placement, number of microbatches, costs and memory limit."""
+
+    span_ms: float
+    """No plan has a shorter span."""
+    makespan_ms: float
+    """No plan has a shorter makespan."""
+    bubble_rate: float
+    """No plan has a smaller bubble rate (of the span)."""
+    derivation: Derivation | None = None
+    """The argument that gives `span_ms`."""
+    makespan_derivation: Derivation | None = None
+    """The argument that gives `makespan_ms`."""
+
+    @staticmethod
+    def of_any(bounds: Sequence[Bound]) -> Bound:
+        """A bound for the plans of several placements: the smallest of theirs."""
+        span = min(bounds, key=lambda bound: bound.span_ms)
+        makespan = min(bounds, key=lambda bound: bound.makespan_ms)
+        return Bound(
+            span_ms=span.span_ms,
+            makespan_ms=makespan.makespan_ms,
+            bubble_rate=min(bound.bubble_rate for bound in bounds),
+            derivation=span.derivation,
+            makespan_derivation=makespan.makespan_derivation,
+        )
+
+    def gap(self, span_ms: float) -> float:
+        """How far a span is above its lower bound, as a share of the bound; the optimum lies in between."""
+        return span_ms / self.span_ms - 1.0 if self.span_ms > 0 else 0.0
+
+    def makespan_gap(self, makespan_ms: float) -> float:
+        """How far a makespan is above its lower bound, as a share of the bound."""
+        return makespan_ms / self.makespan_ms - 1.0 if self.makespan_ms > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The bounds with their derivations as a JSON object."""
+        body: dict[str, Any] = {"span_ms": self.span_ms, "makespan_ms": self.makespan_ms, "bubble_rate": self.bubble_rate}
+        for name, derivation in (("span", self.derivation), ("makespan", self.makespan_derivation)):
+            if derivation is not None:
+                body[f"{name}_derivation"] = derivation.to_json()
+        return body
+
+
+def lower_bound(placement: Placement, num_microbatches: int, costs: CostModel, memory_limit: float | None = None) -> Bound:
+    """Lower bounds for `num_microbatches` on a placement under a memory limit (1.0 is 1F1B's rank 0; None: no limit)."""
+    costs.check_fits(placement, num_microbatches)
+    unit = min(placement.num_ranks, num_microbatches)
+    # Plans keep a limit up to rounding, so the bound uses a slightly larger one.
+    limit = math.inf if memory_limit is None else memory_limit * unit * (1 + 1e-9) + 1e-9
+    instance = Instance(placement, costs, num_microbatches, limit)
+    span, makespan = Derivation.nothing(), Derivation.nothing()
+    for found in derivations(instance):
+        span = max(span, found, key=_value)
+        makespan = max(makespan, instance.since_first_start(found), key=_value)
+    busiest = max(instance.work(stages) for stages in placement.rank_to_stages)
+    bubble_rate = max(0.0, span.value_ms - busiest) / span.value_ms if span.value_ms > 0 else 0.0
+    return Bound(span.value_ms, makespan.value_ms, bubble_rate, span, makespan)
+
+
+def _value(derivation: Derivation) -> float:
+    return derivation.value_ms

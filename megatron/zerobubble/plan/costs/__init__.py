@@ -1,0 +1,1 @@
+"""Times, links and memory that plans are made from."""

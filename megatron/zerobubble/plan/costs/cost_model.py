@@ -1,0 +1,317 @@
+"""The cost model: times of F, B and W per stage, P2P latency, and activation memory.
+
+Times are in milliseconds per microbatch. Memory is in units of one microbatch's activations on one rank of a uniform
+model, so a stage of a V schedule, half of a rank's layers, has 0.5. `activation_after_backward`, in the same unit, is the memory
+kept from the end of a stage's B until its W: the layers' inputs and output gradients, operands of the wgrad GEMMs (arXiv
+2401.10241, section 2.3). With activation recomputation it is more than F leaves, which is only the input that B recomputes from.
+
+Microbatches of unequal lengths have costs of their own (`per_microbatch`), and ranks may have unequal links (`links`). Then the
+per-stage lists are the means, which are the costs of every microbatch where all are equal: such costs are the plain ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts, check_number
+from megatron.zerobubble.plan.ir import OpKind, Placement
+
+_SMALLEST = 1e-9
+"""Least of the largest time (ms), and of the largest activation memory. Below it quotients are no longer finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Activation memory of one microbatch per stage, in the unit of `CostModel`."""
+
+    activation: tuple[float, ...]
+    """From the start of a stage's F to the end of its B (M_B)."""
+    activation_after_backward: tuple[float, ...]
+    """From the end of a stage's B to the end of its W (M_W)."""
+
+    def to_json(self) -> dict[str, list[float]]:
+        """Both lists by their names in the `costs` object of a plan."""
+        return {name: list(getattr(self, name)) for name in COST_LISTS[3:]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Costs of every stage and of a message between ranks. Raises ConfigError on values below 0 or above 1e12.
+
+    The largest time is 1e-9 ms or more, unless all are 0; the largest activation memory likewise.
+    """
+
+    forward_ms: tuple[float, ...]
+    """Time of F, per stage."""
+    backward_ms: tuple[float, ...]
+    """Time of B (dgrad), per stage. A fused BW takes B plus W."""
+    wgrad_ms: tuple[float, ...]
+    """Time of W (wgrad), per stage."""
+    comm_ms: float = 0.0
+    """P2P latency per message, added to every dependency that crosses ranks."""
+    activation: tuple[float, ...]
+    """Activation memory from the start of a stage's F to the end of its B, per stage (M_B)."""
+    activation_after_backward: tuple[float, ...]
+    """Activation memory from the end of a stage's B to the end of its W, per stage (M_W)."""
+    per_microbatch: MicrobatchCosts | None = None
+    """Costs of every microbatch; the lists above are then their means, whatever was given. None: all microbatches are equal."""
+    links: Links | None = None
+    """Links of every pair of ranks; `comm_ms` is then the mean of neighboring ranks. None: `comm_ms` for all."""
+
+    def __post_init__(self) -> None:
+        self._take_means()
+        for name in COST_LISTS:
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            for stage, value in enumerate(getattr(self, name)):
+                check_number(f"{name} of stage {stage}", value)
+            if len(getattr(self, name)) != self.num_stages:
+                raise ConfigError(
+                    f"costs: forward_ms has {self.num_stages} stages and {name} has {len(getattr(self, name))}; "
+                    "every list needs one value per stage"
+                )
+        check_number("comm_ms", self.comm_ms)
+        if not self.forward_ms:
+            raise ConfigError("costs: at least one stage is needed")
+        for names in (COST_LISTS[:3], COST_LISTS[3:]):
+            _check_largest(names, max(max(getattr(self, name)) for name in names))
+
+    def _take_means(self) -> None:
+        """Replace the lists by the means of the microbatches, and equal microbatches and links by the plain costs."""
+        if self.per_microbatch is not None:
+            for name, means in self.per_microbatch.means().items():
+                object.__setattr__(self, name, means)
+            if self.per_microbatch.is_uniform:
+                object.__setattr__(self, "per_microbatch", None)
+        if self.links is not None:
+            sizes = len(self.links.message_bytes)
+            if sizes > 1 and self.per_microbatch is not None and sizes != self.per_microbatch.num_microbatches:
+                raise ConfigError(
+                    f"costs: {self.per_microbatch.num_microbatches} microbatches and message_bytes of {sizes}; "
+                    "give one size for all, or one per microbatch"
+                )
+            object.__setattr__(self, "comm_ms", self.links.neighbors_ms)
+            if self.links.is_uniform:
+                object.__setattr__(self, "links", None)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.forward_ms)
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """Number of microbatches that have costs of their own; None: all are equal, and any number has these costs."""
+        if self.per_microbatch is not None:
+            return self.per_microbatch.num_microbatches
+        sizes = 1 if self.links is None else len(self.links.message_bytes)
+        return sizes if sizes > 1 else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all microbatches are equal, and all links."""
+        return self.per_microbatch is None and self.links is None
+
+    @property
+    def plain(self) -> CostModel:
+        """The costs with every microbatch at the mean, and every link at `comm_ms`."""
+        return self if self.is_plain else replace(self, per_microbatch=None, links=None)
+
+    def of_microbatch(self, name: str, stage: int, microbatch: int) -> float:
+        """The value of one of the lists for one microbatch."""
+        lists: CostModel | MicrobatchCosts = self if self.per_microbatch is None else self.per_microbatch
+        value = getattr(lists, name)[stage]
+        return float(value if self.per_microbatch is None else value[microbatch])
+
+    @staticmethod
+    def of_lists(lists: Mapping[str, Sequence[float]], *, comm_ms: float = 0.0) -> CostModel:
+        """Plain costs from the five lists per stage, by the names of their fields."""
+        return CostModel(comm_ms=comm_ms, **{name: tuple(values) for name, values in lists.items()})  # type: ignore[arg-type]
+
+    @staticmethod
+    def of_microbatches(per_microbatch: MicrobatchCosts, *, comm_ms: float = 0.0, links: Links | None = None) -> CostModel:
+        """Costs of unequal microbatches, with one P2P latency or a matrix of links."""
+        return replace(CostModel.of_lists(per_microbatch.means(), comm_ms=comm_ms), per_microbatch=per_microbatch, links=links)
+
+    @staticmethod
+    def uniform(
+        placement: Placement,
+        *,
+        forward_ms: float = 1.0,
+        backward_ms: float = 1.0,
+        wgrad_ms: float = 1.0,
+        comm_ms: float = 0.0,
+        activation_after_backward: float = 1.0,
+    ) -> CostModel:
+        """Uniform ranks: the arguments are per rank and microbatch, and are divided equally among a rank's stages.
+
+        Args:
+            placement: stage -> rank.
+            forward_ms: F of all stages of one rank.
+            backward_ms: B of all stages of one rank.
+            wgrad_ms: W of all stages of one rank.
+            comm_ms: P2P latency per message; not divided.
+            activation_after_backward: fraction of a microbatch's activation memory kept after B, M_W / M_B. The default,
+                all of it, is the safe assumption without a measurement; with recomputation it is above 1.
+        """
+        times = (forward_ms, backward_ms, wgrad_ms)
+        for name, value in zip(COST_LISTS, times, strict=False):
+            check_number(name, value)
+        _check_largest(COST_LISTS[:3], max(times))  # before the division, which may make it 0
+        parts = [len(placement.rank_to_stages[rank]) for rank in placement.stage_to_rank]
+
+        def shared(name: str, value: float) -> tuple[float, ...]:
+            check_number(name, value)
+            return tuple(value / part for part in parts)
+
+        return CostModel(
+            forward_ms=shared("forward_ms", forward_ms),
+            backward_ms=shared("backward_ms", backward_ms),
+            wgrad_ms=shared("wgrad_ms", wgrad_ms),
+            comm_ms=comm_ms,
+            activation=shared("activation", 1.0),
+            activation_after_backward=shared("activation_after_backward", activation_after_backward),
+        )
+
+    @property
+    def activations(self) -> Activations:
+        """The activation memory of the stages alone."""
+        return Activations(activation=self.activation, activation_after_backward=self.activation_after_backward)
+
+    @property
+    def times_text(self) -> str:
+        """The times as text for a log: per stage, or their range if there are more than eight stages."""
+        passes = ", ".join(
+            f"{kind} {_brief(times)}" for kind, times in (("F", self.forward_ms), ("B", self.backward_ms), ("W", self.wgrad_ms))
+        )
+        every = self.per_microbatch
+        unequal = "" if every is None else f" (means of {every.num_microbatches} unequal microbatches)"
+        return f"{passes} ms by stage{unequal}, links {self.comm_ms:.2f} ms{'' if self.links is None else ' (mean)'}"
+
+    @property
+    def reserved(self) -> CostModel:
+        """Costs under which an F allocates the most memory that its microbatch will need, whether before or after B.
+
+        A plan that fits a memory limit under these costs also fits it under the true ones. Returns the same object if no stage
+        needs more memory after B than before.
+        """
+        most = tuple(map(max, self.activation, self.activation_after_backward))
+        every = self.per_microbatch
+        if every is not None:
+            rows = zip(every.activation, every.activation_after_backward, strict=True)
+            every = replace(every, activation=tuple(tuple(map(max, before, after)) for before, after in rows))
+        if most == self.activation and every == self.per_microbatch:
+            return self
+        return replace(self, activation=most, per_microbatch=every)
+
+    def reordered(self, assignment: Sequence[int]) -> CostModel:
+        """The same costs with microbatch i the one that was `assignment[i]`; empty: the same order. See `Plan.assignment`."""
+        if not assignment or self.num_microbatches is None:
+            return self
+        if len(assignment) != self.num_microbatches:
+            raise PlanError(f"the costs are for {self.num_microbatches} microbatches and the plan assigns {len(assignment)}")
+        return replace(
+            self,
+            per_microbatch=None if self.per_microbatch is None else self.per_microbatch.reordered(assignment),
+            links=None if self.links is None else self.links.reordered(assignment),
+        )
+
+    def merged(self, num_stages: int) -> CostModel:
+        """The costs of fewer stages, each made of the same number of consecutive ones of these.
+
+        This is how a stage of p stages follows from two of the 2p stages of a V schedule: both number the same layers in order.
+
+        Raises:
+            PlanError: the number of these stages is not a multiple of `num_stages`.
+        """
+        if num_stages < 1 or self.num_stages % num_stages:
+            raise PlanError(f"costs of {self.num_stages} stages cannot be merged into {num_stages}: give a divisor")
+        size = self.num_stages // num_stages
+        lists = {
+            name: tuple(math.fsum(getattr(self, name)[at : at + size]) for at in range(0, self.num_stages, size))
+            for name in COST_LISTS
+        }
+        every = None if self.per_microbatch is None else self.per_microbatch.merged(size)
+        return replace(CostModel.of_lists(lists, comm_ms=self.comm_ms), per_microbatch=every, links=self.links)
+
+    def duration_ms(self, stage: int, kind: OpKind, microbatch: int = 0) -> float:
+        """Time of one op in milliseconds; the microbatch counts only if they are unequal."""
+        every = self.per_microbatch
+        if kind is OpKind.F:
+            return self.forward_ms[stage] if every is None else every.forward_ms[stage][microbatch]
+        backward = self.backward_ms[stage] if every is None else every.backward_ms[stage][microbatch]
+        if kind is OpKind.B:
+            return backward
+        wgrad = self.wgrad_ms[stage] if every is None else every.wgrad_ms[stage][microbatch]
+        return wgrad if kind is OpKind.W else backward + wgrad
+
+    def link_ms(self, source: int, target: int, microbatch: int = 0) -> float:
+        """Time of a message between two ranks in milliseconds; 0 within a rank."""
+        if source == target:
+            return 0.0
+        return self.comm_ms if self.links is None else self.links.time_ms(source, target, microbatch)
+
+    def check_fits(self, placement: Placement, num_microbatches: int | None = None) -> None:
+        """Raise PlanError unless the costs are for the stages of `placement`, its ranks, and this number of microbatches."""
+        if self.num_stages != placement.num_stages:
+            raise PlanError(
+                f"the costs are for {self.num_stages} stages and the plan has {placement.num_stages} "
+                f"({placement.num_ranks} ranks, {placement.name} placement); give one value per stage"
+            )
+        if self.links is not None and self.links.num_ranks != placement.num_ranks:
+            raise PlanError(
+                f"the matrix of links has {self.links.num_ranks} rows and the plan {placement.num_ranks} ranks; "
+                "give one row and one column per rank"
+            )
+        own = self.num_microbatches
+        if num_microbatches is not None and own is not None and own != num_microbatches:
+            raise PlanError(f"the costs are for {own} microbatches and the plan has {num_microbatches}; give costs of each")
+
+    def to_json(self) -> dict[str, Any]:
+        """The `costs` object of the plan's JSON form."""
+        body: dict[str, Any] = {name: list(getattr(self, name)) for name in COST_LISTS[:3]}
+        body["comm_ms"] = self.comm_ms
+        body |= {name: list(getattr(self, name)) for name in COST_LISTS[3:]}
+        if self.per_microbatch is not None:
+            body["microbatches"] = self.per_microbatch.to_json()
+        if self.links is not None:
+            body["links"] = self.links.to_json()
+        return body
+
+    @staticmethod
+    def from_json(body: Mapping[str, Any]) -> CostModel:
+        """Parse the output of `to_json`; unknown keys are ignored.
+
+        Raises:
+            PlanError: a key is missing or is not a list.
+            ConfigError: a value is not a finite non-negative number.
+        """
+        if not isinstance(body, Mapping):
+            raise PlanError(f"costs must be an object with {', '.join(COST_LISTS)} and comm_ms, got {quoted(body)}")
+        for name in COST_LISTS:
+            if not isinstance(body.get(name), list):
+                raise PlanError(f"costs: {name!r} must be a list with one number per stage, got {quoted(body.get(name))}")
+        lists = {name: tuple(body[name]) for name in COST_LISTS}
+        every, links = body.get("microbatches"), body.get("links")
+        return CostModel(
+            **lists,
+            comm_ms=body.get("comm_ms", 0.0),
+            per_microbatch=None if every is None else MicrobatchCosts.from_json(every),
+            links=None if links is None else Links.from_json(links),
+        )
+
+
+def _brief(times: tuple[float, ...]) -> str:
+    return " ".join(f"{value:.1f}" for value in times) if len(times) <= 8 else f"{min(times):.1f}..{max(times):.1f}"
+
+
+def _check_largest(names: Sequence[str], largest: float) -> None:
+    if 0 < largest < _SMALLEST:
+        raise ConfigError(
+            f"costs: the largest value of {', '.join(names)} is {largest}; it must be at least {_SMALLEST:g}, or all are 0"
+        )

@@ -1,0 +1,67 @@
+"""Lengths of microbatches and links of ranks as a user gives them, beside the times of a microbatch of the mean length.
+
+The command line and the playground both plan from these: a list of lengths instead of costs of every microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
+
+
+@dataclass(frozen=True)
+class Unequal:
+    """Lengths and links."""
+
+    tokens: tuple[int, ...] = ()
+    """Tokens of every microbatch; empty: all are equal."""
+    attention_share: float = 0.0
+    """Share of F's time in attention, at the mean length."""
+    links: Links | None = None
+    """None: one latency for all."""
+    model: LengthModel | None = None
+    """Measured costs by length, in place of an attention share and of times at the mean length; None: not measured."""
+
+    def applied(self, costs: CostModel) -> CostModel:
+        """The costs of microbatches with these lengths on these links, from those of a microbatch of the mean length.
+
+        Equal lengths have the given costs, to the bit, and so the usual plan. Of measured costs by length the given ones only
+        add the P2P latency and the links.
+
+        Raises:
+            ConfigError: the costs are of unequal microbatches already.
+        """
+        if self.tokens and self.model is not None:
+            every = self.model.costs(self.tokens)
+            costs = CostModel.of_microbatches(every, comm_ms=costs.comm_ms, links=costs.links)
+            if every.is_uniform:
+                costs = replace(costs, per_microbatch=None)
+        elif self.tokens:
+            if costs.per_microbatch is not None:
+                raise ConfigError("the costs are those of every microbatch; drop the lengths (--microbatch-tokens)")
+            mean = sum(self.tokens) / len(self.tokens)
+            squares = sum(count * count for count in self.tokens) / len(self.tokens)
+            model = LengthModel.of(costs, tokens=mean, squares=squares, attention_share=self.attention_share)
+            if len(set(self.tokens)) > 1:  # else the model gives these costs, but for the last digits
+                costs = replace(costs, per_microbatch=model.costs(self.tokens))
+        return costs if self.links is None else replace(costs, links=self.links)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all microbatches have one length, and all messages take the same time."""
+        return len(set(self.tokens)) <= 1 and (self.links is None or self.links.is_uniform)
+
+    def auto_memory_limit(self, num_ranks: int) -> float:
+        """1F1B's activation memory on rank 0, in the order of the data that needs most: that of the longest microbatches."""
+        if not self.tokens:
+            return 1.0
+        held = min(num_ranks, len(self.tokens))
+        if self.model is not None:
+            sizes = sorted(map(math.fsum, zip(*self.model.costs(self.tokens).activation, strict=True)))
+            return math.fsum(sizes[-held:]) / (held * num_ranks)
+        return sum(sorted(self.tokens)[-held:]) * len(self.tokens) / (held * sum(self.tokens))

@@ -1,0 +1,166 @@
+"""Links between ranks that are not alike: latency and bandwidth of every directed pair of pipeline ranks.
+
+Inside a node a message takes microseconds, between nodes many times as long, and the two directions of a pair may differ. A
+message of `n` bytes takes ``latency + n / bandwidth``; bytes grow with the tokens of its microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.plan.costs.microbatch_costs import LARGEST
+
+_BYTES_PER_MS = 1e6
+"""Bytes per millisecond in 1 GB/s."""
+_ALIKE = 2.0
+"""Measured links that differ by less than this factor are taken for equal: two measurements of one link differ, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """A matrix of links, `[sender][receiver]`, and the bytes of a message.
+
+    Raises ConfigError for a matrix that is not square, for numbers that are not finite or below 0, and for a bandwidth of 0.
+    The diagonal is ignored, whatever it is, and becomes 0: a rank sends nothing to itself.
+    """
+
+    latency_ms: tuple[tuple[float, ...], ...]
+    """Time of an empty message in milliseconds."""
+    gigabytes_per_s: tuple[tuple[float, ...], ...] = ()
+    """Bandwidth in 10^9 bytes per second; empty: not known, only latency counts."""
+    message_bytes: tuple[float, ...] = (0.0,)
+    """Bytes of a message: one number for all microbatches, or one per microbatch."""
+
+    def __post_init__(self) -> None:
+        for name in ("latency_ms", "gigabytes_per_s"):
+            object.__setattr__(self, name, tuple(tuple(row) for row in getattr(self, name)))
+        object.__setattr__(self, "message_bytes", tuple(self.message_bytes))
+        _check_square("latency_ms", self.latency_ms, len(self.latency_ms))
+        if self.gigabytes_per_s:
+            _check_square("gigabytes_per_s", self.gigabytes_per_s, self.num_ranks)
+        if not self.latency_ms or not self.message_bytes:
+            raise ConfigError("links: at least one rank and one message size are needed")
+        for name in ("latency_ms", "gigabytes_per_s"):
+            rows = enumerate(getattr(self, name))
+            object.__setattr__(self, name, tuple((*row[:rank], 0.0, *row[rank + 1 :]) for rank, row in rows))
+        for source, row in enumerate(self.latency_ms):
+            for target, value in enumerate(row):
+                if source != target:
+                    _check(f"latency_ms from rank {source} to rank {target}", value, positive=False)
+        for source, row in enumerate(self.gigabytes_per_s):
+            for target, value in enumerate(row):
+                if source != target:
+                    _check(f"gigabytes_per_s from rank {source} to rank {target}", value, positive=True)
+        for microbatch, value in enumerate(self.message_bytes):
+            _check(f"message_bytes of microbatch {microbatch}", value, positive=False)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks, p."""
+        return len(self.latency_ms)
+
+    def time_ms(self, source: int, target: int, microbatch: int = 0) -> float:
+        """Time of one message in milliseconds; 0 within a rank."""
+        if source == target:
+            return 0.0
+        size = self.message_bytes[microbatch if len(self.message_bytes) > 1 else 0]
+        return self._time(source, target, size)
+
+    def shortest_ms(self, source: int, target: int) -> float:
+        """Time of the smallest message."""
+        return 0.0 if source == target else self._time(source, target, min(self.message_bytes))
+
+    @cached_property
+    def neighbors(self) -> tuple[float, ...]:
+        """Times of a mean message between neighbors of the ring of ranks, the pairs that placements use, in milliseconds."""
+        p, size = self.num_ranks, math.fsum(self.message_bytes) / len(self.message_bytes)
+        pairs = {(rank, (rank + 1) % p) for rank in range(p)} | {((rank + 1) % p, rank) for rank in range(p)}
+        return tuple(self._time(source, target, size) for source, target in sorted(pairs) if source != target)
+
+    @cached_property
+    def neighbors_ms(self) -> float:
+        """The mean of `neighbors`."""
+        times = self.neighbors
+        return times[0] if len(set(times)) == 1 else math.fsum(times) / max(1, len(times))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every message takes the same time, whatever its ranks and its microbatch."""
+        p = self.num_ranks
+        sizes = set(self.message_bytes)
+        return len({self._time(a, b, size) for a in range(p) for b in range(p) if a != b for size in sizes}) <= 1
+
+    def reordered(self, assignment: Sequence[int]) -> Links:
+        """The same links, with message i that of microbatch `assignment[i]`."""
+        if len(self.message_bytes) == 1:
+            return self
+        return replace(self, message_bytes=tuple(self.message_bytes[index] for index in assignment))
+
+    def to_json(self) -> dict[str, Any]:
+        """The `links` object of the costs in a plan's JSON form."""
+        body: dict[str, Any] = {"latency_ms": [list(row) for row in self.latency_ms]}
+        if self.gigabytes_per_s:
+            body["gigabytes_per_s"] = [list(row) for row in self.gigabytes_per_s]
+        return body | {"message_bytes": list(self.message_bytes)}
+
+    @staticmethod
+    def from_json(body: object) -> Links:
+        """Parse the output of `to_json`, or a file of a user's with at least `latency_ms`.
+
+        Raises:
+            PlanError: it is not an object of matrices.
+            ConfigError: a matrix has the wrong shape or a wrong number.
+        """
+        if not isinstance(body, Mapping) or not _is_matrix(body.get("latency_ms")):
+            raise PlanError(f"links must be an object with latency_ms, a list of one list per sending rank, got {quoted(body)}")
+        bandwidth, sizes = body.get("gigabytes_per_s", []), body.get("message_bytes", [0.0])
+        if not _is_matrix(bandwidth):
+            raise PlanError(f"links: gigabytes_per_s must be a list of one list per sending rank, got {quoted(bandwidth)}")
+        if not isinstance(sizes, list):
+            raise PlanError(f"links: message_bytes must be a list of one number, or one per microbatch, got {quoted(sizes)}")
+        return Links(latency_ms=tuple(body["latency_ms"]), gigabytes_per_s=tuple(bandwidth), message_bytes=tuple(sizes))
+
+    def _time(self, source: int, target: int, size: float) -> float:
+        latency = self.latency_ms[source][target]
+        return latency + size / (self.gigabytes_per_s[source][target] * _BYTES_PER_MS) if self.gigabytes_per_s else latency
+
+
+def unequal_links(measured: Mapping[tuple[int, int], float], num_ranks: int) -> Links | None:
+    """The matrix of measured links; None if they are alike, or none was measured.
+
+    Args:
+        measured: (sender, receiver) -> milliseconds of a message. A pair that is missing, which no message uses, has their mean.
+        num_ranks: p.
+    """
+    if not measured or max(measured.values()) <= _ALIKE * min(measured.values()):
+        return None
+    mean = math.fsum(measured.values()) / len(measured)
+    return Links(
+        latency_ms=tuple(tuple(measured.get((sender, to), mean) for to in range(num_ranks)) for sender in range(num_ranks))
+    )
+
+
+def _is_matrix(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(row, list) for row in value)
+
+
+def _check_square(name: str, rows: Sequence[Sequence[float]], size: int) -> None:
+    widths = [len(row) for row in rows]
+    if widths != [size] * size:
+        raise ConfigError(
+            f"links: {name} has {len(rows)} rows of {', '.join(map(str, sorted(set(widths)))) or 'no'} numbers; "
+            f"it must have one row and one column for each of {size} ranks"
+        )
+
+
+def _check(name: str, value: object, *, positive: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
+        raise ConfigError(f"links: {name} is {quoted(value)}; it must be a finite number from 0 to {LARGEST:g}")
+    if positive and value == 0:
+        raise ConfigError(f"links: {name} is 0; give a bandwidth above 0, or leave gigabytes_per_s out")

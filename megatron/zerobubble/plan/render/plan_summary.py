@@ -1,0 +1,94 @@
+"""A plan and its metrics as lines of text, for `zerobubble plan` and the playground."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.planner import Result
+from megatron.zerobubble.plan.render.text import render_text
+from megatron.zerobubble.plan.search.search_options import Objective
+from megatron.zerobubble.plan.simulate import Simulation
+from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
+
+
+def headline(plan: Plan) -> str:
+    """The plan's schedule and sizes, in one line."""
+    return (
+        f"{plan.schedule}: {plan.num_ranks} pipeline ranks (PP), {plan.num_microbatches} microbatches per iteration, "
+        f"{plan.placement.num_chunks} stage(s) per rank ({plan.placement.name})"
+    )
+
+
+def lengths(simulation: Simulation) -> list[str]:
+    """The unequal microbatches and links of a plan, one line each; empty if all are equal."""
+    costs, plan, lines = simulation.costs, simulation.plan, []
+    every = costs.per_microbatch
+    if every is not None:
+        tokens = [every.tokens[plan.batch_index(i)] for i in range(plan.num_microbatches)] if every.tokens else []
+        mean = f" (mean {sum(tokens) / len(tokens):.0f})" if tokens else ""
+        lines.append(
+            f"microbatches of {min(tokens)} to {max(tokens)} tokens{mean}" if tokens else "microbatches of unequal costs"
+        )
+        lines[-1] += f", idle share {100 * simulation.idle_share:.2f} % of the makespan"
+        if plan.assignment:
+            lines.append(f"in the order of the data: {_joined(plan.assignment)}")
+        if tokens:
+            lines.append(f"with tokens: {_joined(tokens)}")
+    if costs.links is not None:
+        times = costs.links.neighbors
+        lines.append(f"links of {min(times):.3f} to {max(times):.3f} ms per mean message between neighboring ranks")
+    return lines
+
+
+def slots(simulation: Simulation) -> list[dict[str, int]]:
+    """Per slot of the plan its microbatch of the data, and its tokens if they are known; empty if all microbatches are equal."""
+    every, plan = simulation.costs.per_microbatch, simulation.plan
+    if every is None and not plan.assignment:
+        return []
+    indices = map(plan.batch_index, range(plan.num_microbatches))
+    tokens = every.tokens if every is not None else ()
+    return [{"data_microbatch": index} | ({"tokens": tokens[index]} if tokens else {}) for index in indices]
+
+
+def slot_notes(simulation: Simulation) -> list[str]:
+    """`slots` in words, to follow the name of a pass."""
+    words = ((slot["data_microbatch"], f", {slot['tokens']} tokens" if "tokens" in slot else "") for slot in slots(simulation))
+    return [f" (microbatch {index} of the data{tokens})" for index, tokens in words]
+
+
+def _joined(values: Sequence[int]) -> str:
+    return " ".join(map(str, values))
+
+
+def measures(simulation: Simulation) -> str:
+    """Bubble rate, iteration times and peak memory, in one line."""
+    return (
+        f"bubble {100 * simulation.bubble_rate:.2f} %, iteration time {simulation.span_ms:.3f} ms {Objective.SPAN.label}, "
+        f"{simulation.makespan_ms:.3f} ms {Objective.MAKESPAN.label}, "
+        f"peak activation memory {max(simulation.peak_memory):.4f} of 1F1B's"
+    )
+
+
+def bounds(result: Result) -> str:
+    """The lower bounds and the plan's gaps to them, in one line."""
+    simulation, bound = result.simulation, result.bound
+    return (
+        f"lower bounds: bubble {100 * bound.bubble_rate:.2f} %, "
+        f"span {bound.span_ms:.3f} ms (gap {100 * bound.gap(simulation.span_ms):.2f} %), "
+        f"makespan {bound.makespan_ms:.3f} ms (gap {100 * bound.makespan_gap(simulation.makespan_ms):.2f} %)"
+    )
+
+
+def summary(result: Result, width: int) -> str:
+    """The headline, the text timeline, the metrics, the lower bounds, and each rank's memory."""
+    simulation = result.simulation
+    plan = simulation.plan
+    ranks = [
+        f"  rank {rank}: peak activation memory {memory:.4f}; at most {live} stage activations, {pending} pending W"
+        for rank, (memory, live, pending) in enumerate(
+            zip(simulation.peak_memory, live_microbatches(plan), pending_wgrads(plan), strict=True)
+        )
+    ]
+    timeline = render_text(simulation.rows, max_width=width)
+    return "\n".join([headline(plan), "", timeline, "", *lengths(simulation), measures(simulation), bounds(result), *ranks])

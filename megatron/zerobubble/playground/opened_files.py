@@ -1,0 +1,140 @@
+"""Open a file that was dropped onto the page. Its kind follows from its content, never from its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.ir import FORMATS as PLAN_FORMATS
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.planner import Result
+from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.plan.validate import validate
+from megatron.zerobubble.playground.drawing import Drawing, draw_plan, draw_recorded
+from megatron.zerobubble.playground.lengths_and_links import as_it_came, attention_share
+from megatron.zerobubble.playground.limits import MAX_OPS
+from megatron.zerobubble.playground.problem import check_size, read_stages
+from megatron.zerobubble.playground.recorded import read_trace
+from megatron.zerobubble.profiling.report import FORMAT as REPORT_FORMAT
+
+_TAKEN = (
+    f"give a plan ({' or '.join(PLAN_FORMATS)}), a report.json ({REPORT_FORMAT}), a trace.json, links with latency_ms, or "
+    "costs with forward_ms, backward_ms, wgrad_ms, activation and activation_after_backward"
+)
+_MOST_SNIFFED = 2000
+_STARTS = {
+    b"\x89PNG": "a PNG picture",
+    b"\xff\xd8": "a JPEG picture",
+    b"%PDF": "a PDF document",
+    b"PK": "a ZIP archive",
+    b"\x1f\x8b": "a gzip archive",
+    b"<": "markup (HTML or XML)",
+}
+"""First bytes of files that are dropped by mistake."""
+
+Opened = dict[str, Any]
+
+_MOST_ITERATIONS = 8
+"""Iterations of a trace that are shown, the last ones."""
+
+
+def open_file(body: bytes) -> Opened:
+    """Read a file for the page: ``kind`` is plan, costs, links or trace.
+
+    Raises:
+        UserError: the format is unknown, or the content malformed.
+    """
+    given = _read(body)
+    if given.get("format") in PLAN_FORMATS:
+        return {"kind": "plan", "drawings": [_draw(plan_result(body, given))]}
+    if given.get("format") == REPORT_FORMAT:
+        return _open_report(given)
+    if "traceEvents" in given:
+        timelines = read_trace(given)
+        return {"kind": "trace", "drawings": [draw_recorded(timeline) for timeline in timelines[-_MOST_ITERATIONS:]]}
+    if "latency_ms" in given:
+        links = Links.from_json(given)
+        check_size(links.num_ranks, 1)
+        return {"kind": "links", "links": links.to_json(), "num_ranks": links.num_ranks}
+    if "forward_ms" in given or isinstance(given.get("costs"), dict):
+        costs = read_stages(given.get("costs", given))
+        return {"kind": "costs", "costs": costs.to_json(), "attention_share": attention_share(costs), "from": "a file with costs"}
+    raise PlanError(
+        f"the file has format {quoted(given.get('format'))} and keys {', '.join(map(quoted, list(given)[:4]))}; {_TAKEN}"
+    )
+
+
+def _draw(result: Result) -> Drawing:
+    return draw_plan(result, as_it_came(result.simulation.plan, result.simulation.costs))
+
+
+def _read(body: bytes) -> dict[str, Any]:
+    """Parse a file. Raises ConfigError with what it is instead of a JSON object, as far as its first bytes show that."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(_described(body, error)) from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"the file is JSON, but a {type(given).__name__} and not an object; {_TAKEN}")
+    return given
+
+
+def _described(body: bytes, error: Exception) -> str:
+    text = body[:_MOST_SNIFFED].lstrip(b"\xef\xbb\xbf \t\r\n")
+    if not text:
+        return f"the file is empty; {_TAKEN}"
+    if text.startswith((b"<svg", b"<?xml")) and b"<svg" in text:
+        return "this is an SVG picture, not JSON: drop the plan, the trace.json or the report.json that it was drawn from"
+    if not text.startswith((b"{", b"[")):
+        found = next((name for start, name in _STARTS.items() if text.startswith(start)), None)
+        return f"{f'this is {found}, not JSON' if found else 'the file is not JSON'}; {_TAKEN}"
+    if isinstance(error, RecursionError):
+        return "the file is JSON that is nested too deeply"
+    return f"the file is damaged JSON: {error}"
+
+
+def plan_result(text: str | bytes, body: Mapping[str, Any]) -> Result:
+    """A plan from a file, simulated with the costs in it or uniform ones, with the lower bound at its own peak memory."""
+    plan = Plan.from_json(text)
+    check_size(plan.num_ranks, plan.num_microbatches)
+    if sum(map(len, plan.ops)) > MAX_OPS:
+        raise PlanError(f"the plan has {sum(map(len, plan.ops))} ops; the playground takes at most {MAX_OPS}")
+    validate(plan)
+    given = body.get("costs")
+    costs = CostModel.uniform(plan.placement) if given is None else read_stages(given)
+    simulation = simulate(plan, costs)
+    bound = lower_bound(plan.placement, plan.num_microbatches, costs, max(simulation.peak_memory))
+    return Result(simulation, bound)
+
+
+def _open_report(given: Mapping[str, Any]) -> Opened:
+    iterations = given.get("iterations")
+    last = iterations[-1] if isinstance(iterations, list) and iterations else None
+    if not isinstance(last, dict):
+        raise PlanError("the report has no iterations: 'iterations' must be a list of objects")
+    costs = read_stages(last.get("costs", {}))
+    sizes: dict[str, int] = {}
+    for name in ("num_ranks", "num_microbatches", "iteration"):
+        value = last.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PlanError(f"the report's {name!r} is {quoted(value)}; it must be a whole number, 1 or more")
+        sizes[name] = value
+    check_size(sizes["num_ranks"], sizes["num_microbatches"])
+    if costs.num_stages % sizes["num_ranks"]:
+        raise PlanError(f"the report has costs of {costs.num_stages} stages for {sizes['num_ranks']} ranks")
+    schedule = last.get("schedule")
+    return {
+        "kind": "costs",
+        "costs": costs.to_json(),
+        "attention_share": attention_share(costs),
+        "num_ranks": sizes["num_ranks"],
+        "num_microbatches": sizes["num_microbatches"],
+        "schedule": schedule[:40] if isinstance(schedule, str) else None,
+        "from": f"iteration {sizes['iteration']} of a report",
+    }

@@ -1,0 +1,1 @@
+"""What a run will need and achieve, estimated from its flags before anything runs."""

@@ -1,0 +1,118 @@
+"""--dry-run: what the flags ask for, in full, without a process group, a GPU or a model.
+
+The report has the settings, the plan with equal passes, the stages, and the memory that they are going to need. It ends where a
+run would begin: all checks of the flags have passed then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron.zerobubble.flags.dataclass_flags import flag_of
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.planner import AUTO, make_plan
+from megatron.zerobubble.plan.registry import executed_plan, initial_plan, stock_plan
+from megatron.zerobubble.plan.render.plan_summary import headline, measures
+from megatron.zerobubble.plan.render.text import render_text
+from megatron.zerobubble.plan.search.search_options import SearchOptions
+from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.estimate.flops import iteration_flops
+from megatron.zerobubble.training.estimate.memory_estimate import estimate_memory, stage_weights
+
+__all__ = ["dry_run_report", "settings_lines"]
+
+_GIB, _WIDTH, _MOST_DRAWN = 2.0**30, 160, 400
+"""Bytes, columns of a timeline, and passes of a rank up to which it is drawn."""
+
+
+def dry_run_report(settings: Settings, *, vocab_size: int) -> str:
+    """The report, in lines.
+
+    Args:
+        settings: checked flags.
+        vocab_size: the tokenizer's vocabulary size, before padding.
+    """
+    note = ""
+    if settings.zero_bubble.schedule == AUTO:
+        settings, note = _chosen(settings), "schedule auto: chosen for equal passes; a run profiles the model first\n"
+    plan = _plan(settings)
+    simulation = simulate(plan, CostModel.uniform(plan.placement))
+    lines = ["settings", *settings_lines(settings), ""]
+    lines += ["plan, if F, B and W take the same time", note + headline(plan)]
+    if max(map(len, plan.ops)) <= _MOST_DRAWN:
+        lines += [render_text(simulation.rows, max_width=_WIDTH)]
+    lines += [measures(simulation), "", "stages", *_stages(settings, plan, vocab_size), ""]
+    lines += ["memory per rank, predicted (GiB; without temporary tensors, communication buffers and the CUDA context)"]
+    lines += [f"{'pipeline rank':>13} {'weights':>14} {'state':>9} {'activations':>12} {'total':>9}"]
+    for rank, each in enumerate(estimate_memory(settings, simulation, vocab_size=vocab_size)):
+        sizes = (each.state_bytes / _GIB, each.activation_bytes / _GIB, each.total_bytes / _GIB)
+        lines.append(f"{rank:>13} {each.weights:>14,} {sizes[0]:>9.3f} {sizes[1]:>12.3f} {sizes[2]:>9.3f}")
+    most = "at most " if settings.data.reads_documents else ""
+    lines += ["", _job(settings), f"FLOPs per iteration: {most}{iteration_flops(settings, vocab_size=vocab_size):.4g}"]
+    return "\n".join([*lines, "dry run: the flags are valid; nothing was started"])
+
+
+def settings_lines(settings: Settings) -> list[str]:
+    """All flags with their values, by group; an asterisk marks those that are not the default."""
+    lines = []
+    for group in dataclasses.fields(settings):
+        config = getattr(settings, group.name)
+        if not dataclasses.is_dataclass(config):
+            continue
+        lines.append(f"  {group.name}")
+        for field in dataclasses.fields(config):
+            if not field.init:
+                continue
+            value = getattr(config, field.name)
+            is_default = field.default is not dataclasses.MISSING and value == field.default
+            lines.append(f"  {' ' if is_default else '*'} {flag_of(field)} {_shown(value, field)}")
+    return lines
+
+
+def _shown(value: Any, field: dataclasses.Field[Any]) -> str:
+    if isinstance(value, bool):  # the switch turns the default around
+        return "given" if value != field.default else "not given"
+    return " ".join(map(str, value)) or "-" if isinstance(value, tuple) else "-" if value is None else str(value)
+
+
+def _plan(settings: Settings) -> Plan:
+    if settings.zero_bubble.schedule == "stock":
+        return stock_plan(settings.num_microbatches, num_ranks=settings.pipeline_size, num_chunks=settings.num_chunks)
+    spec = settings.schedule_spec
+    return executed_plan(spec, initial_plan(spec, settings.num_microbatches))
+
+
+def _chosen(settings: Settings) -> Settings:
+    """The settings with the schedule that auto chooses for equal passes."""
+    result = make_plan(
+        AUTO,
+        num_ranks=settings.pipeline_size,
+        num_microbatches=settings.num_microbatches,
+        costs_of=CostModel.uniform,
+        options=SearchOptions(memory_limit=settings.plan_memory_limit or 1.0, budget=0.0),
+    )
+    return settings.with_schedule(result.name, num_chunks=result.num_chunks)
+
+
+def _stages(settings: Settings, plan: Plan, vocab_size: int) -> list[str]:
+    counts, weights = settings.stage_layers(settings.placement).per_stage, stage_weights(settings, vocab_size=vocab_size)
+    lines, first = [f"{'stage':>5} {'pipeline rank':>13} {'layers':>12} {'weights':>14}"], 0
+    for stage, count in enumerate(counts):
+        layers = f"{first + 1}-{first + count}" if count else "none"
+        ends = " + embedding" * (stage == 0) + " + head" * (stage == len(counts) - 1)
+        lines.append(f"{stage:>5} {plan.placement.stage_to_rank[stage]:>13} {layers:>12} {weights[stage]:>14,}{ends}")
+        first += count
+    return lines
+
+
+def _job(settings: Settings) -> str:
+    parallel = settings.parallel
+    sizes = f"{settings.pipeline_size} pipeline x {parallel.tensor_model_parallel_size} tensor x "
+    sizes += f"{parallel.context_parallel_size} context x {settings.data_parallel_size} data"
+    return (
+        f"job: {settings.world_size} ranks = {sizes}; {settings.num_microbatches} microbatches of "
+        f"{settings.batch.micro_batch_size} x {settings.model.seq_length} tokens, {settings.train_iters} iterations"
+    )

@@ -1,0 +1,126 @@
+"""Reports measured vs. planned at the end of a run, for the chosen iterations of the first pipeline or the last recorded one.
+
+``trace.json`` contains all of them on one time axis, ``report.json`` one entry each; ``timeline-N.svg`` and ``plan-N.json``
+belong to iteration N. docs/reading-the-trace.md explains them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.zerobubble.plan.costs.cost_model import Activations
+from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
+from megatron.zerobubble.plan.render.chrome_trace import render_trace
+from megatron.zerobubble.plan.render.svg import render_comparison
+from megatron.zerobubble.plan.timeline import Timeline
+from megatron.zerobubble.profiling.report import PipelineReport, RankMemory, memory_line, report, reports_to_json
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.metrics.logger import MetricsLogger
+
+__all__ = ["picture", "report_pipeline", "write_trace"]
+
+_log = logging.getLogger(__name__)
+
+
+def report_pipeline(
+    schedule: Any,
+    settings: Settings,
+    metrics: MetricsLogger,
+    *,
+    memory: Sequence[RankMemory] | None = None,
+    activations: Activations | None = None,
+    by_length: LengthModel | None = None,
+) -> PipelineReport | None:
+    """Log the pipeline's bubble, add it to the curves, and with --zero-bubble-trace write the trace.
+
+    Every rank must call it; rank 0 writes.
+
+    Args:
+        schedule: the `PipelineSchedule` of the run.
+        settings: whether and where to write the trace.
+        metrics: receives the curves.
+        memory: memory per rank, if it was measured.
+        activations: activation memory per stage, if it was measured; the reports and plans then have it.
+        by_length: costs fitted to the lengths of unequal microbatches, for ``report.json``.
+
+    Returns:
+        The report of the last recorded iteration, on rank 0; None if none was recorded, and on other ranks.
+    """
+    timelines = [replace(timeline, activations=activations) for timeline in schedule.timelines()]
+    if dist.get_rank() != 0:
+        return None
+    directory = settings.zero_bubble.zero_bubble_trace
+    if not timelines:
+        if directory is not None:
+            _log.warning("no trace: recording starts with the second iteration, and needs at least two pipeline ranks")
+        return None
+    reports = [report(timeline) for timeline in timelines]
+    for line in reports[-1].lines():
+        _log.info("%s", line)
+    if memory is not None:
+        _log.info("%s", memory_line(memory))
+    for each in reports:
+        metrics.add_curves(each.scalars(), each.iteration)
+    if directory is not None:
+        chosen = settings.zero_bubble.trace_iterations
+        missing = sorted(chosen - {timeline.iteration for timeline in timelines})
+        if missing:
+            _log.warning("no trace of iterations %s: they did not run in this job", ", ".join(map(str, missing)))
+        try:
+            write_trace(timelines, reports, Path(directory), memory=memory, by_length=by_length)
+        except OSError as error:  # must not make a run that is done a failed one
+            _log.warning("--zero-bubble-trace %s cannot be written: %s", directory, error.strerror or error)
+        else:
+            _log.info("trace: %s", directory)
+    return reports[-1]
+
+
+def write_trace(
+    timelines: Sequence[Timeline],
+    reports: Sequence[PipelineReport],
+    directory: Path,
+    *,
+    memory: Sequence[RankMemory] | None = None,
+    by_length: LengthModel | None = None,
+) -> None:
+    """Write ``trace.json``, ``report.json``, and per iteration N ``timeline-N.svg`` and ``plan-N.json``.
+
+    Args:
+        timelines: the recorded iterations.
+        reports: the report of each timeline, in the same order.
+        directory: created if it is missing.
+        memory: memory per rank for ``report.json``, if it was measured.
+        by_length: likewise, costs fitted to the lengths of unequal microbatches.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "trace.json").write_text(render_trace(timelines), encoding="utf-8")
+    (directory / "report.json").write_text(reports_to_json(reports, memory, by_length), encoding="utf-8")
+    for timeline, seen in zip(timelines, reports, strict=True):
+        simulation, number = seen.simulation, timeline.iteration
+        plan = timeline.plan.to_json(costs=simulation.costs.to_json(), metrics=simulation.metrics())
+        (directory / f"plan-{number}.json").write_text(plan, encoding="utf-8")
+        (directory / f"timeline-{number}.svg").write_text(picture(timeline, seen), encoding="utf-8")
+
+
+def picture(timeline: Timeline, seen: PipelineReport) -> str:
+    """An SVG of one iteration: the plan above, the measured timeline below."""
+    plan, planned = timeline.plan, seen.simulation
+    return render_comparison(
+        planned.rows,
+        timeline,
+        title=(
+            f"{plan.schedule.upper()}, {plan.num_ranks} ranks, {plan.num_microbatches} microbatches: "
+            f"iteration {timeline.iteration}"
+        ),
+        subtitle="one box per pass, its microbatch inside; gray is idle",
+        captions=(
+            f"planned with profiled timings: span {planned.span_ms:.0f} ms, bubble {planned.bubble_rate:.1%}",
+            f"measured: span {seen.span_ms:.0f} ms, bubble {seen.bubble_rate:.1%}",
+        ),
+    )

@@ -1,0 +1,1 @@
+"""The models that the reference trainer builds from its flags."""

@@ -1,0 +1,78 @@
+"""Microbatches of unequal length in a run: their lengths are announced an iteration ahead, so that plans are made meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrobatches, UnequalOptions, attention_share
+from megatron.zerobubble.mcore.microbatches.length_exchange import Lengths, LengthsOfReplicas
+from megatron.zerobubble.plan.search.search_options import Objective
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.data.microbatch_lengths import microbatch_lengths
+
+__all__ = ["announce_lengths", "unequal_options"]
+
+
+def unequal_options(settings: Settings, config: Any) -> UnequalOptions | None:
+    """How a run plans for the lengths of its microbatches; None: all are equal.
+
+    Args:
+        settings: of the run.
+        config: TransformerConfig of the model.
+    """
+    data, tokens = settings.data, settings.model.seq_length
+    if not (data.variable_seq_lengths or data.pack_sequences):
+        return None
+    return UnequalOptions(
+        tokens_of=_lengths_of_batch,
+        usual_tokens=tokens,
+        attention_share=attention_share(config, tokens),
+        objective=Objective.SPAN if settings.zero_bubble.enable_optimizer_post_validation else Objective.MAKESPAN,
+    )
+
+
+def announce_lengths(
+    unequal: UnequalMicrobatches | None, dataset: Any, settings: Settings, *, iteration: int, consumed: int
+) -> None:
+    """Announce the lengths of the iteration that begins and of the next one, which is then planned meanwhile.
+
+    All ranks must call this before every training iteration. Each knows the lengths of all data-parallel replicas.
+
+    Args:
+        unequal: of the schedule; None: nothing is announced.
+        dataset: training samples.
+        settings: of the run.
+        iteration: iterations done.
+        consumed: samples consumed so far by all ranks together.
+    """
+    if unequal is None:
+        return
+    number = get_num_microbatches()
+    samples = number * settings.batch.micro_batch_size * settings.data_parallel_size
+    is_known = settings.batch.rampup_batch_size is None and iteration + 1 < settings.train_iters  # what the next one reads
+    for ahead in range(unequal.num_expected, 2 if is_known else 1):
+        unequal.expect(_lengths(dataset, settings, consumed=consumed + ahead * samples, num_microbatches=number))
+
+
+def _lengths(dataset: Any, settings: Settings, *, consumed: int, num_microbatches: int) -> LengthsOfReplicas:
+    rows = settings.batch.micro_batch_size
+    return tuple(
+        tuple(
+            Lengths(tokens, squares / rows)
+            for tokens, squares in microbatch_lengths(
+                dataset, settings, consumed=consumed, num_microbatches=num_microbatches, rank=replica
+            )
+        )
+        for replica in range(settings.data_parallel_size)
+    )
+
+
+def _lengths_of_batch(batch: Any) -> tuple[int, float]:
+    """Tokens per row of a batch of documents, and the squared lengths of the sequences in one."""
+    tokens = int(batch["tokens"].size(1))
+    begins = batch.get("cu_seqlens")
+    if begins is None:
+        return tokens, float(tokens) ** 2
+    return tokens, float((begins.diff().double() ** 2).sum())

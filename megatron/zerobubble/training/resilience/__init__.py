@@ -1,1 +1,0 @@
-"""Failed ranks, stuck ranks, and early exit on preemption and time limits."""

@@ -1,0 +1,144 @@
+"""Names of contenders, and the settings that the user's job has under each."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zerobubble.bench.bench_options import parse_options
+from megatron.zerobubble.bench.contenders import DEFAULT, PROFILED, WARM_UP, parse_contenders
+from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.training.config.settings import Settings
+from tests.training.test_arguments import settings
+
+JOB = "--pipeline-model-parallel-size 2 --num-layers 8 --global-batch-size 8"
+TINY = "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 --mock-data"
+BENCH = f"{TINY} --vocab-size 64 --tokenizer-type NullTokenizer --pipeline-model-parallel-size 2 --global-batch-size 8".split()
+
+
+def of(name: str, flags: str = "", world_size: int = 2) -> Settings:
+    """The settings under one contender."""
+    (contender,) = parse_contenders(name)
+    return contender.settings(settings(f"{JOB} {flags}", world_size=world_size), num_iterations=9)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "num_chunks"),
+    [
+        ("stock-1f1b", "stock", 1),
+        ("interleaved-1f1b", "stock", 2),
+        ("interleaved-1f1b:4", "stock", 4),
+        ("1f1b", "1f1b", 1),
+        ("zb-h1", "zb-h1", 1),
+        ("zb@1.5", "zb", 1),
+        ("zbv", "zbv", 2),
+        ("v-half", "v-half", 2),
+        ("zb-interleaved:4", "zb-interleaved", 4),
+    ],
+)
+def test_what_runs(name: str, schedule: str, num_chunks: int) -> None:
+    own = of(name)
+    assert own.zero_bubble.schedule == schedule
+    assert own.schedule_spec.num_chunks == num_chunks
+    assert own.schedule_spec.placement.num_stages == 2 * num_chunks
+
+
+def test_the_default_contenders_run_a_usual_job() -> None:
+    job = settings(JOB, world_size=2)
+    for contender in parse_contenders(DEFAULT):
+        contender.settings(job, num_iterations=9)
+
+
+def test_a_searched_order_is_profiled_in_the_warm_up_and_a_fixed_one_is_not() -> None:
+    assert of("zbv").zero_bubble.timed_iterations == PROFILED
+    assert of("zb@2").zero_bubble.timed_iterations == PROFILED
+    assert of("zb-h2").zero_bubble.timed_iterations is None
+    assert of("stock-1f1b").zero_bubble.timed_iterations is None
+    assert PROFILED[1] < WARM_UP
+
+
+def test_the_jobs_own_schedule_is_replaced() -> None:
+    flags = "--zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup half"
+    assert of("zb-h1", flags).zero_bubble.schedule == "zb-h1"
+    assert of("stock-1f1b", "--num-virtual-stages-per-pipeline-rank 2").num_chunks == 1
+    assert of("stock-1f1b", "--enable-zero-bubble").schedule_spec.is_stock
+
+
+def test_post_validation_is_the_jobs_or_the_contenders_and_never_of_stock_schedules() -> None:
+    def is_optimistic(name: str, flags: str = "") -> bool:
+        return of(name, flags).zero_bubble.enable_optimizer_post_validation
+
+    on = "--enable-zero-bubble --enable-optimizer-post-validation"
+    assert is_optimistic("zbv+pv")
+    assert not is_optimistic("zbv")
+    assert is_optimistic("zbv", on)
+    assert not is_optimistic("stock-1f1b", on)
+
+
+def test_only_the_passes_and_the_step_are_left_of_the_job() -> None:
+    flags = "--train-iters 5000 --eval-iters 7 --save out --exit-duration-in-mins 3 --rampup-batch-size 2 2 100 --metrics-jsonl x"
+    own = of("zb-h1", flags)
+    assert (own.run.train_iters, own.run.eval_iters, own.run.exit_duration_in_mins) == (9, 0, None)
+    assert own.checkpoint.save is own.logging.metrics_jsonl is None
+    assert own.batch.rampup_batch_size == ()
+    assert own.lr_decay_samples == 5000 * 8, "the learning rate is the whole job's"
+
+
+def test_a_job_measured_in_samples_is_turned_into_iterations() -> None:
+    flags = "--train-samples 4000 --lr-warmup-samples 80 --lr-decay-samples 2400"
+    job = parse_options([*BENCH, *flags.split(), "--contenders", "zbv"], world_size=2, prog="bench").settings["zbv"]
+    assert (job.optim.lr_decay_iters, job.optim.lr_warmup_iters, job.run.train_samples) == (300, 10, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zbx", "'zbx' is unknown; megatron-core's own are stock-1f1b and interleaved-1f1b:CHUNKS, ours are 1f1b, "),
+        ("zbv,zb-h1,zbv", "zbv is given 2 times"),
+        (" , ", "give names such as stock-1f1b"),
+        ("zbv:3", "zbv has a fixed number of chunks per rank; leave out :3"),
+        ("stock-1f1b:2", "1F1B has one chunk per rank; interleaved-1f1b:2 has 2"),
+        ("interleaved-1f1b:1", "2 or more chunks per rank; 1F1B is stock-1f1b"),
+        ("stock-1f1b+pv", "take neither a memory limit nor post-validation"),
+        ("zb-h1@2", "zb-h1 has a fixed order and takes no memory limit; zb@2 does"),
+        ("zbv+xx", "has the wrong form"),
+    ],
+)
+def test_wrong_names_are_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_contenders(text)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_run_is_a_row_and_not_the_end() -> None:
+    options = parse_options([*BENCH, "--contenders", "stock-1f1b,interleaved-1f1b:8,zbv", "--quick"], world_size=2, prog="bench")
+    assert list(options.settings) == ["stock-1f1b", "zbv"]
+    assert "--num-layers 8" in options.refused["interleaved-1f1b:8"]
+    assert options.num_iterations == 2 * (WARM_UP + 3 + 2 * (2 + 3))
+
+
+def test_a_layout_for_other_stages_is_dropped_with_a_note() -> None:
+    layout = ["--pipeline-model-parallel-layout", "Ettttt|tttL"]
+    options = parse_options([*BENCH, *layout, "--contenders", "stock-1f1b,zbv"], world_size=2, prog="bench")
+    assert options.settings["stock-1f1b"].parallel.pipeline_model_parallel_layout == layout[1]
+    assert options.settings["zbv"].parallel.pipeline_model_parallel_layout is None
+    assert list(options.notes) == ["zbv"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--contenders zbv --baseline zb-h1", "--baseline zb-h1 is not among the contenders zbv"),
+        ("--rounds 0", "--rounds 0 must be 1 or more"),
+        ("--timed-iters -1", "--timed-iters -1 must be 1 or more"),
+        ("--warmup-iters 2", "--warmup-iters 2 must be 6 or more"),
+        ("--peak-tflops 0", "--peak-tflops 0.0 must be greater than 0"),
+        ("--hidden-sice 3", "--hidden-sice"),
+        ("--contenders interleaved-1f1b:8", "no contender can run: interleaved-1f1b:8: --num-layers 8"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(flags: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_options([*BENCH, *flags.split()], world_size=2, prog="bench")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

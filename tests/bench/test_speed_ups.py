@@ -1,0 +1,180 @@
+"""Ratios, intervals and verdicts."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+
+from megatron.zerobubble.bench.comparison_report import markdown, to_json
+from megatron.zerobubble.bench.speed_ups import Outcome, Table, interval, speed_up
+
+MIB = 2**20
+
+
+def table(*outcomes: Outcome, baseline: str = "stock-1f1b", **more: Any) -> Table:
+    """A comparison of a job with 1000 tokens and 4 * 10^9 operations per iteration on two ranks."""
+    sizes = {"tokens": 1000, "flops": 4e9, "peak_tflops": 1.0, "num_ranks": 2, "num_cores": None, "pipeline_size": 2}
+    return Table.of(list(outcomes), baseline=baseline, **(sizes | more))
+
+
+def outcome(name: str, *seconds: float, **more: Any) -> Outcome:
+    """A contender with one block per round."""
+    losses = dict.fromkeys(range(len(seconds)), 2.5)
+    return Outcome(name=name, seconds=dict(enumerate(seconds)), losses=losses, **more)
+
+
+def test_the_interval_is_students_on_a_logarithmic_scale() -> None:
+    """Two measurements: t(0.975, 1) = 12.706 and their standard error is half of their distance."""
+    found = interval([2.0, 8.0])
+    assert found.value == pytest.approx(4.0)
+    half = 12.706 * math.log(2.0)
+    assert (found.low, found.high) == pytest.approx((4.0 * math.exp(-half), 4.0 * math.exp(half)))
+
+
+def test_one_measurement_has_no_interval() -> None:
+    assert interval([3.0]).low is None
+    assert not interval([3.0]).is_above_one
+
+
+@pytest.mark.parametrize("count", [2, 5, 40])
+def test_intervals_hold_the_truth_as_often_as_they_say(count: int) -> None:
+    """With noise of 10 % on every block, 95 % of the intervals hold the true ratio."""
+    generator = random.Random(count)
+    held = 0
+    for _ in range(2000):
+        found = interval([1.3 * math.exp(generator.gauss(0.0, 0.1)) for _ in range(count)])
+        assert found.low is not None
+        assert found.high is not None
+        held += found.low <= 1.3 <= found.high
+    assert 0.93 <= held / 2000 <= 0.97
+
+
+def test_a_speed_up_compares_blocks_of_the_same_round() -> None:
+    """A machine that is twice as slow in the second round slows both, and the ratio does not change."""
+    found = speed_up({0: 1.2, 1: 2.4, 2: 1.2}, {0: 1.0, 1: 2.0, 3: 9.0})
+    assert found is not None
+    assert (found.value, found.low, found.high) == pytest.approx((1.2, 1.2, 1.2))
+    assert speed_up({0: 1.0}, {1: 1.0}) is None
+
+
+def test_rates_and_shares() -> None:
+    base = outcome("stock-1f1b", 2.0, 2.0, predicted_ms=1900.0, state_bytes=6 * MIB, activation_bytes=2 * MIB)
+    fast = outcome("zbv", 1.6, 1.6, predicted_ms=1500.0, state_bytes=6 * MIB, activation_bytes=4 * MIB)
+    row = table(base, fast).rows[1]
+    assert row.ms is not None
+    assert row.speed_up is not None
+    assert row.ms.value == pytest.approx(1600.0)
+    assert row.speed_up.value == pytest.approx(1.25)
+    assert row.predicted_speed_up == pytest.approx(1900 / 1500)
+    assert row.reached == pytest.approx(1.25 / (1900 / 1500))
+    assert row.tokens_per_s == pytest.approx(625.0)
+    assert row.tokens_per_s_per_rank == pytest.approx(312.5)
+    assert row.tflops_per_rank == pytest.approx(4e9 / 1.6 / 2 / 1e12)
+    assert row.utilization == pytest.approx(row.tflops_per_rank)
+    assert row.memory_ratio == pytest.approx(10 / 8)
+
+
+def test_what_the_allocator_gave_out_is_the_memory_where_it_is_known() -> None:
+    base = outcome("stock-1f1b", 1.0, allocated_bytes=80 * MIB, state_bytes=1, activation_bytes=1)
+    assert table(base, outcome("zbv", 1.0, allocated_bytes=60 * MIB)).rows[1].memory_ratio == pytest.approx(0.75)
+
+
+QUIET = (2.0, 2.01, 1.99)
+
+
+def test_the_verdict_names_the_fastest_with_its_memory() -> None:
+    base = outcome("stock-1f1b", *QUIET, state_bytes=8 * MIB, activation_bytes=2 * MIB)
+    fast = outcome("zbv", *(each / 1.25 for each in QUIET), state_bytes=8 * MIB, activation_bytes=1 * MIB)
+    slow = outcome("v-half", *(each / 1.1 for each in QUIET))
+    assert table(base, slow, fast).verdict() == "zbv is 1.25 times as fast as stock-1f1b at 0.90 times its memory."
+
+
+def test_the_verdict_knows_when_interleaving_would_do_as_well() -> None:
+    base = outcome("stock-1f1b", *QUIET, predicted_ms=2000.0)
+    fast = outcome("zbv", *(each / 1.25 for each in QUIET), predicted_ms=1600.0)
+    assert (
+        table(base, fast, interleaved={2: 1700.0, 4: 1610.0, 8: 1590.0})
+        .verdict()
+        .endswith("By prediction interleaved 1F1B with 4 chunks per rank (interleaved-1f1b:4) would do as well.")
+    )
+    assert "interleaved" not in table(base, fast, interleaved={2: 1700.0}).verdict()
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"pipeline_size": 1}, "with one pipeline rank there is no bubble to fill"),
+        ({"num_cores": 1}, "2 ranks share one CPU core, so a waiting rank lends its core to another"),
+        ({}, "only 3.0% of its passes are bubble"),
+    ],
+)
+def test_no_gain_has_a_reason(more: dict[str, Any], why: str) -> None:
+    base = outcome("stock-1f1b", *QUIET, predicted_bubble=0.03)
+    same = outcome("zbv", 1.99, 2.0, 2.01)
+    verdict = table(base, same, **more).verdict()
+    assert verdict.startswith("No contender is measurably faster than stock-1f1b")
+    assert why in verdict
+
+
+def test_a_wide_interval_asks_for_more_rounds() -> None:
+    found = table(outcome("stock-1f1b", 2.0, 2.2), outcome("zbv", 1.7, 2.0))
+    assert (
+        found.verdict()
+        == "zbv was 1.14 times as fast as stock-1f1b, but the interval contains 1: more --rounds make it narrower."
+    )
+
+
+def test_one_round_is_no_evidence() -> None:
+    assert "no evidence yet" in table(outcome("stock-1f1b", 2.0), outcome("zbv", 1.0)).verdict()
+
+
+def test_a_machine_that_is_not_quiet_is_named() -> None:
+    found = table(outcome("stock-1f1b", 1.0, 2.0), outcome("zbv", 1.5, 1.5))
+    assert "stock-1f1b took 2.0 times as long in one round as in another" in found.noise()
+    assert found.verdict().endswith("which was not quiet.")
+    assert table(outcome("stock-1f1b", *QUIET)).noise() == ""
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "verdict"),
+    [
+        ([Outcome(name="stock-1f1b", failure="x"), Outcome(name="zbv", failure="y")], "No contender ran."),
+        ([outcome("stock-1f1b", 1.0), Outcome(name="zbv", failure="y")], "Only stock-1f1b ran; there is nothing to compare."),
+        (
+            [Outcome(name="stock-1f1b", failure="x"), outcome("zbv", 1.0), outcome("zb-h1", 1.0)],
+            "The baseline stock-1f1b did not run; there are no speed-ups.",
+        ),
+    ],
+)
+def test_failures_leave_a_verdict(outcomes: list[Outcome], verdict: str) -> None:
+    assert table(*outcomes).verdict() == verdict
+
+
+def test_losses_are_compared_after_the_same_iterations() -> None:
+    base, other = outcome("stock-1f1b", 1.0, 1.0), outcome("zbv", 1.0, 1.0)
+    assert "All contenders have the same loss" in table(base, other).same_losses()
+    other.losses = {0: 2.5 * (1 + 1e-7), 1: 9.0}  # a later block is shorter: only the first ones compare
+    assert "agree to 1e-07" in table(base, other).same_losses()
+    other.losses = {0: 2.6}
+    assert "differ by 4.0e-02: stock-1f1b 2.500000, zbv 2.600000" in table(base, other).same_losses()
+
+
+def test_the_table_names_what_failed_and_leaves_empty_columns_out() -> None:
+    text = markdown(table(outcome("stock-1f1b", *QUIET), Outcome(name="zbv", failure="CUDA out of memory")), {"date": "today"})
+    lines = text.splitlines()
+    assert "MFU" in lines[0]
+    assert "bubble" not in lines[0], "nothing of it is known"
+    assert lines[3].split("|")[1:3] == [" zbv ", " failed "]
+    assert "zbv: CUDA out of memory" in lines
+    assert "- date: today" in lines
+
+
+def test_json_holds_every_round() -> None:
+    body = json.loads(json.dumps(to_json(table(outcome("stock-1f1b", 2.0, 2.5), outcome("zbv", 1.0)), {"device": "CPU"})))
+    assert body["format"] == "zerobubble-bench/1"
+    assert body["contenders"][0]["seconds"] == {"0": 2.0, "1": 2.5}
+    assert body["contenders"][1]["speed_up"] == {"value": 2.0, "low": None, "high": None}

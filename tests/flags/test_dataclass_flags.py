@@ -1,0 +1,73 @@
+"""Flags from dataclasses."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from megatron.zerobubble.flags.dataclass_flags import add_group, field_docs, from_namespace
+from megatron.zerobubble.training.arguments import _GROUPS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """Example group.
+
+    More about it.
+    """
+
+    size: int
+    """How large. 100% sure."""
+    rate: float = 0.5
+    """How fast."""
+    name: str | None = None
+    """What it is called."""
+    kind: Literal["a", "b"] = "a"
+    """Which kind."""
+    words: tuple[str, ...] = ()
+    """Several words."""
+    loud: bool = False
+    """Whether to shout."""
+    warm: bool = True
+    """Do not keep warm."""
+    has_bias: bool = field(default=True, metadata={"flag": "--disable-bias"})
+    """Without bias."""
+
+
+def parse(*argv: str) -> Example:
+    parser = argparse.ArgumentParser()
+    add_group(parser, Example)
+    return from_namespace(Example, parser.parse_args(argv))
+
+
+def test_defaults_and_values() -> None:
+    assert parse("--size", "3") == Example(size=3)
+    given = parse("--size", "3", "--rate", "1e-3", "--name", "x", "--kind", "b", "--words", "p", "q", "--loud")
+    assert (given.rate, given.name, given.kind, given.words, given.loud) == (1e-3, "x", "b", ("p", "q"), True)
+
+
+def test_switches_that_are_on_by_default_get_a_no_flag() -> None:
+    assert parse("--size", "1").warm
+    assert not parse("--size", "1", "--no-warm").warm
+    assert not parse("--size", "1", "--disable-bias").has_bias
+
+
+def test_help_is_the_docstring() -> None:
+    parser = argparse.ArgumentParser()
+    add_group(parser, Example)
+    text = " ".join(parser.format_help().split())
+    assert "Example group: More about it." in text
+    assert "How large. 100% sure. Required." in text
+    assert "How fast. Default: 0.5." in text
+
+
+@pytest.mark.parametrize("config_class", _GROUPS.values(), ids=_GROUPS.keys())
+def test_every_field_is_documented_and_frozen(config_class: type) -> None:
+    fields = dataclasses.fields(config_class)
+    assert set(field_docs(config_class)) == {field.name for field in fields}
+    assert config_class.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert all(field.kw_only for field in fields)

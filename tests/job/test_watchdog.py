@@ -1,0 +1,298 @@
+"""A stuck pipeline ends, after every rank has logged what it waits for; a slow one continues."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.zerobubble.job import watchdog
+from megatron.zerobubble.job.error_file import read_error_file
+from megatron.zerobubble.job.heartbeats import Process
+from megatron.zerobubble.job.watchdog import Watchdog
+from megatron.zerobubble.plan.communication import Message, Payload
+from megatron.zerobubble.plan.ir import Op
+from megatron.zerobubble.runtime.watch import Watch
+from tests.training.launch import TINY_BATCH, TINY_MODEL, launch
+
+CPU = torch.device("cpu")
+GRADIENT = Message(Payload.GRADIENT, 0, 2, 1, 0)
+
+
+class Rank:
+    """A watchdog, its watch that a test drives, and what it did."""
+
+    def __init__(
+        self,
+        store: torch.distributed.Store,
+        rank: int,
+        *,
+        world_size: int = 1,
+        limit_s: float = 0.4,
+        first_limit_s: float = 60.0,
+        error_file: str | None = None,
+    ) -> None:
+        self.watch = Watch(CPU)
+        self.left = threading.Event()
+        self.dog = Watchdog(
+            self.watch,
+            store,  # type: ignore[arg-type]
+            rank=rank,
+            world_size=world_size,
+            limit_s=limit_s,
+            first_limit_s=first_limit_s,
+            error_file=error_file,
+            leave=self._leave,
+        )
+
+    def _leave(self, code: int) -> None:
+        assert code == 1
+        self.left.set()
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are not named leave at once, too."""
+    monkeypatch.setattr(watchdog, "_AFTERWARDS_S", 0.0)
+    monkeypatch.setattr(watchdog, "kill", lambda process: pytest.fail("all ranks here are this process"))
+
+
+@pytest.fixture
+def store() -> torch.distributed.Store:
+    return torch.distributed.HashStore()
+
+
+@pytest.fixture
+def said() -> Iterator[io.StringIO]:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger = logging.getLogger("megatron.zerobubble.training.resilience")
+    logger.addHandler(handler)
+    yield stream
+    logger.removeHandler(handler)
+
+
+def first_iteration(watch: Watch) -> None:
+    for forward_only in (False, True):
+        with watch.passes(forward_only=forward_only):
+            pass
+
+
+def test_every_rank_logs_what_it_waits_for(store: torch.distributed.Store, said: io.StringIO) -> None:
+    """Rank 1 is stuck in a forward pass, rank 0 waits for it, rank 2 is outside of the passes."""
+    ranks = [Rank(store, rank, world_size=3) for rank in range(3)]
+    for rank in ranks:
+        first_iteration(rank.watch)
+    with ranks[0].dog, ranks[1].dog, ranks[2].dog, ranks[0].watch.passes(forward_only=False):
+        ranks[0].watch.awaited(GRADIENT)
+        with ranks[1].watch.passes(forward_only=False):
+            ranks[1].watch.start(Op.parse("1F2"))
+            for rank in ranks:
+                assert rank.left.wait(10.0)
+    first, *lines = said.getvalue().splitlines()
+    assert first.startswith("stuck: rank 1 makes no progress: it runs 1F2, the forward of stage 1, microbatch 2, for 0.")
+    assert len(lines) == 3
+    lines = sorted(lines)
+    assert lines[0].startswith(
+        "stuck: rank 0 waits, before 0B2, to receive the gradient for stage 0, microbatch 2 (rank 1 to rank 0)"
+    )
+    assert lines[1].startswith("stuck: rank 1 runs 1F2, the forward of stage 1, microbatch 2, for 0.")
+    assert lines[2].startswith("stuck: rank 2 is outside of the passes")
+    assert "test_watchdog.py" in lines[1] or "threading.py" in lines[1], "and where the main thread is"
+
+
+def test_a_rank_that_cannot_report_is_not_waited_for(
+    store: torch.distributed.Store, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.2)
+    rank = Rank(store, 0, world_size=2)
+    first_iteration(rank.watch)
+    with rank.dog, rank.watch.passes(forward_only=False):
+        rank.watch.retiring(GRADIENT)
+        assert rank.left.wait(10.0)
+    assert "rank 0 waits until it has sent the gradient for stage 0, microbatch 2 (rank 1 to rank 0)" in said.getvalue()
+
+
+def test_progress_idle_time_and_a_first_iteration_are_no_alarm(store: torch.distributed.Store, said: io.StringIO) -> None:
+    rank = Rank(store, 0, limit_s=0.2)
+    with rank.dog:
+        for forward_only in (False, True):
+            with rank.watch.passes(forward_only=forward_only):
+                rank.watch.start(Op.parse("0F0"))
+                time.sleep(0.5)  # compiles
+        time.sleep(0.5)  # saves, plans
+        with rank.watch.passes(forward_only=False):
+            for _ in range(30):
+                rank.watch.start(Op.parse("0F0"))  # the same op in another iteration is progress
+                time.sleep(0.02)
+    assert not rank.left.is_set()
+    assert said.getvalue() == ""
+
+
+def test_a_rank_that_falls_silent_is_named_in_any_phase(
+    store: torch.distributed.Store, said: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 stands for a stopped process: its threads end without a last beat."""
+    killed: list[Process] = []
+    monkeypatch.setattr(watchdog, "kill", killed.append)
+    ranks = [Rank(store, rank, world_size=3, error_file=str(tmp_path / f"{rank}.json")) for rank in range(3)]
+    with ExitStack() as stack:
+        for entered in (ranks[0].dog, ranks[2].dog, *(rank.watch.phase("saves") for rank in ranks)):
+            stack.enter_context(entered)
+        ranks[1].dog._stillness.look(1.0)
+        ranks[1].dog._pulse._publish(is_last=False)
+        for each in (ranks[0], ranks[2]):
+            assert each.left.wait(20.0)
+    first, *lines = said.getvalue().splitlines()
+    assert re.match(r"stuck: rank 1 \(process \d+ on \S+\) has said nothing for \d+\.\d s: .* heard of, it saves \(", first)
+    assert sorted(line.partition(", for")[0] for line in lines) == ["stuck: rank 0 saves", "stuck: rank 2 saves"]
+    assert {process.pid for process in killed} == {os.getpid()}, "the one that rank 1 said it was"
+    for number in range(3):
+        reason = read_error_file(tmp_path / f"{number}.json")
+        assert reason is not None
+        assert reason.startswith("rank 1 (process"), "torchrun shows it for whatever rank it takes for the first"
+
+
+def test_a_rank_that_never_joins_is_named(store: torch.distributed.Store, said: io.StringIO) -> None:
+    rank = Rank(store, 0, world_size=2, first_limit_s=1.0)
+    with rank.dog, rank.watch.phase("joins the job"):
+        assert rank.left.wait(20.0)
+    assert said.getvalue().startswith("stuck: rank 1 has not joined the job: it has said nothing for ")
+
+
+def test_a_rank_that_has_ended_is_not_missed(store: torch.distributed.Store, said: io.StringIO) -> None:
+    first, second = (Rank(store, rank, world_size=2) for rank in range(2))
+    with first.dog, first.watch.phase("writes the summary"):
+        with second.dog:
+            pass
+        assert not first.left.wait(1.5)
+    assert said.getvalue() == ""
+
+
+def test_a_store_that_does_not_answer_ends_the_rank(said: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_LEAST_UNANSWERED_S", 0.5)
+
+    class Stopped(torch.distributed.HashStore):  # type: ignore[misc]
+        """Stands for a store whose process is stopped: no call returns."""
+
+        def clone(self) -> Stopped:
+            return self
+
+        def set(self, key: str, value: str) -> None:
+            time.sleep(10_000)
+
+    rank = Rank(Stopped(), 3, world_size=4)
+    with suppress(ZeroDivisionError), rank.dog, rank.watch.phase("saves"):
+        assert rank.left.wait(20.0)
+        raise ZeroDivisionError  # leave without waiting for the thread that is in the store
+    assert said.getvalue().startswith("stuck: the job's store has not answered rank 3 for ")
+
+
+def test_ranks_that_all_wait_have_lost_a_message(store: torch.distributed.Store, said: io.StringIO) -> None:
+    """In a first iteration, too, whose limit is longer: nobody is at work."""
+    ranks = [Rank(store, rank, world_size=2) for rank in range(2)]
+    passes = [rank.watch.passes(forward_only=False) for rank in ranks]
+    with ranks[0].dog, ranks[1].dog, passes[0], passes[1]:
+        ranks[0].watch.awaited(GRADIENT)
+        ranks[1].watch.awaited(Message(Payload.ACTIVATION, 1, 3, 0, 1))
+        for rank in ranks:
+            assert rank.left.wait(20.0)
+    assert said.getvalue().startswith(
+        "stuck: ranks 0 and 1 wait for each other, so a message between them is lost: rank 0 waits,"
+    )
+
+
+def fail_after(report: Callable[[Message], None]) -> None:
+    report(GRADIENT)
+    raise ZeroDivisionError
+
+
+def test_an_error_is_reported_with_the_activity() -> None:
+    watch = Watch(CPU)
+    with pytest.raises(ZeroDivisionError), watch.passes(forward_only=False):
+        fail_after(watch.awaited)
+    assert str(watch.text()).startswith("waits, before 0B2, to receive the gradient")
+    with watch.doing("steps"):
+        pass
+    assert watch.text() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_it_is_the_device_that_is_stuck() -> None:
+    """The host has issued everything and is idle; the device is still in the second op."""
+    watch = Watch(torch.device("cuda"))
+    with watch.passes(forward_only=False):
+        watch.start(Op.parse("0F0"))
+        watch.start(Op.parse("0F1"))
+        torch.cuda._sleep(2_000_000_000)
+        watch.start(Op.parse("0B0"))
+    doing = watch.current()
+    assert doing is not None
+    assert doing.text.startswith("runs 0F1")
+    torch.cuda.synchronize()
+    assert watch.current() is None
+
+
+STUCK_SCRIPT = """
+import pretrain_gpt
+provide = pretrain_gpt.forward_step_provider
+
+def stuck_provider(setup):
+    forward_step, calls = provide(setup), [0]
+    def step(data_iterator, chunk):
+        import os, pathlib, signal, time, torch
+        calls[0] += 1
+        if torch.distributed.get_rank() == 1 and calls[0] == 16:  # in iteration 3, before which there was an evaluation
+            pathlib.Path(__file__).with_suffix(".when").write_text(f"{time.time()} {os.getpid()}")
+            {STOP}
+        return forward_step(data_iterator, chunk)
+    return step
+
+if __name__ == "__main__":
+    pretrain_gpt.run(pretrain_gpt.model_provider, stuck_provider)
+"""
+STUCK = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--pipeline-model-parallel-size", "2", "--enable-zero-bubble"]
+STUCK += ["--train-iters", "1000", "--eval-iters", "1", "--eval-interval", "2", "--save-interval", "2"]
+STUCK += ["--zero-bubble-watchdog-seconds", "3"]
+
+
+def test_a_job_in_which_a_rank_sleeps_ends_with_the_reason(tmp_path: Path) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK_SCRIPT.replace("{STOP}", "time.sleep(10_000)"))
+    done = launch([*STUCK, "--save", str(tmp_path / "saved")], num_ranks=2, script=script)
+    took_s = time.time() - float(script.with_suffix(".when").read_text().split()[0])
+    assert done.returncode != 0
+    assert "saved " in done.stdout
+    assert "validation loss at iteration 2" in done.stdout
+    assert re.search(r"stuck: rank 1 runs 1F\d, the forward of stage 1, .* \(in step, stuck.py:\d+\)", done.stdout), done.stdout
+    assert re.search(r"stuck: rank 0 waits, before 0B\d, to receive the gradient for stage 0, microbatch \d", done.stdout)
+    assert took_s < 30.0, "a few seconds on a machine that does nothing else"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_job_in_which_a_rank_is_stopped_ends_with_the_reason(num_ranks: int, tmp_path: Path) -> None:
+    """It cannot report, all others do; one of them ends it."""
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK_SCRIPT.replace("{STOP}", "os.kill(os.getpid(), signal.SIGSTOP)"))
+    flags = [*STUCK, "--save", str(tmp_path / "saved"), "--pipeline-model-parallel-size", str(num_ranks)]
+    done = launch(flags, num_ranks=num_ranks, script=script)
+    took_s = time.time() - float(script.with_suffix(".when").read_text().split()[0])
+    assert done.returncode != 0
+    first, *others = (line for line in done.stdout.splitlines() if line.startswith("stuck: "))
+    assert re.match(r"stuck: rank 1 \(process \d+ on \S+\) has said nothing for \d", first)
+    waits = re.compile(r"stuck: rank (\d) waits, before \d[FB]\d, to receive the \w+ for stage \d, microbatch \d \(rank \d to")
+    found = [waits.match(line) for line in others]
+    assert sorted(int(each[1]) for each in found if each) == [rank for rank in range(num_ranks) if rank != 1]
+    assert re.search(r"Root Cause.*?rank +: 1 ", done.stderr, re.DOTALL), done.stderr
+    assert took_s < 30.0, "a few seconds on a machine that does nothing else"

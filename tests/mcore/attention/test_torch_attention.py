@@ -1,0 +1,527 @@
+"""torch's attention against megatron-core's own, forward and backward: shapes, masks, packed sequences, dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.attention import attention_kernels
+from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention, core_attention, use_torch_attention
+from megatron.zerobubble.mcore.cpu.device import HostDevice
+from megatron.zerobubble.training.models.layer_specs import local_layer
+from tools.benchmarks.attention import shape_of
+from tools.benchmarks.wgrad.stack import LayerStack, world_of_one
+from tools.benchmarks.wgrad.stack import _config as _stack_config
+
+CAUSAL, ARBITRARY = AttnMaskType.causal, AttnMaskType.arbitrary
+HEADS, HEAD_SIZE = 4, 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _world() -> Iterator[None]:
+    with world_of_one(torch.device("cpu")):
+        yield
+
+
+def _config(**changes: Any) -> TransformerConfig:
+    given: dict[str, Any] = {"num_layers": 2, "hidden_size": HEADS * HEAD_SIZE, "num_attention_heads": HEADS}
+    return TransformerConfig(**given | {"attention_dropout": 0.0, "attention_softmax_in_fp32": True} | changes)
+
+
+def _pair(mask_type: AttnMaskType = CAUSAL, layer_number: int = 1, **changes: Any) -> tuple[Any, Any]:
+    """(torch's attention, megatron-core's own)"""
+    config = _config(**changes)
+    return tuple(kind(config, layer_number, mask_type, "self") for kind in (TorchDotProductAttention, DotProductAttention))
+
+
+def _inputs(
+    *, length: int = 12, batch: int = 2, groups: int = HEADS, value_size: int = HEAD_SIZE, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Queries, keys and values, [s, b, heads, head size]."""
+    generator = torch.Generator().manual_seed(length)
+    sizes = (HEADS, HEAD_SIZE), (groups, HEAD_SIZE), (groups, value_size)
+    return [torch.randn(length, batch, *size, generator=generator).to(dtype).requires_grad_() for size in sizes]
+
+
+def _results(module: Any, inputs: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    """The output, and the gradients of the inputs for one gradient of the output."""
+    output = module(*inputs, *args, **kwargs)
+    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(7)).to(output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, inputs, gradient)]
+
+
+def _assert_equal(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-6) -> None:
+    """The largest difference, relative to the largest value, of the output and of every gradient."""
+    for name, each, other in zip(("output", "query", "key", "value"), found, expected, strict=True):
+        assert each.shape == other.shape, name
+        assert (each - other).abs().max() <= tolerance * max(1.0, float(other.abs().max())), name
+
+
+# -- shapes and masks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize(("length", "batch"), [(1, 1), (7, 3), (130, 2)])
+def test_causal_attention_is_megatron_cores(length: int, batch: int, groups: int) -> None:
+    ours, own = _pair(num_query_groups=groups)
+    inputs = _inputs(length=length, batch=batch, groups=groups)
+    _assert_equal(_results(ours, inputs, None), _results(own, inputs, None))
+
+
+@pytest.mark.parametrize("layer_number", [1, 3])
+@pytest.mark.parametrize("changes", [{"apply_query_key_layer_scaling": True}, {"softmax_scale": 0.3}], ids=str)
+def test_the_scale_of_the_scores(changes: dict[str, Any], layer_number: int) -> None:
+    ours, own = _pair(layer_number=layer_number, **changes)
+    if "softmax_scale" in changes:  # attention layers pass it on
+        ours.softmax_scale = own.softmax_scale = changes["softmax_scale"]
+    _assert_equal(_results(ours, _inputs(), None), _results(own, _inputs(), None))
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("mask_type", [CAUSAL, ARBITRARY, AttnMaskType.padding], ids=lambda each: each.name)
+def test_a_mask_alone_decides(mask_type: AttnMaskType, batch: int, groups: int) -> None:
+    ours, own = _pair(mask_type, num_query_groups=groups)
+    mask = torch.rand(batch, 1, 12, 12, generator=torch.Generator().manual_seed(3)) < 0.4
+    mask[..., 0] = False  # every query sees a key
+    inputs = _inputs(groups=groups)
+    _assert_equal(_results(ours, inputs, mask), _results(own, inputs, mask))
+
+
+def test_the_numbers_of_a_mask_follow_the_mask() -> None:
+    ours, own = _pair(ARBITRARY)
+    inputs, mask = _inputs(), torch.ones(1, 1, 12, 12).triu(1).bool()
+    first = _results(ours, inputs, mask)
+    _assert_equal(first, _results(own, inputs, mask))
+    mask[..., 3:] = True
+    second = _results(ours, inputs, mask)
+    _assert_equal(second, _results(own, inputs, mask))
+    assert not torch.equal(first[0], second[0])
+    halves = [each.detach().bfloat16().requires_grad_() for each in inputs]
+    assert _results(ours, halves, mask)[0].dtype is torch.bfloat16
+
+
+def test_a_query_that_sees_no_key_gets_zeros() -> None:
+    ours, _ = _pair(AttnMaskType.padding)
+    mask = torch.zeros(2, 1, 12, 12, dtype=torch.bool)
+    mask[1, :, 5:] = True
+    output, *gradients = _results(ours, _inputs(), mask)
+    assert not output[5:, 1].any()
+    assert output[5:, 0].all()
+    assert all(each.isfinite().all() for each in gradients)
+
+
+@pytest.mark.parametrize("mask_type", [AttnMaskType.no_mask, AttnMaskType.padding, ARBITRARY], ids=lambda each: each.name)
+def test_without_a_mask_all_keys_are_seen(mask_type: AttnMaskType) -> None:
+    ours, own = _pair(mask_type)
+    _assert_equal(_results(ours, _inputs(), None), _results(own, _inputs(), None))
+    causal, _ = _pair()
+    _assert_equal(_results(causal, _inputs(), None, attn_mask_type=mask_type), _results(own, _inputs(), None))
+
+
+def test_a_padding_mask_on_top_of_the_causal_one() -> None:
+    ours, own = _pair(AttnMaskType.padding_causal)
+    padding = torch.zeros(2, 1, 12, 12, dtype=torch.bool)
+    padding[1, ..., 7:] = True
+    both = padding | torch.ones(12, 12).triu(1).bool()
+    _assert_equal(_results(ours, _inputs(), padding), _results(own, _inputs(), both))
+
+
+def test_more_keys_than_queries() -> None:
+    ours, own = _pair(AttnMaskType.causal_bottom_right)
+    inputs = _inputs()
+    few = [inputs[0][-5:].detach().requires_grad_(), *inputs[1:]]
+    mask = torch.ones(1, 1, 5, 12).triu(12 - 5 + 1).bool()
+    _assert_equal(_results(ours, few, None), _results(own, few, mask))
+    with pytest.raises(ConfigError, match="as many keys as queries, not 12 and 5"):
+        _pair()[0](*few, None)
+
+
+@pytest.mark.parametrize("window", [(3, 0), (0, 0), (11, 0)])
+def test_a_window_of_keys(window: tuple[int, int]) -> None:
+    ours, own = _pair(window_size=window)
+    _assert_equal(_results(ours, _inputs(), None), _results(own, _inputs(), None))
+
+
+def test_a_window_in_some_layers_and_beside_a_mask() -> None:
+    changes = {"window_size": (3, 0), "window_attn_skip_freq": 2}
+    ours, _ = _pair(layer_number=2, **changes)
+    _, own = _pair()
+    _assert_equal(_results(ours, _inputs(), None), _results(own, _inputs(), None))
+    ours, _ = _pair(layer_number=1, **changes)
+    _, own = _pair(ARBITRARY)
+    mask = torch.zeros(2, 1, 12, 12, dtype=torch.bool)
+    mask[0, ..., 4] = True
+    mask[:, :, 4, 4] = False
+    ones = torch.ones(12, 12)
+    both = mask | ones.triu(1).bool() | ones.tril(-4).bool()
+    mask[:, :, 4, 4] = both[:, :, 4, 4] = False
+    _assert_equal(_results(ours, _inputs(), mask), _results(own, _inputs(), both))
+    unbounded, _ = _pair(window_size=(-1, 5))
+    _assert_equal(_results(unbounded, _inputs(), None), _results(_pair()[1], _inputs(), None))
+
+
+@pytest.mark.parametrize("value_size", [5, 13])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_values_of_another_size_than_keys(value_size: int, groups: int) -> None:
+    """Multi-latent attention has them. megatron-core's own module cannot lay them out, so the formula is the reference."""
+    module = TorchDotProductAttention(_config(), 1, CAUSAL, "self", k_channels=HEAD_SIZE, v_channels=value_size)
+    inputs = _inputs(groups=groups, value_size=value_size)
+    _assert_equal(_results(module, inputs, None), _results(_by_formula, inputs))
+
+
+def _by_formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    key, value = (each.repeat_interleave(HEADS // key.size(2), dim=2) for each in (key, value))
+    scores = torch.einsum("sbnd,tbnd->bnst", query, key) / query.size(-1) ** 0.5
+    weights = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf")).softmax(-1)
+    return torch.einsum("bnst,tbne->sbne", weights, value).flatten(2)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_bf16_within_its_rounding(groups: int) -> None:
+    ours, own = _pair(bf16=True, params_dtype=torch.bfloat16, num_query_groups=groups)
+    inputs = _inputs(length=64, groups=groups, dtype=torch.bfloat16)
+    exact = _results(_pair(num_query_groups=groups)[1], [each.detach().float().requires_grad_() for each in inputs], None)
+    found, stock = (_results(each, inputs, None) for each in (ours, own))
+    for mine, theirs, true in zip(found, stock, exact, strict=True):
+        error, allowed = ((each.float() - true).abs().max() for each in (mine, theirs))
+        assert error <= 2 * allowed, "no further from fp32 than megatron-core's own, but for chance"
+
+
+# -- packed sequences ---------------------------------------------------------------------------------------------------
+
+
+def _packed(lengths: list[int], padded: list[int] | None = None, **others: Any) -> PackedSeqParams:
+    ends, starts = (None if each is None else torch.tensor([0, *each]).cumsum(0).int() for each in (lengths, padded))
+    both = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts}
+    return PackedSeqParams(qkv_format="thd", **both | others)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("lengths", [[12], [5, 1, 6], [0, 4, 8]], ids=str)
+def test_packed_sequences_attend_to_themselves(lengths: list[int], groups: int) -> None:
+    ours, own = _pair(AttnMaskType.padding_causal, num_query_groups=groups)
+    inputs = [each.detach().squeeze(1).requires_grad_() for each in _inputs(batch=1, groups=groups)]
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    mask = (numbers[:, None] != numbers[None]) | torch.ones(12, 12).triu(1).bool()
+    found = _results(ours, inputs, None, packed_seq_params=_packed(lengths))
+    expected = _results(lambda *each: own(*(part.unsqueeze(1) for part in each), mask[None, None]).squeeze(1), inputs)
+    _assert_equal(found, expected)
+
+
+def test_packed_sequences_with_padding_between() -> None:
+    ours, _ = _pair()
+    inputs = [each.detach().squeeze(1).requires_grad_() for each in _inputs(batch=1)]
+    found = _results(ours, inputs, None, packed_seq_params=_packed([3, 4], padded=[5, 6]))
+    used = torch.tensor([0, 1, 2, 5, 6, 7, 8])
+    output = found[0].new_zeros(12, HEADS * HEAD_SIZE)
+    compact = [each.detach()[used].requires_grad_() for each in inputs]
+    output[used] = ours(*compact, None, packed_seq_params=_packed([3, 4])).detach()
+    assert torch.equal(found[0], output)
+    for gradient in found[1:]:
+        unused = gradient.clone()
+        unused[used] = 0
+        assert not unused.any()
+        assert gradient[used].any()
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_a_layer_of_packed_sequences(kind: str) -> None:
+    """With megatron-core's rotary positions, which begin anew in every sequence."""
+    shape = shape_of(kind, 256, 12, 1)
+    with HostDevice().on_host():
+        stack = LayerStack(shape, _stack_config(shape, 1, torch.float32, AttnBackend.auto, on_gpu=False))
+    layer, rotary, x_sbh = stack.layers[0], stack.rotary, torch.randn(12, 1, 256)
+
+    def run(part: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
+        positions = None if rotary is None else rotary[: len(part)]
+        output: Tensor = layer(part, attention_mask=None, rotary_pos_emb=positions, packed_seq_params=packed)[0]
+        return output
+
+    alone = torch.cat([run(part) for part in x_sbh.split([5, 1, 6])])
+    torch.testing.assert_close(run(x_sbh, _packed([5, 1, 6])), alone, atol=1e-6, rtol=1e-6)
+
+
+def test_packed_sequences_need_to_be_described() -> None:
+    ours, _ = _pair()
+    packed = [each.detach().squeeze(1) for each in _inputs(batch=1)]
+    with pytest.raises(ConfigError, match="need cu_seqlens_q"):
+        ours(*packed, None, packed_seq_params=PackedSeqParams(qkv_format="thd"))
+
+
+# -- dropout ------------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_draws_what_megatron_core_draws() -> None:
+    """On the CPU both draw the mask of [b, n, s, s] by torch's dropout: the same state gives the same weights."""
+    ours, own = _pair(attention_dropout=0.4)
+    tracker, inputs = get_cuda_rng_tracker(), _inputs()
+    state = tracker.get_states()
+    found = _results(ours, inputs, None)
+    after = {name: each.clone() for name, each in tracker.get_states().items()}
+    tracker.set_states(dict(state))
+    _assert_equal(found, _results(own, inputs, None))
+    assert all(torch.equal(each, after[name]) for name, each in tracker.get_states().items())
+    again = _results(ours, inputs, None)
+    assert not torch.equal(found[0], again[0]), "the state moves on"
+    ours.eval()
+    _assert_equal(_results(ours, inputs, None), _results(_pair()[1], inputs, None))
+
+
+def test_the_share_of_weights_that_dropout_drops() -> None:
+    module, length = TorchDotProductAttention(_config(), 1, CAUSAL, "self", attention_dropout=0.25), 64
+    query, key, _ = (each.detach() for each in _inputs(length=length, batch=4))
+    value = torch.eye(length).reshape(length, 1, 1, length).expand(length, 4, HEADS, length)
+    weights = module(query, key, value, None, AttnMaskType.no_mask).view(length, 4, HEADS, length)
+    kept = weights != 0
+    assert abs(float(kept.float().mean()) - 0.75) < 0.01
+    module.eval()
+    full = module(query, key, value, None, AttnMaskType.no_mask).view(length, 4, HEADS, length)
+    torch.testing.assert_close(weights[kept], full[kept] / 0.75, atol=1e-6, rtol=1e-5)
+
+
+def test_dropout_does_not_move_the_default_state() -> None:
+    ours, _ = _pair(attention_dropout=0.4)
+    before = torch.get_rng_state()
+    ours(*_inputs(), None)
+    assert torch.equal(before, torch.get_rng_state())
+    ours.config.sequence_parallel = True  # the caller has entered the tracker's state
+    ours(*_inputs(), None)
+    assert not torch.equal(before, torch.get_rng_state())
+
+
+def test_recomputation_drops_the_same_weights() -> None:
+    ours, _ = _pair(attention_dropout=0.4)
+    tracker, inputs = get_cuda_rng_tracker(), _inputs()
+    state = tracker.get_states()
+    found = _results(ours, inputs, None)
+    tracker.set_states(dict(state))
+
+    def recomputed(*each: Tensor) -> Any:
+        return checkpoint(lambda query, key, value: ours(query, key, value, None), False, *each)
+
+    output = recomputed(*inputs)
+    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(7))
+    output.backward(gradient)
+    again = [output.detach(), *(each.grad for each in inputs)]
+    assert all(torch.equal(each, other) for each, other in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_same_state_gives_the_same_bits(dropout: float) -> None:
+    ours, _ = _pair(attention_dropout=dropout, num_query_groups=2)
+    tracker, inputs = get_cuda_rng_tracker(), _inputs(length=300, groups=2)
+    state = tracker.get_states()
+    runs = []
+    for _ in range(3):
+        tracker.set_states(dict(state))
+        runs.append(_results(ours, inputs, None))
+    assert all(torch.equal(each, other) for run in runs[1:] for each, other in zip(run, runs[0], strict=True))
+
+
+# -- memory -------------------------------------------------------------------------------------------------------------
+
+
+def _kept_bytes(module: Any, inputs: list[Tensor], mask: Tensor | None) -> int:
+    """Bytes of the storages that the backward pass keeps, without those of the inputs."""
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(*inputs, mask)
+    return sum(size for place, size in storages.items() if place not in {each.data_ptr() for each in inputs})
+
+
+def test_the_scores_are_not_kept() -> None:
+    ours, own = _pair()
+    length, batch = 256, 2
+    inputs = _inputs(length=length, batch=batch)
+    scores = 4 * batch * HEADS * length**2
+    output = 4 * batch * length * HEADS * HEAD_SIZE
+    assert _kept_bytes(own, inputs, None) >= scores
+    assert _kept_bytes(ours, inputs, None) == output + 4 * batch * HEADS * length, "the output and one number per query"
+
+
+def test_layers_share_the_numbers_of_a_mask() -> None:
+    ours, _ = _pair()
+    length = 64
+    inputs, mask = _inputs(length=length, batch=1), torch.ones(1, 1, length, length).triu(1).bool()
+
+    class Twice:
+        def __call__(self, *given: Any) -> Tensor:
+            first: Tensor = ours(*given)
+            second: Tensor = ours(*given)
+            return first + second
+
+    once, twice = _kept_bytes(ours, inputs, mask), _kept_bytes(Twice(), inputs, mask)
+    assert twice - once == once - 4 * length**2
+
+
+# -- what torch's kernels can do, and what is refused -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernel"),
+    [
+        (AttnBackend.flash, "ScaledDotProductFlashAttentionForCpu"),
+        (AttnBackend.unfused, "UnsafeView"),
+        (AttnBackend.auto, "ScaledDotProductFlashAttentionForCpu"),
+    ],
+    ids=str,
+)
+def test_the_backend_chooses_the_kernel(backend: AttnBackend, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, own = _pair(attention_backend=backend)
+    names = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = original(*args, **kwargs)
+        names.append(type(result.grad_fn).__name__)
+        return result
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    _assert_equal(_results(ours, _inputs(), None), _results(own, _inputs(), None))
+    assert [name.startswith(kernel) for name in names] == [True]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says why
+def test_a_backend_that_has_no_kernel_here() -> None:
+    fused, _ = _pair(attention_backend=AttnBackend.fused)
+    with pytest.raises(ConfigError, match=r"--attention-backend fused has no kernel .* on cpu: torch.float32.*choose auto"):
+        fused(*_inputs(), None)
+    flash, _ = _pair(attention_backend=AttnBackend.flash, attention_dropout=0.1)
+    with pytest.raises(ConfigError, match=r"flash has no kernel .* dropout 0.1"):
+        flash(*_inputs(), None)
+    ours, _ = _pair()
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError, match="Expected size"):
+        ours(*(each[: 3 + place] for place, each in enumerate(_inputs())), None, AttnMaskType.no_mask)
+
+
+@pytest.mark.parametrize(
+    ("changes", "knows"),
+    [
+        ({}, True),
+        ({"dtype": torch.float32}, False),
+        ({"sizes": (192, 128)}, False),
+        ({"sizes": (512, 512)}, False),
+        ({"has_mask": True}, False),
+        ({"backend": AttnBackend.fused}, False),
+        ({"backend": AttnBackend.unfused, "has_mask": True}, True),
+        ({"device_type": "cpu", "dtype": torch.float32, "has_mask": True}, True),
+    ],
+    ids=str,
+)
+def test_where_a_gpus_kernels_take_fewer_heads_of_keys(changes: dict[str, Any], knows: bool) -> None:
+    """By torch's documentation: on CUDA flash attention and the plain operations. No GPU was asked."""
+    usual = {"device_type": "cuda", "dtype": torch.bfloat16, "sizes": (128, 128), "has_mask": False, "backend": AttnBackend.auto}
+    given: dict[str, Any] = usual | changes
+    assert attention_kernels._knows_groups(given.pop("device_type"), given.pop("dtype"), given.pop("sizes"), **given) is knows
+
+
+@pytest.mark.parametrize("groups", [2, 1])
+def test_where_no_kernel_takes_fewer_heads_of_keys_they_are_repeated(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, own = _pair(num_query_groups=groups)
+    heads = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        heads.append((key.size(1), value.size(1), "enable_gqa" in options))
+        result: Tensor = original(query, key, value, **options)
+        return result
+
+    monkeypatch.setattr(attention_kernels, "_knows_groups", lambda *_, **__: False)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    inputs = _inputs(groups=groups)
+    _assert_equal(_results(ours, inputs, None), _results(own, inputs, None))
+    assert heads == [(HEADS, HEADS, False)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"softmax_type": "off-by-one"}, "softmax_type off-by-one is not supported"),
+        ({"softmax_type": "learnable"}, "softmax_type learnable is not supported"),
+        ({"attention_backend": AttnBackend.local}, "attention_backend local is megatron-core's own"),
+        ({"qk_clip": True}, "the largest score"),
+    ],
+    ids=str,
+)
+def test_what_torch_does_not_have_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TorchDotProductAttention(_config(**changes), 1, CAUSAL, "self")
+
+
+def test_what_a_call_cannot_ask_for() -> None:
+    ours, _ = _pair()
+    with pytest.raises(ConfigError, match="bias is not supported"):
+        ours(*_inputs(), None, attention_bias=torch.zeros(1, 1, 12, 12))
+    with pytest.raises(ConfigError, match=r"an attention mask of torch.float32"):
+        ours(*_inputs(), torch.zeros(1, 1, 12, 12))
+
+
+# -- choosing it --------------------------------------------------------------------------------------------------------
+
+
+def test_which_module_a_spec_gets() -> None:
+    assert core_attention(_config()) is TorchDotProductAttention
+    assert core_attention(_config(attention_backend=AttnBackend.local)) is DotProductAttention
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_the_local_layers_have_it(has_experts: bool) -> None:
+    experts: dict[str, Any] = {"num_moe_experts": 2, "add_bias_linear": False} if has_experts else {}
+    for backend, module in ((AttnBackend.auto, TorchDotProductAttention), (AttnBackend.local, DotProductAttention)):
+        layer = local_layer(_config(attention_backend=backend, **experts), has_experts=has_experts)
+        assert layer.submodules.self_attention.submodules.core_attention is module
+
+
+def test_the_modules_of_a_built_model_are_replaced() -> None:
+    model = torch.nn.ModuleList()
+    for number in (1, 2):
+        layer = torch.nn.Module()
+        config = _config(apply_query_key_layer_scaling=True, attention_dropout=0.3)
+        layer.core_attention = DotProductAttention(config, number, CAUSAL, "self", softmax_scale=0.5)
+        layer.other = torch.nn.Linear(2, 2)
+        model.append(layer)
+    model.eval()
+    own = [_results(layer.core_attention, _inputs(), None) for layer in model]
+    assert use_torch_attention(model) == 2
+    for layer, expected in zip(model, own, strict=True):
+        assert isinstance(layer.core_attention, TorchDotProductAttention)
+        assert layer.core_attention.dropout_probability == 0.3
+        _assert_equal(_results(layer.core_attention, _inputs(), None), expected)
+    assert use_torch_attention(model) == 0
+
+
+def test_a_model_that_cannot_have_it_stays_as_it_was() -> None:
+    model = torch.nn.Module()
+    model.first = DotProductAttention(_config(), 1, CAUSAL, "self")
+    model.second = DotProductAttention(_config(softmax_type="off-by-one"), 2, CAUSAL, "self")
+    before = dict(model.named_modules())
+    with pytest.raises(ConfigError, match="off-by-one"):
+        use_torch_attention(model)
+    assert dict(model.named_modules()) == before
+
+
+def test_a_subclass_keeps_its_own_attention() -> None:
+    class Special(DotProductAttention):
+        """A loop's own."""
+
+    holder = torch.nn.Module()
+    holder.core_attention = Special(_config(), 1, CAUSAL, "self")
+    assert use_torch_attention(holder) == 0
+    assert type(holder.core_attention) is Special

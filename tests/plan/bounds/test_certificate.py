@@ -1,0 +1,297 @@
+"""Certificates: what the planner proves, a checker that shares no code with it finds true; anything changed is refused."""
+
+import ast
+import copy
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron.zerobubble import verify
+from megatron.zerobubble.cli.main import main
+from megatron.zerobubble.plan.bounds.certificate import _prices, certificate
+from megatron.zerobubble.plan.bounds.relaxations import derivations
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
+from megatron.zerobubble.plan.registry import build_plan, schedule_spec
+from megatron.zerobubble.plan.search.instance import Instance
+from megatron.zerobubble.plan.search.search import search
+from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions, smallest_memory
+from megatron.zerobubble.plan.simulate import simulate
+from tests.plan.every_order import shortest
+from tests.plan.search.test_search import problems
+
+CHECKER = Path(verify.__file__)
+
+
+def _certificate(memory_limit: float | None = 1.0, objective: Objective = Objective.SPAN) -> dict[str, Any]:
+    """Of ZBV on four ranks with uneven stages, as it is after having been a file."""
+    placement = Placement.v(4)
+    even = CostModel.uniform(placement, forward_ms=18.5, backward_ms=18.1, wgrad_ms=9.3, comm_ms=0.6)
+    costs = replace(even, forward_ms=tuple(each + stage / 10 for stage, each in enumerate(even.forward_ms)))
+    plan = build_plan("zbv", num_ranks=4, num_microbatches=8)
+    body: dict[str, Any] = json.loads(json.dumps(certificate(simulate(plan, costs), objective, memory_limit)))
+    return body
+
+
+@given(problems(), st.booleans(), st.sampled_from(list(Objective)))
+def test_the_checker_finds_what_the_planner_found(
+    problem: tuple[Placement, int, CostModel, float], limited: bool, objective: Objective
+) -> None:
+    placement, m, costs, limit = problem
+    within = limit if limited else None
+    simulation = simulate(search("any", placement, m, costs, SearchOptions(memory_limit=within, budget=0.0)), costs)
+    body = json.loads(json.dumps(certificate(simulation, objective, within)))
+    value, bound = verify.check(body)
+    assert value == pytest.approx(objective.of(simulation))
+    assert bound == pytest.approx(body["bound"]["bound_ms"])
+    assert bound <= value * (1 + 1e-6)
+
+
+@given(problems(), st.booleans())
+def test_the_checker_proves_every_bound_not_only_the_largest(
+    problem: tuple[Placement, int, CostModel, float], is_uniform: bool
+) -> None:
+    placement, m, costs, limit = problem
+    if is_uniform:
+        costs = CostModel.uniform(placement, forward_ms=2.0, backward_ms=2.2, comm_ms=0.1, activation_after_backward=0.4)
+        limit = smallest_memory(placement, m, costs) * 1.5
+    memory = limit * min(placement.num_ranks, m) * (1 + 1e-9) + 1e-9
+    rank_of = list(placement.stage_to_rank)
+    checked = verify.read_costs(costs.to_json(), rank_of, m)
+    for found in derivations(Instance(placement, costs, m, memory)):
+        rank = found.ranks[-1]
+        prices = _prices(costs, placement.rank_to_stages[rank], m, memory)
+        proven = verify.bounds(checked, rank_of, rank, memory, prices, "span")
+        assert proven[found.name] >= found.value_ms * (1 - 1e-9) - 1e-9, found.name
+
+
+@st.composite
+def tiny_problems(draw: st.DrawFn) -> tuple[list[int], int, dict[str, Any]]:
+    """Any placement of a few stages, with odd costs: times of 0, more memory after B than before, unequal microbatches."""
+    rank_of = draw(st.sampled_from([[0], [0, 0], [0, 1], [1, 0], [0, 1, 0], [0, 1, 1], [0, 1, 2], [0, 1, 1, 0], [0, 1, 0, 1]]))
+    m = draw(st.integers(1, 5 // len(rank_of)))
+    is_equal = draw(st.booleans())
+    numbers = st.sampled_from([0.0, 0.0, 1.0, 1.0, 2.0, 3.0, 5.0])
+    tables = {}
+    for name in verify.NAMES:
+        rows = [draw(st.lists(numbers, min_size=m, max_size=m)) for _ in rank_of]
+        tables[name] = [[rows[0][0]] * m for _ in rank_of] if is_equal else rows
+    return rank_of, m, {"microbatches": tables, "comm_ms": draw(st.sampled_from([0.0, 1.0, 4.0]))}
+
+
+def _equal(rank_of: list[int], m: int, *values: float) -> tuple[list[int], int, dict[str, Any]]:
+    """Stages and microbatches that are all alike."""
+    tables = {name: [[value] * m for _ in rank_of] for name, value in zip(verify.NAMES, values, strict=True)}
+    return rank_of, m, {"microbatches": tables, "comm_ms": 1.0}
+
+
+@settings(max_examples=300)
+@example(_equal([0, 1], 2, 4.0, 4.0, 4.0, 1.0, 4.0), 0.3, 0.0, Objective.MAKESPAN)  # only fused BW fit the memory
+@example(_equal([0], 2, 3.0, 0.0, 1.0, 1.0, 3.0), 2 / 3, 1 / 3, Objective.SPAN)
+@given(
+    tiny_problems(),
+    st.sampled_from([0.3, 0.7, 1.0, 1.5, 2.0, 3.0, 20.0]),
+    st.sampled_from([0.0, 0.4, 1.0, 2.0, 5.0]),
+    st.sampled_from(list(Objective)),
+)
+def test_no_plan_takes_less_than_any_bound_at_any_price(
+    problem: tuple[list[int], int, dict[str, Any]], times: float, price: float, objective: Objective
+) -> None:
+    """Every bound of the checker against the best of all orders, found by trying them all."""
+    rank_of, m, body = problem
+    costs = verify.read_costs(body, rank_of, m)
+    limit = times * max(max(row) for name in verify.NAMES[3:] for row in costs[name]) + 1e-9
+    prices = dict.fromkeys(("before the first B", "after the last F", "after the last B"), price)
+    best = shortest(costs, rank_of, limit, objective)
+    for rank in set(rank_of):
+        for name, bound in verify.bounds(costs, rank_of, rank, limit, prices, objective.value).items():
+            assert bound <= best + 1e-6, name
+
+
+@pytest.mark.parametrize("name", ["zbv", "zb-h1", "1f1b", "interleaved-1f1b"])
+def test_unequal_microbatches_and_links_are_checked_too(name: str) -> None:
+    spec = schedule_spec(name, num_ranks=3)
+    equal = CostModel.uniform(spec.placement, forward_ms=2.0, backward_ms=2.2, wgrad_ms=1.5, activation_after_backward=0.4)
+    lengths = (512, 64, 2048, 300, 700, 1024)
+    costs = LengthModel.of(equal, tokens=700, squares=700.0**2, attention_share=0.2).costs(lengths)
+    links = Links(
+        latency_ms=((0.0, 0.1, 0.5), (0.2, 0.0, 0.1), (0.9, 0.3, 0.0)),
+        gigabytes_per_s=((1.0,) * 3,) * 3,
+        message_bytes=tuple(1e3 * each for each in lengths),
+    )
+    unequal = CostModel.of_microbatches(costs, links=links)
+    plan = MicrobatchPlanner(spec, len(lengths), options=SearchOptions(budget=2e5)).plan(unequal)
+    simulation = simulate(plan, unequal)
+    for objective in Objective:
+        value, bound = verify.check(json.loads(json.dumps(certificate(simulation, objective, None))))
+        assert value == pytest.approx(objective.of(simulation))
+        assert 0 < bound <= value
+
+
+def _swapped(body: dict[str, Any]) -> None:
+    """F of the last microbatch of the last stage comes after its B."""
+    row = body["plan"]["ops"][0]
+    one, other = row.index("7F7"), row.index("7B7")
+    row[one], row[other] = row[other], row[one]
+
+
+def _renumbered(body: dict[str, Any]) -> None:
+    """Microbatches 2 and 5 change places everywhere: the plan takes as long, and the executor cannot run it."""
+    other = {"2": "5", "5": "2"}
+    body["plan"]["ops"] = [[op[:-1] + other.get(op[-1], op[-1]) for op in row] for row in body["plan"]["ops"]]
+
+
+def _with_links(speed: float) -> Callable[[dict[str, Any]], None]:
+    """Links with one bandwidth for all pairs."""
+
+    def change(body: dict[str, Any]) -> None:
+        links = {"latency_ms": [[0.6] * 4] * 4, "gigabytes_per_s": [[speed] * 4] * 4, "message_bytes": [1.0]}
+        body["plan"]["costs"]["links"] = links
+
+    return change
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a faster plan": (lambda body: body.update(objective_ms=body["objective_ms"] * 0.99), "objective_ms"),
+    "a higher bound": (lambda body: body["bound"].update(bound_ms=body["bound"]["bound_ms"] * 1.01), "bound"),
+    "a bound of another rank": (lambda body: body["bound"].update(rank=0), "bound"),
+    "a price below 0": (lambda body: body["bound"]["prices"].update({"before the first B": -1.0}), "prices"),
+    "a price that is infinite": (lambda body: body["bound"]["prices"].update({"after the last F": float("inf")}), "prices"),
+    "another bound": (lambda body: body["bound"].update(name="memory times time"), "bound"),
+    "a bound nobody knows": (lambda body: body["bound"].update(name="magic"), "not known"),
+    "less memory": (lambda body: body.update(memory_limit=0.9), "memory"),
+    "a slower plan": (lambda body: body.update(objective_ms=body["objective_ms"] * 1.01), "objective_ms"),
+    "no objective": (lambda body: body.update(objective="speed"), "objective"),
+    "ops in another order": (_swapped, "deadlock"),
+    "an op less": (lambda body: body["plan"]["ops"][1].pop(), "once"),
+    "an op twice": (lambda body: body["plan"]["ops"][1].append("1F0"), "once"),
+    "an op of another rank": (
+        lambda body: body["plan"]["ops"][0].append(body["plan"]["ops"][1].pop()),
+        "does not have its stage",
+    ),
+    "no op": (lambda body: body["plan"]["ops"][0].append("F"), "not an op"),
+    "cheaper passes": (lambda body: body["plan"]["costs"].update(forward_ms=[1.0] * 8), "objective_ms"),
+    "passes that give time back": (lambda body: body["plan"]["costs"].update(wgrad_ms=[-1.0] * 8), "wgrad_ms"),
+    "a time that is no number": (lambda body: body["plan"]["costs"].update(wgrad_ms=[float("nan")] * 8), "finite"),
+    "a link that is no number": (lambda body: body["plan"]["costs"].update(comm_ms=float("nan")), "links"),
+    "a link that gives time back": (lambda body: body["plan"]["costs"].update(comm_ms=-0.1), "links"),
+    "a link faster than at once": (
+        lambda body: body["plan"]["costs"].update(
+            links={"latency_ms": [[0.6] * 4] * 4, "gigabytes_per_s": [[-1.0] * 4] * 4, "message_bytes": [1e3]}
+        ),
+        "bandwidth",
+    ),
+    "a limit that is no number": (lambda body: body.update(memory_limit=float("nan")), "memory"),
+    "an objective that is no number": (lambda body: body.update(objective_ms=float("nan")), "objective_ms"),
+    "a bound that is no number": (lambda body: body["bound"].update(bound_ms=float("nan")), "bound"),
+    "a microbatch that is run twice": (lambda body: body["plan"].update(assignment=[0] * 8), "assignment"),
+    "a time that is a bool": (lambda body: body["plan"]["costs"].update(wgrad_ms=[True] * 8), "wgrad_ms"),
+    "a time that is a text": (lambda body: body["plan"]["costs"].update(wgrad_ms=["1"] * 8), "wgrad_ms"),
+    "a time beyond sums": (lambda body: body["plan"]["costs"].update(wgrad_ms=[1e308] * 8), "wgrad_ms"),
+    "a bandwidth below 0": (_with_links(-1.0), "links"),
+    "a bandwidth of next to nothing": (_with_links(5e-324), "links"),
+    "a bandwidth that is no number": (_with_links(float("nan")), "links"),
+    "a limit a little below the plan": (lambda body: body.update(memory_limit=body["memory_limit"] * (1 - 5e-7)), "memory"),
+    "microbatches out of order": (_renumbered, "ascending"),
+    "more microbatches than any memory": (lambda body: body["plan"].update(num_microbatches=10**15), "every microbatch"),
+    "no microbatches": (lambda body: body["plan"].update(num_microbatches=0), "every microbatch"),
+    "ranks that it does not have": (lambda body: body["plan"].update(num_ranks=5), "ranks"),
+    "stages that it does not have": (lambda body: body["plan"]["stage_to_rank"].extend([0, 1]), "every microbatch"),
+    "a bound of a rank that does not exist": (lambda body: body["bound"].update(rank=-1), "rank -1"),
+    "a bound below 0": (lambda body: body["bound"].update(bound_ms=-1.0), "bound_ms"),
+    "terms that do not add up": (lambda body: body["bound"]["terms_ms"].update(F=1e4), "terms"),
+    "another version": (lambda body: body.update(format="zerobubble-certificate/2"), "format"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_certificate_is_refused(change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body = _certificate()
+    verify.check(copy.deepcopy(body))
+    make, reason = CHANGES[change]
+    make(body)
+    with pytest.raises(verify.RefusedError, match=reason):
+        verify.check(copy.deepcopy(body))
+    file = tmp_path / "certificate.json"
+    file.write_text(json.dumps(body))
+    assert main(["verify", str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "zerobubble-certificate/1"}', "[" * 100_000, "null", "1"])
+def test_a_file_that_is_no_certificate_is_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "certificate.json"
+    file.write_text(text)
+    assert main(["verify", str(file)]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["verify", str(tmp_path / "none")]) == 2
+
+
+def test_line_breaks_stay_out_of_the_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "two\nlines"
+    assert main(["verify", str(file)]) == 2
+    body = _certificate()
+    body["bound"]["terms_ms"]["two\nlines"] = -1.0
+    file.write_text(json.dumps(body))
+    assert main(["verify", str(file)]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_span_and_makespan_are_not_taken_for_each_other() -> None:
+    costs = CostModel.uniform(Placement.linear(4))
+    simulation = simulate(build_plan("zb-h2", num_ranks=4, num_microbatches=8), costs)
+    assert simulation.makespan_ms > simulation.span_ms
+    body = json.loads(json.dumps(certificate(simulation, Objective.SPAN, None))) | {"objective": "makespan"}
+    with pytest.raises(verify.RefusedError, match="objective_ms"):
+        verify.check(body)
+
+
+def test_a_worse_price_is_a_lower_bound_still() -> None:
+    """Weak duality: the checker believes no price, so another one only lowers the bound."""
+    body = _certificate()
+    body["bound"]["prices"] = dict.fromkeys(body["bound"]["prices"], 3.0)
+    with pytest.raises(verify.RefusedError, match="bound"):
+        verify.check(body)
+    rank_of, rank = body["plan"]["stage_to_rank"], body["bound"]["rank"]
+    costs = verify.read_costs(body["plan"]["costs"], rank_of, 8)
+    for price in (0.0, 1.0, 3.0, 10.0, 27.4, 100.0):
+        found = verify.bounds(costs, rank_of, rank, 4.0, dict.fromkeys(body["bound"]["prices"], price), "span")
+        assert len(found) >= 6
+        assert all(value <= body["bound"]["bound_ms"] * (1 + 1e-6) for value in found.values())
+
+
+def test_the_checker_runs_by_itself(tmp_path: Path) -> None:
+    file = tmp_path / "certificate.json"
+    arguments = ["--schedule", "auto", "--num-ranks", "3", "--num-microbatches", "6", "--effort", "fast"]
+    assert main(["plan", *arguments, "--certificate", str(file), "--objective", "makespan"]) == 0
+    done = subprocess.run([sys.executable, "-I", "-S", str(CHECKER), str(file)], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("valid; makespan ")
+
+
+def test_lengths_from_standard_input_are_read_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("512,4096,700"))
+    arguments = ["--schedule", "zbv", "--num-ranks", "2", "--microbatch-tokens", "-", "--certificate", "-"]
+    assert main(["plan", *arguments]) == 0
+    value, bound = verify.check(json.loads(capsys.readouterr().out))
+    assert 0 < bound <= value
+
+
+def test_the_checker_imports_nothing_of_the_planner() -> None:
+    tree = ast.parse(CHECKER.read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert {str(name).partition(".")[0] for name in modules} <= sys.stdlib_module_names

@@ -1,0 +1,244 @@
+"""The lower bound: below every plan, tight for the closed forms, and compared with an exact solver on small instances."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.registry import build_plan, known_schedules
+from megatron.zerobubble.plan.search.search import search
+from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions, smallest_memory
+from megatron.zerobubble.plan.simulate import simulate
+from tests.plan import optima
+from tests.plan.exact import optimum
+from tests.plan.periods import is_possible
+from tests.plan.search.test_search import COMPILED, problems
+
+
+def _heavier(costs: CostModel) -> CostModel:
+    """The costs with the activation memory of the stages a little unequal."""
+    return replace(costs, activation=tuple(value * (1 + 0.001 * stage) for stage, value in enumerate(costs.activation)))
+
+
+@given(problems())
+def test_no_plan_is_below_the_bound(problem: tuple[Placement, int, CostModel, float]) -> None:
+    placement, m, costs, limit = problem
+    for within in (limit, None):
+        plan = search("any", placement, m, costs, SearchOptions(memory_limit=within, budget=0.0))
+        simulation = simulate(plan, costs)
+        bound = lower_bound(placement, m, costs, within)
+        assert bound.span_ms <= simulation.span_ms * (1 + 1e-6) + 1e-6
+        assert bound.makespan_ms <= simulation.makespan_ms * (1 + 1e-6) + 1e-6
+        assert bound.span_ms <= bound.makespan_ms * (1 + 1e-12)
+        assert bound.gap(simulation.span_ms) >= -1e-6
+        assert bound.makespan_gap(simulation.makespan_ms) >= -1e-6
+
+
+@pytest.mark.parametrize("name", [info.name for info in known_schedules()])
+def test_every_family_is_above_its_bound(name: str) -> None:
+    for p in (1, 2, 4, 6):
+        for m in (1, p, 3 * p):
+            plan = build_plan(name, num_ranks=p, num_microbatches=m)
+            costs = CostModel.uniform(plan.placement, comm_ms=0.1, activation_after_backward=0.4)
+            simulation = simulate(plan, costs)
+            bound = lower_bound(plan.placement, m, costs, max(simulation.peak_memory))
+            assert bound.span_ms <= simulation.span_ms + 1e-6
+            assert bound.makespan_ms <= simulation.makespan_ms + 1e-6
+            assert bound.bubble_rate <= simulation.bubble_rate + 1e-6
+
+
+def test_a_fused_backward_with_recomputation_is_above_its_bound() -> None:
+    """A fused BW never holds what B would leave for W, which with recomputation is more than F leaves."""
+    for name, p, m in (("1f1b", 1, 1), ("1f1b", 3, 5), ("interleaved-1f1b", 2, 4), ("1f1b-v", 2, 3)):
+        plan = build_plan(name, num_ranks=p, num_microbatches=m)
+        costs = CostModel.uniform(plan.placement, activation_after_backward=2.0)
+        simulation = simulate(plan, costs)
+        bound = lower_bound(plan.placement, m, costs, max(simulation.peak_memory))
+        assert bound.span_ms <= simulation.span_ms + 1e-6
+        assert bound.makespan_ms <= simulation.makespan_ms + 1e-6
+
+
+def test_a_fused_backward_without_activations_has_a_bound() -> None:
+    """A BW never holds what B would leave for W, so the memory that its plan needs may be none at all."""
+    plan = build_plan("1f1b", num_ranks=2, num_microbatches=3)
+    costs = replace(CostModel.uniform(plan.placement), activation=(0.0, 0.0))
+    simulation = simulate(plan, costs)
+    assert max(simulation.peak_memory) == 0.0
+    bound = lower_bound(plan.placement, 3, costs, 0.0)
+    assert 0 < bound.span_ms <= simulation.span_ms
+
+
+@given(problems())
+def test_the_terms_of_a_derivation_add_up_to_the_bound(problem: tuple[Placement, int, CostModel, float]) -> None:
+    placement, m, costs, limit = problem
+    bound = lower_bound(placement, m, costs, limit)
+    for value, found in ((bound.span_ms, bound.derivation), (bound.makespan_ms, bound.makespan_derivation)):
+        assert found is not None
+        assert found.value_ms == value
+        assert all(rank in range(placement.num_ranks) for rank in found.ranks)
+        body = json.loads(json.dumps(found.to_json()))
+        assert math.fsum(body["terms_ms"].values()) == pytest.approx(value)
+        assert len(body["terms_ms"]) == len(found.terms), "every term has a name of its own"
+
+
+@st.composite
+def uniform_problems(draw: st.DrawFn) -> tuple[Placement, int, CostModel, float]:
+    """Ranks whose passes are all alike, so that whole passes count, with and without recomputation."""
+    p = draw(st.integers(1, 5))
+    placement = draw(st.sampled_from([Placement.linear(p), Placement.v(p), Placement.loop(p, 2)]))
+    m = draw(st.integers(1, 3 * p))
+    costs = CostModel.uniform(
+        placement,
+        forward_ms=draw(st.sampled_from([0.5, 1.0, 2.0])),
+        backward_ms=draw(st.sampled_from([1.0, 1.1, 2.0])),
+        wgrad_ms=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        comm_ms=draw(st.sampled_from([0.0, 0.1, 1.0])),
+        activation_after_backward=draw(st.sampled_from([0.0, 0.4, 1.0, 1.6])),
+    )
+    return placement, m, costs, smallest_memory(placement, m, costs) * draw(st.sampled_from([1.0, 1.0, 1.3, 1.7, 3.0]))
+
+
+@given(uniform_problems(), st.booleans())
+def test_no_plan_of_equal_passes_is_below_the_bound(problem: tuple[Placement, int, CostModel, float], at_peak: bool) -> None:
+    placement, m, costs, limit = problem
+    plan = search("any", placement, m, costs, SearchOptions(memory_limit=limit, budget=3e5 if COMPILED else 0.0))
+    simulation = simulate(plan, costs)
+    bound = lower_bound(placement, m, costs, max(simulation.peak_memory) if at_peak else limit)
+    assert bound.span_ms <= simulation.span_ms * (1 + 1e-6)
+    assert bound.makespan_ms <= simulation.makespan_ms * (1 + 1e-6)
+
+
+def test_no_optimum_is_below_the_bound() -> None:
+    """Of small instances solved exactly, and how often the bound is the optimum itself."""
+    known = optima.read()
+    assert len(known) >= 100
+    tight = 0
+    for instance in known:
+        assert instance.optimum is not None
+        objective = Objective(instance.objective)
+        bound = objective.of(lower_bound(instance.stages(), instance.num_microbatches, instance.costs(), instance.limit))
+        assert bound <= instance.optimum * (1 + 1e-6), instance
+        tight += bound >= instance.optimum * (1 - 1e-6)
+    assert tight >= 0.6 * len(known), f"{tight} of {len(known)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(0, 60, 15))
+def test_the_optima_are_what_the_solver_finds(index: int) -> None:
+    pytest.importorskip("ortools")
+    instance = optima.read()[index]
+    assert optima.solved(instance, seconds=60) == instance
+
+
+V_MIN = CostModel.uniform(
+    Placement.v(16), forward_ms=11.3, backward_ms=11.3, wgrad_ms=8.1, comm_ms=0.38, activation_after_backward=0.4324
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "m", "costs", "limit"),
+    [
+        ("work and idle ends", Placement.linear(4), 8, CostModel.uniform(Placement.linear(4)), 1.0),
+        ("one microbatch", Placement.v(2), 1, _heavier(CostModel.uniform(Placement.v(2), comm_ms=1.0)), 4.0),
+        ("travel, work, travel", Placement.linear(3), 3, CostModel.uniform(Placement.linear(3), wgrad_ms=0.0, comm_ms=1.0), 3.0),
+        ("round trip, free memory, round trip", Placement.v(8), 24, CostModel.uniform(Placement.v(8), comm_ms=0.1), 0.75),
+        ("passes in flight times time", Placement.linear(2), 8, CostModel.uniform(Placement.linear(2), comm_ms=1.0), 0.5),
+        ("travel, passes in flight times time, travel", Placement.v(16), 128, V_MIN, 0.375),
+        ("memory times time", Placement.linear(3), 1, CostModel.uniform(Placement.linear(3), comm_ms=1.0), 0.4),
+        ("travel, memory times time, travel", Placement.v(16), 128, _heavier(V_MIN), 0.375),
+    ],
+)
+def test_every_argument_is_the_best_somewhere(name: str, placement: Placement, m: int, costs: CostModel, limit: float) -> None:
+    found = lower_bound(placement, m, costs, limit).derivation
+    assert found is not None
+    assert found.name == name
+
+
+def test_the_bound_is_tight_for_schedules_without_a_bubble() -> None:
+    """ZBV at 1F1B's memory has no bubble, and neither has the bound; less memory raises it."""
+    placement = Placement.v(4)
+    costs = CostModel.uniform(placement)
+    assert lower_bound(placement, 8, costs, 1.0).span_ms == pytest.approx(24)
+    spans = [lower_bound(placement, 8, costs, limit).span_ms for limit in (1.0, 0.75, 0.5, 0.25)]
+    assert spans == sorted(spans)
+    assert spans[-1] > 1.5 * spans[0]
+    nothing = CostModel.uniform(placement, forward_ms=0, backward_ms=0, wgrad_ms=0)
+    assert lower_bound(placement, 8, nothing).bubble_rate == 0
+    assert lower_bound(placement, 8, nothing).gap(0.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "limit", "forward", "backward", "wgrad", "comm", "kept"),
+    [
+        (4, 8, 1.0, 18.522, 18.086, 9.337, 0.601, 0.3664),
+        (4, 8, 0.75, 18.522, 18.086, 9.337, 0.601, 0.3664),
+        (8, 24, 1.0, 29.718, 29.444, 19.927, 0.527, 0.4324),
+        (16, 48, 1.0, 11.347, 11.248, 8.132, 0.377, 0.4324),
+    ],
+)
+def test_a_plan_is_proven_to_be_the_best(
+    p: int, m: int, limit: float, forward: float, backward: float, wgrad: float, comm: float, kept: float
+) -> None:
+    """For the published times of three models."""
+    placement = Placement.v(p)
+    costs = CostModel.uniform(
+        placement,
+        forward_ms=forward,
+        backward_ms=backward,
+        wgrad_ms=wgrad,
+        comm_ms=comm,
+        activation_after_backward=kept,
+    )
+    plan = build_plan("zbv", num_ranks=p, num_microbatches=m, costs=costs, options=SearchOptions(memory_limit=limit, budget=3e7))
+    assert simulate(plan, costs).span_ms == pytest.approx(lower_bound(placement, m, costs, limit).span_ms, rel=1e-8)
+
+
+@pytest.mark.skipif(not COMPILED, reason="takes the compiled core")
+@pytest.mark.parametrize("objective", list(Objective))
+@pytest.mark.parametrize(
+    ("placement", "m", "times", "limit"),
+    [
+        (Placement.linear(2), 4, (2, 2, 1), 1.0),
+        (Placement.linear(3), 4, (3, 2, 2), 1.0),
+        (Placement.linear(3), 3, (2, 3, 1), 2 / 3),
+        (Placement.v(2), 3, (4, 4, 2), 1.0),
+        pytest.param(Placement.v(2), 4, (4, 6, 2), 0.75, marks=pytest.mark.slow),
+        (Placement.loop(2, 2), 3, (4, 4, 2), 1.0),
+    ],
+)
+def test_against_the_exact_solver(
+    placement: Placement, m: int, times: tuple[int, int, int], limit: float, objective: Objective
+) -> None:
+    """The optimum lies between the bound and what the search finds, and the search is within 2 % of it."""
+    pytest.importorskip("ortools")
+    costs = CostModel.uniform(
+        placement,
+        forward_ms=times[0],
+        backward_ms=times[1],
+        wgrad_ms=times[2],
+        comm_ms=1,
+        activation_after_backward=0.5,
+    )
+    best = optimum(placement, m, costs, limit, makespan=objective is Objective.MAKESPAN)
+    assert best is not None, "it takes longer than a minute"
+    bound = lower_bound(placement, m, costs, limit)
+    plan = search("x", placement, m, costs, SearchOptions(memory_limit=limit, objective=objective, budget=3e7))
+    found = objective.of(simulate(plan, costs))
+    assert math.floor(objective.of(bound)) <= best <= found + 1e-6
+    assert found <= 1.02 * best
+
+
+def test_periods_of_v_min_are_what_its_paper_says() -> None:
+    """For F=B=W on four ranks its block has no gaps at the memory of two microbatches, and no shorter one exists."""
+    pytest.importorskip("ortools")
+    placement = Placement.v(4)
+    costs = CostModel.uniform(placement)
+    assert is_possible(placement, costs, 2.0, 3.0, 1, seconds=30) is True
+    assert is_possible(placement, costs, 2.0, 2.9, 1, seconds=30) is False
+    assert is_possible(placement, costs, 1.0, 3.0, 1, seconds=30) is False, "a microbatch alone takes longer"

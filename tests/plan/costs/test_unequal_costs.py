@@ -1,0 +1,384 @@
+"""Costs per microbatch and a matrix of links: in the cost model, the simulator, the validator and the plan file."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.zerobubble import verify
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.bounds.certificate import certificate
+from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
+from megatron.zerobubble.plan.communication import place_communication
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
+from megatron.zerobubble.plan.costs.links import Links, unequal_links
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, LengthModel, MicrobatchCosts, Terms
+from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.memory_profile import activation_memory_over_time
+from megatron.zerobubble.plan.registry import build_plan
+from megatron.zerobubble.plan.search.search_options import Objective
+from megatron.zerobubble.plan.simulate import peak_memory, simulate
+from megatron.zerobubble.plan.transforms import first_microbatches
+from megatron.zerobubble.plan.validate import validate
+
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "v-half")
+
+
+def of_lengths(placement: Placement, tokens: tuple[int, ...], *, attention_share: float = 0.0) -> CostModel:
+    """F=B=W per rank at 100 tokens."""
+    model = LengthModel.of(CostModel.uniform(placement), tokens=100, squares=1e4, attention_share=attention_share)
+    return CostModel.of_microbatches(model.costs(tokens))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Plan, CostModel]:
+    """A plan of any schedule with any assignment, costs per microbatch and a matrix of links."""
+    name, p, m = draw(st.sampled_from(SCHEDULES)), draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    plan = build_plan(name, num_ranks=p, num_microbatches=m)
+    plan = Plan(plan.schedule, plan.placement, m, plan.ops, tuple(draw(st.permutations(range(m)))))
+    values = st.floats(0.01, 10)
+    rows = {n: [[draw(values) for _ in range(m)] for _ in range(plan.num_stages)] for n in COST_LISTS}
+    links = Links(
+        latency_ms=tuple(tuple(draw(st.floats(0, 3)) for _ in range(p)) for _ in range(p)),
+        gigabytes_per_s=tuple(tuple(draw(st.floats(1, 100)) for _ in range(p)) for _ in range(p)),
+        message_bytes=tuple(draw(st.floats(0, 1e8)) for _ in range(m)),
+    )
+    return plan, CostModel.of_microbatches(MicrobatchCosts(**{n: tuple(map(tuple, r)) for n, r in rows.items()}), links=links)
+
+
+def test_lengths_give_costs_by_their_model() -> None:
+    model = LengthModel(
+        forward_ms=(Terms(1.0, 0.01, 1e-4),),
+        backward_ms=(Terms(2.0, 0.02, 2e-4),),
+        wgrad_ms=(Terms(0.0, 0.01, 0.0),),
+        activation=(Terms(0.0, 0.01, 0.0),),
+        activation_after_backward=(Terms(0.0, 0.005, 0.0),),
+    )
+    costs = model.costs([100, 300], squares=[1e4, 5e4])
+    assert costs.forward_ms == ((pytest.approx(3.0), pytest.approx(9.0)),)
+    assert costs.backward_ms == ((pytest.approx(6.0), pytest.approx(18.0)),)
+    assert costs.wgrad_ms == ((1.0, 3.0),)
+    assert costs.activation == ((1.0, 3.0),)
+    assert model.costs([300]).forward_ms == ((pytest.approx(13.0),),), "one sequence of 300 tokens has 90,000 squares"
+    fitted = LengthModel(**{name: (Terms(-1.0, 0.001, 0.0),) for name in COST_LISTS}).costs([10])
+    assert fitted.forward_ms == ((0.0,),), "a fit that goes below 0 for a short microbatch is 0"
+
+
+@pytest.mark.parametrize("terms", [Terms(3.0, 0.02, 1e-6), Terms(0.0, 0.02, 1e-6), Terms(0.0, 0.01, 0.0), Terms(2.0, 0.0, 0.0)])
+def test_a_fit_finds_the_terms_that_made_the_costs(terms: Terms) -> None:
+    lengths = [(tokens, 0.3 * tokens * tokens) for tokens in (100.0, 700.0, 1500.0, 4000.0, 9000.0)]
+    found = Terms.fit(lengths, [terms.at(*pair) for pair in lengths])
+    assert found == pytest.approx(terms, rel=1e-6, abs=1e-9)
+
+
+def test_a_fit_has_no_negative_terms_and_extrapolates_one_length_in_proportion() -> None:
+    assert Terms.fit([(100.0, 1e4), (200.0, 4e4)], [1.0, 1.5])[1:] == (pytest.approx(0.005), 0.0)
+    falling = Terms.fit([(100.0, 1e4), (200.0, 4e4), (300.0, 9e4)], [3.0, 2.0, 1.0])
+    assert min(falling) >= 0
+    assert Terms.fit([(100.0, 1e4)] * 3, [2.0, 2.2, 1.8]) == (0.0, pytest.approx(0.02), 0.0)
+    assert Terms.fit([(100.0, 1e4)], [0.0]) == Terms()
+    measured = of_lengths(Placement.linear(2), (100, 250, 900), attention_share=0.2).per_microbatch
+    assert measured is not None
+    again = LengthModel.fit(measured).costs(measured.tokens)
+    for name in COST_LISTS:
+        for before, after in zip(getattr(measured, name), getattr(again, name), strict=True):
+            assert after == pytest.approx(before, rel=1e-6)
+    with pytest.raises(ConfigError, match="got 1 lengths and 0 values"):
+        Terms.fit([(1.0, 1.0)], [])
+    with pytest.raises(ConfigError, match="no microbatch has tokens"):
+        LengthModel.fit(MicrobatchCosts(**dict.fromkeys(COST_LISTS, ((1.0, 2.0),))))
+
+
+def test_attention_doubles_in_backward_and_is_absent_in_wgrad() -> None:
+    """At twice the length, F of 3/4 linear and 1/4 attention takes 2.5 times as long; B, 3/5 and 2/5, 2.8; W 2."""
+    costs = of_lengths(Placement.linear(1), (100, 200), attention_share=0.25).per_microbatch
+    assert costs is not None
+    assert costs.forward_ms[0] == (pytest.approx(1.0), pytest.approx(2.5))
+    assert costs.backward_ms[0] == (pytest.approx(1.0), pytest.approx(2.8))
+    assert costs.wgrad_ms[0] == (pytest.approx(1.0), pytest.approx(2.0))
+    assert costs.activation[0] == (pytest.approx(1.0), pytest.approx(2.0))
+
+
+def test_equal_microbatches_and_links_are_the_plain_costs() -> None:
+    placement = Placement.v(2)
+    plain = CostModel.uniform(
+        placement, forward_ms=0.1, backward_ms=0.3, wgrad_ms=0.7, comm_ms=0.2, activation_after_backward=0.3
+    )
+    lists = {name: tuple((value,) * 7 for value in getattr(plain, name)) for name in COST_LISTS}
+    links = Links(latency_ms=((0, 0.2), (0.2, 9)))
+    assert CostModel.of_microbatches(MicrobatchCosts(**lists), links=links) == plain
+
+
+@given(st.floats(0.1, 100), st.integers(1, 10**6), st.floats(0, 1))
+def test_equal_lengths_are_the_plain_costs_to_the_bit(time_ms: float, tokens: int, share: float) -> None:
+    """A last digit could change which of two orders a search takes for the better one."""
+    costs = CostModel.uniform(Placement.v(2), forward_ms=time_ms, backward_ms=1.1 * time_ms, activation_after_backward=0.37)
+    assert Unequal((tokens,) * 6, share).applied(costs) == costs
+
+
+def test_means_stand_for_unequal_microbatches() -> None:
+    costs = of_lengths(Placement.linear(2), (100, 300))
+    assert costs.forward_ms == (2.0, 2.0)
+    assert costs.num_microbatches == 2
+    assert not costs.is_plain
+    assert costs.plain.is_plain
+    assert costs.plain.forward_ms == (2.0, 2.0)
+    assert costs.merged(1).per_microbatch is not None
+    assert costs.merged(1).duration_ms(0, OpKind.BW, 1) == pytest.approx(12.0)
+
+
+def test_two_microbatches_by_hand() -> None:
+    """Tokens 100 and 200, F=B=W=1 per 100 tokens; a message takes 0.25 ms down and 0.5 ms back, and 1 ms more per 10^6 bytes."""
+    plan = build_plan("zb-h1", num_ranks=2, num_microbatches=2)
+    links = Links(latency_ms=((0, 0.25), (0.5, 0)), gigabytes_per_s=((1, 1), (1, 1)), message_bytes=(1e6, 2e6))
+    costs = CostModel.of_microbatches(
+        LengthModel.of(CostModel.uniform(plan.placement), tokens=100, squares=1e4).costs([100, 200]), links=links
+    )
+    assert plan.to_text() == "0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1B0 1F1 1B1 1W0 1W1"
+    simulation = simulate(plan, costs)
+    assert [(start, end) for _, start, end in simulation.rows[0]] == [
+        (0, 1),
+        (1, 3),
+        (5.75, 6.75),  # 1B0 ends at 4.25, and its message takes 0.5 + 1 ms
+        (6.75, 7.75),
+        (11.75, 13.75),  # 1B1 ends at 9.25, and its message takes 0.5 + 2 ms
+        (13.75, 15.75),
+    ]
+    assert [(start, end) for _, start, end in simulation.rows[1]] == [
+        (2.25, 3.25),
+        (3.25, 4.25),
+        (5.25, 7.25),  # 0F1 ends at 3, and its message takes 0.25 + 2 ms
+        (7.25, 9.25),
+        (9.25, 10.25),
+        (10.25, 12.25),
+    ]
+    assert simulation.peak_memory == (1.5, 1.5)
+    assert simulation.idle_share == pytest.approx(1 - 9 / 15.75)
+    swapped = simulate(Plan(plan.schedule, plan.placement, 2, plan.ops, (1, 0)), costs)
+    assert [(start, end) for _, start, end in swapped.rows[0]][:2] == [(0, 2), (2, 3)]
+    assert next((start, end) for _, start, end in swapped.rows[1]) == (4.25, 6.25)
+
+
+@given(cases())
+def test_every_op_takes_its_own_time_and_message(case: tuple[Plan, CostModel]) -> None:
+    """The rules of the simulator, written out a second time."""
+    plan, costs = case
+    assert costs.per_microbatch is not None or plan.num_microbatches == 1
+    simulation = simulate(plan, costs)
+    ends = {op: (end, rank) for rank, row in enumerate(simulation.rows) for op, _, end in row}
+    for rank, row in enumerate(simulation.rows):
+        free = 0.0
+        for op, start, end in row:
+            own = plan.batch_index(op.microbatch)
+            needs = []
+            if op.kind is OpKind.F and op.stage > 0:
+                needs = [Op(op.stage - 1, OpKind.F, op.microbatch)]
+            elif op.kind in (OpKind.B, OpKind.BW):
+                needs = [Op(op.stage + 1, kind, op.microbatch) for kind in (OpKind.B, OpKind.BW)]
+            arrivals = [ends[need][0] + costs.link_ms(ends[need][1], rank, own) for need in needs if need in ends]
+            before = [ends[op._replace(kind=kind)][0] for kind in (OpKind.F, OpKind.B) if op._replace(kind=kind) in ends]
+            own_needs = before if op.kind is OpKind.W else before[:1] if op.kind is not OpKind.F else []
+            assert start == max([free, *arrivals, *own_needs])
+            assert end == start + costs.duration_ms(op.stage, op.kind, own)
+            free = end
+    busy = [math.fsum(end - start for _, start, end in row) for row in simulation.rows]
+    idle = 1 - math.fsum(busy) / (plan.num_ranks * simulation.makespan_ms)
+    assert simulation.idle_share == pytest.approx(idle, abs=1e-9)
+
+
+@given(cases())
+def test_memory_counts_what_each_microbatch_holds(case: tuple[Plan, CostModel]) -> None:
+    plan, costs = case
+    unit = min(plan.num_ranks, plan.num_microbatches)
+    peaks = peak_memory(plan, costs)
+    for row, peak in zip(plan.ops, peaks, strict=True):
+        held = highest = 0.0
+        for stage, kind, microbatch in row:
+            own = plan.batch_index(microbatch)
+            whole = costs.of_microbatch("activation", stage, own)
+            rest = costs.of_microbatch("activation_after_backward", stage, own)
+            held += {OpKind.F: whole, OpKind.B: rest - whole, OpKind.W: -rest, OpKind.BW: -whole}[kind]
+            highest = max(highest, held)
+        assert peak == pytest.approx(highest / unit)
+    validate(plan, memory_limit=max(peaks), costs=costs)
+    with pytest.raises(PlanError, match="memory peaks at"):
+        validate(plan, memory_limit=max(peaks) * 0.99, costs=costs)
+    stairs = activation_memory_over_time(simulate(plan, costs).rows, plan.num_microbatches, costs.reordered(plan.assignment))
+    assert [max(held for _, held in stair) for stair in stairs] == pytest.approx(list(peaks))
+
+
+@given(cases())
+def test_no_plan_beats_the_lower_bound(case: tuple[Plan, CostModel]) -> None:
+    """Also under its own peak, with fused backwards and with recomputation, where more memory stays for W than before B."""
+    plan, costs = case
+    simulation = simulate(plan, costs)
+    for limit in (None, max(simulation.peak_memory)):
+        bound = lower_bound(plan.placement, plan.num_microbatches, costs, limit)
+        assert bound.span_ms <= simulation.span_ms * (1 + 1e-9)
+        assert bound.makespan_ms <= simulation.makespan_ms * (1 + 1e-9)
+
+
+@given(cases())
+def test_receives_of_unequal_microbatches_are_posted_on_their_timeline(case: tuple[Plan, CostModel]) -> None:
+    plan, costs = case
+    program = place_communication(plan, costs=costs)
+    assert sum(step.take is not None for row in program.steps for step in row) == sum(
+        len(step.post) for row in program.steps for step in row
+    )
+
+
+@given(cases())
+def test_a_plan_file_keeps_assignment_and_costs(case: tuple[Plan, CostModel]) -> None:
+    plan, costs = case
+    text = plan.to_json(costs=costs.to_json())
+    assert json.loads(text)["format"] == "zerobubble-plan/2"
+    assert Plan.from_json(text) == plan
+    assert CostModel.from_json(json.loads(text)["costs"]) == costs
+
+
+def test_a_plan_of_equal_microbatches_is_still_of_version_1() -> None:
+    plan = build_plan("zbv", num_ranks=2, num_microbatches=4)
+    text = plan.to_json(costs=CostModel.uniform(plan.placement).to_json())
+    assert json.loads(text)["format"] == "zerobubble-plan/1"
+    assert Plan.from_json(text) == plan
+
+
+@pytest.mark.parametrize("assignment", [[0, 0, 1, 2], [0, 1, 2], [0, 1, 2, 4], ["0", 1, 2, 3], 3])
+def test_an_assignment_that_drops_or_repeats_a_microbatch_is_refused(assignment: object) -> None:
+    body = json.loads(build_plan("zbv", num_ranks=2, num_microbatches=4).to_json())
+    with pytest.raises(PlanError, match="assign"):
+        Plan.from_json(json.dumps(body | {"format": "zerobubble-plan/2", "assignment": assignment}))
+
+
+@given(st.lists(st.lists(st.floats(0, 1e12), min_size=15, max_size=15), min_size=1, max_size=3))
+def test_costs_by_length_survive_json_to_the_bit(stages: list[list[float]]) -> None:
+    lists = {n: tuple(Terms(*row[3 * i : 3 * i + 3]) for row in stages) for i, n in enumerate(COST_LISTS)}
+    model = LengthModel(**lists)
+    assert LengthModel.from_json(json.loads(json.dumps(model.to_json()))) == model
+    assert model.num_stages == len(stages)
+
+
+def test_auto_limits_measured_costs_to_1f1b_memory_for_these_lengths() -> None:
+    """Memory has a constant part, so the two longest count less than their tokens."""
+    equal = (Terms(1.0, 0.0, 0.0),) * 4
+    lists = dict.fromkeys(COST_LISTS, equal) | {"activation": (Terms(0.125, 0.375 / 1000, 0.0),) * 4}
+    given = Unequal((100, 4000, 2000), model=LengthModel(**lists))
+    assert given.auto_memory_limit(2) == pytest.approx((4 * 0.125 + 2 * 0.375 * 6) / 2)
+    assert Unequal((1000,) * 3, model=given.model).auto_memory_limit(2) == pytest.approx(1.0), "the usual length"
+
+
+def length_model_json(name: str, value: object) -> object:
+    """Costs by length of two stages with another value for one list, or for the term `list.term` of stage 1."""
+    body = LengthModel(**dict.fromkeys(COST_LISTS, (Terms(1.0, 0.5, 0.25),) * 2)).to_json()
+    name, _, term = name.partition(".")
+    if term:
+        body[name][1][term] = value
+    else:
+        body[name] = value
+    return body
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([1], r"must be an object with forward_ms, .*, got \[1\]"),
+        ({}, "'forward_ms' must be a list with one object per stage, got None"),
+        (length_model_json("wgrad_ms", []), "'wgrad_ms' must be a list with one object per stage, got \\[\\]"),
+        (
+            length_model_json("wgrad_ms", [[1.0, 0.5, 0.25]] * 2),
+            "wgrad_ms by length, stage 0, must be an object with constant, per_token",
+        ),
+        (length_model_json("activation", [Terms()._asdict()]), "forward_ms has 2 stages and activation has 1"),
+        (length_model_json("forward_ms.per_square", math.nan), "per_square of forward_ms by length, stage 1, is nan; it must be"),
+        (length_model_json("backward_ms.constant", -1.0), "constant of backward_ms by length, stage 1, is -1.0"),
+        (length_model_json("backward_ms.per_token", math.inf), "per_token of backward_ms by length, stage 1, is inf"),
+        (length_model_json("activation.per_token", None), "per_token of activation by length, stage 1, is None"),
+        (length_model_json("activation.per_token", True), "per_token of activation by length, stage 1, is True"),
+        (length_model_json("activation.per_token", "1" * 999), "per_token of activation by length, stage 1, is '111"),
+        (
+            length_model_json("activation_after_backward", [{}] * 2),
+            "constant of activation_after_backward by length, stage 0, is None",
+        ),
+    ],
+)
+def test_malformed_costs_by_length_are_refused_in_one_line(body: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        LengthModel.from_json(body)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_an_assigned_plan_is_not_cut() -> None:
+    plan = build_plan("zbv", num_ranks=2, num_microbatches=4)
+    assigned = Plan(plan.schedule, plan.placement, 4, plan.ops, (3, 2, 1, 0))
+    with pytest.raises(PlanError, match="assigns all microbatches"):
+        first_microbatches(assigned, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Links(latency_ms=((0, 1), (1,))), "2 rows of 1, 2 numbers"),
+        (lambda: Links(latency_ms=((0, 1), (-1, 0))), "from rank 1 to rank 0 is -1"),
+        (lambda: Links(latency_ms=((0, math.inf), (1, 0))), "from rank 0 to rank 1 is inf"),
+        (lambda: Links(latency_ms=((0, 1), (1, 0)), gigabytes_per_s=((0, 0), (1, 0))), "give a bandwidth above 0"),
+        (lambda: Links(latency_ms=((0, 1), (1, 0)), gigabytes_per_s=((1,),)), "gigabytes_per_s has 1 rows"),
+        (lambda: Links(latency_ms=()), "at least one rank"),
+        (lambda: Links(latency_ms=((0,),), message_bytes=(-1,)), "message_bytes of microbatch 0 is -1"),
+        (lambda: of_lengths(Placement.linear(2), (100, 0)), "microbatch 1 has 0 tokens"),
+        (lambda: of_lengths(Placement.linear(2), ()), "no microbatch has tokens"),
+        (lambda: of_lengths(Placement.linear(2), (1, 2), attention_share=1.5), "attention share is 1.5"),
+        (lambda: MicrobatchCosts(**dict.fromkeys(COST_LISTS, ((1.0, 2.0), (1.0,)))), "has 1 microbatches"),
+        (lambda: MicrobatchCosts(**dict.fromkeys(COST_LISTS, ((1.0, -2.0),))), "stage 0, microbatch 1 is -2.0"),
+        (lambda: Links.from_json([1]), "an object with latency_ms"),
+        (lambda: MicrobatchCosts.from_json({}), "'forward_ms' of 'microbatches'"),
+    ],
+)
+def test_bad_input_is_refused_with_its_numbers(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises((ConfigError, PlanError), match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_costs_of_another_size_are_refused() -> None:
+    plan = build_plan("1f1b", num_ranks=2, num_microbatches=3)
+    with pytest.raises(PlanError, match="for 2 microbatches and the plan has 3"):
+        simulate(plan, of_lengths(plan.placement, (1, 2)))
+    links = Links(latency_ms=((0, 1, 2), (1, 0, 1), (2, 1, 0)))
+    costs = CostModel.of_microbatches(
+        LengthModel.of(CostModel.uniform(plan.placement), tokens=1, squares=1).costs((1, 2, 3)), links=links
+    )
+    with pytest.raises(PlanError, match="matrix of links has 3 rows and the plan 2 ranks"):
+        simulate(plan, costs)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.5, True, "1"])
+def test_a_wrong_number_among_right_ones_is_found(value: object) -> None:
+    lists: dict[str, object] = dict.fromkeys(COST_LISTS, ((1.0, 2.0, 3.0),))
+    with pytest.raises(ConfigError, match="wgrad_ms of stage 0, microbatch 1 is "):
+        MicrobatchCosts(**lists | {"wgrad_ms": ((1.0, value, 3.0),)})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [None, "x", -1.0, math.nan])
+def test_a_diagonal_is_ignored_and_written_as_0(value: object) -> None:
+    body = {"latency_ms": [[value, 1.0], [2.0, value]], "gigabytes_per_s": [[value, 3.0], [4.0, value]]}
+    links = Links.from_json(body)
+    assert links.to_json()["latency_ms"] == [[0, 1.0], [2.0, 0]]
+    assert links.to_json()["gigabytes_per_s"] == [[0, 3.0], [4.0, 0]]
+    plan = build_plan("zbv", num_ranks=2, num_microbatches=3)
+    simulation = simulate(plan, replace(of_lengths(plan.placement, (100, 200, 300)), links=links))
+    verify.check(json.loads(json.dumps(certificate(simulation, Objective.SPAN, None))))
+
+
+def test_measured_links_are_a_matrix_where_they_differ() -> None:
+    assert unequal_links({}, 2) is None
+    assert unequal_links({(0, 1): 0.1, (1, 0): 0.19}, 2) is None, "measurements of one link differ as much"
+    links = unequal_links({(0, 1): 0.1, (1, 0): 0.1, (1, 2): 1.0, (2, 1): 1.2}, 3)
+    assert links is not None
+    assert (links.time_ms(0, 1), links.time_ms(2, 1)) == (0.1, 1.2)
+    assert links.time_ms(0, 2) == pytest.approx(0.6), "no message takes it"

@@ -1,0 +1,154 @@
+"""A search that is followed, stopped, or run on several threads: what it reports, and which plan it returns."""
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import pytest
+
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.planner import make_plan
+from megatron.zerobubble.plan.search import search
+from megatron.zerobubble.plan.search.core import PythonCore
+from megatron.zerobubble.plan.search.interface import Order
+from megatron.zerobubble.plan.search.orders import SeedOrder
+from megatron.zerobubble.plan.search.policies import flat_durations
+from megatron.zerobubble.plan.search.search import best_core
+from megatron.zerobubble.plan.search.search_options import SearchOptions
+from megatron.zerobubble.plan.search.search_progress import Progress
+from megatron.zerobubble.plan.simulate import Simulation
+from megatron.zerobubble.plan.validate import validate
+
+COMPILED = best_core() is not PythonCore
+
+
+def costs_of(placement: Placement) -> CostModel:
+    return CostModel.uniform(
+        placement, forward_ms=18.5, backward_ms=18.1, wgrad_ms=9.3, comm_ms=0.6, activation_after_backward=0.37
+    )
+
+
+@pytest.mark.parametrize(("schedule", "limit", "m"), [("zbv", 0.8, 9), ("v-min", 0.6, 40), ("zb", 1.5, 9), ("auto", 1.2, 8)])
+def test_the_plan_does_not_depend_on_the_number_of_workers(schedule: str, limit: float, m: int) -> None:
+    plans = set()
+    for workers in (1, 2, 3, 5):
+        options = SearchOptions(memory_limit=limit, budget=2e6 if COMPILED else 2e4, workers=workers)
+        plans.add(make_plan(schedule, num_ranks=4, num_microbatches=m, costs_of=costs_of, options=options).simulation.plan)
+    assert len(plans) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_a_large_budget_is_the_best_of_several_seeds(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    share, apart = 2e5 if COMPILED else 5e3, 1 << 24
+
+    def found(budget: float, seed: int = 0, workers: int = 1) -> Simulation:
+        options = SearchOptions(memory_limit=0.5, budget=budget, seed=seed, workers=workers)
+        return make_plan("v-min", num_ranks=5, num_microbatches=11, costs_of=costs_of, options=options).simulation
+
+    alone = [found(share, seed * apart) for seed in range(4)]
+    monkeypatch.setattr(search, "_LEAST_OF_SEVERAL", share)
+    monkeypatch.setattr(search, "_ENOUGH_PER_OP", 0.0)
+    assert len({simulation.span_ms for simulation in alone}) > 1, "seeds differ here"
+    assert found(4 * share, workers=workers).plan == min(alone, key=lambda simulation: simulation.span_ms).plan
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("fails", [False, True])
+def test_several_searches_end_with_the_first_that_reaches_the_bound_or_fails(
+    workers: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later searches are made to end only where they are stopped."""
+    real, stopped = search._Finder.found, []
+
+    def found(finder: search._Finder, seed_orders: Sequence[SeedOrder]) -> tuple[float, Order, bool]:
+        if finder._options.seed == 0:
+            if fails:
+                raise MemoryError
+            return *real(finder, seed_orders)[:2], True
+        deadline = time.monotonic() + 30
+        while not finder._progress.is_stopped and time.monotonic() < deadline:
+            time.sleep(0.01)
+        stopped.append(finder._progress.is_stopped)
+        return 0.0, [], True
+
+    monkeypatch.setattr(search._Finder, "found", found)
+    monkeypatch.setattr(search, "_LEAST_OF_SEVERAL", 1e5)
+    monkeypatch.setattr(search, "_ENOUGH_PER_OP", 0.0)
+    options = SearchOptions(memory_limit=0.5, budget=4e5, workers=workers)
+    with pytest.raises(MemoryError) if fails else nullcontext():
+        plan = make_plan("v-min", num_ranks=4, num_microbatches=8, costs_of=costs_of, options=options).simulation.plan
+        validate(plan)
+    assert all(stopped)
+    assert stopped or workers == 1
+
+
+def test_times_of_a_smaller_instance_are_not_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many microbatches a search first solves fewer of them, and several searches do so at different times."""
+    monkeypatch.setattr(search, "_LEAST_OF_SEVERAL", 1e5 if COMPILED else 4e3)
+    monkeypatch.setattr(search, "_ENOUGH_PER_OP", 0.0)
+    seen: list[tuple[str, float, float]] = []
+    options = SearchOptions(
+        memory_limit=0.8, budget=5e5 if COMPILED else 1.3e4, progress=Progress(lambda *report: seen.append(report))
+    )
+    found = make_plan("zbv", num_ranks=2, num_microbatches=40, costs_of=costs_of, options=options)
+    times = [best for name, best, _ in seen if name == "zbv"]
+    assert len({name for name, _, _ in seen}) == 2
+    assert min(times) == pytest.approx(found.simulation.span_ms)
+
+
+def test_a_search_with_progress_reports_times_that_never_rise() -> None:
+    seen: list[tuple[str, float, float]] = []
+    progress = Progress(lambda *report: seen.append(report))
+    options = SearchOptions(memory_limit=0.8, budget=5e6 if COMPILED else 2e4, progress=progress)
+    found = make_plan("zbv", num_ranks=4, num_microbatches=9, costs_of=costs_of, options=options)
+    assert seen
+    assert {name for name, _, _ in seen} == {"zbv"}
+    times = [best for _, best, _ in seen]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] == pytest.approx(found.simulation.span_ms)
+    assert all(bound == pytest.approx(found.bound.span_ms) for _, _, bound in seen)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("schedule", ["v-min", "auto"])
+def test_a_stopped_search_returns_the_best_so_far(schedule: str, workers: int) -> None:
+    """The budget is hours; a stop ends the search in the middle of a round of annealing."""
+    progress = Progress()
+    options = SearchOptions(memory_limit=0.6, budget=1e13, progress=progress, workers=workers)
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(make_plan(schedule, num_ranks=4, num_microbatches=9, costs_of=costs_of, options=options))
+    )
+    thread.start()
+    time.sleep(0.3)
+    assert thread.is_alive()
+    progress.stop()
+    thread.join(60)
+    assert not thread.is_alive()
+    plan = found[0].simulation.plan
+    validate(plan, memory_limit=0.6, costs=costs_of(plan.placement))
+    again = SearchOptions(memory_limit=0.6, budget=1e13, progress=progress)
+    assert make_plan(schedule, num_ranks=4, num_microbatches=9, costs_of=costs_of, options=again).simulation.plan
+
+
+def test_a_core_that_was_stopped_no_longer_anneals() -> None:
+    placement = Placement.v(2)
+    costs = costs_of(placement)
+    for kind in {PythonCore, best_core()}:
+        core = kind(
+            4,
+            list(placement.stage_to_rank),
+            list(flat_durations(costs, fused=False)),
+            0.6,
+            list(costs.activation),
+            list(costs.activation_after_backward),
+            2.0,
+            False,
+        )
+        rows = [b"\x00\x03\x04\x05\x01\x02" * 4, b"\x00\x03\x04\x05\x01\x02" * 4]
+        core.stop()
+        before = core.work
+        core.anneal(rows, [0.5, 0.5], 1, 1e12, 1.0)
+        assert core.work - before < 1000

@@ -1,0 +1,221 @@
+"""Every --tokenizer-type, with tiny tokenizers that are trained here, and what is said where one cannot be used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zerobubble.errors import ConfigError, DataError
+from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
+from megatron.zerobubble.training.arguments import settings_from_argv
+from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
+from megatron.zerobubble.training.data.conversations import conversations
+from megatron.zerobubble.training.data.corpus import CorpusInfo
+from tests.support import tokenizers as tiny
+from tests.support.datasets import write_lines
+from tests.training.launch import TINY_BATCH, TINY_MODEL
+
+with quiet_third_parties():
+    from megatron.zerobubble.mcore.tokenizers import load_tokenizer
+    from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches, end_of_document
+    from megatron.zerobubble.training.data.conversation_tokens import conversation_ids
+
+TEXT = "def f(x): return 'é', \"the end\""
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenizerConfig]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    hugging_face, gpt2 = tiny.byte_pairs(folder)
+    made = [TokenizerConfig(), hugging_face, gpt2, tiny.sentencepiece(folder), tiny.tiktoken(folder)]
+    return {config.tokenizer_type: config for config in made}
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocab_size"),
+    [
+        ("ByteLevelTokenizer", 256),
+        ("HuggingFaceTokenizer", tiny.VOCAB_SIZE),
+        ("GPT2BPETokenizer", tiny.VOCAB_SIZE),
+        ("SentencePieceTokenizer", tiny.SENTENCEPIECE_VOCAB_SIZE),
+        ("TikTokenizer", tiny.NUM_SPECIAL + 261),
+    ],
+)
+def test_a_tokenizer_loses_nothing(configs: dict[str, TokenizerConfig], kind: str, vocab_size: int) -> None:
+    tokenizer = build_tokenizer(configs[kind])
+    ids = tokenizer.tokenize(TEXT)
+    assert tokenizer.vocab_size == vocab_size
+    assert 0 <= min(ids) <= max(ids) < vocab_size
+    assert 0 <= end_of_document(tokenizer, "a test looks") < vocab_size
+    assert end_of_document(tokenizer, "a test looks") not in ids
+    if kind == "TikTokenizer":  # megatron-core 0.16 decodes token by token, which breaks letters of two bytes
+        ids, text = tokenizer.tokenize(TEXT.replace("é", "e")), TEXT.replace("é", "e")
+        assert tokenizer.detokenize(ids) == text
+    else:
+        assert tokenizer.detokenize(ids) == TEXT
+
+
+def test_gpt2_from_two_files_is_the_hugging_face_one(configs: dict[str, TokenizerConfig]) -> None:
+    gpt2, hugging_face = build_tokenizer(configs["GPT2BPETokenizer"]), build_tokenizer(configs["HuggingFaceTokenizer"])
+    assert gpt2.tokenize(TEXT) == hugging_face.tokenize(TEXT)
+    assert gpt2.eod == hugging_face.eod
+    again = build_tokenizer(configs["GPT2BPETokenizer"])
+    assert again.unique_identifiers == gpt2.unique_identifiers, "else cached sample indices would be built anew in each run"
+
+
+def test_special_tokens_are_added(configs: dict[str, TokenizerConfig]) -> None:
+    tokenizer = build_tokenizer(replace(configs["HuggingFaceTokenizer"], special_tokens=("<one>",)))
+    assert tokenizer.vocab_size == tiny.VOCAB_SIZE + 1
+    assert tokenizer.tokenize("<one>") == [tiny.VOCAB_SIZE]
+
+
+def test_transformers_is_loaded_only_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading it takes seconds on every rank, and megatron-core would wherever it is installed."""
+    package = importlib.import_module("megatron.core.tokenizers.text")
+    monkeypatch.setattr(package, "libraries", package.libraries)  # what is imported anew below is taken away at the end
+    for name in list(sys.modules):
+        if name.split(".")[0] == "transformers" or name.startswith("megatron.core.tokenizers.text.libraries"):
+            monkeypatch.delitem(sys.modules, name)
+    assert load_tokenizer("byte-level", vocab_size=256).vocab_size == 256
+    assert "transformers" not in sys.modules
+
+
+def without_end(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
+    """The Hugging Face tokenizer without an end-of-text token."""
+    assert config.tokenizer_model is not None
+    (folder / "tokenizer.json").write_bytes(Path(config.tokenizer_model, "tokenizer.json").read_bytes())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return replace(config, tokenizer_model=str(folder))
+
+
+def test_a_tokenizer_without_an_end_of_document(configs: dict[str, TokenizerConfig], tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(without_end(configs["HuggingFaceTokenizer"], tmp_path))
+    with pytest.raises(DataError, match="--append-eod looks for an end-of-document token, and the tokenizer has none"):
+        end_of_document(tokenizer, "--append-eod looks")
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path), "--mock-data"]
+    given = settings_from_argv([*TINY_MODEL, *TINY_BATCH, "--train-iters", "1", *flags], world_size=1)
+    with pytest.raises(DataError, match="megatron-core's datasets look for an end-of-document token"):
+        check_data_matches(given, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (
+            "HuggingFaceTokenizer",
+            {"tokenizer_model": "/absent"},
+            "HuggingFaceTokenizer: --tokenizer-model /absent cannot be loaded: ",
+        ),
+        ("HuggingFaceTokenizer", {"vocab_size": 300}, "--vocab-size 300 is too small for the tokenizer, which has 400 tokens"),
+        ("SentencePieceTokenizer", {"tokenizer_model": "/absent"}, "--tokenizer-model /absent: there is no such file"),
+        ("SentencePieceTokenizer", {"tokenizer_model": __file__}, r"test_tokenizers\.py cannot be loaded: "),
+        ("TikTokenizer", {"vocab_size": None}, "a vocabulary of 131072 does not fit: give --vocab-size 271"),
+        ("TikTokenizer", {"special_tokens": ("<a>",)}, "TikTokenizer: .* cannot be loaded: .*should include"),
+        ("GPT2BPETokenizer", {"merge_file": "/absent"}, "--merge-file /absent: there is no such file"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line(
+    configs: dict[str, TokenizerConfig], kind: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message) as raised:
+        build_tokenizer(replace(configs[kind], **changes))
+    assert "\n" not in str(raised.value)
+
+
+def test_gpt2_needs_its_end_of_text(configs: dict[str, TokenizerConfig], tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    with pytest.raises(DataError, match=r"vocab\.json lacks the token <\|endoftext\|>"):
+        build_tokenizer(replace(configs["GPT2BPETokenizer"], vocab_file=str(tmp_path / "vocab.json")))
+
+
+@pytest.mark.parametrize("package", ["transformers", "sentencepiece", "tiktoken"])
+def test_a_missing_package_is_named(configs: dict[str, TokenizerConfig], package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find: Callable[[str], Any] = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    config = next(config for config in configs.values() if config.package == package)
+    with pytest.raises(ConfigError, match=rf"needs the package {package}, .* pip install {package}, .*\[tokenizers\]"):
+        config.check()
+
+
+def test_data_of_a_tokenizer_with_another_vocabulary_is_refused() -> None:
+    info = CorpusInfo(tokenizer_type="HuggingFaceTokenizer", vocab_size=400, num_documents=1, num_tokens=1)
+    info.check_vocabulary(400, prefix="data", given=None)
+    with pytest.raises(DataError, match="the tokenizer has 401 tokens, and the one that made data had 400"):
+        info.check_vocabulary(401, prefix="data", given=None)
+
+
+PAIR = {"prompt": "1 + 1 = ", "response": "2"}
+CHAT = {
+    "messages": [
+        {"role": "system", "content": "Count."},
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": "three"},
+    ]
+}
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def texts_of(line: dict[str, Any], tokenizer: Any, folder: Path) -> tuple[str, str]:
+    """The text of the tokens of a line of --sft, and of those that count in the loss."""
+    (conversation,) = conversations(write_lines(folder / "line.jsonl", [line]))
+    ids = conversation_ids(conversation, tokenizer, end=end_of_document(tokenizer, "a test looks"))
+    decode = tokenizer._tokenizer.tokenizer.decode
+    return decode([each if each >= 0 else -1 - each for each in ids.tolist()]), decode(
+        [each for each in ids.tolist() if each >= 0]
+    )
+
+
+def with_template(config: TokenizerConfig, folder: Path, template: str) -> Any:
+    """A Hugging Face tokenizer with a chat template."""
+    assert config.tokenizer_model is not None
+    shutil.copytree(config.tokenizer_model, folder / "with-template")
+    path = folder / "with-template" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path.parent)))
+
+
+def test_a_chat_template_renders_messages(configs: dict[str, TokenizerConfig], tmp_path: Path) -> None:
+    tokenizer = with_template(configs["HuggingFaceTokenizer"], tmp_path, TEMPLATE)
+    whole, answers = texts_of(CHAT, tokenizer, tmp_path)
+    assert whole == (
+        "<|system|>Count.<|endoftext|><|user|>1 + 1?<|endoftext|><|assistant|>two<|endoftext|>"
+        "<|user|>1 + 2?<|endoftext|><|assistant|>three<|endoftext|>"
+    )
+    assert answers == "two<|endoftext|>three<|endoftext|>"
+    whole, answers = texts_of(PAIR, tokenizer, tmp_path)
+    assert whole == "<|user|>1 + 1 = <|endoftext|><|assistant|>2<|endoftext|>"
+    assert answers == "2<|endoftext|>"
+
+
+def test_without_a_chat_template_the_text_is_plain(configs: dict[str, TokenizerConfig], tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(configs["HuggingFaceTokenizer"])
+    assert texts_of(PAIR, tokenizer, tmp_path) == ("1 + 1 = 2<|endoftext|>", "2<|endoftext|>")
+    whole, answers = texts_of(CHAT, tokenizer, tmp_path)
+    assert whole == ("System: Count.\nUser: 1 + 1?\nAssistant: two<|endoftext|>User: 1 + 2?\nAssistant: three<|endoftext|>")
+    assert answers == "two<|endoftext|>three<|endoftext|>"
+
+
+def test_a_template_that_rewrites_earlier_messages(configs: dict[str, TokenizerConfig], tmp_path: Path) -> None:
+    tokenizer = with_template(configs["HuggingFaceTokenizer"], tmp_path, "{{ messages | length }}" + TEMPLATE)
+    with pytest.raises(DataError, match=r"line 1, message 3: the tokenizer's chat template writes earlier messages anew"):
+        texts_of(CHAT, tokenizer, tmp_path)
+
+
+def test_a_template_that_fails_is_named_with_the_line(configs: dict[str, TokenizerConfig], tmp_path: Path) -> None:
+    tokenizer = with_template(configs["HuggingFaceTokenizer"], tmp_path, "{{ raise_exception('no system role') }}")
+    with pytest.raises(DataError, match=r"line\.jsonl, line 1 cannot be tokenized: no system role"):
+        texts_of(CHAT, tokenizer, tmp_path)
