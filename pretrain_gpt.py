@@ -1,7 +1,8 @@
 """Train a GPT: `torchrun --nproc-per-node 4 pretrain_gpt.py --pipeline-model-parallel-size 4 --zero-bubble-v-schedule ...`.
 
-Model provider, forward step and loss are in `megatron/zerobubble/training/models/gpt.py`; to train another model, pass providers of your
-own to `run`. `training/loop.py` is the training loop, `mcore/zb_schedules.py` makes the schedule, `runtime/executor.py` runs it.
+Model provider, forward step and loss are in `megatron/zerobubble/training/models/gpt.py`; to train another model, pass providers
+of your own to `run`. `training/loop.py` is the training loop, `mcore/zb_schedules.py` makes the schedule, `runtime/executor.py`
+runs it.
 `--help` lists the flags. Without a checkout: `zerobubble train`.
 """
 

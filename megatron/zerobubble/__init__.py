@@ -28,7 +28,7 @@ _HOMES = {
     "PipelineSchedule": "mcore.zb_schedules",
     "PostValidation": "optimizer.post_validation",
     "ScheduleSpec": "plan.schedule_spec",
-    "TorchDotProductAttention": "mcore.model.attention",
+    "TorchDotProductAttention": "mcore.attention.torch_attention",
     "Verdict": "optimizer.post_validation",
     "add_zero_bubble_args": "overlay",
     "build_chunks": "mcore.build",
@@ -36,7 +36,7 @@ _HOMES = {
     "post_validation": "mcore.post_validation.optimizer",
     "schedule_spec": "plan.registry",
     "uninstall": "mcore.stock_loop.patches",
-    "use_torch_attention": "mcore.model.attention",
+    "use_torch_attention": "mcore.attention.torch_attention",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.cli.main import main
+from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel, Terms
 from megatron.zerobubble.profiling.report import report, reports_to_json
 from tests.profiling.support import as_recorded
 

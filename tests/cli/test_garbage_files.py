@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zerobubble.cli.main import main
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.profiling.report import report, reports_to_json
 from tests.profiling.support import as_recorded
 

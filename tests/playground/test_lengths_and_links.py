@@ -11,7 +11,7 @@ import pytest
 
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_spec

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import build_plan, schedule_spec

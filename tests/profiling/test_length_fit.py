@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.zerobubble.errors import ExecutionError
-from megatron.zerobubble.plan.costs.microbatch_costs import Terms
+from megatron.zerobubble.plan.costs.length_model import Terms
 from megatron.zerobubble.plan.ir import OpKind, Placement
 from megatron.zerobubble.profiling.length_fit import fit_lengths
 from megatron.zerobubble.profiling.profile import MeasuredMicrobatch, RankProfile, StageMemory, TimedPass

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.profiling.report import FORMAT, report, reports_to_json
 from tests.profiling.support import as_recorded, run_as_simulated

@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
+from megatron.zerobubble.mcore.attention.core_attention import core_attention
 from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
-from megatron.zerobubble.mcore.attention.torch_attention import core_attention
 from megatron.zerobubble.mcore.build import ModelChunks, build_chunks
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.mcore.cpu.device import HostDevice

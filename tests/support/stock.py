@@ -17,8 +17,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 import megatron.zerobubble
+from megatron.zerobubble.mcore.attention.core_attention import core_attention
 from megatron.zerobubble.mcore.attention.sequence_parts import SequenceParts, slices
-from megatron.zerobubble.mcore.attention.torch_attention import core_attention
 from megatron.zerobubble.mcore.compat import mtp_entries
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS, HybridPattern

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.cli.main import main as cli
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel
 from tests.support.datasets import random_documents, write_documents, write_lines
 from tests.training.launch import TINY_MODEL, metrics, train
 

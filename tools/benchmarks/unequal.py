@@ -46,8 +46,8 @@ from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import PlanError, UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import plan_of, schedule_spec

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.search.search_options import Objective
 from megatron.zerobubble.plan.simulate import simulate

@@ -17,8 +17,8 @@ from megatron.zerobubble.cli.parser import parse_json
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.profiling.report import COSTS_BY_LENGTH, FORMAT
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import unequal_links
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
 from megatron.zerobubble.plan.search.assign import assign

@@ -11,9 +11,10 @@ from typing import Any
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel, check_tokens
+from megatron.zerobubble.plan.costs.microbatch_costs import check_tokens
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.simulate import Simulation, simulate

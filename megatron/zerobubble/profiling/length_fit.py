@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from megatron.zerobubble.errors import ExecutionError
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel, Terms
+from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
 from megatron.zerobubble.plan.ir import OpKind, Placement
 from megatron.zerobubble.profiling.profile import RankProfile, StageMemory
 

@@ -15,7 +15,8 @@ from statistics import median
 from typing import Any
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, LengthModel, MicrobatchCosts
+from megatron.zerobubble.plan.costs.length_model import LengthModel
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Plan
 from megatron.zerobubble.plan.simulate import Simulation, TimedOp, simulate
 from megatron.zerobubble.plan.timeline import Timeline

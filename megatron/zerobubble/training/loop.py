@@ -50,7 +50,8 @@ from megatron.zerobubble.training.initialize import (
     set_up_logging,
     set_up_model_parallel,
 )
-from megatron.zerobubble.training.metrics.logger import IterationRecord, MetricsLogger
+from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
+from megatron.zerobubble.training.metrics.logger import MetricsLogger
 from megatron.zerobubble.training.metrics.rank_memory import log_memory
 from megatron.zerobubble.training.metrics.run_summary import description, summary_lines
 from megatron.zerobubble.training.metrics.step_profiler import StepProfiler

@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention import attention_kernels
-from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention, core_attention, use_torch_attention
+from megatron.zerobubble.mcore.attention.core_attention import core_attention
+from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention, use_torch_attention
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.training.models.layer_specs import local_layer
 from tools.benchmarks.attention import shape_of

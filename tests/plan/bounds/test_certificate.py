@@ -20,8 +20,8 @@ from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.plan.bounds.certificate import _prices, certificate
 from megatron.zerobubble.plan.bounds.relaxations import derivations
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.registry import build_plan, schedule_spec

@@ -14,9 +14,10 @@ from megatron.zerobubble.plan.bounds.certificate import certificate
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.communication import place_communication
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel, Terms
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.costs.links import Links, unequal_links
-from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, LengthModel, MicrobatchCosts, Terms
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.memory_profile import activation_memory_over_time
 from megatron.zerobubble.plan.registry import build_plan

@@ -23,7 +23,8 @@ from megatron.zerobubble.training.initialize import set_up_model_parallel
 from tests.support.megatron_lm import LOGGED
 
 with quiet_third_parties():
-    from megatron.zerobubble.training.metrics.logger import IterationRecord, MetricsLogger
+    from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
+    from megatron.zerobubble.training.metrics.logger import MetricsLogger
     from megatron.zerobubble.training.metrics.rank_memory import log_memory
     from megatron.zerobubble.training.step import StepResult
 

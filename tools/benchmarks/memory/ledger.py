@@ -1,8 +1,8 @@
 """Memory of a rank, iteration by iteration, measured vs. planned.
 
 The second iteration of a job is measured op by op; from it follows the plan's prediction for all others: the peak activation
-memory (as defined in `profiling.activation_memory`). Then every iteration is measured. On CUDA the values are those of the caching
-allocator, which also reports reserved memory and fragmentation; on the CPU they count the live tensors that passes have
+memory (as defined in `profiling.activation_memory`). Then every iteration is measured. On CUDA the values are those of the
+caching allocator, which also reports reserved memory and fragmentation; on the CPU they count the live tensors that passes have
 allocated since the measurement began.
 """
 

@@ -26,7 +26,7 @@ with quiet_third_parties():
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.spec_utils import build_module
 
-    from megatron.zerobubble.mcore.attention.torch_attention import core_attention
+    from megatron.zerobubble.mcore.attention.core_attention import core_attention
     from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
     from megatron.zerobubble.training.models.layer_specs import LocalNorm
 

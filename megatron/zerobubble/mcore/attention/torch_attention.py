@@ -28,7 +28,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention.attention_kernels import AttentionOptions, attend, attend_packed
 from megatron.zerobubble.mcore.attention.attention_masks import MaskRule
 
-__all__ = ["TorchDotProductAttention", "core_attention", "use_torch_attention"]
+__all__ = ["TorchDotProductAttention", "use_torch_attention"]
 
 
 class TorchDotProductAttention(MegatronModule):
@@ -130,19 +130,6 @@ class TorchDotProductAttention(MegatronModule):
             return nullcontext()
         state: AbstractContextManager[None] = get_cuda_rng_tracker().fork()
         return state
-
-
-def core_attention(config: TransformerConfig) -> type:
-    """The module for `core_attention` of a local layer spec: torch's attention, or megatron-core's own by `local`.
-
-    With context parallelism, torch's attention over the keys and values of all ranks.
-    """
-    if config.context_parallel_size > 1:
-        from megatron.zerobubble.mcore.attention.context_parallel import ContextParallelAttention  # which is built on this module
-
-        return ContextParallelAttention
-    is_own = config.attention_backend is AttnBackend.local
-    return DotProductAttention if is_own else TorchDotProductAttention
 
 
 def use_torch_attention(model: nn.Module) -> int:

@@ -33,8 +33,8 @@ from megatron.zerobubble.mcore.microbatches.length_exchange import (
 )
 from megatron.zerobubble.plan.communication import Program
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec

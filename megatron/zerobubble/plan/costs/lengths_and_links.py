@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
 
 
 @dataclass(frozen=True)

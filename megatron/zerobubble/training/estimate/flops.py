@@ -37,7 +37,7 @@ from megatron.zerobubble.training.estimate.layer_sizes import (
     routed_weights,
 )
 
-__all__ = ["Flops", "flops_per_sample", "iteration_flops"]
+__all__ = ["Flops", "flops_per_sample", "iteration_flops", "tflops_per_gpu"]
 
 _BACKWARD_AND_FORWARD = 3
 """GEMMs of a training step per GEMM of its forward pass: F, B and W."""
@@ -102,3 +102,8 @@ def _score_macs(settings: Settings) -> float:
     the sequence."""
     queries, _, values = attention_widths(settings)
     return (queries + values) * settings.model.seq_length / 2.0
+
+
+def tflops_per_gpu(flops: float, seconds: float, *, world_size: int) -> float:
+    """TFLOP/s per GPU (per rank on the CPU), of `flops` of the whole job in `seconds`."""
+    return flops / seconds / world_size / 1e12

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,13 +19,14 @@ from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.metrics.aux_losses import AuxLosses
 from megatron.zerobubble.training.metrics.curves import Curves
+from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
 from megatron.zerobubble.training.metrics.json_lines import JsonLines
-from megatron.zerobubble.training.metrics.progress_line import progress_line, tflops_per_gpu
+from megatron.zerobubble.training.metrics.progress_line import progress_line
 from megatron.zerobubble.training.metrics.rank_memory import memory_scalars
 from megatron.zerobubble.training.metrics.run_summary import Totals
 from megatron.zerobubble.training.step import MeanLoss, StepResult, mean_losses
 
-__all__ = ["IterationRecord", "MetricsLogger"]
+__all__ = ["MetricsLogger"]
 
 _log = logging.getLogger(__name__)
 
@@ -36,49 +36,6 @@ _TIMERS = (
     *("embedding-grads-all-reduce", "non-tensor-parallel-grads-all-reduce", "params-all-gather", "optimizer"),
 )
 """Names of the timers in the log, megatron-core's and this package's; the same list on all ranks, even where some do not run."""
-
-
-@dataclass(kw_only=True)
-class IterationRecord:
-    """One iteration, to be logged. `loss` and `seconds` are filled in with the losses' all-reduce, which waits for the device."""
-
-    iteration: int
-    """From 1."""
-    consumed_samples: int
-    """Samples consumed by the end of this iteration."""
-    samples: int
-    """Samples of this iteration."""
-    result: StepResult
-    """Loss and optimizer step of this rank."""
-    tokens: int | None = None
-    """Tokens of this iteration, without padding; None: --seq-length of every sample."""
-    elapsed_ms: Callable[[], float]
-    """Reads the iteration time in milliseconds, once the device has done the iteration."""
-    seconds: float = field(default=math.nan)
-    """Iteration time in seconds."""
-    loss: float = field(default=math.nan)
-    """Mean loss per token over all ranks."""
-
-    def num_tokens(self, settings: Settings) -> int:
-        """Tokens of this iteration."""
-        return self.samples * settings.model.seq_length if self.tokens is None else self.tokens
-
-    def to_json(self, settings: Settings, *, flops_per_sample: float | None = None) -> dict[str, Any]:
-        """The JSON object of this iteration in --metrics-jsonl; with TFLOP/s if the FLOPs of a sample are given."""
-        flops = None if flops_per_sample is None else flops_per_sample * self.samples
-        rate = {} if flops is None else {"tflops_per_gpu": tflops_per_gpu(flops, self.seconds, world_size=settings.world_size)}
-        return {
-            "iteration": self.iteration,
-            "loss": self.loss,
-            "lr": self.result.lr,
-            "grad_norm": self.result.grad_norm,
-            "skipped": not self.result.is_stepped,
-            "amended": self.result.rolled_back is not None,
-            "tokens_per_s": self.num_tokens(settings) / self.seconds,
-            "iteration_ms": self.seconds * 1000.0,
-            "schedule": settings.zero_bubble.schedule,
-            **rate,
-        }
 
 
 class MetricsLogger:

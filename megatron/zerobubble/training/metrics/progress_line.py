@@ -14,14 +14,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.estimate.flops import tflops_per_gpu
+from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
 
-if TYPE_CHECKING:
-    from megatron.zerobubble.training.metrics.logger import IterationRecord
-
-__all__ = ["progress_line", "tflops_per_gpu", "time_left"]
+__all__ = ["progress_line", "time_left"]
 
 
 def progress_line(
@@ -76,11 +74,6 @@ def progress_line(
     if settings.zero_bubble.enable_optimizer_post_validation:
         parts.append(f"corrected steps: {num_corrected}")
     return " | ".join(parts) + " |"
-
-
-def tflops_per_gpu(flops: float, seconds: float, *, world_size: int) -> float:
-    """TFLOP/s per GPU (per rank on the CPU), of `flops` of the whole job in `seconds`."""
-    return flops / seconds / world_size / 1e12
 
 
 def time_left(num_iterations: int, seconds: float) -> timedelta:

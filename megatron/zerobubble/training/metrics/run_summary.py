@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from megatron.zerobubble.profiling.report import PipelineReport, RankMemory
 from megatron.zerobubble.training.checkpoint.directory import iteration_directory
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.metrics.progress_line import tflops_per_gpu
+from megatron.zerobubble.training.estimate.flops import tflops_per_gpu
 
 __all__ = ["Totals", "description", "schedule_name", "summary_lines"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.zerobubble.plan.costs.cost_model import Activations
-from megatron.zerobubble.plan.costs.microbatch_costs import LengthModel
+from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.plan.render.svg import render_comparison
 from megatron.zerobubble.plan.timeline import Timeline

@@ -26,8 +26,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron.zerobubble.mcore.attention.core_attention import core_attention
 from megatron.zerobubble.mcore.attention.latent_attention import LatentDotProductAttention, LatentSelfAttention
-from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention, core_attention
+from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention
 
 __all__ = ["LocalNorm", "local_layer", "mtp_layers", "stage_layers"]
 

@@ -1,0 +1,233 @@
+"""A model of what unequal microbatches cost: a fit against tokens and squared lengths.
+
+Linear layers take time per token, attention per pair of tokens of one sequence. So a pass of a microbatch takes about
+``constant + per_token * tokens + per_square * squares``, where `squares` is the sum of the squared lengths of its sequences, with
+coefficients of its own for every stage and kind. Packed sequences attend to themselves only: two of 500 tokens have half the
+squares of one of 1,000.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts, check_number, check_tokens
+
+
+class Terms(NamedTuple):
+    """``constant + per_token * tokens + per_square * squares``."""
+
+    constant: float = 0.0
+    per_token: float = 0.0
+    per_square: float = 0.0
+
+    def at(self, tokens: float, squares: float) -> float:
+        """The value for a microbatch of `tokens` tokens whose sequences' squared lengths sum to `squares`."""
+        return self.constant + self.per_token * tokens + self.per_square * squares
+
+    def scaled(self, factor: float) -> Terms:
+        """All terms times a factor."""
+        return Terms(*(factor * each for each in self))
+
+    @staticmethod
+    def from_json(name: str, body: object) -> Terms:
+        """Parse the object of one stage in a `LengthModel`'s JSON form; `name` is for messages. Raises ConfigError."""
+        if not isinstance(body, Mapping):
+            raise ConfigError(f"costs: {name} must be an object with {', '.join(Terms._fields)}, got {quoted(body)}")
+        for field in Terms._fields:
+            check_number(f"{field} of {name}", body.get(field))
+        return Terms(*(float(body[field]) for field in Terms._fields))
+
+    @staticmethod
+    def fit(lengths: Sequence[tuple[float, float]], values: Sequence[float]) -> Terms:
+        """The terms of 0 or more with the least squared error for measured values.
+
+        Of equally good ones those with the fewest terms, in proportion to the tokens before others: measurements of one length
+        say nothing of how a value grows.
+
+        Args:
+            lengths: (tokens, squares) of every measured microbatch.
+            values: what was measured for each.
+
+        Raises:
+            ConfigError: no measurement, or lists of different sizes.
+        """
+        if not values or len(values) != len(lengths):
+            raise ConfigError(
+                f"a fit needs one value per microbatch, 1 or more; got {len(lengths)} lengths and {len(values)} values"
+            )
+        columns = ([1.0] * len(lengths), [float(tokens) for tokens, _ in lengths], [float(squares) for _, squares in lengths])
+        scales = [max(column) or 1.0 for column in columns]
+        scaled = [[value / scale for value in column] for column, scale in zip(columns, scales, strict=True)]
+        noise = 1e-12 * math.fsum(value * value for value in values)
+        best, least = Terms(), math.fsum(value * value for value in values)
+        for chosen in ((1,), (2,), (0,), (0, 1), (1, 2), (0, 2), (0, 1, 2)):
+            found = _least_squares([scaled[index] for index in chosen], values)
+            if found is None or min(found) < 0:
+                continue
+            rows = zip(*(scaled[index] for index in chosen), strict=True)
+            errors = (
+                value - math.fsum(c * x for c, x in zip(found, row, strict=True)) for row, value in zip(rows, values, strict=True)
+            )
+            error = math.fsum(each * each for each in errors)
+            if error < least - noise:
+                coefficients = [0.0, 0.0, 0.0]
+                for index, value in zip(chosen, found, strict=True):
+                    coefficients[index] = value / scales[index]
+                best, least = Terms(*coefficients), error
+        return best
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthModel:
+    """How the costs of a microbatch follow from its lengths, per stage."""
+
+    forward_ms: tuple[Terms, ...]
+    """Time of F."""
+    backward_ms: tuple[Terms, ...]
+    """Time of B (dgrad)."""
+    wgrad_ms: tuple[Terms, ...]
+    """Time of W (wgrad)."""
+    activation: tuple[Terms, ...]
+    """Activation memory from the start of F to the end of B; 1 is one rank's share of a microbatch of the usual size."""
+    activation_after_backward: tuple[Terms, ...]
+    """Activation memory from the end of B to the end of W."""
+
+    @staticmethod
+    def of(costs: CostModel, *, tokens: float, squares: float, attention_share: float = 0.0) -> LengthModel:
+        """The model that gives `costs` to a microbatch of `tokens` tokens and `squares` squared lengths, without a measurement.
+
+        Args:
+            costs: times and activation memory of that microbatch.
+            tokens: its tokens, above 0.
+            squares: the sum of the squared lengths of its sequences, above 0.
+            attention_share: share of F's time, 0 to 1, that is attention and grows with the squares. In B attention is twice the
+                work it is in F, and in W none (arXiv 2401.10241, Table 1), from which B's share follows.
+
+        Raises:
+            ConfigError: a share outside 0..1, or no tokens.
+        """
+        if isinstance(attention_share, bool) or not 0 <= attention_share <= 1:
+            raise ConfigError(f"attention share is {quoted(attention_share)}; it must be between 0 and 1")
+        if not (tokens > 0 and squares > 0):
+            raise ConfigError(f"a microbatch of {tokens:g} tokens and {squares:g} squared lengths has no costs; give 1 or more")
+        backward_share = 2 * attention_share / (1 + attention_share)
+
+        def terms(values: tuple[float, ...], share: float) -> tuple[Terms, ...]:
+            return tuple(Terms(0.0, value * (1 - share) / tokens, value * share / squares) for value in values)
+
+        return LengthModel(
+            forward_ms=terms(costs.forward_ms, attention_share),
+            backward_ms=terms(costs.backward_ms, backward_share),
+            wgrad_ms=terms(costs.wgrad_ms, 0.0),
+            activation=terms(costs.activation, 0.0),
+            activation_after_backward=terms(costs.activation_after_backward, 0.0),
+        )
+
+    @staticmethod
+    def fit(costs: MicrobatchCosts, squares: Sequence[float] = ()) -> LengthModel:
+        """The model closest to the measured costs of microbatches, each list of each stage by itself (`Terms.fit`).
+
+        Args:
+            costs: measured, with tokens.
+            squares: as for `costs`.
+
+        Raises:
+            ConfigError: the costs have no tokens.
+        """
+        check_tokens(costs.tokens)
+        lengths = list(zip(costs.tokens, squares or [float(count) * count for count in costs.tokens], strict=True))
+        fitted = {name: tuple(Terms.fit(lengths, row) for row in getattr(costs, name)) for name in COST_LISTS}
+        return LengthModel(**fitted)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.forward_ms)
+
+    def costs(self, tokens: Sequence[int], squares: Sequence[float] = ()) -> MicrobatchCosts:
+        """The costs of microbatches with these lengths; what a fit makes negative is 0.
+
+        Args:
+            tokens: tokens of every microbatch, 1 or more.
+            squares: per microbatch the sum of the squared lengths of its sequences; empty: each is one sequence.
+
+        Raises:
+            ConfigError: a length below 1, or lists of different sizes.
+        """
+        check_tokens(tokens)
+        if squares and len(squares) != len(tokens):
+            raise ConfigError(f"{len(tokens)} microbatches have tokens and {len(squares)} have squared lengths")
+        pairs = list(zip(tokens, squares or [float(count) * count for count in tokens], strict=True))
+        lists = {
+            name: tuple(tuple(max(0.0, terms.at(*pair)) for pair in pairs) for terms in getattr(self, name))
+            for name in COST_LISTS
+        }
+        return MicrobatchCosts(**lists, tokens=tuple(tokens))
+
+    def within(self, scales: Sequence[float]) -> LengthModel:
+        """The model with the activation memory of each stage times a factor: in units of which a limit per rank is 1.
+
+        Args:
+            scales: one factor per stage.
+        """
+        lists = {
+            name: tuple(terms.scaled(scale) for terms, scale in zip(getattr(self, name), scales, strict=True))
+            for name in COST_LISTS[3:]
+        }
+        return replace(self, **lists)
+
+    def to_json(self) -> dict[str, Any]:
+        """Per list of costs and stage the terms by name."""
+        return {name: [terms._asdict() for terms in getattr(self, name)] for name in COST_LISTS}
+
+    @staticmethod
+    def from_json(body: object) -> LengthModel:
+        """Parse the output of `to_json`; unknown keys are ignored.
+
+        Raises:
+            ConfigError: a list is missing or has another number of stages, or a term is not a finite non-negative number.
+        """
+        if not isinstance(body, Mapping):
+            raise ConfigError(f"costs by length must be an object with {', '.join(COST_LISTS)}, got {quoted(body)}")
+        lists: dict[str, tuple[Terms, ...]] = {}
+        for name in COST_LISTS:
+            rows = body.get(name)
+            if not isinstance(rows, list) or not rows:
+                raise ConfigError(f"costs by length: {name!r} must be a list with one object per stage, got {quoted(rows)}")
+            lists[name] = tuple(Terms.from_json(f"{name} by length, stage {stage},", row) for stage, row in enumerate(rows))
+            if len(rows) != len(lists[COST_LISTS[0]]):
+                first, num_stages = COST_LISTS[0], len(lists[COST_LISTS[0]])
+                raise ConfigError(f"costs by length: {first} has {num_stages} stages and {name} has {len(rows)}")
+        return LengthModel(**lists)
+
+    def text(self, tokens: int) -> str:
+        """One line: time of F, B and W of all stages for one sequence of `tokens` tokens, and for one of half as many."""
+        halves = []
+        for length in (tokens, max(1, tokens // 2)):
+            costs = self.costs([length])
+            total = [math.fsum(row[0] for row in rows) for rows in (costs.forward_ms, costs.backward_ms, costs.wgrad_ms)]
+            halves.append(f"F {total[0]:.2f}, B {total[1]:.2f}, W {total[2]:.2f} ms for {length} tokens")
+        return "; ".join(halves)
+
+
+def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float] | None:
+    """Coefficients of columns, by the normal equations; None if the columns depend on each other."""
+    size = len(columns)
+    rows = [[math.fsum(a * b for a, b in zip(one, other, strict=True)) for other in (*columns, values)] for one in columns]
+    for index in range(size):
+        pivot = max(range(index, size), key=lambda row: abs(rows[row][index]))
+        if abs(rows[pivot][index]) <= 1e-9 * len(values):
+            return None
+        rows[index], rows[pivot] = rows[pivot], rows[index]
+        rows[index] = [value / rows[index][index] for value in rows[index]]
+        for other in range(size):
+            if other != index:
+                factor = rows[other][index]
+                rows[other] = [value - factor * base for value, base in zip(rows[other], rows[index], strict=True)]
+    return [row[-1] for row in rows]
