@@ -8,6 +8,8 @@ what that name needs.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from megatron.zerobubble.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention as TorchDotProductAttention
     from megatron.zerobubble.mcore.attention.torch_attention import use_torch_attention as use_torch_attention
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from megatron.zerobubble.overlay import install as install
     from megatron.zerobubble.plan.registry import schedule_spec as schedule_spec
     from megatron.zerobubble.plan.schedule_spec import ScheduleSpec as ScheduleSpec
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "PipelineSchedule": "mcore.zb_schedules",

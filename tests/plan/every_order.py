@@ -7,7 +7,7 @@ time. Up to about 18 ops.
 import math
 from collections.abc import Iterator
 
-from megatron.zerobubble.plan.search.search_options import Objective
+from megatron.zerobubble.plan.objective import Objective
 
 _PARTS = {"F": 1, "B": 1, "W": 1, "BW": 2}
 _Cell = tuple[int, int]

@@ -11,9 +11,9 @@ import pytest
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.registry import build_plan, initial_plan, known_schedules
-from megatron.zerobubble.plan.search.search_options import Objective
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.playground.drawing import draw_plan
 from megatron.zerobubble.playground.exports import Export, export, flags, stem_of

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO_MEMORY_LIMIT, make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
-from megatron.zerobubble.plan.search.search_options import Effort, Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.playground.ladder import Rung, climb, for_other_objective, pareto, seconds_by_effort, share_of_climb
 from megatron.zerobubble.playground.problem import Problem, read_problem
 

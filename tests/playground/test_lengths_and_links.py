@@ -14,9 +14,10 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_spec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
-from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.exports import Export, export

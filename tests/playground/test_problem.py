@@ -10,8 +10,9 @@ import pytest
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO_MEMORY_LIMIT
-from megatron.zerobubble.plan.search.search_options import Effort, Objective
+from megatron.zerobubble.plan.search.search_options import Effort
 from megatron.zerobubble.playground.problem import read_problem
 from tests.training.test_arguments import settings
 

@@ -12,8 +12,8 @@ import pytest
 from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.zerobubble.job.error_file import read_error_file
 from megatron.zerobubble.training.arguments import build_parser, settings_from_argv
+from megatron.zerobubble.training.config.data_blend import Blend, Sources
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.blend import Blend, Sources
 from tests.training.launch import PRETRAIN, ROOT, environment
 
 BASE = (

@@ -24,9 +24,10 @@ from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.cli.published import Config, read_configs
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.search.search_options import Effort, Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 
 FORMAT = "zerobubble-interleaved-benchmark/1"

@@ -28,16 +28,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.zerobubble import __version__
 from megatron.zerobubble.cli.layers import parse_bytes
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.joint import plan_layout, plan_of_layout
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import Layout
-from megatron.zerobubble.plan.search.search_options import Effort, Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
+from megatron.zerobubble.version import __version__
 from tools.benchmarks.layout_shapes import SHAPES, Shape
 
 FORMAT = "zerobubble-layout-benchmark/1"

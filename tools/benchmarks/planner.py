@@ -24,7 +24,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from megatron.zerobubble import __version__
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.published import Config, read_configs
 from megatron.zerobubble.errors import PlanError, UserError
@@ -35,6 +34,7 @@ from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.version import __version__
 
 FORMAT = "zerobubble-planner-benchmark/1"
 ROOT = Path(__file__).resolve().parents[2]

@@ -41,7 +41,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from megatron.zerobubble import __version__
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import PlanError, UserError
@@ -50,12 +49,14 @@ from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import plan_of, schedule_spec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET, assign
 from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.search import best_core
-from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
+from megatron.zerobubble.version import __version__
 
 FORMAT = "zerobubble-unequal-benchmark/1"
 LINK_MS, SLOWER = 0.05, 10

@@ -38,9 +38,10 @@ from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import plan_of, schedule_spec
 from megatron.zerobubble.plan.search.assign import assign
-from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.runtime.executor import Executor

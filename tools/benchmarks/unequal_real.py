@@ -33,7 +33,7 @@ from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
-from megatron.zerobubble.plan.search.search_options import Objective
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.profiling.length_fit import fit_lengths
 from megatron.zerobubble.profiling.profile import RankProfile, TimedPass

@@ -33,12 +33,12 @@ from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.profile import unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
+from megatron.zerobubble.training.auto import choose_schedule
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
 from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.initialize import Job, Launch, choose_device, join_job, set_up_model_parallel
 from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
-from megatron.zerobubble.training.planning.auto import choose_schedule
 from megatron.zerobubble.training.planning.replan import PlanFileWriter, make_replanner
 from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import StepResult, Trainer, TrainingState, mean_losses

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from megatron.zerobubble import __version__
 from megatron.zerobubble.bench.bench_options import Options
 from megatron.zerobubble.bench.bench_progress import Progress
 from megatron.zerobubble.bench.block import BlockRequest, BlockResult
@@ -29,6 +28,7 @@ from megatron.zerobubble.bench.workers import Failure, Interrupted, Workers
 from megatron.zerobubble.mcore.compat import imported_version
 from megatron.zerobubble.training.estimate.flops import iteration_flops
 from megatron.zerobubble.training.initialize import Launch
+from megatron.zerobubble.version import __version__
 
 __all__ = ["compare"]
 

@@ -16,15 +16,15 @@ from megatron.zerobubble.bench.speed_ups import Outcome
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import CostsOf
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.svg import Panel
-from megatron.zerobubble.plan.search.search_options import Objective
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Timeline
 from megatron.zerobubble.profiling.report import report
+from megatron.zerobubble.training.auto import costs_from
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.planning.auto import costs_from
 
 __all__ = ["FirstBlock", "has_unequal_lengths", "interleaved_ms", "panels", "predict"]
 

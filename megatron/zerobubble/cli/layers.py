@@ -13,6 +13,7 @@ from megatron.zerobubble.cli.progress_bar import stoppable
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.bounds.schedule_bound import Bound
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.joint import LayoutResult, plan_layout
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout_bound import LayoutBound
@@ -20,7 +21,7 @@ from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import check_at_least_one
 from megatron.zerobubble.plan.render.plan_summary import headline
 from megatron.zerobubble.plan.render.text import render_text
-from megatron.zerobubble.plan.search.search_options import Effort, Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.search.search_progress import Progress
 from megatron.zerobubble.plan.simulate import Simulation
 

@@ -10,11 +10,11 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from megatron.zerobubble import __version__
 from megatron.zerobubble.cli import plan
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.errors import PlanError, UserError
 from megatron.zerobubble.messages import one_line
+from megatron.zerobubble.version import __version__
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:

@@ -19,15 +19,10 @@ from megatron.zerobubble.plan.bounds.schedule_bound import Bound, lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.plan.search.search_options import (
-    Objective,
-    SearchOptions,
-    check_memory_limit,
-    largest_microbatch,
-    smallest_memory,
-)
+from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit, largest_microbatch, smallest_memory
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 
 AUTO = "auto"

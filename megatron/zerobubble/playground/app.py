@@ -19,18 +19,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from megatron.zerobubble import __version__
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.render.svg import COLORS, SPAN_COLORS
 from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.search import best_core
-from megatron.zerobubble.plan.search.search_options import Effort, Objective
+from megatron.zerobubble.plan.search.search_options import Effort
 from megatron.zerobubble.playground import limits
 from megatron.zerobubble.playground.drawing import KINDS
 from megatron.zerobubble.playground.guard import Guard
 from megatron.zerobubble.playground.pool import Busy, Pool, is_error, num_searches
 from megatron.zerobubble.playground.tasks import SEARCHES, TASKS
+from megatron.zerobubble.version import __version__
 
 _STATIC = Path(__file__).parent / "static"
 _TICK = b'{"event":"tick"'

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import known_schedules
 from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace
 from megatron.zerobubble.plan.render.plan_summary import slot_notes, slots
 from megatron.zerobubble.plan.render.svg import render_svg
-from megatron.zerobubble.plan.search.search_options import Objective
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.playground.words import headline, lengths, measures
 

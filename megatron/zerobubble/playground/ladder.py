@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
 from megatron.zerobubble.plan.registry import plan_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
 from megatron.zerobubble.plan.search.search import evaluations_per_second
-from megatron.zerobubble.plan.search.search_options import Effort, Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 from megatron.zerobubble.playground.problem import Problem

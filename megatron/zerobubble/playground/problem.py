@@ -12,9 +12,10 @@ from megatron.zerobubble.messages import quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
-from megatron.zerobubble.plan.search.search_options import Effort, Objective
+from megatron.zerobubble.plan.search.search_options import Effort
 from megatron.zerobubble.playground.lengths_and_links import KEYS, read_unequal
 from megatron.zerobubble.playground.limits import (
     MAX_MEMORY,

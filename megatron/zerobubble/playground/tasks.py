@@ -15,8 +15,8 @@ from typing import Any
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.messages import one_line, quoted
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO, Result
-from megatron.zerobubble.plan.search.search_options import Objective
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_plan

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.registry import known_schedules
-from megatron.zerobubble.plan.search.search_options import Objective
 from megatron.zerobubble.plan.simulate import Simulation
 
 _DIGITS = 4

@@ -13,7 +13,7 @@ from megatron.zerobubble.training.initialize import read_launch
 if TYPE_CHECKING:
     from megatron.zerobubble.training.config.settings import Settings
     from megatron.zerobubble.training.initialize import Launch
-    from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider
+    from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider
 
 __all__ = ["run"]
 

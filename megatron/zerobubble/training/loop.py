@@ -28,11 +28,12 @@ from megatron.zerobubble.job.failure import JobGuard
 from megatron.zerobubble.job.watchdog import watchdog
 from megatron.zerobubble.mcore.compat import destroy_model_parallel, start_batch_size_ramp_up
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO
-from megatron.zerobubble.plan.search.search_options import Objective
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.arguments import exit_with_error
+from megatron.zerobubble.training.auto import choose_schedule
 from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
@@ -56,15 +57,15 @@ from megatron.zerobubble.training.metrics.rank_memory import log_memory
 from megatron.zerobubble.training.metrics.run_summary import description, summary_lines
 from megatron.zerobubble.training.metrics.step_profiler import StepProfiler
 from megatron.zerobubble.training.metrics.trace_report import report_pipeline
+from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider
 from megatron.zerobubble.training.planning.announced_lengths import announce_lengths
-from megatron.zerobubble.training.planning.auto import choose_schedule
 from megatron.zerobubble.training.planning.layers_file import write_layers_file
 from megatron.zerobubble.training.planning.layout_proposal import log_balance, log_layout
 from megatron.zerobubble.training.planning.measured_layers import layer_kinds
 from megatron.zerobubble.training.planning.replan import PlanFileWriter, make_replanner
 from megatron.zerobubble.training.restarts.attempt import Attempt, join_attempt, leave_attempt
 from megatron.zerobubble.training.restarts.resume import has_room, keep_in_memory, start_from
-from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, build_training_state
+from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import StepResult, Trainer, TrainingState, evaluate
 
 __all__ = ["pretrain"]

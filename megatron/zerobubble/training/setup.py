@@ -7,8 +7,6 @@ wgrad before DistributedDataParallel wraps the model, and the optimizer takes th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,33 +26,13 @@ from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job
 from megatron.zerobubble.training.models import mcore_config
+from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider, ModelSetup
 from megatron.zerobubble.training.planning.announced_lengths import unequal_options
-from megatron.zerobubble.training.step import ForwardStep, TrainingState
+from megatron.zerobubble.training.step import TrainingState
 
-__all__ = ["ModelProvider", "ModelSetup", "build_training_state"]
+__all__ = ["build_training_state"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSetup:
-    """Arguments of model providers and forward step providers."""
-
-    settings: Settings
-    """The checked flags."""
-    config: Any
-    """megatron-core's TransformerConfig."""
-    padded_vocab_size: int
-    """Vocabulary size after padding: the rows of the word embeddings over all tensor-parallel ranks."""
-    device: torch.device
-    """Device of this rank's parameters and activations."""
-
-
-ModelProvider = Callable[[ModelSetup, bool, bool, "int | None"], Any]
-"""(setup, pre_process, post_process, vp_stage) -> the module of one stage."""
-
-ForwardStepProvider = Callable[[ModelSetup], ForwardStep]
-"""setup -> the function that runs one microbatch through one model chunk."""
 
 
 def build_training_state(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.zerobubble.errors import ConfigError, DataError
+from megatron.zerobubble.training.config.data_blend import SPLITS
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.blend import SPLITS
 from megatron.zerobubble.training.data.conversations import FLAG, count_conversations
 from megatron.zerobubble.training.data.corpus import read_corpus_info, split_documents
 from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset, file_bytes

@@ -18,16 +18,17 @@ from hypothesis import strategies as st
 from megatron.zerobubble import verify
 from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.plan.bounds.certificate import _prices, certificate
+from megatron.zerobubble.plan.bounds.instance import Instance
 from megatron.zerobubble.plan.bounds.relaxations import derivations
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan, schedule_spec
-from megatron.zerobubble.plan.search.instance import Instance
 from megatron.zerobubble.plan.search.search import search
-from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions, smallest_memory
+from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan.every_order import shortest
 from tests.plan.search.test_search import problems

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan, known_schedules
 from megatron.zerobubble.plan.search.search import search
-from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions, smallest_memory
+from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan import optima
 from tests.plan.exact import optimum

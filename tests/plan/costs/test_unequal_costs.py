@@ -20,8 +20,8 @@ from megatron.zerobubble.plan.costs.links import Links, unequal_links
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.memory_profile import activation_memory_over_time
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.plan.search.search_options import Objective
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.transforms import first_microbatches
 from megatron.zerobubble.plan.validate import validate

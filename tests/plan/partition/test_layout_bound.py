@@ -12,11 +12,12 @@ import pytest
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.layer_costs import LayerCosts, Model
 from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.partition.layout_bound import bound_over_layouts
 from megatron.zerobubble.plan.search.search import search
-from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions, check_memory_limit
+from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan.exact import optimum
 

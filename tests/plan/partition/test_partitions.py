@@ -10,12 +10,13 @@ import pytest
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.balance import PartTimes, balance
 from megatron.zerobubble.plan.partition.joint import LayoutResult, plan_layout, plan_of_layout
 from megatron.zerobubble.plan.partition.layer_costs import LayerCosts, Model
 from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.partition.partitions import partitions
-from megatron.zerobubble.plan.search.search_options import Effort, Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.validate import validate
 
 PLACEMENTS = [Placement.linear(3), Placement.v(2), Placement.loop(2, 2), Placement.w(2), Placement.loop(3, 2)]

@@ -20,12 +20,13 @@ from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_info, schedule_spec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET, assign
 from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.search import best_core
-from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions, smallest_memory
+from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
 

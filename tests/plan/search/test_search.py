@@ -14,13 +14,14 @@ from megatron.zerobubble.plan.generators import building_blocks
 from megatron.zerobubble.plan.generators.building_blocks import grid_blocks
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.search import search as search_module
 from megatron.zerobubble.plan.search.core import PythonCore, Random
 from megatron.zerobubble.plan.search.orders import CYCLE_AT, repeated, seed_order_of
 from megatron.zerobubble.plan.search.policies import Blocks, flat_durations
 from megatron.zerobubble.plan.search.search import best_core, search
-from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions, smallest_memory
+from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
 

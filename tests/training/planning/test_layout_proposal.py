@@ -9,6 +9,7 @@ import torch
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.balance import PartTimes
 from megatron.zerobubble.plan.partition.layer_costs import LayerCosts, Model
 from megatron.zerobubble.plan.partition.layout import Layout
@@ -16,10 +17,10 @@ from megatron.zerobubble.plan.partition.part_costs import PartCosts
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan, placement_of, schedule_spec
-from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.timeline import RankTimeline, Timeline
-from megatron.zerobubble.training.planning.auto import balanced
+from megatron.zerobubble.training.auto import balanced
 from megatron.zerobubble.training.planning.layout_proposal import layout_proposal, measured_parts, proposal
 
 

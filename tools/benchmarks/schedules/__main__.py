@@ -30,13 +30,13 @@ from typing import Any
 
 import torch
 
-from megatron.zerobubble import __version__
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import working
 from megatron.zerobubble.cli.published import read_configs
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.search.search_options import Effort
+from megatron.zerobubble.version import __version__
 from tools.benchmarks.schedules import emulated, real
 from tools.benchmarks.schedules.contenders import Sizes, contender_specs
 from tools.benchmarks.schedules.emulated import Times

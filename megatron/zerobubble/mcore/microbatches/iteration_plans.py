@@ -37,9 +37,10 @@ from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
-from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 
 __all__ = ["Arranged", "UnequalMicrobatches", "UnequalOptions", "attention_share"]
 

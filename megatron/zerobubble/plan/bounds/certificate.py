@@ -25,7 +25,7 @@ from typing import Any
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
-from megatron.zerobubble.plan.search.search_options import Objective
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.simulate import Simulation
 
 FORMAT = "zerobubble-certificate/1"

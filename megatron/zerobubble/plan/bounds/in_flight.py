@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from megatron.zerobubble.plan.bounds.instance import Derivation, Instance
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
-from megatron.zerobubble.plan.search.instance import Derivation, Instance
 
 
 def passes_in_flight(instance: Instance, rank: int, stages: Sequence[int]) -> Derivation:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from megatron.zerobubble.plan.search.instance import Derivation, Instance
+from megatron.zerobubble.plan.bounds.instance import Derivation, Instance
 
 
 def memory_times_time(instance: Instance, rank: int, stages: Sequence[int]) -> Iterator[Derivation]:

@@ -30,9 +30,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatron.zerobubble.plan.bounds.in_flight import passes_in_flight, travel_passes_travel
+from megatron.zerobubble.plan.bounds.instance import Derivation, Instance, Items
 from megatron.zerobubble.plan.bounds.memory_time import memory_times_time
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS
-from megatron.zerobubble.plan.search.instance import Derivation, Instance, Items
 
 
 def derivations(instance: Instance) -> Iterator[Derivation]:

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.zerobubble.plan.bounds.instance import Derivation, Instance
 from megatron.zerobubble.plan.bounds.relaxations import derivations
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.search.instance import Derivation, Instance
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import Layout, StageCosts
 from megatron.zerobubble.plan.partition.layout_bound import LayoutBound, bound_over_layouts
@@ -28,7 +29,7 @@ from megatron.zerobubble.plan.search.interface import Core
 from megatron.zerobubble.plan.search.orders import order_of
 from megatron.zerobubble.plan.search.policies import flat_durations
 from megatron.zerobubble.plan.search.search import best_core, search
-from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions, check_memory_limit, smallest_memory
+from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit, smallest_memory
 
 __all__ = ["LayoutResult", "plan_layout", "plan_of_layout"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.render.text import render_text
-from megatron.zerobubble.plan.search.search_options import Objective
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
 

@@ -22,10 +22,11 @@ from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import Op, OpKind, Plan
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.search.interface import Core, Order
 from megatron.zerobubble.plan.search.orders import order_of, plan_of_order, without_wgrad
 from megatron.zerobubble.plan.search.search import best_core
-from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions, check_memory_limit
+from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.transforms import split_fused
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE

@@ -36,11 +36,12 @@ from typing import Any
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.search.core import EPSILON, PythonCore
 from megatron.zerobubble.plan.search.interface import Core, Order
 from megatron.zerobubble.plan.search.orders import SeedOrder, plan_of_order, repeated, without_wgrad
 from megatron.zerobubble.plan.search.policies import Block, Blocks, flat_durations
-from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions, check_memory_limit
+from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit
 from megatron.zerobubble.plan.search.search_progress import Progress
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.require import at_most, not_negative, positive
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.training.data.blend import SPLITS, Sources, parse_blend, read_blend, read_blends_per_split
+from megatron.zerobubble.training.config.data_blend import SPLITS, Sources, parse_blend, read_blend, read_blends_per_split
 
 __all__ = ["DataConfig"]
 

@@ -15,8 +15,8 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.utils import Split
 
 from megatron.zerobubble.errors import DataError
+from megatron.zerobubble.training.config.data_blend import Blend
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.blend import Blend
 from megatron.zerobubble.training.data.conversation_tokens import tokenized_prefix
 from megatron.zerobubble.training.data.conversations import FLAG
 from megatron.zerobubble.training.data.corpus import split_documents

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 
 from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.attention.sequence_parts import WHOLE, SequenceParts, slices
+from megatron.zerobubble.training.config.data_blend import SPLITS
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.blend import SPLITS
 from megatron.zerobubble.training.data.collate import PaddedBatches
 from megatron.zerobubble.training.data.document_splits import document_datasets
 from megatron.zerobubble.training.data.sampler import ConsumedSamples

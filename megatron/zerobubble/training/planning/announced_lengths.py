@@ -8,7 +8,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrobatches, UnequalOptions, attention_share
 from megatron.zerobubble.mcore.microbatches.length_exchange import Lengths, LengthsOfReplicas
-from megatron.zerobubble.plan.search.search_options import Objective
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.microbatch_lengths import microbatch_lengths
 

@@ -20,11 +20,12 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.partition.balance import PartTimes, balance
 from megatron.zerobubble.plan.partition.joint import plan_layout
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.search.search import evaluations_per_second
-from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.profiling.report import measured_costs
 from megatron.zerobubble.training.planning.measured_layers import measured_model

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
 from megatron.zerobubble.mcore.state_memory import state_bytes, usable_bytes
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
-from megatron.zerobubble.plan.search.search_options import Objective, SearchOptions
+from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.training.checkpoint.atomic_files import replace_text

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.zerobubble.errors import ConfigError, DataError, UserError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
-from megatron.zerobubble.training.data.blend import Blend, parse_blend, read_blend, read_blends_per_split
+from megatron.zerobubble.training.config.data_blend import Blend, parse_blend, read_blend, read_blends_per_split
 
 with quiet_third_parties():
     from megatron.core.datasets.utils import get_blend_from_list

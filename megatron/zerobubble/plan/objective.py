@@ -1,0 +1,36 @@
+"""Which iteration time a plan is made for."""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol
+
+
+class IterationTimes(Protocol):
+    """Anything with both iteration times of a plan: a `Simulation`, a `Bound`."""
+
+    @property
+    def span_ms(self) -> float:
+        """Milliseconds per iteration with optimizer post-validation."""
+
+    @property
+    def makespan_ms(self) -> float:
+        """Milliseconds per iteration with the synchronous optimizer."""
+
+
+class Objective(enum.Enum):
+    """Which iteration time a search minimizes; `of` reads it from a simulation or a bound."""
+
+    SPAN = "span"
+    """Iteration time with post-validation: the optimizer steps without waiting for other ranks."""
+    MAKESPAN = "makespan"
+    """Iteration time with the synchronous optimizer, which waits for all ranks."""
+
+    @property
+    def label(self) -> str:
+        """The name of this iteration time in reports, for example `with post-validation (span)`."""
+        return f"with {'post-validation' if self is Objective.SPAN else 'the synchronous optimizer'} ({self.value})"
+
+    def of(self, times: IterationTimes) -> float:
+        """The iteration time that this objective minimizes, in milliseconds."""
+        return times.span_ms if self is Objective.SPAN else times.makespan_ms
