@@ -23,10 +23,10 @@ from typing import Any
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import add_group, flag_of
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.job.launch import read_launch
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
-from megatron.zerobubble.training.initialize import read_launch
 
 __all__ = ["add_zero_bubble_args", "install"]
 

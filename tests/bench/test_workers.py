@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.zerobubble.bench import workers as module
 from megatron.zerobubble.bench.workers import Failure, Interrupted, Workers
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.initialize import Launch
+from megatron.zerobubble.job.launch import Launch
 
 Run = Callable[..., Any]
 

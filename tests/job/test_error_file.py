@@ -13,9 +13,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.error_file import read_error_file, write_error_file
+from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.failure import JobGuard
-from megatron.zerobubble.training.arguments import exit_with_error
-from megatron.zerobubble.training.initialize import launcher_environment, read_launch
+from megatron.zerobubble.job.launch import launcher_environment, read_launch
 
 
 def summary(*files: Path) -> str:

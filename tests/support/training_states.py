@@ -13,12 +13,13 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator, unset_num_microbatches_calculator
 
 import pretrain_gpt
+from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.initialize import Job, Launch, set_up_model_parallel
+from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
 from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import Trainer, TrainingState
 from tests.support.gpt import _destroy_groups

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.launch import Launch, read_launch
 from megatron.zerobubble.mcore.cpu import malloc as host_heap
 from megatron.zerobubble.training import initialize
 from megatron.zerobubble.training.arguments import settings_from_argv
-from megatron.zerobubble.training.initialize import Launch, choose_device, computes, join_job, read_launch
+from megatron.zerobubble.training.initialize import choose_device, computes, join_job
 
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 "

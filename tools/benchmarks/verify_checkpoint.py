@@ -90,11 +90,12 @@ def _set_up(rank: int, flags: Sequence[str]) -> tuple[Any, Any]:
     import torch.distributed as dist
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
+    from megatron.zerobubble.job.launch import Launch
     from megatron.zerobubble.mcore.cpu.device import HostDevice
     from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
     from megatron.zerobubble.runtime.watch import Watch
     from megatron.zerobubble.training.arguments import settings_from_argv
-    from megatron.zerobubble.training.initialize import Job, Launch, set_up_model_parallel
+    from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
     from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
     from megatron.zerobubble.training.setup import build_training_state
 

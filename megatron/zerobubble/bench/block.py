@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 
 from megatron.zerobubble.bench.contenders import PROFILED, WARM_UP
 from megatron.zerobubble.job.failure import JobGuard, first_to_fail
+from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.mcore.compat import start_batch_size_ramp_up
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.mcore.replanner import Measured, Replanner, measured_costs
@@ -37,7 +38,7 @@ from megatron.zerobubble.training.auto import choose_schedule
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
 from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
-from megatron.zerobubble.training.initialize import Job, Launch, choose_device, join_job, set_up_model_parallel
+from megatron.zerobubble.training.initialize import Job, choose_device, join_job, set_up_model_parallel
 from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
 from megatron.zerobubble.training.planning.replan import PlanFileWriter, make_replanner
 from megatron.zerobubble.training.setup import build_training_state

@@ -25,9 +25,9 @@ from megatron.zerobubble.bench.contenders import Contender
 from megatron.zerobubble.bench.predictions import FirstBlock, has_unequal_lengths, interleaved_ms, panels, predict
 from megatron.zerobubble.bench.speed_ups import Outcome, Table
 from megatron.zerobubble.bench.workers import Failure, Interrupted, Workers
+from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.mcore.compat import imported_version
 from megatron.zerobubble.training.estimate.flops import iteration_flops
-from megatron.zerobubble.training.initialize import Launch
 from megatron.zerobubble.version import __version__
 
 __all__ = ["compare"]

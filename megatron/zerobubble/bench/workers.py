@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron.zerobubble.bench.block import BlockRequest, BlockResult, run_block
 from megatron.zerobubble.job.key_value_store import Store
-from megatron.zerobubble.training.initialize import Launch
+from megatron.zerobubble.job.launch import Launch
 
 __all__ = ["Failure", "Interrupted", "Workers"]
 

@@ -14,8 +14,9 @@ from megatron.zerobubble.bench.bench_options import Options, parse_options
 from megatron.zerobubble.bench.bench_progress import Progress
 from megatron.zerobubble.cli.ranks import start_ranks, take_count
 from megatron.zerobubble.errors import ConfigError, UserError
-from megatron.zerobubble.training.arguments import exit_with_error
-from megatron.zerobubble.training.initialize import read_launch, share_store
+from megatron.zerobubble.job.exit import exit_with_error
+from megatron.zerobubble.job.launch import read_launch
+from megatron.zerobubble.job.rendezvous import share_store
 
 _PROG = "zerobubble bench"
 

@@ -12,7 +12,7 @@ from types import FrameType
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.error_file import read_error_file
-from megatron.zerobubble.training.initialize import launcher_environment
+from megatron.zerobubble.job.launch import launcher_environment
 
 __all__ = ["FLAG", "start_ranks", "take_count"]
 

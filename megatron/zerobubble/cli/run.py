@@ -27,9 +27,10 @@ from typing import NoReturn
 
 from megatron.zerobubble.cli.ranks import FLAG, start_ranks, take_count
 from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.job.exit import exit_with_error
+from megatron.zerobubble.job.launch import Launch, read_launch
+from megatron.zerobubble.job.rendezvous import job_store
 from megatron.zerobubble.overlay import add_flags, install, schedule_of
-from megatron.zerobubble.training.arguments import exit_with_error
-from megatron.zerobubble.training.initialize import Launch, job_store, read_launch
 
 __all__ = ["main"]
 

@@ -33,12 +33,11 @@ from megatron.zerobubble.job.error_file import write_error_file
 from megatron.zerobubble.job.failure import first_to_fail, who_failed
 from megatron.zerobubble.job.heartbeats import Beat, kill, published, this_process
 from megatron.zerobubble.job.key_value_store import Store
+from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.pulse import Pulse, Stillness
 from megatron.zerobubble.job.verdict import Verdict, decide
 from megatron.zerobubble.runtime.threads import start_thread
 from megatron.zerobubble.runtime.watch import Doing, Watch
-from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.initialize import Launch
 
 __all__ = ["Watchdog", "watchdog"]
 
@@ -57,24 +56,27 @@ _LONGEST_INTERVAL_S = 2.0
 """Seconds between two beats of a rank, at most."""
 
 
-def watchdog(settings: Settings, launch: Launch, store: Store, watch: Watch) -> AbstractContextManager[object]:
-    """The watchdog of --zero-bubble-watchdog-seconds, as a context manager; an inert one if that is 0.
+def watchdog(
+    launch: Launch, store: Store, watch: Watch, *, limit_s: float | None, timeout_minutes: float
+) -> AbstractContextManager[object]:
+    """The watchdog of --zero-bubble-watchdog-seconds, as a context manager; an inert one without a limit.
 
     Args:
-        settings: time limits.
         launch: which rank this process is.
         store: the job's store.
         watch: receives the main thread's current activity.
+        limit_s: seconds that a rank may spend in one activity; None: no watchdog.
+        timeout_minutes: the distributed timeout.
     """
-    if settings.watchdog_s is None:
+    if limit_s is None:
         return nullcontext()
     return Watchdog(
         watch,
         store,
         rank=launch.rank,
         world_size=launch.world_size,
-        limit_s=settings.watchdog_s,
-        first_limit_s=max(settings.watchdog_s, _FIRST_FRACTION * 60.0 * settings.parallel.distributed_timeout_minutes),
+        limit_s=limit_s,
+        first_limit_s=max(limit_s, _FIRST_FRACTION * 60.0 * timeout_minutes),
         error_file=launch.error_file,
     )
 

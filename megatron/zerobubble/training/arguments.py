@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.job.error_file import write_error_file
+from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.messages import one_line, shown
 from megatron.zerobubble.training.config.batch import BatchConfig
 from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
@@ -34,7 +33,7 @@ from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.config.yaml_file import with_yaml_flags
 from megatron.zerobubble.training.validate import check_settings
 
-__all__ = ["build_parser", "exit_with_error", "parse_arguments", "settings_from_argv"]
+__all__ = ["build_parser", "parse_arguments", "settings_from_argv"]
 
 _GROUPS = {
     "model": ModelConfig,
@@ -56,9 +55,6 @@ _GROUPS = {
 
 _PROG = "pretrain_gpt.py"
 """Program name in the usage and in error lines, unless the caller passes another."""
-
-_GRACE_S = 5.0
-"""Seconds that a rank other than 0 waits, after a bad flag, for rank 0 to report it and for torchrun to end the job."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -147,22 +143,3 @@ def parse_arguments(
         return settings_from_argv(sys.argv[1:] if argv is None else argv, world_size=world_size, rank=rank, prog=prog)
     except UserError as error:
         exit_with_error(error, rank=rank, prog=prog, error_file=error_file)
-
-
-def exit_with_error(error: UserError, *, rank: int, prog: str = _PROG, error_file: str | None = None) -> NoReturn:
-    """Print a user error once per job, on rank 0, and exit with code 2.
-
-    Args:
-        error: its message is printed.
-        rank: this process' rank. Other ranks wait a few seconds, so that rank 0 reports before torchrun ends the job.
-        prog: program name in front of the message.
-        error_file: where torchrun expects the reason of this rank's failure, to show it at the end as the root cause.
-    """
-    if rank != 0:
-        time.sleep(_GRACE_S)
-        write_error_file(error_file, f"{prog}: rank {rank}: error: {error}")  # rank 0 may see other files, and no error
-    else:
-        write_error_file(error_file, f"{prog}: error: {error}")
-        sys.stderr.write(f"{prog}: error: {error}\n")
-        sys.stderr.flush()
-    sys.exit(2)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.zerobubble.errors import ConfigError, UserError
-from megatron.zerobubble.training.arguments import exit_with_error, parse_arguments
-from megatron.zerobubble.training.initialize import read_launch
+from megatron.zerobubble.job.exit import exit_with_error
+from megatron.zerobubble.job.launch import read_launch
+from megatron.zerobubble.training.arguments import parse_arguments
 
 if TYPE_CHECKING:
+    from megatron.zerobubble.job.launch import Launch
     from megatron.zerobubble.training.config.settings import Settings
-    from megatron.zerobubble.training.initialize import Launch
     from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider
 
 __all__ = ["run"]

@@ -1,6 +1,6 @@
-"""Start-up of one rank: environment variables, device, process groups, seeds.
+"""Start-up of one rank: device, process groups, seeds.
 
-The only module that reads `os.environ`. torch is imported inside the functions: flags are checked before it is loaded.
+torch is imported inside the functions: flags are checked before it is loaded.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.launch import Launch
+from megatron.zerobubble.job.rendezvous import Connection, connect
 from megatron.zerobubble.training.config.settings import Settings
 
 if TYPE_CHECKING:
@@ -28,44 +28,7 @@ if TYPE_CHECKING:
     from megatron.zerobubble.mcore.cpu.device import HostDevice
     from megatron.zerobubble.runtime.watch import Watch
 
-__all__ = [
-    "Connection",
-    "Job",
-    "Launch",
-    "choose_device",
-    "connect",
-    "job_store",
-    "join_job",
-    "launcher_environment",
-    "read_launch",
-    "set_up_logging",
-    "set_up_model_parallel",
-    "share_store",
-]
-
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """This process' place in the job, from torchrun's environment variables."""
-
-    rank: int
-    """Global rank, 0 .. world_size-1."""
-    local_rank: int
-    """Rank among the processes of this machine; the index of its GPU."""
-    ranks_on_host: int
-    """Number of ranks on this machine."""
-    world_size: int
-    """Number of ranks of the job."""
-    has_threads_set: bool
-    """Whether OMP_NUM_THREADS is set."""
-    error_file: str | None = None
-    """Where torchrun expects the reason of this rank's failure; None without torchrun."""
-    restart_count: int = 0
-    """How often torchrun has started all ranks again after a failure."""
-    max_restarts: int = 0
-    """How often it may (--max-restarts); 0 without torchrun."""
+__all__ = ["Job", "choose_device", "join_job", "set_up_logging", "set_up_model_parallel"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,76 +43,6 @@ class Job:
     """The job's key-value store. With torchrun it outlives a rank that fails."""
     watch: Watch
     """Where this rank reports what it does."""
-
-
-class Connection:
-    """A rank's connection to the store at which the ranks meet, before there is a process group.
-
-    Args:
-        store: torch's.
-        launch: which attempt of the job this is.
-    """
-
-    def __init__(self, store: Any, launch: Launch) -> None:
-        self.store = store
-        self._launch = launch
-
-    def of(self, name: str = "job") -> Store:
-        """The part of the store that belongs to a job."""
-        from torch.distributed import distributed_c10d as c10d
-
-        shared: Any = c10d.PrefixStore(_of_attempt(name, self._launch), self.store)  # `clone` is missing in torch's stubs
-        return cast("Store", shared)
-
-
-def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
-    """Read torchrun's environment variables; a process started without torchrun is a job of one rank.
-
-    Args:
-        environment: the variables; None takes those of the process.
-
-    Raises:
-        ConfigError: a variable is not a number.
-    """
-    environment = os.environ if environment is None else environment
-
-    def number(name: str, default: int) -> int:
-        text = environment.get(name, str(default))
-        if not text.isdecimal():
-            raise ConfigError(f"the environment variable {name} is {text!r}, not a number; start the job with torchrun")
-        return int(text)
-
-    rank = number("RANK", 0)
-    return Launch(
-        rank=rank,
-        local_rank=number("LOCAL_RANK", rank),
-        ranks_on_host=max(1, number("LOCAL_WORLD_SIZE", number("WORLD_SIZE", 1))),
-        world_size=number("WORLD_SIZE", 1),
-        has_threads_set="OMP_NUM_THREADS" in environment,
-        error_file=environment.get(_ERROR_FILE),
-        restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
-        max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0),
-    )
-
-
-def launcher_environment(error_file: Path) -> dict[str, str]:
-    """The environment of a torchrun that leaves the reason of a failed job in `error_file`."""
-    return {**os.environ, _ERROR_FILE: str(error_file)}
-
-
-def job_store(launch: Launch) -> Store:
-    """The store that ranks share without a process group: torchrun's own. Without torchrun, one for this rank alone."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-    from torch.distributed.rendezvous import rendezvous
-
-    store: Any
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size))
-    else:  # the first rank would open the port on which the script's process group wants to listen
-        store = dist.HashStore()  # type: ignore[attr-defined]
-    shared: Any = c10d.PrefixStore(_of_attempt("job", launch), store)
-    return shared
 
 
 def set_up_logging(launch: Launch) -> None:
@@ -246,45 +139,6 @@ def computes(dtype: torch.dtype, device: torch.device) -> bool:
         return False
 
 
-def share_store(launch: Launch) -> Store:
-    """A store for processes that train nothing themselves and start the ranks of several jobs, one after the other.
-
-    Without torchrun rank 0 hosts it on MASTER_PORT. The ranks of the jobs connect to it as they do to torchrun's. All ranks must
-    call this.
-    """
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-    from torch.distributed.rendezvous import rendezvous
-
-    store: Any
-    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-    else:
-        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size))
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    shared: Any = c10d.PrefixStore("jobs", store)
-    return shared
-
-
-def connect(settings: Settings, launch: Launch) -> Connection:
-    """Meet the other ranks at the job's store. All ranks must call this, before `join_job`.
-
-    Args:
-        settings: timeout.
-        launch: which rank this process is.
-    """
-    import torch.distributed as dist
-    from torch.distributed.rendezvous import rendezvous
-
-    store: Any
-    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-    else:
-        timeout = timedelta(minutes=settings.parallel.distributed_timeout_minutes)
-        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-    return Connection(store, launch)
-
-
 def join_job(
     settings: Settings,
     launch: Launch,
@@ -309,7 +163,7 @@ def join_job(
     from megatron.zerobubble.runtime.watch import Watch as NewWatch
 
     _release_nccl_memory_early()
-    connection = connection or connect(settings, launch)
+    connection = connection or connect(launch, timeout_minutes=settings.parallel.distributed_timeout_minutes)
     backend = _backend(settings)
     groups: Any = connection.of(f"{name}/process_group")
     c10d.init_process_group(
@@ -322,11 +176,6 @@ def join_job(
         device_id=host.device if backend == "nccl" and settings.parallel.eager_nccl_communicators else None,
     )
     return Job(launch=launch, host=host, store=connection.of(name), watch=watch or NewWatch(host.device))
-
-
-def _of_attempt(name: str, launch: Launch) -> str:
-    """The name of a job's keys: torchrun hosts one store for all of its attempts, where keys of those that failed remain."""
-    return name if launch.restart_count == 0 else f"{name}/restart {launch.restart_count}"
 
 
 def _release_nccl_memory_early() -> None:

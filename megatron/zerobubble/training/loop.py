@@ -24,7 +24,10 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from megatron.zerobubble.errors import UserError
+from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.failure import JobGuard
+from megatron.zerobubble.job.launch import Launch
+from megatron.zerobubble.job.rendezvous import connect
 from megatron.zerobubble.job.watchdog import watchdog
 from megatron.zerobubble.mcore.compat import destroy_model_parallel, start_batch_size_ramp_up
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
@@ -32,7 +35,6 @@ from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.watch import Watch
-from megatron.zerobubble.training.arguments import exit_with_error
 from megatron.zerobubble.training.auto import choose_schedule
 from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
 from megatron.zerobubble.training.config.settings import Settings
@@ -42,15 +44,7 @@ from megatron.zerobubble.training.data.samples import Datasets, build_datasets, 
 from megatron.zerobubble.training.early_exit import EarlyExit
 from megatron.zerobubble.training.estimate.flops import flops_per_sample
 from megatron.zerobubble.training.garbage import GarbageCollection
-from megatron.zerobubble.training.initialize import (
-    Job,
-    Launch,
-    choose_device,
-    connect,
-    join_job,
-    set_up_logging,
-    set_up_model_parallel,
-)
+from megatron.zerobubble.training.initialize import Job, choose_device, join_job, set_up_logging, set_up_model_parallel
 from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
 from megatron.zerobubble.training.metrics.logger import MetricsLogger
 from megatron.zerobubble.training.metrics.rank_memory import log_memory
@@ -122,11 +116,13 @@ def pretrain(
     except UserError as error:
         exit_with_error(error, rank=launch.rank, prog=prog, error_file=launch.error_file)
     watch = Watch(host.device)
-    connection = connect(settings, launch)
+    timeout_minutes = settings.parallel.distributed_timeout_minutes
+    connection = connect(launch, timeout_minutes=timeout_minutes)
     world_size = 0 if settings.watchdog_s is None else launch.world_size
     guard = JobGuard(connection.of(), launch.rank, error_file=launch.error_file, world_size=world_size)
     guard.doing = watch.text
-    with guard, watchdog(settings, launch, connection.of(), watch):
+    dog = watchdog(launch, connection.of(), watch, limit_s=settings.watchdog_s, timeout_minutes=timeout_minutes)
+    with guard, dog:
         with watch.phase("joins the job"):
             job = join_job(settings, launch, host, connection=connection, watch=watch)
             attempt = join_attempt(job)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.initialize import Launch, choose_device
+from megatron.zerobubble.job.launch import Launch
+from megatron.zerobubble.training.initialize import choose_device
 from megatron.zerobubble.training.models.mcore_config import ddp_config
 from tests.training.test_arguments import settings
 

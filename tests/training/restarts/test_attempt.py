@@ -13,7 +13,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron.zerobubble.training.initialize import Job, Launch
+from megatron.zerobubble.job.launch import Launch
+from megatron.zerobubble.training.initialize import Job
 from megatron.zerobubble.training.restarts.attempt import Attempt, join_attempt, leave_attempt, restarts_folder
 
 

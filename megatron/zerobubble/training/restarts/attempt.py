@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.training.checkpoint.atomic_files import replace_text
-from megatron.zerobubble.training.initialize import Job, Launch
+from megatron.zerobubble.training.initialize import Job
 
 __all__ = ["MEMORY", "Attempt", "join_attempt", "leave_attempt", "restarts_folder"]
 

@@ -1,0 +1,34 @@
+"""Ends a rank for a user error: one line per job, and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import NoReturn
+
+from megatron.zerobubble.errors import UserError
+from megatron.zerobubble.job.error_file import write_error_file
+
+__all__ = ["exit_with_error"]
+
+_GRACE_S = 5.0
+"""Seconds that a rank other than 0 waits, after a bad flag, for rank 0 to report it and for torchrun to end the job."""
+
+
+def exit_with_error(error: UserError, *, rank: int, prog: str, error_file: str | None = None) -> NoReturn:
+    """Print a user error once per job, on rank 0, and exit with code 2.
+
+    Args:
+        error: its message is printed.
+        rank: this process' rank. Other ranks wait a few seconds, so that rank 0 reports before torchrun ends the job.
+        prog: program name in front of the message.
+        error_file: where torchrun expects the reason of this rank's failure, to show it at the end as the root cause.
+    """
+    if rank != 0:
+        time.sleep(_GRACE_S)
+        write_error_file(error_file, f"{prog}: rank {rank}: error: {error}")  # rank 0 may see other files, and no error
+    else:
+        write_error_file(error_file, f"{prog}: error: {error}")
+        sys.stderr.write(f"{prog}: error: {error}\n")
+        sys.stderr.flush()
+    sys.exit(2)

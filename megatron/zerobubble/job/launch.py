@@ -1,0 +1,87 @@
+"""This process' place in its job, from the environment variables of torchrun. The only module that reads `os.environ`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.zerobubble.errors import ConfigError
+
+__all__ = ["Launch", "has_agent_store", "has_master", "launcher_environment", "read_launch", "use_agent_store"]
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """This process' place in the job, from torchrun's environment variables."""
+
+    rank: int
+    """Global rank, 0 .. world_size-1."""
+    local_rank: int
+    """Rank among the processes of this machine; the index of its GPU."""
+    ranks_on_host: int
+    """Number of ranks on this machine."""
+    world_size: int
+    """Number of ranks of the job."""
+    has_threads_set: bool
+    """Whether OMP_NUM_THREADS is set."""
+    error_file: str | None = None
+    """Where torchrun expects the reason of this rank's failure; None without torchrun."""
+    restart_count: int = 0
+    """How often torchrun has started all ranks again after a failure."""
+    max_restarts: int = 0
+    """How often it may (--max-restarts); 0 without torchrun."""
+
+
+def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
+    """Read torchrun's environment variables; a process started without torchrun is a job of one rank.
+
+    Args:
+        environment: the variables; None takes those of the process.
+
+    Raises:
+        ConfigError: a variable is not a number.
+    """
+    environment = os.environ if environment is None else environment
+
+    def number(name: str, default: int) -> int:
+        text = environment.get(name, str(default))
+        if not text.isdecimal():
+            raise ConfigError(f"the environment variable {name} is {text!r}, not a number; start the job with torchrun")
+        return int(text)
+
+    rank = number("RANK", 0)
+    return Launch(
+        rank=rank,
+        local_rank=number("LOCAL_RANK", rank),
+        ranks_on_host=max(1, number("LOCAL_WORLD_SIZE", number("WORLD_SIZE", 1))),
+        world_size=number("WORLD_SIZE", 1),
+        has_threads_set="OMP_NUM_THREADS" in environment,
+        error_file=environment.get(_ERROR_FILE),
+        restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
+        max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0),
+    )
+
+
+def launcher_environment(error_file: Path) -> dict[str, str]:
+    """The environment of a torchrun that leaves the reason of a failed job in `error_file`."""
+    return {**os.environ, _ERROR_FILE: str(error_file)}
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun hosts the job's store."""
+    return os.environ.get(_AGENT_STORE) == "True"
+
+
+def use_agent_store() -> None:
+    """Let the ranks that this process starts connect to its store as to torchrun's."""
+    os.environ[_AGENT_STORE] = "True"
+
+
+def has_master() -> bool:
+    """Whether the environment names the host and port of a rendezvous."""
+    return "MASTER_ADDR" in os.environ
