@@ -25,6 +25,7 @@ from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.registry import build_plan, known_schedules, schedule_info, schedule_spec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET, assign
 from megatron.zerobubble.plan.search.core import PythonCore
+from megatron.zerobubble.plan.search.interface import Problem
 from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
@@ -153,9 +154,8 @@ def test_both_cores_score_rows_beyond_the_memory_limit_alike() -> None:
     lists = [[random.uniform(0.1, 3) for _ in range(size * m)] for size in (12, 4, 4, 8)]
     rows = [bytes([0] * m + [3] * m + [4] * m + [1] * m)] * 2
     for limit, excess_ms in ((1e9, 0.0), (3.0, 7.0), (3.0, 0.0)):
-        cores = [
-            core(m, ranks, *lists[:1], 0.1, *lists[1:3], limit, True, lists[3], excess_ms) for core in (PythonCore, best_core())
-        ]
+        problem = Problem(m, ranks, lists[0], 0.1, lists[1], lists[2], limit, True, lists[3], excess_ms)
+        cores = [core(problem) for core in (PythonCore, best_core())]
         for patience in (math.inf, 0.5):
             scored = [core.evaluate_assigned(rows, [patience] * 2, [3, 1, 4, 0, 2]) for core in cores]
             assert scored[0] == scored[1]
@@ -265,7 +265,7 @@ def test_other_threads_run_while_the_core_searches() -> None:
 
     With so long a switch interval a thread gives up the interpreter only where it says so.
     """
-    core = best_core()(2, [0, 1], [1.0] * 6, 0.1, [1.0] * 2, [1.0] * 2, 9.0, True)
+    core = best_core()(Problem(2, [0, 1], [1.0] * 6, 0.1, [1.0] * 2, [1.0] * 2, 9.0, True))
     rows = [bytes([0, 0, 1, 1])] * 2
     steps, seen = [0], list[int]()
 

@@ -18,8 +18,9 @@ from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
 from megatron.zerobubble.plan.search import search as search_module
 from megatron.zerobubble.plan.search.core import PythonCore, Random
+from megatron.zerobubble.plan.search.interface import Problem, flat_durations
 from megatron.zerobubble.plan.search.orders import CYCLE_AT, repeated, seed_order_of
-from megatron.zerobubble.plan.search.policies import Blocks, flat_durations
+from megatron.zerobubble.plan.search.policies import Blocks
 from megatron.zerobubble.plan.search.search import best_core, search
 from megatron.zerobubble.plan.search.search_options import SearchOptions, smallest_memory
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
@@ -228,7 +229,7 @@ def test_every_block_of_a_family_schedules_and_is_repeatable() -> None:
     costs = CostModel.uniform(placement, **MEASURED)
     blocks = Blocks(placement, costs, limit=3.0)
     durations = flat_durations(costs)
-    core = PythonCore(4, placement.stage_to_rank, durations, 0.0, costs.activation, costs.activation, 3.0, False)
+    core = PythonCore(Problem(4, placement.stage_to_rank, durations, 0.0, costs.activation, costs.activation, 3.0, False))
     bred = []
     for _ in range(2):
         random = random_module.Random(5)
@@ -251,7 +252,7 @@ def test_grid_blocks_are_steady(p: int) -> None:
         spans = []
         for m in (6 * p, 9 * p):
             stored = costs.activation
-            core = PythonCore(m, placement.stage_to_rank, flat_durations(costs), 0.0, stored, stored, 1e9, False)
+            core = PythonCore(Problem(m, placement.stage_to_rank, flat_durations(costs), 0.0, stored, stored, 1e9, False))
             assert all(row.count(code) == m for row in block.order(m) for code in range(6))
             spans.append(core.evaluate(block.order(m))[1])
         assert spans[1] - spans[0] == pytest.approx(3 * p * 6.0)
@@ -265,16 +266,16 @@ def test_the_docstring_shows_the_first_grid_block() -> None:
 
 def test_fill_inserts_w_into_bubbles_and_under_a_memory_limit() -> None:
     """Two stages on one rank each; F, B, W take 1, the link 5: rank 1 waits 5 for nothing, rank 0 for its B's."""
-    core = PythonCore(2, [0, 1], [1.0] * 6, 5.0, [1.0] * 2, [0.5] * 2, 9.0, False)
+    core = PythonCore(Problem(2, [0, 1], [1.0] * 6, 5.0, [1.0] * 2, [0.5] * 2, 9.0, False))
     rows = [bytes([0, 0, 1, 1]), bytes([0, 1, 0, 1])]
     assert core.fill(rows, [0.5, 0.5]) == [bytes([0, 0, 1, 2, 1, 2]), bytes([0, 1, 0, 1, 2, 2])]
-    tight = PythonCore(2, [0, 1], [1.0] * 6, 5.0, [1.0] * 2, [0.5] * 2, 1.0, False)
+    tight = PythonCore(Problem(2, [0, 1], [1.0] * 6, 5.0, [1.0] * 2, [0.5] * 2, 1.0, False))
     assert tight.fill(rows, [math.inf] * 2) == []
     assert tight.fill([bytes([0, 1, 0, 1])] * 2, [math.inf] * 2) == [bytes([0, 1, 2, 0, 1, 2])] * 2
 
 
 def test_an_order_that_deadlocks_is_infinitely_bad() -> None:
-    core = PythonCore(1, [0, 0], [1.0] * 6, 0.0, [1.0] * 2, [1.0] * 2, 9.0, False)
+    core = PythonCore(Problem(1, [0, 0], [1.0] * 6, 0.0, [1.0] * 2, [1.0] * 2, 9.0, False))
     good = bytes([0, 3, 4, 1, 2, 5])
     assert core.evaluate([good])[1] == 6.0
     bad = bytearray(good)

@@ -12,12 +12,12 @@ from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.search import search
 from megatron.zerobubble.plan.search.core import PythonCore
-from megatron.zerobubble.plan.search.interface import Order
+from megatron.zerobubble.plan.search.interface import Order, Problem
 from megatron.zerobubble.plan.search.orders import SeedOrder
-from megatron.zerobubble.plan.search.policies import flat_durations
 from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.search.search_progress import Progress
+from megatron.zerobubble.plan.search.tuning import Tuning
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.plan.validate import validate
 
@@ -40,16 +40,15 @@ def test_the_plan_does_not_depend_on_the_number_of_workers(schedule: str, limit:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
-def test_a_large_budget_is_the_best_of_several_seeds(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    share, apart = 2e5 if COMPILED else 5e3, 1 << 24
+def test_a_large_budget_is_the_best_of_several_seeds(workers: int) -> None:
+    share = 2e5 if COMPILED else 5e3
+    tuning = Tuning(least_of_several=share, enough_per_op=0.0)
 
     def found(budget: float, seed: int = 0, workers: int = 1) -> Simulation:
-        options = SearchOptions(memory_limit=0.5, budget=budget, seed=seed, workers=workers)
+        options = SearchOptions(memory_limit=0.5, budget=budget, seed=seed, workers=workers, tuning=tuning)
         return make_plan("v-min", num_ranks=5, num_microbatches=11, costs_of=costs_of, options=options).simulation
 
-    alone = [found(share, seed * apart) for seed in range(4)]
-    monkeypatch.setattr(search, "_LEAST_OF_SEVERAL", share)
-    monkeypatch.setattr(search, "_ENOUGH_PER_OP", 0.0)
+    alone = [found(share, seed * tuning.seeds_apart) for seed in range(4)]
     assert len({simulation.span_ms for simulation in alone}) > 1, "seeds differ here"
     assert found(4 * share, workers=workers).plan == min(alone, key=lambda simulation: simulation.span_ms).plan
 
@@ -74,9 +73,8 @@ def test_several_searches_end_with_the_first_that_reaches_the_bound_or_fails(
         return 0.0, [], True
 
     monkeypatch.setattr(search._Finder, "found", found)
-    monkeypatch.setattr(search, "_LEAST_OF_SEVERAL", 1e5)
-    monkeypatch.setattr(search, "_ENOUGH_PER_OP", 0.0)
-    options = SearchOptions(memory_limit=0.5, budget=4e5, workers=workers)
+    tuning = Tuning(least_of_several=1e5, enough_per_op=0.0)
+    options = SearchOptions(memory_limit=0.5, budget=4e5, workers=workers, tuning=tuning)
     with pytest.raises(MemoryError) if fails else nullcontext():
         plan = make_plan("v-min", num_ranks=4, num_microbatches=8, costs_of=costs_of, options=options).simulation.plan
         validate(plan)
@@ -84,13 +82,14 @@ def test_several_searches_end_with_the_first_that_reaches_the_bound_or_fails(
     assert stopped or workers == 1
 
 
-def test_times_of_a_smaller_instance_are_not_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_of_a_smaller_instance_are_not_those_of_the_plan() -> None:
     """With many microbatches a search first solves fewer of them, and several searches do so at different times."""
-    monkeypatch.setattr(search, "_LEAST_OF_SEVERAL", 1e5 if COMPILED else 4e3)
-    monkeypatch.setattr(search, "_ENOUGH_PER_OP", 0.0)
     seen: list[tuple[str, float, float]] = []
     options = SearchOptions(
-        memory_limit=0.8, budget=5e5 if COMPILED else 1.3e4, progress=Progress(lambda *report: seen.append(report))
+        memory_limit=0.8,
+        budget=5e5 if COMPILED else 1.3e4,
+        progress=Progress(lambda *report: seen.append(report)),
+        tuning=Tuning(least_of_several=1e5 if COMPILED else 4e3, enough_per_op=0.0),
     )
     found = make_plan("zbv", num_ranks=2, num_microbatches=40, costs_of=costs_of, options=options)
     times = [best for name, best, _ in seen if name == "zbv"]
@@ -137,16 +136,7 @@ def test_a_core_that_was_stopped_no_longer_anneals() -> None:
     placement = Placement.v(2)
     costs = costs_of(placement)
     for kind in {PythonCore, best_core()}:
-        core = kind(
-            4,
-            list(placement.stage_to_rank),
-            list(flat_durations(costs, fused=False)),
-            0.6,
-            list(costs.activation),
-            list(costs.activation_after_backward),
-            2.0,
-            False,
-        )
+        core = kind(Problem.of(placement, 4, costs, limit=2.0, is_makespan=False))
         rows = [b"\x00\x03\x04\x05\x01\x02" * 4, b"\x00\x03\x04\x05\x01\x02" * 4]
         core.stop()
         before = core.work

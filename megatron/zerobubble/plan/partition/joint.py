@@ -25,9 +25,8 @@ from megatron.zerobubble.plan.partition.layout_bound import LayoutBound, bound_o
 from megatron.zerobubble.plan.partition.partitions import partitions
 from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, placement_of, schedule_info
-from megatron.zerobubble.plan.search.interface import Core
+from megatron.zerobubble.plan.search.interface import Core, Problem
 from megatron.zerobubble.plan.search.orders import order_of
-from megatron.zerobubble.plan.search.policies import flat_durations
 from megatron.zerobubble.plan.search.search import best_core, search
 from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit, smallest_memory
 
@@ -156,16 +155,9 @@ def plan_of_layout(
 def _objective_ms(plan: Plan, costs: CostModel, limit: float | None, objective: Objective) -> float:
     """The iteration time of a plan, by the search's own evaluation, which is faster than a simulation."""
     unit = min(plan.num_ranks, plan.num_microbatches)
-    core: Core = best_core()(
-        plan.num_microbatches,
-        list(plan.placement.stage_to_rank),
-        list(flat_durations(costs)),
-        float(costs.comm_ms),
-        list(costs.activation),
-        list(costs.activation_after_backward),
-        math.inf if limit is None else limit * unit,
-        objective is Objective.MAKESPAN,
-    )
+    most = math.inf if limit is None else limit * unit
+    problem = Problem.of(plan.placement, plan.num_microbatches, costs, limit=most, is_makespan=objective is Objective.MAKESPAN)
+    core: Core = best_core()(problem)
     return core.evaluate(order_of(plan))[1]
 
 

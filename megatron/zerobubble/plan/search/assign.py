@@ -23,7 +23,7 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.microbatch_costs import COST_LISTS, MicrobatchCosts
 from megatron.zerobubble.plan.ir import Op, OpKind, Plan
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.search.interface import Core, Order
+from megatron.zerobubble.plan.search.interface import Core, Order, Problem
 from megatron.zerobubble.plan.search.orders import order_of, plan_of_order, without_wgrad
 from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit
@@ -128,9 +128,9 @@ class _Search:
 
     def _make_core(self, core: type[Any]) -> Core:
         flat = flat_costs(self._reserved, self._base, fused=self._fused)
-        made: Core = core(
+        problem = Problem(
             self._m,
-            list(self._base.placement.stage_to_rank),
+            self._base.placement.stage_to_rank,
             flat.durations,
             float(self._costs.comm_ms),
             flat.activation,
@@ -140,6 +140,7 @@ class _Search:
             flat.links,
             _EXCESS_ROUNDS * self._bottleneck_ms,
         )
+        made: Core = core(problem)
         return made
 
     def best(self) -> Plan:

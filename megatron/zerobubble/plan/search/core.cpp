@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <memory>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -37,6 +39,10 @@ using zerobubble::Order;
 using zerobubble::PolicyTuple;
 using zerobubble::Random;
 using zerobubble::Row;
+
+// `Problem` of interface.py.
+using ProblemTuple = std::tuple<int, std::vector<int>, std::vector<double>, double, std::vector<double>, std::vector<double>, double,
+                                bool, std::vector<double>, double>;
 
 class NativeCore : public ListScheduler {
  public:
@@ -161,11 +167,10 @@ std::vector<py::bytes> to_bytes(const Order& order) {
 PYBIND11_MODULE(_core, module) {
   module.doc() = "Compiled twin of core.py";
   py::class_<NativeCore>(module, "NativeCore")
-      .def(py::init<int, std::vector<int>, std::vector<double>, double, std::vector<double>, std::vector<double>, double, bool,
-                    std::vector<double>, double>(),
-           py::arg("num_microbatches"), py::arg("stage_to_rank"), py::arg("durations"), py::arg("comm_ms"), py::arg("activation"),
-           py::arg("remaining"), py::arg("limit"), py::arg("makespan"), py::arg("links") = std::vector<double>(),
-           py::arg("excess_ms") = 0.0)
+      .def(py::init([](const ProblemTuple& problem) {
+             return std::apply([](const auto&... fields) { return std::make_unique<NativeCore>(fields...); }, problem);
+           }),
+           py::arg("problem"))
       .def_readwrite("work", &NativeCore::work)
       .def("stop", &NativeCore::stop)
       .def("evaluate", [](NativeCore& core, const Order& rows) { return without_gil([&] { return core.evaluate(rows); }); })

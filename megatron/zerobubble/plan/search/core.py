@@ -43,7 +43,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from megatron.zerobubble.plan.search.interface import Order, Policy, Rows
+from megatron.zerobubble.plan.search.interface import Order, Policy, Problem, Rows
 from megatron.zerobubble.plan.search.moves import Moves, Random
 
 EPSILON = 1e-9
@@ -68,50 +68,28 @@ others."""
 
 
 class PythonCore:
-    """The core in pure Python, twin of `NativeCore` in core.cpp."""
+    """The core in pure Python, twin of `NativeCore` in core.cpp.
 
-    def __init__(
-        self,
-        num_microbatches: int,
-        stage_to_rank: Sequence[int],
-        durations: Sequence[float],
-        comm_ms: float,
-        activation: Sequence[float],
-        remaining: Sequence[float],
-        limit: float,
-        makespan: bool,
-        links: Sequence[float] = (),
-        excess_ms: float = 0.0,
-    ) -> None:
-        """Take costs as in `CostModel`, with `durations` flat over (stage, F B W), and of unequal microbatches over them in turn.
+    Args:
+        problem: what it scores orders for.
+    """
 
-        Args:
-            num_microbatches: m.
-            stage_to_rank: the placement.
-            durations: F, B, W time of every stage in milliseconds.
-            comm_ms: P2P latency per message.
-            activation: per stage, memory from F to B.
-            remaining: per stage, memory from B to W.
-            limit: most memory per rank, in the unit of `activation`.
-            makespan: minimize the makespan instead of the span.
-            links: time of a message of each producing stage, flat over (F B, stage), in place of `comm_ms`.
-            excess_ms: milliseconds charged per unit of memory above the limit; 0: an order that exceeds it has no score.
-        """
-        self.m = num_microbatches
-        self.rank_of = list(stage_to_rank)
+    def __init__(self, problem: Problem) -> None:
+        self.m = problem.num_microbatches
+        self.rank_of = list(problem.stage_to_rank)
         self.num_stages = len(self.rank_of)
         self.p = max(self.rank_of) + 1
         self.stages = [[s for s, rank in enumerate(self.rank_of) if rank == r] for r in range(self.p)]
         self.chunk_of = [self.stages[rank].index(s) for s, rank in enumerate(self.rank_of)]
-        self.durations = list(durations)
-        self.activation = list(activation)
-        self.remaining = list(remaining)
-        self.limit = limit
-        self.makespan = makespan
-        self.excess_ms = excess_ms
+        self.durations = list(problem.durations)
+        self.activation = list(problem.activation)
+        self.remaining = list(problem.remaining)
+        self.limit = problem.limit
+        self.makespan = problem.is_makespan
+        self.excess_ms = problem.excess_ms
         self.width = self.m if self.m > 1 and len(self.activation) == self.num_stages * self.m else 1
         self.slots = self._own_slots()
-        self.links = list(links) or self._equal_links(comm_ms)
+        self.links = list(problem.links) or self._equal_links(problem.comm_ms)
         self.work = 0.0
         self._is_stopped = False
         self.step_of: list[int] = []

@@ -1,15 +1,69 @@
-"""What a core takes and does: orders, policies, and the methods that `PythonCore` and the compiled core share (see `core`)."""
+"""What a core takes and does: problems, orders, policies, and the methods of `PythonCore` and of the compiled core (`core`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Placement
+
 Order = list[bytes]
 """Op codes per rank: bytes ``3 * chunk + kind`` with kind 0, 1, 2 for F, B, W."""
 
 Rows = Sequence[bytes | bytearray]
 """Op codes per rank, as in `Order`, possibly without W."""
+
+
+class Problem(NamedTuple):
+    """The costs and limits under which a core scores orders. Lists of unequal microbatches have a value for each in turn."""
+
+    num_microbatches: int
+    """m."""
+    stage_to_rank: Sequence[int]
+    """The placement."""
+    durations: Sequence[float]
+    """F, B, W time of every stage, flat over (stage, F B W), in milliseconds."""
+    comm_ms: float
+    """P2P latency per message in milliseconds."""
+    activation: Sequence[float]
+    """Per stage, memory from F to B."""
+    remaining: Sequence[float]
+    """Per stage, memory from B to W."""
+    limit: float
+    """Most memory per rank, in the unit of `activation`."""
+    is_makespan: bool = False
+    """Whether to minimize the makespan instead of the span."""
+    links: Sequence[float] = ()
+    """Time of a message of each producing stage, flat over (F B, stage), in place of `comm_ms`; empty: `comm_ms` for all."""
+    excess_ms: float = 0.0
+    """Milliseconds charged per unit of memory above the limit; 0: an order that exceeds it has no score."""
+
+    @staticmethod
+    def of(
+        placement: Placement, num_microbatches: int, costs: CostModel, *, limit: float, is_makespan: bool, fused: bool = False
+    ) -> Problem:
+        """That of equal microbatches with these costs; with `fused`, of F and BW only."""
+        return Problem(
+            num_microbatches,
+            placement.stage_to_rank,
+            flat_durations(costs, fused=fused),
+            float(costs.comm_ms),
+            tuple(map(float, costs.activation)),
+            tuple(map(float, costs.activation_after_backward)),
+            limit,
+            is_makespan,
+        )
+
+
+def flat_durations(costs: CostModel, *, fused: bool = False) -> tuple[float, ...]:
+    """F, B, W of every stage in turn, in milliseconds. With `fused`, the time of W is added to B and W itself takes none."""
+    backward = costs.backward_ms
+    wgrad = costs.wgrad_ms
+    if fused:
+        backward = tuple(b + w for b, w in zip(costs.backward_ms, costs.wgrad_ms, strict=True))
+        wgrad = (0.0,) * costs.num_stages
+    return tuple(value for stage in zip(costs.forward_ms, backward, wgrad, strict=True) for value in stage)
 
 
 class Policy(NamedTuple):

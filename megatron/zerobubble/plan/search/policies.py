@@ -27,7 +27,7 @@ from typing import Any
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.search.interface import Policy
+from megatron.zerobubble.plan.search.interface import Policy, flat_durations
 
 _NEVER = 1000.0
 _WGRAD_DELAYS = (-0.1, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, _NEVER, _NEVER)
@@ -170,16 +170,6 @@ class Blocks:
 
 _SCALED = ("wgrad_delay", "cap", "settled", "settle_after", "wait")
 _CHOSEN = ("wait_weight", "memory_share")
-
-
-def flat_durations(costs: CostModel, *, fused: bool = False) -> tuple[float, ...]:
-    """F, B, W of every stage in turn, in milliseconds. With `fused`, the time of W is added to B and W itself takes none."""
-    backward = costs.backward_ms
-    wgrad = costs.wgrad_ms
-    if fused:
-        backward = tuple(b + w for b, w in zip(costs.backward_ms, costs.wgrad_ms, strict=True))
-        wgrad = (0.0,) * costs.num_stages
-    return tuple(value for stage in zip(costs.forward_ms, backward, wgrad, strict=True) for value in stage)
 
 
 def _views(costs: CostModel, *, fused: bool) -> list[tuple[tuple[float, ...], float]]:

@@ -38,9 +38,9 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.search.core import EPSILON, PythonCore
-from megatron.zerobubble.plan.search.interface import Core, Order
+from megatron.zerobubble.plan.search.interface import Core, Order, Problem
 from megatron.zerobubble.plan.search.orders import SeedOrder, plan_of_order, repeated, without_wgrad
-from megatron.zerobubble.plan.search.policies import Block, Blocks, flat_durations
+from megatron.zerobubble.plan.search.policies import Block, Blocks
 from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit
 from megatron.zerobubble.plan.search.search_progress import Progress
 
@@ -48,41 +48,6 @@ logger = logging.getLogger(__name__)
 
 _COMPILED_EVALUATIONS_PER_S = 1.5e8
 _PYTHON_EVALUATIONS_PER_S = 1.5e6
-_FEWEST_BLOCKS = 48
-_RANDOM_BLOCKS = 300
-_KEPT_BLOCKS = 20
-_GENERATION = 8
-"""Blocks that are tried between two choices of which to vary: what may be done side by side."""
-_BREED_SHARE, _MOST_BRED, _LATE_BREED_SHARE = 0.4, 1.6e8, 0.15
-"""Share of the budget for blocks; of a large budget, that many op evaluations and a smaller share: annealing needs the rest."""
-_BLOCK_WEIGHT = 500
-"""Op evaluations charged per stage for trying a block, on top of its list schedule."""
-_MOST_SEARCHES = 16
-_LEAST_OF_SEVERAL, _ENOUGH_PER_OP = 4e8, 4e5
-"""Op evaluations that each search of a divided budget has at least: in all, and per op of the plan."""
-_SEEDS_APART = 1 << 24
-"""Distance of their seeds."""
-_MOST_IMPROVED, _MOST_SEED_ORDERS, _MOST_UNROLLED = 16, 6, 4
-_MOST_CYCLES, _USUAL_PATIENCE = 3, 0.45
-_MOST_STARTS, _NEAR = 2, 1.005
-_PATIENCES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.9, 1.5)
-_FIRST_SHARE = 0.06
-_FIRST_ROUNDS = ((True, 0.05), (True, 0.02), (False, 0.02), (False, 0.01))
-_ROUNDS = {
-    True: (
-        (True, 0.35, 0.03),
-        (True, 0.35, 0.015),
-        (False, 0.15, 0.01),
-        (False, 0.15, 0.005),
-    ),
-    False: (
-        (False, 0.4, 0.02),
-        (False, 0.3, 0.01),
-        (False, 0.3, 0.004),
-    ),
-}
-"""Annealing rounds: whether W is left out, share of the budget, and initial threshold as a share of the bottleneck rank's time
-per microbatch. The key is whether the best of the first rounds left W out."""
 
 
 def search(
@@ -125,8 +90,9 @@ def _best_of(
     start: Callable[[SearchOptions], _Finder], options: SearchOptions, num_ops: int, seed_orders: Sequence[SeedOrder]
 ) -> Order:
     """The best order of one search, or of several with seeds of their own where the budget is enough for them."""
-    enough = max(_LEAST_OF_SEVERAL, _ENOUGH_PER_OP * num_ops)
-    num_searches = max(1, min(_MOST_SEARCHES, int(options.budget / enough)))
+    tuning = options.tuning
+    enough = max(tuning.least_of_several, tuning.enough_per_op * num_ops)
+    num_searches = max(1, min(tuning.most_searches, int(options.budget / enough)))
     if num_searches == 1:
         return start(options).find(seed_orders)
     progress = options.progress or Progress()
@@ -137,7 +103,7 @@ def _best_of(
     def find(index: int) -> tuple[float, Order, bool] | None:
         if index > 0 and followed[index].is_stopped:
             return None
-        finder = start(replace(shared, seed=options.seed + index * _SEEDS_APART, progress=followed[index]))
+        finder = start(replace(shared, seed=options.seed + index * tuning.seeds_apart, progress=followed[index]))
         return finder.found(seed_orders)
 
     results: list[tuple[float, Order, bool]] = []
@@ -187,7 +153,7 @@ class _Finder:
         schedule: str,
         stops_at_bound: bool = True,
     ) -> None:
-        self._progress, self._schedule = options.progress or Progress(), schedule
+        self._progress, self._schedule, self._tuning = options.progress or Progress(), schedule, options.tuning
         self._placement, self._costs, self._options, self._fused, self._core = (
             placement,
             costs,
@@ -196,7 +162,7 @@ class _Finder:
             core,
         )
         self._m = num_microbatches
-        self._small_m = min(num_microbatches, max(3 * placement.num_ranks, 24))
+        self._small_m = min(num_microbatches, max(self._tuning.small_per_rank * placement.num_ranks, self._tuning.fewest_small))
         limit = math.inf if options.memory_limit is None else float(options.memory_limit)
         self._limit = limit * min(placement.num_ranks, num_microbatches)
         self._full = self._make_core(num_microbatches)
@@ -217,17 +183,9 @@ class _Finder:
 
     def _make_core(self, m: int) -> Core:
         """A core for m microbatches, under the memory limit of the whole instance."""
-        costs = self._costs
-        core: Core = self._core(
-            m,
-            list(self._placement.stage_to_rank),
-            list(flat_durations(costs, fused=self._fused)),
-            float(costs.comm_ms),
-            list(map(float, costs.activation)),
-            list(map(float, costs.activation_after_backward)),
-            self._limit,
-            self._options.objective is Objective.MAKESPAN,
-        )
+        is_makespan = self._options.objective is Objective.MAKESPAN
+        problem = Problem.of(self._placement, m, self._costs, limit=self._limit, is_makespan=is_makespan, fused=self._fused)
+        core: Core = self._core(problem)
         self._progress.add(core)
         return core
 
@@ -244,7 +202,7 @@ class _Finder:
             return seeded[0][1]
         solved: list[tuple[float, Order]] = []
         if self._m > self._small_m and budget > 0 and not self._fused:
-            options = replace(self._options, budget=0.5 * budget)
+            options = replace(self._options, budget=self._tuning.small_share * budget)
             # It must not stop at its bound: among its orders we want the one that is best once it is unrolled.
             few = _Finder(
                 self._placement,
@@ -259,18 +217,20 @@ class _Finder:
             few._small_seed_orders = self._small_seed_orders
             found = few.find(seed_orders)
             solved = [self._scored(order) for order in self._unrolled([found, *few.milestones])]
-            blocks, left = few.kept_blocks, 0.5 * budget
+            blocks, left = few.kept_blocks, (1.0 - self._tuning.small_share) * budget
         else:
-            blocks, spent = self._breed(min(_BREED_SHARE * budget, _MOST_BRED + _LATE_BREED_SHARE * budget))
+            blocks, spent = self._breed(
+                min(self._tuning.breed_share * budget, self._tuning.most_bred + self._tuning.late_breed_share * budget)
+            )
             left = budget - spent
         orders = [self._full.decode(self._blocks.policy(block)) for block in blocks]
         bred = sorted((self._scored(order) for order in orders if order), key=_score)
         best = min((*seeded, *bred, *solved), key=_score)
         if budget <= 0 or self._fused:
             return best[1]
-        starts = sorted([*bred[:1], *solved, *seeded[:_MOST_STARTS]], key=_score)
-        near = [start for start in starts[:_MOST_STARTS] if start[0] <= _NEAR * best[0]]
-        return self._anneal(best, (near * 2)[:_MOST_STARTS], left)
+        starts = sorted([*bred[:1], *solved, *seeded[: self._tuning.most_starts]], key=_score)
+        near = [start for start in starts[: self._tuning.most_starts] if start[0] <= self._tuning.near * best[0]]
+        return self._anneal(best, (near * 2)[: self._tuning.most_starts], left)
 
     def _unrolled(self, orders: Sequence[Order]) -> list[Order]:
         """The best of the smaller instance's orders, unrolled: its steady cycle repeated. Empty if none has such a cycle.
@@ -284,13 +244,13 @@ class _Finder:
                 if rows:
                     candidates.append((self._full.fill(rows, [math.inf] * len(rows)), bare))
                 if bare:
-                    candidates.append((self._full.fill(bare, [_USUAL_PATIENCE] * len(bare)), bare))
+                    candidates.append((self._full.fill(bare, [self._tuning.usual_patience] * len(bare)), bare))
         best = sorted(
             ((self._full.evaluate(filled), filled, bare) for filled, bare in candidates if filled), key=itemgetter(0, 1)
         )
         filled = [order for _, order, _ in best[:1]]
-        for _, _, bare in best[:_MOST_CYCLES]:
-            filled += [self._full.fill(bare, [patience] * len(bare)) for patience in _PATIENCES if bare]
+        for _, _, bare in best[: self._tuning.most_cycles]:
+            filled += [self._full.fill(bare, [patience] * len(bare)) for patience in self._tuning.patiences if bare]
         return sorted(filter(None, filled), key=self._full.evaluate)[:1]
 
     def _is_best(self, scored: tuple[float, Order]) -> bool:
@@ -310,18 +270,18 @@ class _Finder:
         plain = self._blocks.plain()
         kept: list[tuple[float, int, Block]] = []
         count, spent = 0, 0.0
-        workers = min(self._options.workers, _GENERATION)
+        workers = min(self._options.workers, self._tuning.generation)
         cores = [self._small, *(self._make_core(self._small_m) for _ in range(workers - 1))]
         with ThreadPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
-            while count < _FEWEST_BLOCKS or spent < budget:
+            while count < self._tuning.fewest_blocks or spent < budget:
                 behind = kept and kept[0][0] > self._best_seed_score
-                if (behind and spent > 0.25 * budget > 0) or (kept and self._progress.is_stopped):
+                if (behind and spent > self._tuning.behind_share * budget > 0) or (kept and self._progress.is_stopped):
                     break
                 blocks = []
-                for number in range(count, count + _GENERATION):
+                for number in range(count, count + self._tuning.generation):
                     block = next(plain, None)
                     if block is None:
-                        fresh = not kept or number < _RANDOM_BLOCKS or random.random() < 0.1
+                        fresh = not kept or number < self._tuning.random_blocks or random.random() < self._tuning.fresh_share
                         block = self._blocks.random(random) if fresh else self._blocks.varied(random.choice(kept)[2], random)
                     blocks.append(block)
                 parts = [blocks[worker::workers] for worker in range(workers)]
@@ -331,8 +291,8 @@ class _Finder:
                     spent += work
                     count += 1
                     if score < math.inf and score not in (other for other, _, _ in kept):
-                        kept = sorted([*kept, (score, count, block)], key=lambda entry: entry[:2])[:_KEPT_BLOCKS]
-        self.kept_blocks = [block for _, _, block in kept[:_MOST_UNROLLED]]
+                        kept = sorted([*kept, (score, count, block)], key=lambda entry: entry[:2])[: self._tuning.kept_blocks]
+        self.kept_blocks = [block for _, _, block in kept[: self._tuning.most_unrolled]]
         return self.kept_blocks if self._m > self._small_m else self.kept_blocks[:1], spent
 
     def _tried(self, core: Core, blocks: Sequence[Block]) -> list[tuple[float, float]]:
@@ -341,7 +301,7 @@ class _Finder:
         for block in blocks:
             begin = core.work
             order = core.decode(self._blocks.policy(block))
-            core.work += _BLOCK_WEIGHT * self._placement.num_stages
+            core.work += self._tuning.block_weight * self._placement.num_stages
             found.append((core.evaluate(order)[0] if order else math.inf, core.work - begin))
         return found
 
@@ -358,10 +318,17 @@ class _Finder:
         plain = sorted(
             (self._small.evaluate(self._small.fill(order, as_given) or order)[0], index, order) for index, order in small
         )
-        improved = [(index, self._improved(self._small, order, _PATIENCES[1::3])) for _, index, order in plain[:_MOST_IMPROVED]]
-        chosen = sorted((self._small.evaluate(order)[0], index) for index, order in improved if order)[:_MOST_SEED_ORDERS]
+        improved = [
+            (index, self._improved(self._small, order, self._tuning.patiences[1::3]))
+            for _, index, order in plain[: self._tuning.most_improved]
+        ]
+        chosen = sorted((self._small.evaluate(order)[0], index) for index, order in improved if order)[
+            : self._tuning.most_seed_orders
+        ]
         self._best_seed_score = chosen[0][0] if chosen else math.inf
-        full = [self._improved(self._full, self._squeezed(seed_orders[index](self._m)), _PATIENCES) for _, index in chosen]
+        full = [
+            self._improved(self._full, self._squeezed(seed_orders[index](self._m)), self._tuning.patiences) for _, index in chosen
+        ]
         return sorted((self._scored(order) for order in full if order), key=_score)
 
     def _improved(self, core: Core, order: Order, patiences: Sequence[float]) -> Order:
@@ -407,18 +374,18 @@ class _Finder:
 
     def _anneal(self, best: tuple[float, Order], starts: Sequence[tuple[float, Order]], budget: float) -> Order:
         """Short rounds from each start, then longer ones from the best so far, with falling thresholds."""
-        firsts = [(order, *first) for _, order in starts for first in _FIRST_ROUNDS]
+        firsts = [(order, *first) for _, order in starts for first in self._tuning.first_rounds]
         winner = False
         if not self._is_over(best):
-            with closing(self._first_rounds(firsts, _FIRST_SHARE * budget)) as rounds:
+            with closing(self._first_rounds(firsts, self._tuning.first_share * budget)) as rounds:
                 for (_, filled, _), found in zip(firsts, rounds, strict=True):
                     if found[0] < best[0]:
                         best, winner = found, filled
                     if self._is_over(best):
                         break
         self.milestones = [best[1]]
-        left = budget * (1.0 - _FIRST_SHARE * len(firsts))
-        for filled, share, temperature in _ROUNDS[winner]:
+        left = budget * (1.0 - self._tuning.first_share * len(firsts))
+        for filled, share, temperature in self._tuning.filled_rounds if winner else self._tuning.full_rounds:
             if self._is_over(best):
                 break
             best = min(best, self._round(self._full, best[1], filled, share * left, temperature, next(self._seeds)), key=_score)
@@ -448,7 +415,7 @@ class _Finder:
         rows, patience = order, [math.inf] * len(order)
         if filled:
             rows = without_wgrad(order)
-            waits = min(_PATIENCES, key=lambda value: core.evaluate(core.fill(rows, [value] * len(rows)) or order))
+            waits = min(self._tuning.patiences, key=lambda value: core.evaluate(core.fill(rows, [value] * len(rows)) or order))
             patience = [waits] * len(rows)
         found = core.anneal(rows, patience, seed, budget, temperature * self._bottleneck_ms) or order
         return core.evaluate(found)[1], found

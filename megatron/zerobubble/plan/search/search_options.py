@@ -11,6 +11,7 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.search.search_progress import Progress
+from megatron.zerobubble.plan.search.tuning import Tuning
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 
 
@@ -41,6 +42,8 @@ class SearchOptions:
     """Threads to search with, at least 1. The plan does not depend on it, the time does, with the compiled core."""
     progress: Progress | None = field(default=None, compare=False, repr=False)
     """Follows the search, and may stop it."""
+    tuning: Tuning = field(default_factory=Tuning)
+    """How a search shares its budget."""
     budget: float = Effort.DEFAULT.budget
     """Op evaluations to spend; `auto` spends up to 1.8 times this. With 0 only the seed orders and 48 blocks are tried."""
 
