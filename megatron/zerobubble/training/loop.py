@@ -62,7 +62,7 @@ from megatron.zerobubble.training.resilience.early_exit import EarlyExit
 from megatron.zerobubble.training.resilience.failure import JobGuard
 from megatron.zerobubble.training.resilience.watchdog import watchdog
 from megatron.zerobubble.training.restarts.attempt import Attempt, join_attempt, leave_attempt
-from megatron.zerobubble.training.restarts.resume import has_room, keep_in_memory, start_from
+from megatron.zerobubble.training.restarts.resume import start_from
 from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, build_training_state
 from megatron.zerobubble.training.step import StepResult, Trainer, TrainingState, evaluate
 
@@ -196,12 +196,10 @@ class _Run:
         saves = self.settings.checkpoint.save is not None
         self.saver = CheckpointSaver(training_state, job.store, run=attempt.job) if saves else None
         self.progress = Progress()
-        self.memory = keep_in_memory(training_state, attempt)
         with job.watch.phase("loads the checkpoint"):
-            restored = start_from(training_state, attempt, self.memory)
+            restored = start_from(training_state, attempt)
         if restored is not None:
             self.progress = Progress(restored.iteration, restored.consumed_samples)
-        self.keeps_in_memory = has_room(attempt, self.memory)
         self.metrics = MetricsLogger(
             self.settings,
             rank=job.launch.rank,
@@ -239,8 +237,6 @@ class _Run:
         self.training_state.schedule.close()
         if self.training_state.post_validation is not None:
             self.training_state.post_validation.close()
-        if self.memory is not None:
-            self.memory.remove()
 
     def _train(self) -> None:
         run, logs, progress = self.settings.run, self.settings.logging, self.progress
@@ -259,9 +255,8 @@ class _Run:
             evaluates = run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0)
             evaluates = evaluates and not self.early_exit.is_urgent
             saves = interval is not None and progress.iteration % interval == 0
-            keeps = self._keeps_in_memory() and not is_last
             logs_progress = progress.iteration % logs.log_interval == 0
-            if is_last or evaluates or saves or keeps or logs_progress:
+            if is_last or evaluates or saves or logs_progress:
                 self._flush()
             if self.replanner is None and self.iterations_here == 2 and not is_last:  # the first one that is recorded
                 self._log_balance()
@@ -274,10 +269,6 @@ class _Run:
                 log_memory(progress.iteration)
             if saves:
                 self._save()
-            if keeps and self.memory is not None:
-                self.metrics.log()  # or iterations up to here would be missing in the metrics of a run that resumes from them
-                with self.job.watch.phase(f"copies its state of iteration {progress.iteration} to a peer"):
-                    self.memory.keep(iteration=progress.iteration, consumed_samples=progress.consumed_samples)
             if is_last:
                 break
         self.step_profiler.close()
@@ -369,10 +360,6 @@ class _Run:
         with self.job.watch.phase(f"saves the checkpoint of iteration {progress.iteration}"):
             self.saver.save(iteration=progress.iteration, consumed_samples=progress.consumed_samples)
         progress.saved_iteration = progress.iteration
-
-    def _keeps_in_memory(self) -> bool:
-        interval = self.settings.checkpoint.in_memory_checkpoint_interval
-        return self.keeps_in_memory and interval is not None and self.progress.iteration % interval == 0
 
     def _exits_early(self) -> bool:
         """Whether to stop here, before --train-iters. All ranks return the same."""

@@ -24,10 +24,6 @@ class CheckpointConfig:
     async_save: bool = False
     """Save asynchronously: training continues while a process beside each rank writes the checkpoint from a copy in host memory.
     The next save and the end of the run wait for an unfinished one."""
-    in_memory_checkpoint_interval: int | None = None
-    """Iterations between copies of each rank's state in host memory, its own and one at a peer: the next data-parallel rank, else
-    the next pipeline rank, on another machine if there is one. After a failure, `torchrun --max-restarts N` resumes from them
-    without a disk. Default: none."""
     load: str | None = field(default=None, metadata={"metavar": "DIR"})
     """Directory to load the latest checkpoint from. It may have none only if it is also the --save directory. Default: start from
     newly initialized weights."""
@@ -58,7 +54,7 @@ class CheckpointConfig:
                 f"--ckpt-format {self.ckpt_format} is not supported: checkpoints are saved and loaded as torch_dist; leave it "
                 "out, and convert others with Megatron-LM's tools/checkpoint/convert.py"
             )
-        positive(self, "save_interval", "save_retain_interval", "in_memory_checkpoint_interval", "ckpt_step")
+        positive(self, "save_interval", "save_retain_interval", "ckpt_step")
         if self.save is None and (self.save_interval is not None or self.async_save):
             raise ConfigError("--save-interval and --async-save need --save DIR")
         if self.load is None and (self.ckpt_step is not None or self.finetune or self.exit_on_missing_checkpoint):

@@ -1,9 +1,9 @@
 """Which attempt of torchrun this is, and what its attempts share: the id of the job, and a folder on each machine.
 
-When a rank dies, torchrun ends all ranks and starts new ones, up to --max-restarts times. What must survive that and need no disk
-is a file in host memory (tmpfs) under the id of the process that starts the ranks, which lives as long as the job: torchrun's own
-on each machine. The id of the job is written there by its first attempt, so a later one knows which checkpoints are its own, even
-in a --save directory with those of other jobs. Folders of jobs that are gone are removed when the next one starts there.
+When a rank dies, torchrun ends all ranks and starts new ones, up to --max-restarts times. The first attempt writes the id of the
+job into a file in host memory (tmpfs), in a folder named after the process that starts the ranks, which lives as long as the job:
+torchrun's own on each machine. So a later attempt knows which checkpoints are its own, even in a --save directory with those of
+other jobs. Folders of jobs that are gone are removed when the next one starts there.
 """
 
 from __future__ import annotations
@@ -49,11 +49,6 @@ class Attempt:
     def is_restart(self) -> bool:
         """Whether an earlier attempt failed."""
         return self.number > 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether torchrun restarts nothing after this attempt."""
-        return self.number >= self.max_restarts
 
     @property
     def text(self) -> str:
