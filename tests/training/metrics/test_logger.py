@@ -209,7 +209,7 @@ def test_training_stops_when_it_diverges(logger: MetricsLogger, changes: dict[st
 
 
 def test_training_continues_where_no_token_counts(logger: MetricsLogger, jsonl: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A batch of --sft may be pieces of prompts only: that is no divergence. It is logged once."""
+    """A batch may be all padding or masked: that is no divergence. It is logged once."""
     with caplog.at_level(logging.INFO):
         for iteration in (1, 2, 3):
             logger.add(record(iteration, **({} if iteration == 3 else {"loss": torch.zeros(2), "grad_norm": 0.0})))

@@ -40,6 +40,7 @@ _INSTEAD = {
     "--tensorboard-log-interval": "curves have every iteration; leave it out",
     "--tensorboard-queue-size": "leave it out",
     "--eval-only": "give --skip-train",
+    "--sft": "Megatron-LM's own pretrain_gpt.py has it, which zerobubble run drives",
 }
 """Flags of Megatron-LM, of its present and earlier releases, that scripts have and this package does not take."""
 

@@ -228,8 +228,8 @@ class MetricsLogger:
         if not self._has_reported_without_loss:
             self._has_reported_without_loss = True
             _log.info(
-                "iteration %d has no token that counts in the loss, and so no loss; training goes on. With --sft a piece of a "
-                "long prompt has none: a larger --seq-length or --global-batch-size makes this rarer",
+                "iteration %d has no token that counts in the loss, and so no loss; training goes on. Padding and "
+                "masked tokens do not count: a larger --global-batch-size makes this rarer",
                 iteration,
             )
 
