@@ -49,7 +49,6 @@ from megatron.zerobubble.training.initialize import (
 )
 from megatron.zerobubble.training.metrics.logger import IterationRecord, MetricsLogger
 from megatron.zerobubble.training.metrics.memory import log_memory
-from megatron.zerobubble.training.metrics.step_profiler import StepProfiler
 from megatron.zerobubble.training.metrics.summary import description, summary_lines
 from megatron.zerobubble.training.metrics.trace import report_pipeline
 from megatron.zerobubble.training.planning.auto import choose_schedule
@@ -209,7 +208,6 @@ class _Run:
             if self.settings.data.reads_documents
             else flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
         )
-        self.step_profiler = StepProfiler(self.settings.logging, rank=job.launch.rank)
         self.has_logged_memory = self.has_logged_layout = False
 
     def run(self) -> None:
@@ -243,9 +241,7 @@ class _Run:
         self.training_state.schedule.recordings.choose(self.settings.zero_bubble.trace_iterations, done=progress.iteration)
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
         while progress.iteration < self.settings.train_iters:
-            self.step_profiler.before(progress.iteration)
             self._iterate(data_iterator)
-            self.step_profiler.after(progress.iteration)
             self.garbage.after_iteration(progress.iteration)
             self._replan()
             if self.saver is not None:
@@ -271,7 +267,6 @@ class _Run:
                 self._save()
             if is_last:
                 break
-        self.step_profiler.close()
 
     def _iterate(self, data_iterator: Any) -> None:
         self._ramp_up()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zerobubble.errors import ConfigError, ExecutionError
+from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
 from megatron.zerobubble.training.arguments import settings_from_argv
@@ -142,39 +142,6 @@ def test_tflops_per_gpu_in_the_json_lines(jsonl: Path) -> None:
     metrics.log()
     metrics.close()
     assert read(jsonl)[0]["tflops_per_gpu"] == 6.0
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--log-memory-to-tensorboard", "--log-memory-to-tensorboard needs --tensorboard-dir DIR"),
-        ("--log-timers-to-tensorboard", "--log-timers-to-tensorboard needs --tensorboard-dir DIR"),
-        ("--log-timers-to-tensorboard --tensorboard-dir x", "needs --timing-log-level 1 or 2"),
-    ],
-)
-def test_curves_need_a_place(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        settings(flags)
-
-
-def test_memory_and_timers_as_curves(tmp_path: Path) -> None:
-    """megatron-core's timers write to a SummaryWriter only."""
-    from megatron.core.timers import Timers
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    flags = f"--tensorboard-dir {tmp_path} --log-memory-to-tensorboard --log-timers-to-tensorboard --timing-log-level 1"
-    with HostDevice():
-        timers = Timers(1, "max")
-        timers("optimizer", log_level=1).start(barrier=False)
-        timers("optimizer").stop()
-        metrics = MetricsLogger(settings(flags), rank=0, start_iteration=0, timers=timers)
-        metrics.add(record(5))
-        metrics.log()
-        metrics.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    for name in ("optimizer-time", "mem-max-resident-bytes"):
-        assert [(point.step, point.value > 0) for point in events.Scalars(name)] == [(5, True)]
 
 
 def test_memory_of_the_ranks(caplog: pytest.LogCaptureFixture) -> None:

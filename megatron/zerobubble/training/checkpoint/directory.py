@@ -101,21 +101,18 @@ def prepare(folder: str | Path, iteration: int) -> Path:
     return writing
 
 
-def publish(folder: str | Path, iteration: int, *, retain_interval: int | None = None) -> Path:
+def publish(folder: str | Path, iteration: int) -> Path:
     """Make the checkpoint written to `prepare`'s directory the latest one; return its path.
 
     Args:
         folder: the --save directory.
         iteration: iteration of the checkpoint.
-        retain_interval: remove the previous latest checkpoint, unless its iteration is a multiple of this; None: keep all. Other
-            checkpoints are never removed.
 
     Raises:
         OSError: a file cannot be written; the previous checkpoint remains the latest.
     """
     final = iteration_directory(folder, iteration)
     writing, replaced = writing_directory(folder, iteration), _beside(final, _REPLACED)
-    before = tracked_iteration(folder)
     for path in (*writing.iterdir(), writing):
         sync(path)
     if final.exists():
@@ -125,8 +122,6 @@ def publish(folder: str | Path, iteration: int, *, retain_interval: int | None =
     sync(final.parent)
     replace_text(final.parent / TRACKER, f"{iteration}\n")
     shutil.rmtree(replaced, ignore_errors=True)
-    if retain_interval is not None and before is not None and before != iteration and before % retain_interval:
-        shutil.rmtree(iteration_directory(folder, before), ignore_errors=True)
     return final
 
 

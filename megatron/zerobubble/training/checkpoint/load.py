@@ -259,7 +259,7 @@ def _layers_of_gpt(
 
 
 def _check_optimizer(common: dict[str, Any], training_state: TrainingState, directory: Path) -> None:
-    """Raise unless the checkpoint has an optimizer state with the schedule of the flags, or a flag chooses between the two."""
+    """Raise unless the checkpoint has an optimizer state with the schedule of the flags, or the flags override it."""
     if SCHEDULER not in common:
         raise CheckpointError(f"{directory} has no optimizer state; give --no-load-optim, or --finetune to start at iteration 0")
     stored = megatron_lm.optimizer_format(common)
@@ -268,14 +268,13 @@ def _check_optimizer(common: dict[str, Any], training_state: TrainingState, dire
             f"{directory} has the distributed optimizer's state in buckets of another loop ({stored}); save it there with "
             "--dist-ckpt-optim-fully-reshardable, or give --no-load-optim here"
         )
-    optim = training_state.settings.optim
-    if optim.override_opt_param_scheduler or optim.use_checkpoint_opt_param_scheduler:
+    if training_state.settings.optim.override_opt_param_scheduler:
         return
     for name, value in training_state.scheduler.state_dict().items():
         if name != "num_steps" and common[SCHEDULER].get(name) != value:
             raise CheckpointError(
                 f"{directory} was trained with {name} {common[SCHEDULER].get(name)}, the flags request {value}; give "
-                "--override-opt_param-scheduler to use the flags, or --use-checkpoint-opt_param-scheduler"
+                "--override-opt_param-scheduler to use the flags"
             )
 
 

@@ -54,7 +54,6 @@ class CheckpointSaver:
         self._training_state = training_state
         self._store = store
         self._folder = flags.save
-        self._retain_interval = flags.save_retain_interval
         self._is_async = flags.async_save
         self._run = run or store.compare_set("save/run", "", uuid.uuid4().hex[:16]).decode()
         """Id of the job in the checkpoints that it saves."""
@@ -159,7 +158,7 @@ class CheckpointSaver:
             directory = writing_directory(self._folder, iteration)
             own = {path.name: record_of(path) for path in directory.iterdir() if path.is_file() and path.name not in records}
             Manifest(run=self._run, iteration=iteration, files=records | own).write(directory)
-            publish(self._folder, iteration, retain_interval=self._retain_interval)
+            publish(self._folder, iteration)
 
     @contextmanager
     def _refusing(self, iteration: int) -> Iterator[None]:

@@ -98,7 +98,6 @@ def _load(config: TokenizerConfig) -> Any:
     if kind in ("HuggingFaceTokenizer", "GPT2BPETokenizer"):
         options = {
             "additional_special_tokens": list(config.special_tokens),
-            "use_fast": config.tokenizer_hf_use_fast,
             "include_special_tokens": config.tokenizer_hf_include_special_tokens,
             "trust_remote_code": config.trust_remote_code,
         }

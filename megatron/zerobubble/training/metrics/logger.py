@@ -21,7 +21,6 @@ from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.metrics.aux_losses import AuxLosses
 from megatron.zerobubble.training.metrics.curves import Curves
 from megatron.zerobubble.training.metrics.json_lines import JsonLines
-from megatron.zerobubble.training.metrics.memory import memory_scalars
 from megatron.zerobubble.training.metrics.progress_line import progress_line, tflops_per_gpu
 from megatron.zerobubble.training.metrics.summary import Totals
 from megatron.zerobubble.training.step import MeanLoss, StepResult, mean_losses
@@ -194,7 +193,7 @@ class MetricsLogger:
             self._curves.flush()
 
     def _log_progress(self, records: list[IterationRecord], aux_losses: Mapping[str, float]) -> None:
-        settings, last = self._settings, records[-1]
+        settings = self._settings
         _log.info(
             "%s",
             progress_line(
@@ -205,11 +204,6 @@ class MetricsLogger:
                 num_corrected=self._num_corrected,
             ),
         )
-        if settings.logging.log_memory_to_tensorboard:
-            self.add_curves(memory_scalars(), last.iteration)
-        if settings.logging.log_timers_to_tensorboard:
-            write = self._curves.write_events if self._curves is not None else lambda act: act(None)
-            write(lambda to: self._timers.write(list(_TIMERS), to, last.iteration, normalizer=len(records), reset=False))
         if settings.logging.timing_log_level > 0:
             text = self._timers.get_all_timers_string(list(_TIMERS), normalizer=len(records))
             if text:

@@ -95,9 +95,6 @@ def _iterations_of(training_state: TrainingState, attempt: Attempt) -> list[int]
     if not attempt.is_known:
         _log.warning("%s: the machines that knew the id of this job are gone, so its own checkpoints are not known", attempt.text)
         return []
-    if not flags.save_optim:
-        _log.info("%s: with --no-save-optim the checkpoints of this job cannot be resumed from", attempt.text)
-        return []
     return _on_rank_0(lambda: _written_by(str(flags.save), attempt.job))
 
 
