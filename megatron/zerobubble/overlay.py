@@ -226,8 +226,8 @@ def _install(
 ) -> None:
     from megatron.zerobubble.mcore.replanner import Window
     from megatron.zerobubble.mcore.stock_loop.optimistic_steps import PostValidationOptions
+    from megatron.zerobubble.mcore.stock_loop.options import ByteLimit, StockLoopOptions
     from megatron.zerobubble.mcore.stock_loop.patches import install_options
-    from megatron.zerobubble.mcore.stock_loop.stock_loop import ByteLimit, StockLoopOptions
 
     timed, launch, limit = config.timed_iterations, read_launch(), config.memory_limit
     install_options(

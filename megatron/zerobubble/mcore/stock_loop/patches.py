@@ -56,7 +56,8 @@ from megatron.zerobubble.mcore.compat import check_stock_loop, hybrid_model
 from megatron.zerobubble.mcore.model import named_weights
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.layout import embedding_ranks
-from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop, StockLoopOptions
+from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
+from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop
 from megatron.zerobubble.plan.ir import Placement
 
 __all__ = ["expect_install", "install_options", "stop_expecting", "uninstall"]
@@ -232,8 +233,8 @@ def _wrapping(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
 
     @functools.wraps(original)
     def construct(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, config, loop.adopt(config, ddp_config, module), module, *args, **kwargs)
-        loop.wrapped(self)
+        original(self, config, loop.adopted.adopt(config, ddp_config, module), module, *args, **kwargs)
+        loop.adopted.wrapped(self)
 
     return construct
 
