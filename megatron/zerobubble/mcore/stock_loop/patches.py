@@ -30,6 +30,7 @@ From flags that were parsed until `install` is called, the schedules are replace
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -74,9 +75,10 @@ class _PatchedSchedule:
     def __init__(self, loop: StockLoop, original: Callable[..., Any]) -> None:
         functools.update_wrapper(self, original)
         self.loop = loop
+        self._original = original
 
     def __call__(self, **given: Any) -> list[Any]:
-        return self.loop.run(**given)
+        return self.loop.run(self._original, **given)
 
 
 class _AwaitingInstall:
@@ -233,8 +235,12 @@ def _wrapping(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
 
     @functools.wraps(original)
     def construct(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, config, loop.adopted.adopt(config, ddp_config, module), module, *args, **kwargs)
-        loop.adopted.wrapped(self)
+        adopted = loop.adopted.adopt(config, ddp_config, module)
+        if adopted is None:
+            original(self, config, ddp_config, module, *args, **kwargs)
+            return
+        original(self, config, dataclasses.replace(ddp_config, delay_wgrad_compute=True), module, *args, **kwargs)
+        loop.adopted.wrapped(adopted, self)
 
     return construct
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.memory import state_bytes
 from megatron.zerobubble.mcore.microbatches.unequal import UnequalOptions, attention_share
+from megatron.zerobubble.mcore.model.embeddings import tie_chunks
 from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
 from megatron.zerobubble.mcore.replanner import Replanner, budget_of
 from megatron.zerobubble.mcore.stock_loop.adoption import Adopted
@@ -24,8 +25,10 @@ from megatron.zerobubble.mcore.stock_loop.results import ResultRelay
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.search.options import Objective, SearchOptions
 from megatron.zerobubble.profiling.profile import RankProfile
+from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
+from megatron.zerobubble.wgrad.store import WeightGradStore
 
-__all__ = ["Running", "start"]
+__all__ = ["Running", "start", "start_forward_only"]
 
 
 @dataclass(eq=False)
@@ -44,10 +47,20 @@ class Running:
     iterations: int = 0
     """Training iterations so far."""
 
-    def close(self) -> None:
-        """Validate the last step and destroy process groups. Every rank of the world must call it."""
+    def closers(self) -> list[Callable[[], None]]:
+        """What destroys the process groups that exist so far when the model is gone, without a reference to it.
+
+        Every rank of the world must call them, in this order.
+        """
+        closers = self.schedule.closers()
+        if self.relay is not None:
+            closers.append(self.relay.close)
+        return closers if self.steps is None else [*closers, *self.steps.closers()]
+
+    def close(self, *, validates: bool) -> None:
+        """Remove hooks and destroy process groups; validate the last step before, if wanted."""
         if self.steps is not None:
-            self.steps.close()
+            self.steps.close(validates=validates)
         self.schedule.close()
         if self.relay is not None:
             self.relay.close()
@@ -88,6 +101,34 @@ def start(
         dropout = LayoutDropout(chunks, seed=options.dropout_seed, device=schedule.device)
     replanner = _make_replanner(options, schedule, chunks, optimizers, num_microbatches)
     return Running(list(chunks), schedule, replanner, relay, steps, dropout)
+
+
+def start_forward_only(options: StockLoopOptions, chunks: Sequence[nn.Module], *, usual_tokens: int) -> Running:
+    """Make the schedule of a model under V that DDP did not wrap and that only runs forward. All ranks of the world call it.
+
+    Its embedding and output layer become equal here if they are tied: where DDP wraps a model, that happens before.
+    """
+    config = get_model_config(chunks[0])
+    spec = options.spec(
+        num_ranks=parallel_state.get_pipeline_model_parallel_world_size(),
+        num_chunks=config.virtual_pipeline_model_parallel_size,
+    )
+    if len(chunks) != spec.num_chunks:
+        raise ConfigError(
+            f"schedule {options.schedule} takes a model of {spec.num_chunks} chunk(s), got {len(chunks)}: give the list of all "
+            "of this rank's chunks"
+        )
+    tie_chunks(chunks)
+    schedule = PipelineSchedule(
+        spec,
+        chunks,
+        store=WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate)),  # stays empty
+        config=config,
+        p2p_max_ctas=options.p2p_max_ctas,
+        unequal=_unequal(options, config, usual_tokens),
+    )
+    relay = ResultRelay(parallel_state.get_pipeline_model_parallel_group(), schedule.device)
+    return Running(list(chunks), schedule, replanner=None, relay=relay, steps=None, dropout=None)
 
 
 def _unequal(options: StockLoopOptions, config: Any, usual_tokens: int) -> UnequalOptions | None:

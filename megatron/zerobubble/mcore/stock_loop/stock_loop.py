@@ -25,14 +25,15 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.compat import has_hybrid_model
-from megatron.zerobubble.mcore.model.embeddings import Finalize, FinalizeGradients
+from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
 from megatron.zerobubble.mcore.model.hybrid import place_stack
 from megatron.zerobubble.mcore.model.layout import StageLayout
 from megatron.zerobubble.mcore.model.named_weights import remember_from
 from megatron.zerobubble.mcore.stock_loop.adoption import AdoptedChunks
+from megatron.zerobubble.mcore.stock_loop.lifetime import RunningModels
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import StepOutcome
 from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
-from megatron.zerobubble.mcore.stock_loop.running import Running, start
+from megatron.zerobubble.mcore.stock_loop.running import Running, start, start_forward_only
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
@@ -56,12 +57,13 @@ class StockLoop:
         """With a memory limit in bytes: megatron-core's optimizers that were made since, without chains of them."""
         self.questions = StageQuestions(self.ends)
         """Which chunk runs, under V."""
-        self._configs: dict[int, weakref.ref[Any]] = {}
+        self._configs: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """By identity, those that still exist: a loop may make one per microbatch, and they cannot be hashed."""
         self.adopted = AdoptedChunks(options, self.ends)
         """The chunks that DDP wrapped."""
-        self._running: list[Running] = []
-        self._finalizers: list[tuple[Any, Finalize, Finalize]] = []
+        self._models = RunningModels()
+        self._finalizing: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        """By identity, configs whose `finalize_model_grads_func` is a `FinalizeGradients` around the loop's."""
 
     # -- 1. a TransformerConfig is made -----------------------------------------------------------------------------------
 
@@ -89,8 +91,7 @@ class StockLoop:
             remember_from(config)
         if config.pipeline_model_parallel_size > 1:
             config.delay_wgrad_compute = True
-            key, configs = id(config), self._configs
-            configs[key] = weakref.ref(config, lambda _: configs.pop(key, None))
+            self._configs[id(config)] = config
 
     # -- 2. a chunk is built ----------------------------------------------------------------------------------------------
 
@@ -133,6 +134,7 @@ class StockLoop:
 
     def run(
         self,
+        original: Callable[..., list[Any]],
         *,
         model: Any,
         num_microbatches: int,
@@ -140,12 +142,38 @@ class StockLoop:
         forward_only: bool = False,
         **given: Any,
     ) -> list[Any]:
-        """One call of the loop's forward-backward function; arguments and result are megatron-core's. All ranks must call it."""
+        """One call of the loop's forward-backward function; arguments and result are megatron-core's. All ranks must call it.
+
+        Args:
+            original: megatron-core's function. It runs models that DDP did not wrap where its placement is the schedule's.
+            model: as every other argument, megatron-core's.
+            num_microbatches: see there.
+            forward_step_func: see there.
+            forward_only: see there.
+            **given: see there.
+        """
         chunks = model if isinstance(model, list) else [model]
-        running = next((each for each in self._running if each.chunks == chunks), None) or self._start(
-            chunks, num_microbatches, usual_tokens=int(given["seq_length"])
+        strangers = self.adopted.strangers(chunks)
+        if strangers and not forward_only:
+            raise ConfigError(
+                f"schedule {self.options.schedule} cannot train a {type(strangers[0]).__name__} that megatron-core's "
+                "DistributedDataParallel did not wrap after megatron.zerobubble.install: install before the model is built, and "
+                "wrap each chunk with megatron.core.distributed.DistributedDataParallel (not FSDP, not torch's); without it, "
+                "call the schedule with forward_only=True"
+            )
+        if strangers and not self.options.is_v:
+            return original(
+                model=model,
+                num_microbatches=num_microbatches,
+                forward_step_func=forward_step_func,
+                forward_only=True,
+                **given,
+            )
+        running = self._models.of(chunks) or self._start(
+            chunks, num_microbatches, usual_tokens=int(given["seq_length"]), trains=not strangers
         )
-        self._place_finalize(get_model_config(chunks[0]), running.schedule.spec.placement)
+        if not strangers:
+            self._place_finalize(get_model_config(chunks[0]), running.schedule.spec.placement)
         if forward_only and running.steps is not None:
             running.steps.flush()
         replanner = None if forward_only else running.replanner
@@ -171,43 +199,59 @@ class StockLoop:
             results = running.relay(results)
         if replanner is not None and replanner.is_due(running.iterations):
             replanner.after(running.iterations, num_microbatches)
+        self._models.note_groups(running)
         return results
 
-    def _start(self, chunks: Sequence[nn.Module], num_microbatches: int, *, usual_tokens: int) -> Running:
-        running = start(
-            self.options,
-            self.adopted.find(chunks),
-            chunks,
-            self.optimizers,
-            num_microbatches=num_microbatches,
-            usual_tokens=usual_tokens,
-        )
-        self._running.append(running)
+    def _start(self, chunks: Sequence[nn.Module], num_microbatches: int, *, usual_tokens: int, trains: bool) -> Running:
+        if trains:
+            first = self.adopted.find(chunks)
+        else:
+            self.adopted.check_v(chunks)
+        self._models.destroy_unused_groups()
+        if trains:
+            running = start(
+                self.options,
+                first,
+                chunks,
+                self.optimizers,
+                num_microbatches=num_microbatches,
+                usual_tokens=usual_tokens,
+            )
+        else:
+            running = start_forward_only(self.options, chunks, usual_tokens=usual_tokens)
+        self._models.add(running)
         return running
 
     def _place_finalize(self, config: Any, placement: Placement) -> None:
         """Wrap the loop's `finalize_model_grads_func`, whenever it sets one, by what the placement needs besides."""
         given = config.finalize_model_grads_func
-        if given is None or any(config is known and given is ours for known, _, ours in self._finalizers):
+        if given is None:
             return
-        ours = FinalizeGradients(placement, given)
-        self._finalizers.append((config, given, ours))
-        config.finalize_model_grads_func = ours
+        if not isinstance(given, FinalizeGradients):
+            config.finalize_model_grads_func = FinalizeGradients(placement, given)
+        self._finalizing[id(config)] = config
 
     # -- 5. the optimizer steps, with post-validation ---------------------------------------------------------------------
 
     def step(self, optimizer: Any, original: Callable[[Any], StepOutcome]) -> StepOutcome:
         """One call of an optimizer's `step`. All ranks must call it. Raises ConfigError if it cannot be validated afterwards."""
-        steps = [running.steps for running in self._running if running.steps is not None]
-        if not steps:
+        trained = [each for each in self._models if each.steps is not None and each.steps.trains(optimizer)]
+        if not trained:
             return original(optimizer)
-        if len(steps) > 1:
-            raise ConfigError(f"post-validation trains one model, and schedule {self.options.schedule} runs {len(steps)}")
-        return steps[0].step(optimizer)
+        if len(trained) > 1:
+            raise ConfigError(
+                f"post-validation steps one optimizer per model, and schedule {self.options.schedule} runs {len(trained)} models "
+                "that this one steps: make an optimizer for each"
+            )
+        (running,) = trained
+        assert running.steps is not None
+        outcome = running.steps.step(optimizer)
+        self._models.note_groups(running)
+        return outcome
 
     def zero(self, owner: Any, zero: Callable[[], None]) -> None:
         """Zero the gradients of `owner`, a chunk or an optimizer, at once or when its last step has been validated."""
-        for running in self._running:
+        for running in self._models:
             if running.steps is not None and running.steps.is_unvalidated and running.steps.owns(owner):
                 running.steps.defer(owner, zero)
                 return
@@ -217,18 +261,16 @@ class StockLoop:
 
     def close(self) -> None:
         """Undo the split and `finalize_model_grads_func`, and destroy process groups. Every rank of the world must call it."""
-        for running in self._running:
-            running.close()
+        self._models.close()
         self.adopted.close()
-        for config, given, ours in self._finalizers:
-            if config.finalize_model_grads_func is ours:
-                config.finalize_model_grads_func = given
-        for config in [reference() for reference in self._configs.values()]:
-            if config is not None:
-                config.delay_wgrad_compute = False
+        for config in list(self._finalizing.values()):
+            ours = config.finalize_model_grads_func
+            if isinstance(ours, FinalizeGradients):
+                config.finalize_model_grads_func = ours.finalize
+        for config in list(self._configs.values()):
+            config.delay_wgrad_compute = False
         self._configs.clear()
-        self._running.clear()
-        self._finalizers.clear()
+        self._finalizing.clear()
 
 
 def _spread(num_layers: int, placement: Placement) -> StageLayers:
