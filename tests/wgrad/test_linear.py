@@ -220,11 +220,51 @@ def test_a_weight_used_twice_in_one_microbatch_gets_both_gradients() -> None:
 # -- autograd's rules ---------------------------------------------------------------------------------------------------
 
 
-def test_backward_outside_of_any_b_names_the_weight() -> None:
+def test_backward_outside_of_any_b_computes_the_weight_gradient_at_once() -> None:
+    """Also of a weight that is used twice, whose hooks are called once; also while Ws of earlier Bs wait."""
     store = make_store()
     layer = Layer(store, bias=False)
+    calls: list[int] = []
+    layer.how.split.hooks.append(lambda: calls.append(1))
+    weight = layer.weight.detach().clone().requires_grad_()
+    (x, grad_output), (z, _) = batch(0), batch(1)
+    run_b(store, 0, layer(z), grad_output)
+    (layer(x) + layer(z)).backward(grad_output)
+    assert calls == [1]
+    store.run(0, 0)
+    assert calls == [1, 1]
+    (F.linear(x.detach(), weight) + F.linear(z.detach(), weight)).backward(grad_output)
+    F.linear(z.detach(), weight).backward(grad_output)
+    torch.testing.assert_close(layer.weight.grad, weight.grad, rtol=1e-5, atol=1e-5)  # sums in another order
+    store.check_empty()
+
+
+def test_a_backward_outside_of_any_b_that_fails_spoils_no_later_one() -> None:
+    store = make_store()
+    layer = Layer(store, bias=False)
+    calls: list[int] = []
+    layer.how.split.hooks.append(lambda: calls.append(1))
     x, grad_output = batch(0)
-    with pytest.raises(WeightGradStoreError, match=r"rank 1: .* split weight weight outside of any B"):
+    x.requires_grad_()
+    doubled = x * 2
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("stop")
+
+    doubled.register_hook(fail)
+    with pytest.raises(ValueError, match="stop"):
+        layer(doubled).backward(grad_output)
+    assert calls == []
+    layer(x).backward(grad_output)
+    assert calls == [1]
+
+
+def test_sharded_gradients_outside_of_any_b_are_refused() -> None:
+    store = make_store()
+    layer = Layer(store, bias=False)
+    layer.how.split.before.append(lambda: None)
+    x, grad_output = batch(0)
+    with pytest.raises(WeightGradStoreError, match=r"rank 1: .* split weight weight outside of any B, .* sharded"):
         layer(x).backward(grad_output)
 
 

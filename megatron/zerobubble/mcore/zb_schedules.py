@@ -220,6 +220,14 @@ class PipelineSchedule:
             self.hooks.token_count.close()
             self.hooks.token_count = None
 
+    def closers(self) -> list[Callable[[], None]]:
+        """What destroys the process groups that exist so far when the model is gone, without a reference to it.
+
+        Every rank of the world must call them, in this order.
+        """
+        owners = (self._links, None if self.unequal is None else self.unequal.exchange, self.hooks.token_count)
+        return [owner.close for owner in owners if owner is not None]
+
     def _clock_offset_ms(self) -> float:
         if self._links is None:  # stock
             group = PipelineGroupLinks(parallel_state.get_pipeline_model_parallel_group())

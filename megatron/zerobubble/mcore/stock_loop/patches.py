@@ -30,6 +30,7 @@ From flags that were parsed until `install` is called, the schedules are replace
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -56,7 +57,8 @@ from megatron.zerobubble.mcore.compat import check_stock_loop, hybrid_model
 from megatron.zerobubble.mcore.model import named_weights
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.layout import embedding_ranks
-from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop, StockLoopOptions
+from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
+from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop
 from megatron.zerobubble.plan.ir import Placement
 
 __all__ = ["expect_install", "install_options", "stop_expecting", "uninstall"]
@@ -73,9 +75,10 @@ class _PatchedSchedule:
     def __init__(self, loop: StockLoop, original: Callable[..., Any]) -> None:
         functools.update_wrapper(self, original)
         self.loop = loop
+        self._original = original
 
     def __call__(self, **given: Any) -> list[Any]:
-        return self.loop.run(**given)
+        return self.loop.run(self._original, **given)
 
 
 class _AwaitingInstall:
@@ -232,8 +235,12 @@ def _wrapping(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
 
     @functools.wraps(original)
     def construct(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, config, loop.adopt(config, ddp_config, module), module, *args, **kwargs)
-        loop.wrapped(self)
+        adopted = loop.adopted.adopt(config, ddp_config, module)
+        if adopted is None:
+            original(self, config, ddp_config, module, *args, **kwargs)
+            return
+        original(self, config, dataclasses.replace(ddp_config, delay_wgrad_compute=True), module, *args, **kwargs)
+        loop.adopted.wrapped(adopted, self)
 
     return construct
 
