@@ -144,6 +144,60 @@ def test_the_split_can_be_removed(four_ranks: RankPool) -> None:
         assert left == 0
 
 
+def _unknown_arguments(rank: int) -> dict[str, str]:
+    """The message for each argument of a linear's forward that the split does not know, by its name and value."""
+    trainer = Trainer(Case("zb-h1", 4, 1))
+    linear = trainer.built.chunks[0].module.decoder.layers[0].mlp.linear_fc1
+    own, messages = linear._forward_impl, {}
+    for name, value in (
+        ("grad_output_buffer", [torch.zeros(1)]),
+        ("gtp_remat_size", 2),
+        ("of_a_later_release", torch.float8_e5m2),
+        ("of_a_later_release", False),
+        ("of_a_later_release", None),
+        ("wgrad_deferral_limit", 0),
+    ):
+        linear._forward_impl = lambda name=name, value=value, **given: own(**(given | {name: value}))
+        try:
+            linear(torch.zeros(2, 1, 32))
+        except SplitError as error:
+            messages[f"{name}={value}"] = str(error)
+    linear._forward_impl = own
+    trainer.close()
+    return messages
+
+
+def test_an_argument_of_a_linear_that_would_be_ignored_is_named_in_the_error(four_ranks: RankPool) -> None:
+    """None, False and the defaults of megatron-core's own function change nothing."""
+    for messages in four_ranks.run(_unknown_arguments):
+        assert list(messages) == ["grad_output_buffer=[tensor([0.])]", "gtp_remat_size=2", "of_a_later_release=torch.float8_e5m2"]
+        for given, message in messages.items():
+            name = given.partition("=")[0]
+            assert re.match(
+                rf"[\w.]*decoder\.layers\.0\.mlp\.linear_fc1\.weight was called with {name}=.*, which the split", message
+            )
+
+
+def _logits_in_fp32(rank: int) -> tuple[torch.dtype, torch.dtype] | None:
+    """As Megatron-LM's --output-logit-dtype fp32 asks the output layer: dtypes of the logits and of the hidden states."""
+    trainer = Trainer(Case("zb-h1", 4, 2, dtype=torch.bfloat16))
+    head = getattr(trainer.built.chunks[0].module.module, "output_layer", None)
+    if head is None:
+        trainer.forward_backward(0)
+        return trainer.close()
+    seen = []
+    head._forward_impl = functools.partial(head._forward_impl, output_dtype=torch.float32)
+    head.register_forward_hook(lambda _, given, result: seen.append((result[0].dtype, given[0].dtype)))
+    trainer.forward_backward(0)
+    assert head.weight.main_grad.abs().sum() > 0
+    trainer.close()
+    return seen[0]
+
+
+def test_logits_come_in_the_dtype_that_the_output_layer_is_asked_for(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_logits_in_fp32) == [None, None, None, (torch.float32, torch.bfloat16)]
+
+
 def _refused_config(rank: int, name: str, value: Any) -> str:
     case = Case("zbv", 4, 2, num_chunks=2)
     original = Trainer._config

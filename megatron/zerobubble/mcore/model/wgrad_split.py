@@ -23,6 +23,7 @@ the embedding's share, W the output layer's, and DDP is notified in W, when both
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,7 +31,12 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
@@ -139,12 +145,20 @@ class _SplitForward:
         allreduce_dgrad: bool,
         sequence_parallel: bool,
         tp_group: torch.distributed.ProcessGroup | None = None,
-        **_: Any,
+        gradient_accumulation_fusion: bool = False,  # W's kernel is chosen by `wgrad.gemm`
+        output_dtype: torch.dtype | None = None,
+        **others: Any,
     ) -> Tensor:
         if weight is not self.how.split.weight:
             raise SplitError(
                 f"{self.how.split.name} was called with the weight of another module; its gradient would go to the wrong weight"
             )
+        for name, value in others.items():
+            if not _is_inert(name, value):
+                raise SplitError(
+                    f"{self.how.split.name} was called with {name}={value!r}, which the split of B and W would ignore: turn it "
+                    "off, or use the stock schedule"
+                )
         return split_linear(
             input,
             weight,
@@ -153,7 +167,17 @@ class _SplitForward:
             reduce_input_grad=allreduce_dgrad,
             sequence_parallel=sequence_parallel,
             group=tp_group,
+            output_dtype=output_dtype,
         )
+
+
+_STOCK_PARAMETERS = inspect.signature(linear_with_grad_accumulation_and_async_allreduce).parameters
+
+
+def _is_inert(name: str, value: object) -> bool:
+    """Whether a keyword of a linear's forward that the split does not know has a value with which it does nothing."""
+    default = _STOCK_PARAMETERS[name].default if name in _STOCK_PARAMETERS else None
+    return value is None or value is False or (type(value) is type(default) and value == default)
 
 
 class _Splittable(NamedTuple):
