@@ -42,7 +42,12 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import SplitError
-from megatron.zerobubble.mcore.model.transformer_engine import OLDEST_TRANSFORMER_ENGINE, mark_deferred_biases
+from megatron.zerobubble.mcore.model.transformer_engine import (
+    OLDEST_TRANSFORMER_ENGINE,
+    mark_deferred_biases,
+    own_operands,
+    unknown_overlaps,
+)
 from megatron.zerobubble.wgrad.deferring import DeferringModule
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
@@ -82,7 +87,7 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
         SplitError: names each weight that cannot be split: used by two modules of the chunk, or owned by a module of an unknown
             kind, which computes its own gradient. The chunk is unchanged then.
     """
-    problems = [*_shared_weights(chunk), *_unknown_weights(chunk)]
+    problems = [*_shared_weights(chunk), *_unknown_weights(chunk), *_unknown_overlaps(chunk)]
     if problems:
         raise SplitError("the backward pass of this model cannot be split into B and W:\n  " + "\n  ".join(problems))
     names = []
@@ -100,6 +105,7 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
         driven = DeferringModule(name, module.backward_dw, tuple(deferred.values()))
         setattr(module, _FORWARD_HOOK, module.register_forward_hook(partial(_defer_in_backward, store, driven)))
         names += deferred
+    own_operands([module for _, module in deferring_modules(chunk)])
     return names
 
 
@@ -287,6 +293,16 @@ def _shared_weights(chunk: nn.Module) -> Iterator[str]:
     for key, names in owners.items():
         if len(names) > 1 and key in split:
             yield f"{' and '.join(names)} are one weight used twice in a chunk: its gradient would be wrong. Untie them"
+
+
+def _unknown_overlaps(chunk: nn.Module) -> Iterator[str]:
+    for name, module in deferring_modules(chunk):
+        for overlap in unknown_overlaps(module):
+            yield (
+                f"{name} ({type(module).__module__}.{type(module).__name__}) was built with {overlap}, a tensor-parallel overlap "
+                "that may use Userbuffers memory which is overwritten before W: build it without (tp_comm_bulk_wgrad=False, or "
+                "tp_comm_overlap=False)"
+            )
 
 
 def _of_mamba(chunk: nn.Module) -> set[int]:

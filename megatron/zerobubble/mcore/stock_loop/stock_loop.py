@@ -29,6 +29,7 @@ from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
 from megatron.zerobubble.mcore.model.hybrid import place_stack
 from megatron.zerobubble.mcore.model.layout import StageLayout
 from megatron.zerobubble.mcore.model.named_weights import remember_from
+from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w
 from megatron.zerobubble.mcore.stock_loop.adoption import AdoptedChunks
 from megatron.zerobubble.mcore.stock_loop.lifetime import RunningModels
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import StepOutcome
@@ -90,7 +91,7 @@ class StockLoop:
         if self.options.weights_seed is not None:
             remember_from(config)
         if config.pipeline_model_parallel_size > 1:
-            config.delay_wgrad_compute = True
+            defer_to_w(config)
             self._configs[id(config)] = config
 
     # -- 2. a chunk is built ----------------------------------------------------------------------------------------------
