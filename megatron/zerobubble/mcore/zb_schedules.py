@@ -27,6 +27,7 @@ from megatron.zerobubble.mcore.given_groups import check_given_groups
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
 from megatron.zerobubble.mcore.microbatches.lengths import Lengths
 from megatron.zerobubble.mcore.microbatches.unequal import UnequalMicrobatches, UnequalOptions
+from megatron.zerobubble.mcore.model.frozen import check_frozen
 from megatron.zerobubble.mcore.post_validation.rewind import Replayed
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.stage_work import Iteration
@@ -283,6 +284,8 @@ class PipelineSchedule:
             )
         check_given_groups(self.spec.name, pg_collection=pg_collection, p2p_communicator=p2p_communicator)
         self._check_model(model)
+        if not forward_only:
+            check_frozen(self._chunks)
         timers, hooks = self._config.timers, self.hooks
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=self._config.barrier_with_L1_time)

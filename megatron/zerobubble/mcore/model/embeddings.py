@@ -112,7 +112,7 @@ def _sum_tied_gradients(chunks: Sequence[nn.Module]) -> None:
     if pair is None:
         return
     embedding, head = pair
-    if embedding.requires_grad:
+    if hasattr(embedding, "main_grad"):  # not if it was frozen when DDP wrapped it. Frozen since, megatron-core adds them, too
         embedding.main_grad.add_(head.main_grad)  # type: ignore[attr-defined]
         head.main_grad.copy_(embedding.main_grad)  # type: ignore[attr-defined]
 
