@@ -32,6 +32,7 @@ from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.arguments import exit_with_error
 from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
+from megatron.zerobubble.training.checkpoint.shared import check_save_directory
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.lengths import num_tokens
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
@@ -127,6 +128,7 @@ def pretrain(
         with watch.phase("joins the job"):
             job = join_job(settings, launch, host, connection=connection, watch=watch)
             attempt = join_attempt(job)
+            check_save_directory(settings.checkpoint.save)
         if settings.zero_bubble.schedule == AUTO:
             with watch.phase("runs trials to choose a schedule"):
                 settings = choose_schedule(

@@ -10,7 +10,8 @@
 Every step of `publish` is a rename, of files that are synced to disk. So a job that dies at any moment leaves the checkpoint that
 the text file names: as `iter_N`, or, between two renames, as `iter_N.replaced`.
 
-Only rank 0 changes the directory. Only one job at a time may save into it.
+Only rank 0 changes the directory; after a write that failed, every host removes what it has of the unfinished checkpoint. Only
+one job at a time may save into it.
 """
 
 from __future__ import annotations

@@ -21,8 +21,14 @@ from typing import Any
 import torch
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training.checkpoint.directory import existing_directory, iterations_in, tracked_iteration
-from megatron.zerobubble.training.checkpoint.load import RestoredProgress, load_checkpoint, load_verified, verified
+from megatron.zerobubble.training.checkpoint.directory import existing_directory, iterations_in
+from megatron.zerobubble.training.checkpoint.load import (
+    RestoredProgress,
+    latest_iteration,
+    load_checkpoint,
+    load_verified,
+    verified,
+)
 from megatron.zerobubble.training.checkpoint.manifest import Manifest
 from megatron.zerobubble.training.restarts.attempt import Attempt
 from megatron.zerobubble.training.step import TrainingState
@@ -68,7 +74,7 @@ def _as_requested(training_state: TrainingState, attempt: Attempt) -> RestoredPr
         _log.info("%s: starting from newly initialized weights, at iteration 0", nothing)
         return None
     _log.info("%s: starting from --load %s, as at the first start", nothing, flags.load)
-    latest = tracked_iteration(flags.load) if flags.ckpt_step is None else None
+    latest = latest_iteration(flags.load) if flags.ckpt_step is None else None
     if latest is not None and not flags.finetune:
         for iteration in _on_rank_0(lambda: [each for each in iterations_in(str(flags.load)) if each <= latest]):
             if (restored := _try(training_state, iteration, attempt)) is not None:
