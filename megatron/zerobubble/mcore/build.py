@@ -167,6 +167,7 @@ _REFUSED = {
     "overlap_dispatch_backward_with_experts_wgrad": "it computes the experts' deferred weight gradients in B",
     "hybrid_context_parallel": "it brings a schedule of its own",
     "moe_shared_expert_overlap": "its backward runs on a stream of its own, which may overwrite the tensors saved for W",
+    "moe_ncclep_zero_copy": "the gradients that W reads would lie in a buffer that all layers share",
     "moe_paged_stash": "it pages activations in the order of megatron-core's own schedules",
     "fine_grained_activation_offloading": "it follows megatron-core's own schedules",
     "cpu_offloading": "it hooks into the backward pass that is split here",
