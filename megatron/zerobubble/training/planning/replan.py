@@ -68,9 +68,8 @@ def make_replanner(training_state: TrainingState, plan_writer: PlanFileWriter, *
     timed = zero_bubble.timed_iterations
     if timed is None:
         return None
-    optimistic = zero_bubble.enable_optimizer_post_validation
     options = SearchOptions(
-        objective=Objective.SPAN if optimistic else Objective.MAKESPAN,
+        objective=Objective.with_optimizer(post_validation=zero_bubble.enable_optimizer_post_validation),
         seed=settings.run.seed,
         budget=budget_of(zero_bubble.zero_bubble_planning_seconds),
     )
