@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron.zerobubble.files import replace_text
 from megatron.zerobubble.mcore.memory import state_bytes, usable_bytes
 from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.search.options import Objective, SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.profiling.profile import RankProfile
-from megatron.zerobubble.training.checkpoint.atomic_files import replace_text
 from megatron.zerobubble.training.step import TrainingState
 
 __all__ = ["PlanFileWriter", "make_replanner"]

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from megatron.zerobubble.files import replace_text
 from megatron.zerobubble.machine import process_state
-from megatron.zerobubble.training.checkpoint.atomic_files import replace_text
 from megatron.zerobubble.training.initialize import Job, Launch
 
 __all__ = ["MEMORY", "Attempt", "join_attempt", "leave_attempt", "restarts_folder"]
