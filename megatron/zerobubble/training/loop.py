@@ -420,7 +420,7 @@ class _Run:
             _log.warning("layouts: layers of several kinds need profiled times: --zero-bubble-pipeline-timers-start-iter")
         if costs is not None and not self.has_logged_layout:
             self.has_logged_layout = True
-            objective = Objective.SPAN if settings.zero_bubble.enable_optimizer_post_validation else Objective.MAKESPAN
+            objective = Objective.with_optimizer(post_validation=settings.zero_bubble.enable_optimizer_post_validation)
             log_layout(schedule.plan(settings.num_microbatches), kinds, layers, costs, objective)
 
 

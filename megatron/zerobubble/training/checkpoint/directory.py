@@ -21,7 +21,7 @@ import shutil
 from pathlib import Path
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training.checkpoint.atomic_files import replace_text, sync
+from megatron.zerobubble.files import replace_text, sync
 
 __all__ = [
     "TRACKER",

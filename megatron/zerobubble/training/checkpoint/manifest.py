@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training.checkpoint.atomic_files import replace_text
+from megatron.zerobubble.files import replace_text
 
 __all__ = [
     "MANIFEST",

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from megatron.zerobubble.training.checkpoint.atomic_files import replace_text
+from megatron.zerobubble.files import replace_text
+from megatron.zerobubble.machine import process_state
 from megatron.zerobubble.training.initialize import Job, Launch
 
 __all__ = ["MEMORY", "Attempt", "join_attempt", "leave_attempt", "restarts_folder"]
@@ -93,7 +94,8 @@ def restarts_folder(root: Path, starter: int) -> Path:
 
     Process ids are used again, and containers that share a tmpfs have their own: so the name has its start time and namespace.
     """
-    return root / f"{_prefix()}{starter}-{_start_time(starter)}"
+    state = process_state(starter)
+    return root / f"{_prefix()}{starter}-{None if state is None else state.start}"
 
 
 def _prefix() -> str:
@@ -104,21 +106,15 @@ def _prefix() -> str:
     return f"megatron-zerobubble-{os.geteuid()}-{namespace}-"
 
 
-def _start_time(process: int) -> int | None:
-    """When a process started, in clock ticks since the machine did; None if it is gone."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-        return int(text.rpartition(")")[2].split()[19])
-    except OSError:
-        return None
-
-
 def _remove_stale(root: Path, own: Path) -> None:
     """Remove folders of jobs of this user whose torchrun is gone."""
     pattern = re.compile(re.escape(_prefix()) + r"(\d+)-(\d+)")
     for path in root.glob(f"{_prefix()}*"):
         found = pattern.fullmatch(path.name)
-        if found and path != own and _start_time(int(found[1])) != int(found[2]):
+        if not found or path == own:
+            continue
+        state = process_state(int(found[1]))
+        if state is None or state.start != found[2]:
             shutil.rmtree(path, ignore_errors=True)
 
 
