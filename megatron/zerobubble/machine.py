@@ -1,8 +1,31 @@
-"""What this machine lets the process use."""
+"""What this machine lets the process use, and which processes run on it."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["ProcessState", "process_state", "usable_cores"]
+
+
+class ProcessState(NamedTuple):
+    """A process in Linux's table."""
+
+    start: str
+    """When it started, in clock ticks since the machine did: with the id it names one process, as ids are used again."""
+    is_zombie: bool
+    """Whether it has ended, and its parent has not yet asked for the exit code."""
+
+
+def process_state(pid: int) -> ProcessState | None:
+    """The process with this id; None if there is none, or on a system without /proc."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")  # its name may be any bytes
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return ProcessState(start=fields[19], is_zombie=fields[0] == "Z")
 
 
 def usable_cores() -> int:

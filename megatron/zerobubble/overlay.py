@@ -79,7 +79,8 @@ def install(
 
     Call it before the loop makes its TransformerConfig, and for schedules with V placement before `initialize_model_parallel`.
     The loop must build the schedule's number of model chunks per rank (two with V placement), as for megatron-core's interleaved
-    schedule.
+    schedule. Models that DistributedDataParallel wraps after this call are trained by the schedule; others run forward-only.
+    Where the pipeline has one rank, megatron-core's own schedule runs, after one warning.
 
     Args:
         args: flags from a parser with `add_zero_bubble_args`; excludes the other arguments. If they choose no schedule, nothing
@@ -226,8 +227,8 @@ def _install(
 ) -> None:
     from megatron.zerobubble.mcore.replanner import Window
     from megatron.zerobubble.mcore.stock_loop.optimistic_steps import PostValidationOptions
+    from megatron.zerobubble.mcore.stock_loop.options import ByteLimit, StockLoopOptions
     from megatron.zerobubble.mcore.stock_loop.patches import install_options
-    from megatron.zerobubble.mcore.stock_loop.stock_loop import ByteLimit, StockLoopOptions
 
     timed, launch, limit = config.timed_iterations, read_launch(), config.memory_limit
     install_options(

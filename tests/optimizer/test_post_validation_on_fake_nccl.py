@@ -67,8 +67,9 @@ class _Number:
     def finalize(self, statistics: GradientStatistics) -> None:
         """No loss scale."""
 
-    def close(self) -> None:
+    def closers(self) -> tuple[()]:
         """No groups."""
+        return ()
 
 
 def train(rank: int, name: str, p: int, seed: int, optimistic: bool, hazard: Hazard) -> tuple[float, int, list[float]]:

@@ -1,8 +1,7 @@
-"""Writes small datasets of given documents, and conversations."""
+"""Writes small datasets of given documents."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,3 @@ def random_documents(lengths: Sequence[int], *, vocabulary: int = 250, seed: int
     """Documents of these lengths, of random tokens from 2 on."""
     generator = np.random.RandomState(seed)
     return [generator.randint(2, vocabulary, size=length).tolist() for length in lengths]
-
-
-def write_lines(path: Path, values: Sequence[object]) -> str:
-    """A file of JSON lines; texts are lines as they are."""
-    path.write_text("".join(f"{value if isinstance(value, str) else json.dumps(value)}\n" for value in values))
-    return str(path)

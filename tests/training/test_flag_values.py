@@ -146,18 +146,6 @@ def test_what_is_refused_at_start(flags: str, message: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize(
-    "text", ["seed: " + "9" * 5000, "seed: 0x" + "9" * 5000, "[" * 1000, "save: " + "x" * 999 + "\nlr: x", "a" * 999 + ": 1"]
-)
-def test_a_yaml_file_with_such_values_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(text)
-    message = refusal([*MODEL.split(), f"--yaml-cfg={file}"])
-    assert message is not None
-    assert message.isprintable()
-    assert len(message) < 600
-
-
 def test_a_plan_error_keeps_its_grid(tmp_path: Path) -> None:
     """The one error of several lines: it draws the plan."""
     file = tmp_path / "plan.json"

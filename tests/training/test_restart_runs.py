@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.training.kills import MOST_NEW, differences, kill_ranks
 from tests.training.launch import TINY_BATCH, TINY_MODEL, launch_warm, metrics, train
-from tools.benchmarks import restart
 
 RUN = [*TINY_MODEL, *TINY_BATCH, "--pipeline-model-parallel-size", "2", "--train-iters", "8", "--eval-iters", "0"]
 RUN += ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation", "--post-validation-patience", "0", "--clip-grad", "0.5"]
@@ -78,15 +77,6 @@ def resumed_from(said: str) -> list[str]:
     return re.findall(r"^restart \d of 3: (?:resuming|nothing).*", said, re.MULTILINE)
 
 
-@pytest.mark.sampled(0.5, group="restarts")
-def test_a_job_resumes_from_memory(corpus: str, undisturbed: dict[int, dict[str, Any]], tmp_path: Path) -> None:
-    said = killed(tmp_path, "--data-path", corpus, "--in-memory-checkpoint-interval", "2")
-    assert resumed_from(said) == ["restart 2 of 3: resuming after iteration 4, from the copies in memory"]
-    assert restart.differences(metrics(tmp_path / "metrics.jsonl"), undisturbed) == []
-    assert not Path((tmp_path / "folder").read_text()).exists(), "the end of the run removes what it kept"
-
-
-@pytest.mark.sampled(0.5, group="restarts")
 def test_a_job_resumes_from_its_own_intact_checkpoint(
     corpus: str, undisturbed: dict[int, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -96,26 +86,31 @@ def test_a_job_resumes_from_its_own_intact_checkpoint(
     said = killed(tmp_path, "--data-path", corpus, "--save", folder, "--save-interval", "2")
     assert resumed_from(said) == [f"restart 2 of 3: resuming after iteration 2, from {folder / 'iter_0000002'}"]
     assert re.search(r"^restart 2 of 3: .*iter_0000004: .* damaged or of another run", said, re.MULTILINE), said
-    assert restart.differences(metrics(tmp_path / "metrics.jsonl"), undisturbed) == []
+    assert differences(metrics(tmp_path / "metrics.jsonl"), undisturbed) == []
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "8\n"
+    assert not Path((tmp_path / "folder").read_text()).exists(), "the end of the run removes the job's folder"
     shutil.rmtree(folder)
 
 
 @pytest.mark.slow
-def test_a_job_without_copies_starts_again(corpus: str, undisturbed: dict[int, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_job_that_saved_nothing_starts_again(corpus: str, undisturbed: dict[int, dict[str, Any]], tmp_path: Path) -> None:
     said = killed(tmp_path, "--data-path", corpus)
     nothing = "nothing that this job has saved can be resumed from: starting from newly initialized weights, at iteration 0"
     assert resumed_from(said) == [f"restart 2 of 3: {nothing}"]
-    assert restart.differences(metrics(tmp_path / "metrics.jsonl"), undisturbed) == []
+    assert differences(metrics(tmp_path / "metrics.jsonl"), undisturbed) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["memory", "disk"])
-def test_ten_kills_change_no_loss(mode: str, tmp_path: Path) -> None:
-    """4 ranks, cold starts; random ranks at random moments."""
-    out = tmp_path / "report.json"
-    assert restart.main(["--kills", "10", "--ranks", "4", "--seed", "2", "--modes", mode, "--out", str(out)]) == 0
-    report = json.loads(out.read_text())[mode]
-    assert report["kills"] == 10
-    assert report["differences"] == []
-    assert report["iterations_redone_per_kill"]["max"] <= 3, "two between copies, and the one that was under way"
+@pytest.mark.timeout(1500)
+def test_ten_kills_change_no_loss(tmp_path: Path) -> None:
+    """4 ranks, cold starts; random ranks at random moments, a checkpoint every second iteration."""
+    num_kills = 10
+    flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--pipeline-model-parallel-size", "2", "--enable-zero-bubble"]
+    flags += ["--eval-iters", "0", "--lr-decay-iters", "100", "--train-iters", str(num_kills * (MOST_NEW + 2) + 2)]
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = kill_ranks(flags, num_ranks=4, folder=tmp_path / "undisturbed", num_kills=0, seed=0)
+    saves = ["--save", tmp_path / "checkpoints", "--save-interval", "2"]
+    job = kill_ranks([*flags, *saves], num_ranks=4, folder=tmp_path, num_kills=num_kills, seed=2)
+    assert (undisturbed.exit_code, job.exit_code) == (0, 0), job.output[-4000:]
+    assert differences(job.metrics, undisturbed.metrics) == []
+    assert max(job.redone) <= 3, "two between checkpoints, and the one that was under way"

@@ -102,6 +102,55 @@ def test_same_bits_as_torch_over_several_microbatches(dtype: torch.dtype, bias: 
         assert torch.equal(layer.bias.grad, own_bias.grad)
 
 
+class _InAnotherDtype(torch.autograd.Function):
+    """A fused linear with an output of another dtype: the exact product, rounded once; backward in the dtype of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_output = grad_output.to(x.dtype)
+        flat = grad_output.flatten(0, -2)
+        bias_gradient = flat.sum(dim=0) if ctx.needs_input_grad[2] else None
+        return grad_output @ weight, flat.t() @ x.flatten(0, -2), bias_gradient, None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "output_dtype"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
+)
+def test_an_output_of_another_dtype_is_not_rounded_to_that_of_the_input(
+    dtype: torch.dtype, output_dtype: torch.dtype, bias: bool
+) -> None:
+    """As for float32 logits. B and W get the gradient in the dtype of the input, and the same bits as the fused backward."""
+    store = make_store()
+    layer = Layer(store, bias=bias, dtype=dtype)
+    x, grad_output = batch(0, dtype)
+    grad_output = grad_output.to(output_dtype)
+    output = split_linear(x, layer.weight, layer.bias, layer.how, output_dtype=output_dtype)
+    own_x, weight, *rest = [each.detach().clone().requires_grad_() for each in (x, layer.weight, layer.bias) if each is not None]
+    expected = _InAnotherDtype.apply(own_x, weight, rest[0] if rest else None, output_dtype)
+    assert output.dtype is output_dtype
+    if output_dtype is torch.float32:
+        assert torch.allclose(output, expected, rtol=1e-6, atol=1e-6), "only the order of a float32 sum"
+        assert not torch.equal(output, output.to(dtype).to(output_dtype)), "not rounded on the way"
+    else:
+        assert torch.allclose(output, expected, rtol=2**-7, atol=2**-7), "rounded to bf16 once"
+    run_b(store, 0, output, grad_output)
+    expected.backward(grad_output)
+    store.run(0, 0)
+    assert x.grad.dtype is layer.weight.grad.dtype is dtype
+    assert torch.equal(x.grad, own_x.grad)
+    assert torch.equal(layer.weight.grad, weight.grad)
+    if layer.bias is not None:
+        assert torch.equal(layer.bias.grad, rest[0].grad)
+
+
 def test_bf16_into_a_float32_main_grad() -> None:
     store = make_store()
     layer = Layer(store, bias=False, dtype=torch.bfloat16)
@@ -220,11 +269,51 @@ def test_a_weight_used_twice_in_one_microbatch_gets_both_gradients() -> None:
 # -- autograd's rules ---------------------------------------------------------------------------------------------------
 
 
-def test_backward_outside_of_any_b_names_the_weight() -> None:
+def test_backward_outside_of_any_b_computes_the_weight_gradient_at_once() -> None:
+    """Also of a weight that is used twice, whose hooks are called once; also while Ws of earlier Bs wait."""
     store = make_store()
     layer = Layer(store, bias=False)
+    calls: list[int] = []
+    layer.how.split.hooks.append(lambda: calls.append(1))
+    weight = layer.weight.detach().clone().requires_grad_()
+    (x, grad_output), (z, _) = batch(0), batch(1)
+    run_b(store, 0, layer(z), grad_output)
+    (layer(x) + layer(z)).backward(grad_output)
+    assert calls == [1]
+    store.run(0, 0)
+    assert calls == [1, 1]
+    (F.linear(x.detach(), weight) + F.linear(z.detach(), weight)).backward(grad_output)
+    F.linear(z.detach(), weight).backward(grad_output)
+    torch.testing.assert_close(layer.weight.grad, weight.grad, rtol=1e-5, atol=1e-5)  # sums in another order
+    store.check_empty()
+
+
+def test_a_backward_outside_of_any_b_that_fails_spoils_no_later_one() -> None:
+    store = make_store()
+    layer = Layer(store, bias=False)
+    calls: list[int] = []
+    layer.how.split.hooks.append(lambda: calls.append(1))
     x, grad_output = batch(0)
-    with pytest.raises(WeightGradStoreError, match=r"rank 1: .* split weight weight outside of any B"):
+    x.requires_grad_()
+    doubled = x * 2
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("stop")
+
+    doubled.register_hook(fail)
+    with pytest.raises(ValueError, match="stop"):
+        layer(doubled).backward(grad_output)
+    assert calls == []
+    layer(x).backward(grad_output)
+    assert calls == [1]
+
+
+def test_sharded_gradients_outside_of_any_b_are_refused() -> None:
+    store = make_store()
+    layer = Layer(store, bias=False)
+    layer.how.split.before.append(lambda: None)
+    x, grad_output = batch(0)
+    with pytest.raises(WeightGradStoreError, match=r"rank 1: .* split weight weight outside of any B, .* sharded"):
         layer(x).backward(grad_output)
 
 

@@ -121,7 +121,7 @@ def measure(task: Task) -> Row:
     row: Row = {"row": config.row, "model": config.model, "p": p, "m": m, "limit": options.memory_limit} | task.labels
     row |= {"schedule": result.name, "ours": simulation.bubble_rate, "bound": result.bound.bubble_rate}
     row["gap"] = rounded(result.bound.gap(simulation.span_ms))
-    row |= {"peak_memory": max(simulation.peak_memory), "seconds": seconds, "budget": options.budget}
+    row["seconds"] = round(seconds, 3)
     if row.get("reference"):
         row["ratio"] = round(row["ours"], 4) / row["reference"]
     if task.rival_costs_of is not None:
@@ -295,6 +295,8 @@ COLUMNS = {"row": (3, ""), "model": (6, ""), "p": (3, ""), "m": (4, ""), "point"
 COLUMNS |= dict.fromkeys(("limit", "reference", "ours", "bound", "flattened"), (9, ".4f"))
 COLUMNS |= {"published": (9, ""), "ratio": (6, ".3f"), "gap": (7, ".2%"), "seconds": (8, ".1f")}
 """Width and format of each column."""
+REQUEST = ("row", "model", "p", "m", "point", "limit", "bound")
+"""Keys of every row of the JSON, also where its section does not show them."""
 CONFIG = "row model p m point limit"
 COMPARED = f"{CONFIG} published reference ours bound gap ratio seconds"
 CHOSEN = f"{CONFIG} published reference schedule ours bound seconds"
@@ -338,10 +340,16 @@ def run_section(name: str, configs: list[Config], settings: Settings, jobs: int)
     keys = section.columns.split()
     print(f"\n{name}: {section.about}", " ".join(f"{key:>{COLUMNS[key][0]}}" for key in keys), sep="\n", flush=True)
     rows = []
-    for row in measured(section.tasks(configs, settings), 1 if name == "fast" else jobs):
+    for row in (recorded(name, each) for each in measured(section.tasks(configs, settings), 1 if name == "fast" else jobs)):
         print(" ".join(f"{cell(row, key):>{COLUMNS[key][0]}}" for key in keys), flush=True)
         rows.append(row)
     return {"rows": rows, "verdicts": section.judge(rows)}
+
+
+def recorded(name: str, row: Row) -> Row:
+    """A row of a section as in the JSON: its request and its columns, results with nine decimals."""
+    shown = {key: row[key] for key in row if key in {*REQUEST, *SECTIONS[name].columns.split()}}
+    return {key: round(value, 9) if isinstance(value, float) and key != "limit" else value for key, value in shown.items()}
 
 
 def rebound(report: Row, configs: list[Config], settings: Settings) -> Row:
@@ -353,7 +361,10 @@ def rebound(report: Row, configs: list[Config], settings: Settings) -> Row:
             for task in SECTIONS[name].tasks(configs, settings)
         }
         keys = [(row["row"], row["p"], row["m"], row["point"]) for row in section["rows"]]
-        rows = [bounded(row, tasks[key]) if key in tasks else row for key, row in zip(keys, section["rows"], strict=True)]
+        rows = [
+            recorded(name, bounded(row, tasks[key])) if key in tasks else row
+            for key, row in zip(keys, section["rows"], strict=True)
+        ]
         sections[name] = {"rows": rows, "verdicts": SECTIONS[name].judge(rows)}
     return report | {"bounds": f"{datetime.now(UTC):%Y-%m-%d}", "sections": sections}
 

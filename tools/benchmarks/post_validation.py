@@ -66,8 +66,9 @@ class NullOptimizer:
     def finalize(self, statistics: GradientStatistics) -> None:
         """Do nothing: there is no loss scale."""
 
-    def close(self) -> None:
-        """Do nothing."""
+    def closers(self) -> tuple[()]:
+        """No groups."""
+        return ()
 
 
 def iteration_ms(

@@ -93,8 +93,8 @@ def benchmark(shape: LayerShape, args: argparse.Namespace, device: torch.device)
     )
 
 
-def about(args: argparse.Namespace, device: torch.device, tool: str = "tools.benchmarks.split") -> dict[str, Any]:
-    """Where and how the module `tool` was run."""
+def about(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Where and how the benchmark was run."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
         "is_gpu": device.type == "cuda",
@@ -103,7 +103,7 @@ def about(args: argparse.Namespace, device: torch.device, tool: str = "tools.ben
         "repeats": args.repeats,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "command": shlex.join(["python", "-m", tool, *args.argv]),
+        "command": shlex.join(["python", "-m", "tools.benchmarks.split", *args.argv]),
     }
 
 

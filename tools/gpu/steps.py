@@ -95,17 +95,16 @@ TESTS = (
         deviation="growth: a tensor outlives its op; a higher peak: an operand of W is larger than the memory model says",
     ),
     Step(
-        name="recorder, watchdog, CUDA graphs",
+        name="recorder, watchdog",
         files="others",
         command=_pytest(
             "gpu",
             "tests/profiling/test_recorder.py",
             "tests/job/test_watchdog.py",
-            "tests/tools/test_benchmark_wgrad.py",
         ),
         minutes=10,
         expected="passes",
-        deviation="traces, the watchdog or W in a graph cannot be relied on; training itself does not depend on them",
+        deviation="traces or the watchdog cannot be relied on; training itself does not depend on them",
     ),
     Step(
         name="NCCL: order of transfers",
@@ -152,7 +151,7 @@ TESTS = (
         environment=_into("job-zbv", *_V),
         num_gpus=2,
         minutes=12,
-        expected="ends; losses fall as those of 1F1B (other weights at the start)",
+        expected="ends; the losses of 1F1B within 1e-2 (bf16; the same weights at the start)",
         deviation="a hang: the log's last line says which rank waits for what; a NaN: gradients",
     ),
 )
@@ -174,14 +173,6 @@ BENCHES = (
         minutes=5,
         expected="predictions only, from the passes above: ZBV ahead of interleaved 1F1B at 1F1B's memory",
         deviation="no gain predicted: F, B and W are too unequal on this device for these schedules",
-    ),
-    Step(
-        name="other ways to run W",
-        files="wgrad",
-        command=_tool("wgrad", "--json", "{out}/wgrad.json", "--markdown", "{out}/wgrad.md"),
-        minutes=20,
-        expected="ratios near 1 at 1024 tokens and more",
-        deviation="a way that is much faster is worth building",
     ),
     Step(
         name="what memory does",

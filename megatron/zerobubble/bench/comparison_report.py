@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zerobubble.bench.speed_ups import Estimate, Row, Table
+from megatron.zerobubble.files import replace_text
 from megatron.zerobubble.plan.render.svg import Panel, render_panels
-from megatron.zerobubble.training.checkpoint.atomic_files import replace_text
 
 __all__ = ["FORMAT", "can_draw", "markdown", "to_json", "write"]
 

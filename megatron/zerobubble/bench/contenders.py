@@ -142,8 +142,6 @@ def _in_iterations(job: Settings) -> OptimConfig:
         lr_decay_samples=None,
         lr_warmup_iters=iterations(optim.lr_warmup_samples) or optim.lr_warmup_iters,
         lr_warmup_samples=0,
-        lr_wsd_decay_iters=optim.lr_wsd_decay_iters or iterations(optim.lr_wsd_decay_samples),
-        lr_wsd_decay_samples=None,
     )
 
 

@@ -86,8 +86,8 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome]) -> No
         units = min(simulation.plan.num_ranks, simulation.plan.num_microbatches)
         outcome.predicted_activation_bytes = max(simulation.peak_memory) * units * unit or None
         if outside is not None:
-            is_optimistic = block.result.settings.zero_bubble.enable_optimizer_post_validation
-            outcome.predicted_ms = (Objective.SPAN if is_optimistic else Objective.MAKESPAN).of(simulation) + outside
+            optimistic = block.result.settings.zero_bubble.enable_optimizer_post_validation
+            outcome.predicted_ms = Objective.with_optimizer(post_validation=optimistic).of(simulation) + outside
 
 
 def interleaved_ms(blocks: Sequence[FirstBlock], job: Settings) -> dict[int, float]:

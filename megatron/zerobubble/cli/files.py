@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import shutil
 from pathlib import Path
+
+from megatron.zerobubble.files import replace_text
 
 __all__ = ["write_whole"]
 
@@ -29,7 +30,7 @@ def write_whole(target: str, text: str) -> None:
         if target.startswith(_DESCRIPTORS) or not _is_replaceable(file):
             Path(target).write_text(text, encoding="utf-8")
         else:
-            _replace(file, text)
+            replace_text(file, text, unfinished=f".zerobubble-{secrets.token_hex(8)}.new")
     except RuntimeError:  # a loop of symbolic links, in Python 3.11 and 3.12
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), target) from None
     except OSError as error:
@@ -37,23 +38,9 @@ def write_whole(target: str, text: str) -> None:
 
 
 def _is_replaceable(file: Path) -> bool:
-    if not os.access(file.parent, os.W_OK | os.X_OK):
+    if not os.access(file.parent, os.R_OK | os.W_OK | os.X_OK):
         return False
     if not file.exists():
         return True
     status = file.stat()
     return file.is_file() and os.access(file, os.W_OK) and status.st_nlink == 1 and status.st_uid == os.geteuid()
-
-
-def _replace(file: Path, text: str) -> None:
-    unfinished = file.with_name(f".zerobubble-{secrets.token_hex(8)}.new")
-    try:
-        with unfinished.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        if file.exists():
-            shutil.copymode(file, unfinished)
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)

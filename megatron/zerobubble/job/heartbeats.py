@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron.zerobubble.job.key_value_store import Store
 from megatron.zerobubble.job.tcp_connections import Connections
+from megatron.zerobubble.machine import process_state
 
 __all__ = ["Beat", "Process", "departed", "kill", "publish", "published", "this_process"]
 
@@ -72,12 +73,12 @@ def this_process(error_file: str | None) -> Process:
     Args:
         error_file: where torchrun expects the reason of its failure.
     """
-    return Process(host=f"{socket.gethostname()}{_boot()}", pid=os.getpid(), born=_born(os.getpid()), error_file=error_file)
+    return Process(host=f"{socket.gethostname()}{_boot()}", pid=os.getpid(), born=_start(os.getpid()), error_file=error_file)
 
 
 def kill(process: Process) -> bool:
     """Kill a process of this machine that does not answer; SIGTERM would wait in one that is stopped. Whether it was there."""
-    if not process.born or _born(process.pid) != process.born or process.host != this_process(None).host:
+    if not process.born or _start(process.pid) != process.born or process.host != this_process(None).host:
         return False
     with suppress(OSError):
         os.kill(process.pid, signal.SIGKILL)
@@ -111,7 +112,8 @@ def departed(store: Store, world_size: int) -> dict[int, Beat]:
 
 
 def _is_gone(process: Process) -> bool:
-    return bool(process.born) and (_born(process.pid) != process.born or _fields(process.pid)[0] == "Z")
+    state = process_state(process.pid)
+    return bool(process.born) and (state is None or state.start != process.born or state.is_zombie)
 
 
 def _key(rank: int) -> str:
@@ -126,12 +128,6 @@ def _boot() -> str:
     return found
 
 
-def _born(pid: int) -> str:
-    return _fields(pid)[19]
-
-
-def _fields(pid: int) -> list[str]:
-    """What Linux says about a process, from its state on; empty strings elsewhere and for one that is gone."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return [""] * 20
+def _start(pid: int) -> str:
+    state = process_state(pid)
+    return "" if state is None else state.start

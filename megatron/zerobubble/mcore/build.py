@@ -21,7 +21,7 @@ from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients, releas
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.hybrid_layers import check_hybrid
 from megatron.zerobubble.mcore.model.named_weights import draw_by_name, remember_init_methods
-from megatron.zerobubble.mcore.model.transformer_engine import fusion_without_apex
+from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w, fusion_without_apex
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.wgrad.gemm import choose_kernel
@@ -77,7 +77,7 @@ def build_chunks(
     if config.num_moe_experts is not None:
         define_missing_te_gemm()
     if not spec.is_stock:
-        config.delay_wgrad_compute = True  # for Transformer Engine; not before: the config demands MoE overlap with it
+        defer_to_w(config)  # not before: the config demands MoE overlap with it
     remembering = nullcontext() if weights_seed is None else remember_init_methods(config)
     with fusion_without_apex(config) as models, remembering:
         models += [_build(model_provider, spec, chunk) for chunk in range(spec.num_chunks)]
@@ -167,6 +167,7 @@ _REFUSED = {
     "overlap_dispatch_backward_with_experts_wgrad": "it computes the experts' deferred weight gradients in B",
     "hybrid_context_parallel": "it brings a schedule of its own",
     "moe_shared_expert_overlap": "its backward runs on a stream of its own, which may overwrite the tensors saved for W",
+    "moe_ncclep_zero_copy": "the gradients that W reads would lie in a buffer that all layers share",
     "moe_paged_stash": "it pages activations in the order of megatron-core's own schedules",
     "fine_grained_activation_offloading": "it follows megatron-core's own schedules",
     "cpu_offloading": "it hooks into the backward pass that is split here",
@@ -186,12 +187,6 @@ def _refused(config: Any) -> Iterator[tuple[str, str]]:
     yield from ((name, why) for name, why in _REFUSED.items() if getattr(config, name, None))
     if getattr(config, "cuda_graph_impl", None) not in (None, "none"):
         yield f"cuda_graph_impl={config.cuda_graph_impl!r}", "a graph would hold the backward pass in one piece"
-    if getattr(config, "tp_comm_overlap", False) and getattr(config, "tp_comm_bulk_wgrad", False):
-        yield (
-            "tp_comm_overlap with tp_comm_bulk_wgrad",
-            "it overlaps the reduce-scatter of B with a wgrad GEMM that runs in W; tp_comm_bulk_wgrad=False "
-            "(--disable-tp-comm-bulk-wgrad) keeps the other overlaps",
-        )
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
         if (getattr(config, name, None) or 1) > 1:
             yield name, "weights are gathered for the backward pass and freed before W"

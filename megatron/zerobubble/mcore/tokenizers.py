@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["chat_tokenizer", "gpt2_tokenizer", "load_tokenizer"]
+__all__ = ["gpt2_tokenizer", "load_tokenizer"]
 
 _LIBRARIES = "megatron.core.tokenizers.text.libraries"
 
@@ -78,16 +78,3 @@ def _import_libraries(*, uses_transformers: bool) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of documents longer than a model's sequences
     module: Any = importlib.import_module(f"{_LIBRARIES}.huggingface_tokenizer")
     module.AutoTokenizer = AutoTokenizer  # missing if the classes were imported without it before
-
-
-def chat_tokenizer(tokenizer: Any) -> Any | None:
-    """The tokenizer of `transformers` inside of a megatron-core one, which has `encode` and perhaps a `chat_template`.
-
-    Args:
-        tokenizer: of `load_tokenizer` or `gpt2_tokenizer`.
-
-    Returns:
-        None for a tokenizer of another library.
-    """
-    inner = getattr(getattr(tokenizer, "_tokenizer", None), "tokenizer", None)
-    return inner if hasattr(inner, "apply_chat_template") else None

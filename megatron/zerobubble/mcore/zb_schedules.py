@@ -22,6 +22,7 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.compat import with_known_lengths
+from megatron.zerobubble.mcore.ddp.frozen_weights import check_frozen
 from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
 from megatron.zerobubble.mcore.given_groups import check_given_groups
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
@@ -220,6 +221,14 @@ class PipelineSchedule:
             self.hooks.token_count.close()
             self.hooks.token_count = None
 
+    def closers(self) -> list[Callable[[], None]]:
+        """What destroys the process groups that exist so far when the model is gone, without a reference to it.
+
+        Every rank of the world must call them, in this order.
+        """
+        owners = (self._links, None if self.unequal is None else self.unequal.exchange, self.hooks.token_count)
+        return [owner.close for owner in owners if owner is not None]
+
     def _clock_offset_ms(self) -> float:
         if self._links is None:  # stock
             group = PipelineGroupLinks(parallel_state.get_pipeline_model_parallel_group())
@@ -275,6 +284,8 @@ class PipelineSchedule:
             )
         check_given_groups(self.spec.name, pg_collection=pg_collection, p2p_communicator=p2p_communicator)
         self._check_model(model)
+        if not forward_only:
+            check_frozen(self._chunks)
         timers, hooks = self._config.timers, self.hooks
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=self._config.barrier_with_L1_time)

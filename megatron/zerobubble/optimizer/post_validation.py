@@ -19,7 +19,7 @@ bits. docs/adr/0010 explains why the same order is used for V placements.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -106,8 +106,8 @@ class RollbackOptimizer(Protocol):
     def finalize(self, statistics: GradientStatistics) -> None:
         """Update the loss scale by the global statistics."""
 
-    def close(self) -> None:
-        """Destroy process groups."""
+    def closers(self) -> Sequence[Callable[[], None]]:
+        """Functions that destroy its process groups, without references to the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +215,11 @@ class Relay:
     def close(self) -> None:
         """Destroy the group. Every rank of the pipeline must call it, after its last step has been validated."""
         self._wait()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Destroy the group, even if statistics were sent that no rank will receive. Every rank of the pipeline must call it."""
+        self._sends.clear()
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
@@ -358,7 +363,15 @@ class PostValidation:
     def close(self) -> None:
         """Destroy all process groups. Every rank of the pipeline must call it, after the last step has been validated."""
         self._relay.close()
-        self._optimizer.close()
+        for close in self._optimizer.closers():
+            close()
+
+    def closers(self) -> Sequence[Callable[[], None]]:
+        """What destroys all process groups when the optimizer is gone, whose last step is then never validated.
+
+        The functions have no reference to the optimizer. Every rank of the pipeline must call them, in this order.
+        """
+        return (self._relay.abandon, *self._optimizer.closers())
 
     def _step_optimistically(self, own: GradientStatistics) -> None:
         has_snapshot = not self._relay.is_last and self._optimizer.snapshot()  # before waiting for the previous rank

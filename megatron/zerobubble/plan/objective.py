@@ -26,6 +26,11 @@ class Objective(enum.Enum):
     MAKESPAN = "makespan"
     """Iteration time with the synchronous optimizer, which waits for all ranks."""
 
+    @classmethod
+    def with_optimizer(cls, *, post_validation: bool) -> Objective:
+        """The iteration time of a run with optimizer post-validation, or with the synchronous optimizer."""
+        return cls.SPAN if post_validation else cls.MAKESPAN
+
     @property
     def label(self) -> str:
         """The name of this iteration time in reports, for example `with post-validation (span)`."""

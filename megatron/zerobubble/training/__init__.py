@@ -1,1 +1,1 @@
-"""The training stack behind pretrain_gpt.py: flags, start-up, data, loop, checkpoints."""
+"""The reference trainer behind pretrain_gpt.py: flags, start-up, data, loop, checkpoints."""

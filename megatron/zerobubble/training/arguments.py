@@ -30,7 +30,6 @@ from megatron.zerobubble.training.config.run import RunConfig
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.suggestions import unknown_flags_message
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
-from megatron.zerobubble.training.config.yaml_file import with_yaml_flags
 from megatron.zerobubble.training.validate import check_settings
 
 __all__ = ["build_parser", "parse_arguments", "settings_from_argv"]
@@ -95,9 +94,7 @@ def settings_from_argv(argv: Sequence[str], *, world_size: int, rank: int = 0, p
     """
     words = list(argv)
     try:
-        parser = build_parser(prog=prog)
-        words = with_yaml_flags(argv, parser)
-        return _checked(words, parser, world_size=world_size, is_first=rank == 0)
+        return _checked(words, build_parser(prog=prog), world_size=world_size, is_first=rank == 0)
     except UserError as error:
         draws_plan = isinstance(error, PlanError) and "\n" in str(error)
         raise type(error)(str(error) if draws_plan else one_line(str(error), _values(words))) from None

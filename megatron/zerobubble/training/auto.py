@@ -215,10 +215,9 @@ def _choice(costs: CostModel, probed: Settings, settings: Settings) -> Choice | 
     Returns:
         The choice; or the error to raise on all ranks.
     """
-    optimistic = settings.zero_bubble.enable_optimizer_post_validation
     options = SearchOptions(
         memory_limit=settings.plan_memory_limit or AUTO_MEMORY_LIMIT,
-        objective=Objective.SPAN if optimistic else Objective.MAKESPAN,
+        objective=Objective.with_optimizer(post_validation=settings.zero_bubble.enable_optimizer_post_validation),
         seed=settings.run.seed,
         budget=budget_of(settings.zero_bubble.zero_bubble_planning_seconds),
     )

@@ -90,10 +90,6 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
             f"--{settings.precision.name} is given, but the device {host.device} cannot multiply {settings.precision.name} "
             "matrices; leave it out to train in fp32"
         )
-    if settings.logging.profile and not settings.logging.use_pytorch_profiler and host.enabled:
-        raise ConfigError(
-            "--profile starts nsys, which needs CUDA, and this is the CPU: add --use-pytorch-profiler, or leave it out"
-        )
     host.install()
     if host.enabled:
         keep_freed_memory()

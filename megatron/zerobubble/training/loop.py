@@ -37,6 +37,7 @@ from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.auto import choose_schedule
 from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
+from megatron.zerobubble.training.checkpoint.shared import check_save_directory
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
 from megatron.zerobubble.training.data.microbatch_lengths import num_tokens
@@ -49,7 +50,6 @@ from megatron.zerobubble.training.metrics.iteration_record import IterationRecor
 from megatron.zerobubble.training.metrics.logger import MetricsLogger
 from megatron.zerobubble.training.metrics.rank_memory import log_memory
 from megatron.zerobubble.training.metrics.run_summary import description, summary_lines
-from megatron.zerobubble.training.metrics.step_profiler import StepProfiler
 from megatron.zerobubble.training.metrics.trace_report import report_pipeline
 from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider
 from megatron.zerobubble.training.planning.announced_lengths import announce_lengths
@@ -58,7 +58,7 @@ from megatron.zerobubble.training.planning.layout_proposal import log_balance, l
 from megatron.zerobubble.training.planning.measured_layers import layer_kinds
 from megatron.zerobubble.training.planning.replan import PlanFileWriter, make_replanner
 from megatron.zerobubble.training.restarts.attempt import Attempt, join_attempt, leave_attempt
-from megatron.zerobubble.training.restarts.resume import has_room, keep_in_memory, start_from
+from megatron.zerobubble.training.restarts.resume import start_from
 from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import StepResult, Trainer, TrainingState, evaluate
 
@@ -126,6 +126,7 @@ def pretrain(
         with watch.phase("joins the job"):
             job = join_job(settings, launch, host, connection=connection, watch=watch)
             attempt = join_attempt(job)
+            check_save_directory(settings.checkpoint.save)
         if settings.zero_bubble.schedule == AUTO:
             with watch.phase("runs trials to choose a schedule"):
                 settings = choose_schedule(
@@ -194,12 +195,10 @@ class _Run:
         saves = self.settings.checkpoint.save is not None
         self.saver = CheckpointSaver(training_state, job.store, run=attempt.job) if saves else None
         self.progress = Progress()
-        self.memory = keep_in_memory(training_state, attempt)
         with job.watch.phase("loads the checkpoint"):
-            restored = start_from(training_state, attempt, self.memory)
+            restored = start_from(training_state, attempt)
         if restored is not None:
             self.progress = Progress(restored.iteration, restored.consumed_samples)
-        self.keeps_in_memory = has_room(attempt, self.memory)
         self.metrics = MetricsLogger(
             self.settings,
             rank=job.launch.rank,
@@ -209,7 +208,6 @@ class _Run:
             if self.settings.data.reads_documents
             else flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
         )
-        self.step_profiler = StepProfiler(self.settings.logging, rank=job.launch.rank)
         self.has_logged_memory = self.has_logged_layout = False
 
     def run(self) -> None:
@@ -237,17 +235,13 @@ class _Run:
         self.training_state.schedule.close()
         if self.training_state.post_validation is not None:
             self.training_state.post_validation.close()
-        if self.memory is not None:
-            self.memory.remove()
 
     def _train(self) -> None:
         run, logs, progress = self.settings.run, self.settings.logging, self.progress
         self.training_state.schedule.recordings.choose(self.settings.zero_bubble.trace_iterations, done=progress.iteration)
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
         while progress.iteration < self.settings.train_iters:
-            self.step_profiler.before(progress.iteration)
             self._iterate(data_iterator)
-            self.step_profiler.after(progress.iteration)
             self.garbage.after_iteration(progress.iteration)
             self._replan()
             if self.saver is not None:
@@ -257,9 +251,8 @@ class _Run:
             evaluates = run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0)
             evaluates = evaluates and not self.early_exit.is_urgent
             saves = interval is not None and progress.iteration % interval == 0
-            keeps = self._keeps_in_memory() and not is_last
             logs_progress = progress.iteration % logs.log_interval == 0
-            if is_last or evaluates or saves or keeps or logs_progress:
+            if is_last or evaluates or saves or logs_progress:
                 self._flush()
             if self.replanner is None and self.iterations_here == 2 and not is_last:  # the first one that is recorded
                 self._log_balance()
@@ -272,13 +265,8 @@ class _Run:
                 log_memory(progress.iteration)
             if saves:
                 self._save()
-            if keeps and self.memory is not None:
-                self.metrics.log()  # or iterations up to here would be missing in the metrics of a run that resumes from them
-                with self.job.watch.phase(f"copies its state of iteration {progress.iteration} to a peer"):
-                    self.memory.keep(iteration=progress.iteration, consumed_samples=progress.consumed_samples)
             if is_last:
                 break
-        self.step_profiler.close()
 
     def _iterate(self, data_iterator: Any) -> None:
         self._ramp_up()
@@ -368,10 +356,6 @@ class _Run:
             self.saver.save(iteration=progress.iteration, consumed_samples=progress.consumed_samples)
         progress.saved_iteration = progress.iteration
 
-    def _keeps_in_memory(self) -> bool:
-        interval = self.settings.checkpoint.in_memory_checkpoint_interval
-        return self.keeps_in_memory and interval is not None and self.progress.iteration % interval == 0
-
     def _exits_early(self) -> bool:
         """Whether to stop here, before --train-iters. All ranks return the same."""
         run = self.settings.run
@@ -434,7 +418,7 @@ class _Run:
             _log.warning("layouts: layers of several kinds need profiled times: --zero-bubble-pipeline-timers-start-iter")
         if costs is not None and not self.has_logged_layout:
             self.has_logged_layout = True
-            objective = Objective.SPAN if settings.zero_bubble.enable_optimizer_post_validation else Objective.MAKESPAN
+            objective = Objective.with_optimizer(post_validation=settings.zero_bubble.enable_optimizer_post_validation)
             log_layout(schedule.plan(settings.num_microbatches), kinds, layers, costs, objective)
 
 

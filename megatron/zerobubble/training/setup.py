@@ -54,7 +54,7 @@ def build_training_state(
         model_provider: builds the module of one stage.
         forward_step_provider: makes the function that runs one microbatch through one chunk.
     """
-    timers = Timers(settings.logging.timing_log_level, settings.logging.timing_log_option)
+    timers = Timers(settings.logging.timing_log_level, "minmax")
     with job.host.on_host():
         layers, num_mtp_layers = settings.stage_layers(spec.placement), settings.model.mtp_num_layers or 0
         layout = None  # of a HybridModel: its pattern has the layers of each stage

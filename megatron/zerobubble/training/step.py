@@ -233,7 +233,7 @@ class MeanLoss(NamedTuple):
     value: float
     """Mean per token; NaN if no token counts."""
     has_tokens: bool
-    """Whether any token counts. With --sft, batches may be parts of prompts only."""
+    """Whether any token counts. A batch may be all padding or masked."""
 
 
 def mean_losses(totals: torch.Tensor) -> list[MeanLoss]:

@@ -154,6 +154,9 @@ def _check_installed(settings: Settings) -> None:
         wanted["transformer_engine"] = ("--transformer-impl transformer_engine", remedy)
     if MAMBA in (settings.model.hybrid_layer_pattern or ""):
         wanted["mamba_ssm"] = ("M in --hybrid-layer-pattern", "pip install mamba-ssm causal-conv1d einops")
+    if settings.moe.moe_token_dispatcher_type == "flex":
+        remedy = "install it from https://github.com/deepseek-ai/DeepEP on a machine with GPUs, or choose alltoall"
+        wanted["deep_ep"] = ("--moe-token-dispatcher-type flex", remedy)
     if settings.logging.tensorboard_dir is not None:
         wanted["tensorboard"] = ("--tensorboard-dir", "pip install tensorboard")
     if settings.checkpoint.save is not None:
@@ -185,7 +188,7 @@ def _check_optimizer(settings: Settings) -> None:
     if settings.optim.optimizer == "sgd" and settings.parallel.use_distributed_optimizer:
         raise ConfigError("--use-distributed-optimizer shards Adam's state; leave it out with --optimizer sgd")
     _check_lr_units(settings)
-    warmup, decay, annealing = settings.lr_warmup_samples, settings.lr_decay_samples, settings.lr_wsd_decay_samples
+    warmup, decay = settings.lr_warmup_samples, settings.lr_decay_samples
     unit, size = ("samples", 1) if settings.run.train_samples is not None else ("iterations", settings.global_batch_size)
     name = "iters" if unit == "iterations" else unit
     if warmup >= decay:
@@ -193,16 +196,14 @@ def _check_optimizer(settings: Settings) -> None:
             f"the learning rate warm-up of {warmup / size:g} {unit} must be shorter than the decay of {decay // size} "
             f"(--lr-decay-{name}, by default --train-{name})"
         )
-    if settings.optim.lr_decay_style == "WSD" and annealing is not None and annealing > decay:
-        raise ConfigError(f"--lr-wsd-decay-{name} {annealing // size} is longer than the decay of {decay // size} {unit}")
 
 
 def _check_lr_units(settings: Settings) -> None:
     """Raise unless the learning rate's schedule is in the unit of the run's length."""
     optim = settings.optim
     given = {
-        "iters": {"decay": optim.lr_decay_iters, "warmup": optim.lr_warmup_iters, "wsd-decay": optim.lr_wsd_decay_iters},
-        "samples": {"decay": optim.lr_decay_samples, "warmup": optim.lr_warmup_samples, "wsd-decay": optim.lr_wsd_decay_samples},
+        "iters": {"decay": optim.lr_decay_iters, "warmup": optim.lr_warmup_iters},
+        "samples": {"decay": optim.lr_decay_samples, "warmup": optim.lr_warmup_samples},
     }
     right, wrong = ("iters", "samples") if settings.run.train_samples is None else ("samples", "iters")
     for name, value in given[wrong].items():
@@ -250,10 +251,8 @@ def _check_checkpoint(settings: Settings) -> None:
         return
     tracker = Path(checkpoint.load) / "latest_checkpointed_iteration.txt"
     resumes_itself = checkpoint.save is not None and Path(checkpoint.save) == Path(checkpoint.load)
-    may_be_empty = resumes_itself and not checkpoint.exit_on_missing_checkpoint
-    if checkpoint.ckpt_step is None and not tracker.is_file() and not may_be_empty:
-        remedy = "--exit-on-missing-checkpoint" if resumes_itself else "--load"
+    if checkpoint.ckpt_step is None and not tracker.is_file() and not resumes_itself:
         raise CheckpointError(
             f"--load {checkpoint.load}: there is no checkpoint ({tracker.name} is missing); "
-            f"leave {remedy} out to start from newly initialized weights"
+            "leave --load out to start from newly initialized weights"
         )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megatron.zerobubble.errors import ConfigError, DataError
 from megatron.zerobubble.training.config.data_blend import SPLITS
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.conversations import FLAG, count_conversations
 from megatron.zerobubble.training.data.corpus import read_corpus_info, split_documents
 from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset, file_bytes
 
@@ -46,6 +43,8 @@ def _check_lengths(settings: Settings) -> None:
     shares = settings.moe.expert_model_parallel_size > 1  # by ranks with other microbatches
     if settings.moe.num_experts is not None and settings.moe.moe_token_dispatcher_type == "allgather" and (sends or shares):
         raise ConfigError(f"{flag} does not go with --moe-token-dispatcher-type allgather; choose alltoall")
+    if settings.moe.moe_flex_dispatcher_backend == "hybridep" and shares:  # its kernels take equal numbers of tokens
+        raise ConfigError(f"{flag} does not go with --moe-flex-dispatcher-backend hybridep; choose deepep, or alltoall")
 
 
 def _check_packing(settings: Settings) -> None:
@@ -72,15 +71,12 @@ def check_data(settings: Settings, *, reads_all: bool) -> None:
 
     Args:
         settings: the flags.
-        reads_all: whether to read the whole index of each dataset, and all conversations of --sft.
+        reads_all: whether to read the whole index of each dataset.
     """
     if settings.data.mock_data:
         return
     sources, run = settings.data.sources, settings.run
-    if settings.data.sft:
-        _check_conversations(settings, reads_all=reads_all)
-    else:
-        _check_datasets(settings, reads_all=reads_all)
+    _check_datasets(settings, reads_all=reads_all)
     if sources.divided is not None:
         return
     train, valid, _ = sources.per_split
@@ -88,19 +84,6 @@ def check_data(settings: Settings, *, reads_all: bool) -> None:
         raise ConfigError("no data to train on: give --train-data-path, or --skip-train to evaluate only")
     if valid is None and run.eval_iters > 0:
         raise ConfigError("no data to validate on: give --valid-data-path, or --eval-iters 0")
-
-
-def _check_conversations(settings: Settings, *, reads_all: bool) -> None:
-    """Check files of JSON lines. Ranks that do not read them all only see that they are there."""
-    sources = settings.data.sources
-    for path in sources.prefixes:
-        if not Path(path).is_file():
-            raise DataError(f"{FLAG} {path} does not exist; give a file with one JSON object a line")
-        if not reads_all:
-            continue
-        count = count_conversations(path)
-        if sources.divided is not None and path in sources.divided.prefixes:
-            _check_splits(settings, path, split_documents(count, settings.data.split_weights))
 
 
 def _check_datasets(settings: Settings, *, reads_all: bool) -> None:

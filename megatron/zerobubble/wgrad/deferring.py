@@ -47,6 +47,11 @@ class DeferringModule:
         self._waiting: deque[tuple[int, int]] = deque()
         self._early: dict[tuple[int, int], list[tuple[Parameter, Tensor]]] = {}
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether none of the weights is trained now: a forward then leaves nothing in the queue."""
+        return not any(weight.requires_grad for weight in self._weights)
+
     def note(self, key: tuple[int, int]) -> None:
         """Record that the module's backward runs in the B of this (chunk, microbatch)."""
         self._waiting.append(key)

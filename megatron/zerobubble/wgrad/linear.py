@@ -52,6 +52,7 @@ def split_linear(
     reduce_input_grad: bool = False,
     sequence_parallel: bool = False,
     group: dist.ProcessGroup | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``input_ @ weight.T (+ bias)`` whose weight gradient is deferred.
 
@@ -63,11 +64,31 @@ def split_linear(
         reduce_input_grad: all-reduce the input gradient over `group` (column-parallel linears without sequence parallelism).
         sequence_parallel: `input_` is sharded along dimension 0 over `group`.
         group: tensor-parallel group; needed for the two options above.
+        output_dtype: of the output, which is not rounded to that of `input_` first; None: the same. B and W take its gradient in
+            the dtype of `input_`, as megatron-core's linear does.
 
     Returns:
         [..., out]; its first dimension is the full sequence under sequence parallelism.
     """
-    return _SplitLinear.apply(input_, weight, bias, how, reduce_input_grad, sequence_parallel, group)
+    return _SplitLinear.apply(input_, weight, bias, how, reduce_input_grad, sequence_parallel, group, output_dtype)
+
+
+_MM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")
+"""Whether torch's `mm` on CUDA takes `out_dtype`: from 2.8 on."""
+
+
+def _product(input_: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """``input_ @ weight.T (+ bias)`` in `dtype`, rounded to it once."""
+    if dtype is None or dtype == input_.dtype:
+        output = torch.matmul(input_, weight.t())
+        return output if bias is None else output + bias
+    wide = torch.promote_types(input_.dtype, dtype)
+    if input_.is_cuda and wide is torch.float32 and input_.dtype != wide and _MM_HAS_OUT_DTYPE:  # no float32 copies of operands
+        flat = torch.mm(input_.reshape(-1, input_.shape[-1]), weight.t(), out_dtype=wide)
+        output = flat.view(*input_.shape[:-1], weight.shape[0])
+    else:
+        output = torch.matmul(input_.to(wide), weight.to(wide).t())
+    return (output if bias is None else output + bias).to(dtype)
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -81,6 +102,7 @@ class _SplitLinear(torch.autograd.Function):
         reduce_input_grad: bool,
         sequence_parallel: bool,
         group: dist.ProcessGroup | None,
+        output_dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.save_for_backward(input_, weight)
         ctx.how = how
@@ -90,13 +112,13 @@ class _SplitLinear(torch.autograd.Function):
         ctx.group = group
         if sequence_parallel:
             input_ = Gathered(input_, group).wait()
-        output = torch.matmul(input_, weight.t())
-        return output if bias is None else output + bias
+        return _product(input_, weight, bias, output_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input_, weight = ctx.saved_tensors
         how: LinearSplit = ctx.how
+        grad_output = grad_output.to(input_.dtype)
         w_gathers_input = ctx.sequence_parallel and how.store.w_gathers(WgradGather.INPUT)
         gathering = Gathered(input_, ctx.group) if ctx.sequence_parallel and not w_gathers_input else None
         grad_input = grad_output.matmul(weight)
@@ -124,4 +146,4 @@ class _SplitLinear(torch.autograd.Function):
             how.store.run_ahead(weight.numel())
             # On CUDA this blocks the stream, not the host: the wgrad GEMM runs after the dgrad GEMM and overlaps the all-reduce.
             reducing.wait()
-        return grad_input, None, grad_bias, None, None, None, None
+        return grad_input, None, grad_bias, None, None, None, None, None

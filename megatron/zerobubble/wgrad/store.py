@@ -5,6 +5,9 @@ rank and is an argument wherever it is needed. Entries are keyed by (chunk, micr
 
 Invariants: W only runs what B has put, once; an iteration ends with an empty store; a weight gradient is computed exactly once.
 
+The store works while a B is open. A backward pass outside of any B, by a caller of its own, gets its weight gradients at once, as
+if nothing were split (ADR 43).
+
 A GEMM may run before its W, while a B waits for a collective (`run_ahead`). Each weight still adds its microbatches in
 ascending order, to the same bits, and its hooks are called in its W as always.
 """
@@ -12,10 +15,12 @@ ascending order, to the same bits, and its hooks are called in its W as always.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 
 from megatron.zerobubble.errors import WeightGradStoreError
 from megatron.zerobubble.wgrad.deferring import DeferringModule
@@ -23,6 +28,9 @@ from megatron.zerobubble.wgrad.gemm import WgradKernel
 from megatron.zerobubble.wgrad.grouping import DeferredGemm, Operands, WgradGroup
 from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
+
+_OUTSIDE = (-1, -1)
+"""In place of a (chunk, microbatch): a backward pass outside of any B."""
 
 
 class WeightGradStore:
@@ -53,6 +61,8 @@ class WeightGradStore:
         self._fused = False
         self._ahead: dict[tuple[int, int], list[SplitWeight]] = {}
         """Weights a GEMM of which has run before its W, by W."""
+        self._outside: dict[int, SplitWeight] = {}
+        """By identity, weights that a backward pass outside of any B has reached and whose hooks it has not called."""
 
     @property
     def pending(self) -> frozenset[tuple[int, int]]:
@@ -101,7 +111,7 @@ class WeightGradStore:
 
     def w_gathers(self, what: WgradGather) -> bool:
         """Whether the B that is open leaves the gathering of `what` (INPUT or BOTH) to W. A fused B has no W to leave it to."""
-        if self._fused or self.policy.gather is WgradGather.KEEP:
+        if self._fused or self._open is None or self.policy.gather is WgradGather.KEEP:
             return False
         return what is WgradGather.INPUT or self.policy.gather is WgradGather.BOTH
 
@@ -114,7 +124,7 @@ class WeightGradStore:
         gather_grad_over: dist.ProcessGroup | None = None,
         gather_input_over: dist.ProcessGroup | None = None,
     ) -> None:
-        """Leave one weight gradient for W. Called from the backward of a split linear.
+        """Leave one weight gradient for W. Called from the backward of a split linear; outside of a B, computes it at once.
 
         Args:
             split: whose gradient.
@@ -123,17 +133,23 @@ class WeightGradStore:
             gather_grad_over: `grad_output` is this rank's slice of the tokens, which W gathers over this group.
             gather_input_over: the same for `input_`.
         """
-        self._check_open(split.name)
-        assert self._open is not None
+        if self._open is None:
+            self._run_at_once(split, grad_output, input_)
+            return
         if self._fused:
             self._accumulate(split, grad_output, input_)
             grad_output = input_ = grad_output.new_empty(0)
         self._open.append(DeferredGemm(split, grad_output, input_, gather_grad_over, gather_input_over))
 
     def defer(self, module: DeferringModule) -> None:
-        """Leave for W what a module keeps back itself. Called when its backward runs."""
-        self._check_open(module.name)
-        assert self._open_key is not None
+        """Queue a module that stores its own weight-gradient inputs; its W runs with the others of this microbatch.
+
+        Called when its backward runs. Outside of a B, its W runs at the end of the backward pass.
+        """
+        if self._open_key is None:
+            module.note(_OUTSIDE)
+            Variable._execution_engine.queue_callback(partial(_compute, module))
+            return
         module.note(self._open_key)
         self._open_modules.append(module)
 
@@ -241,12 +257,20 @@ class WeightGradStore:
         self._open_modules.clear()
         self._open = self._open_key = None
 
-    def _check_open(self, name: str) -> None:
-        if self._open is None:
+    def _run_at_once(self, split: SplitWeight, grad_output: Tensor, input_: Tensor) -> None:
+        """Add a weight gradient outside of any B. Hooks are called once, at the end of the backward pass."""
+        if split.before:
             raise WeightGradStoreError(
-                f"rank {self.rank}: a backward pass reached the split weight {name} outside of any B. "
-                "Run backward through the schedule, or remove the split before calling backward yourself."
+                f"rank {self.rank}: a backward pass reached the split weight {split.name} outside of any B, and its gradient is "
+                "sharded between Ws: run backward through the schedule, or do not shard gradients"
             )
+        self._accumulate(split, grad_output, input_)
+        self._outside[id(split)] = split
+        Variable._execution_engine.queue_callback(partial(self._notify_once, split))
+
+    def _notify_once(self, split: SplitWeight) -> None:
+        if self._outside.pop(id(split), None) is not None:
+            split.notify()
 
     def _accumulate(self, split: SplitWeight, grad_output: Tensor, input_: Tensor) -> None:
         accumulator = split.accumulator()
@@ -255,3 +279,9 @@ class WeightGradStore:
 
     def _where(self, key: tuple[int, int]) -> str:
         return f"rank {self.rank}, chunk {key[0]}, microbatch {key[1]}"
+
+
+def _compute(module: DeferringModule) -> None:
+    """W of a module that defers weight gradients itself, at the end of a backward pass outside of any B."""
+    module.after_backward(_OUTSIDE)
+    module.compute(_OUTSIDE)

@@ -144,6 +144,60 @@ def test_the_split_can_be_removed(four_ranks: RankPool) -> None:
         assert left == 0
 
 
+def _unknown_arguments(rank: int) -> dict[str, str]:
+    """The message for each argument of a linear's forward that the split does not know, by its name and value."""
+    trainer = Trainer(Case("zb-h1", 4, 1))
+    linear = trainer.built.chunks[0].module.decoder.layers[0].mlp.linear_fc1
+    own, messages = linear._forward_impl, {}
+    for name, value in (
+        ("grad_output_buffer", [torch.zeros(1)]),
+        ("gtp_remat_size", 2),
+        ("of_a_later_release", torch.float8_e5m2),
+        ("of_a_later_release", False),
+        ("of_a_later_release", None),
+        ("wgrad_deferral_limit", 0),
+    ):
+        linear._forward_impl = lambda name=name, value=value, **given: own(**(given | {name: value}))
+        try:
+            linear(torch.zeros(2, 1, 32))
+        except SplitError as error:
+            messages[f"{name}={value}"] = str(error)
+    linear._forward_impl = own
+    trainer.close()
+    return messages
+
+
+def test_an_argument_of_a_linear_that_would_be_ignored_is_named_in_the_error(four_ranks: RankPool) -> None:
+    """None, False and the defaults of megatron-core's own function change nothing."""
+    for messages in four_ranks.run(_unknown_arguments):
+        assert list(messages) == ["grad_output_buffer=[tensor([0.])]", "gtp_remat_size=2", "of_a_later_release=torch.float8_e5m2"]
+        for given, message in messages.items():
+            name = given.partition("=")[0]
+            assert re.match(
+                rf"[\w.]*decoder\.layers\.0\.mlp\.linear_fc1\.weight was called with {name}=.*, which the split", message
+            )
+
+
+def _logits_in_fp32(rank: int) -> tuple[torch.dtype, torch.dtype] | None:
+    """As Megatron-LM's --output-logit-dtype fp32 asks the output layer: dtypes of the logits and of the hidden states."""
+    trainer = Trainer(Case("zb-h1", 4, 2, dtype=torch.bfloat16))
+    head = getattr(trainer.built.chunks[0].module.module, "output_layer", None)
+    if head is None:
+        trainer.forward_backward(0)
+        return trainer.close()
+    seen = []
+    head._forward_impl = functools.partial(head._forward_impl, output_dtype=torch.float32)
+    head.register_forward_hook(lambda _, given, result: seen.append((result[0].dtype, given[0].dtype)))
+    trainer.forward_backward(0)
+    assert head.weight.main_grad.abs().sum() > 0
+    trainer.close()
+    return seen[0]
+
+
+def test_logits_come_in_the_dtype_that_the_output_layer_is_asked_for(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_logits_in_fp32) == [None, None, None, (torch.float32, torch.bfloat16)]
+
+
 def _refused_config(rank: int, name: str, value: Any) -> str:
     case = Case("zbv", 4, 2, num_chunks=2)
     original = Trainer._config
@@ -177,7 +231,6 @@ def test_an_unsupported_option_is_named_in_the_error(four_ranks: RankPool, name:
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local'"),
         ({"cuda_graph_impl": "transformer_engine"}, "cuda_graph_impl='transformer_engine'"),
         ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl='full_iteration'"),
-        ({"tp_comm_overlap": True, "tp_comm_bulk_wgrad": True}, "tp_comm_overlap with tp_comm_bulk_wgrad"),
         ({"gtp_weight_remat_size": 2}, "gtp_weight_remat_size"),
         ({"expert_gtp_weight_remat_size": 2}, "expert_gtp_weight_remat_size"),
     ],
@@ -189,15 +242,13 @@ def test_each_refused_option_is_named_with_its_reason(options: dict[str, Any], n
         build.check_config(config, schedule_spec("zb-h1", num_ranks=2, num_chunks=1))
 
 
-def test_the_other_overlaps_of_tensor_parallel_communication_are_allowed() -> None:
-    """And every default of the installed megatron-core: of its names, the table spells at least half, the others are newer."""
+def test_every_default_of_the_installed_megatron_core_is_allowed() -> None:
+    """Of its names, the table spells at least half; the others are newer."""
     spec = schedule_spec("zb-h1", num_ranks=2, num_chunks=1)
-    build.check_config(SimpleNamespace(tp_comm_overlap=True, tp_comm_bulk_wgrad=False), spec)
     config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
     build.check_config(config, spec)
     assert sum(hasattr(config, name) for name in build._REFUSED) > len(build._REFUSED) / 2
     assert hasattr(config, "cuda_graph_impl")
-    assert config.tp_comm_bulk_wgrad
 
 
 def _frozen(rank: int) -> bool:

@@ -12,11 +12,12 @@ and quantizers.
 `norms`           LayerNorm and RMSNorm, forward and backward
 `float8`          casts to and from float8, with torch's own dtypes
 `multi_tensor`    the kernels of its optimizers
+`userbuffers`     buffers that all layers of a name share (`tp_comm_overlap`)
 `start`           starts a whole job
 ===============  ==================================================================================================
 
 What this cannot show: the kernels' results, speed and memory, the order of their streams, what they do with a strided operand,
-CUDA graphs, userbuffers (`tp_comm_overlap`), fused and flash attention, MXFP8, blockwise scaling and FP4. Operands of quantized
+CUDA graphs, Userbuffers' overlap with GEMMs, fused and flash attention, MXFP8, blockwise scaling and FP4. Operands of quantized
 GEMMs are dequantized and multiplied in float32, so that errors of the casts are real and those of the accumulation are not.
 """
 

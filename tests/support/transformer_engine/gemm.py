@@ -36,12 +36,16 @@ def generic_gemm(
     *,
     comm_overlap: Any = None,
     extra_output: Any = None,
+    bulk_overlap: bool = False,
     alpha: float = 1.0,
     **_: Any,
-) -> tuple[Any, Tensor | None, None, None]:
+) -> tuple[Any, Tensor | None, None, Any]:
     """(the result, the gradient of the bias, the input of GELU, the output of an overlapped collective)."""
-    if gelu or comm_overlap is not None or extra_output is not None or alpha != 1.0:
-        raise NotImplementedError("GEMM with GELU, userbuffers, an extra output, or a factor")
+    scatters = extra_output is not None
+    if gelu or alpha != 1.0 or (bulk_overlap and scatters):
+        raise NotImplementedError("GEMM with GELU, a factor, or beside a reduce-scatter")
+    if comm_overlap is not None and not scatters:
+        comm_overlap.gather()  # of this GEMM's own operand, or with `bulk_overlap` of the next one's
     left, right = dense(b), dense(a)
     result = _multiply(left, transb, right, transa)
     bias_gradient = None
@@ -49,7 +53,9 @@ def generic_gemm(
         bias_gradient = left.reshape(-1, left.shape[-1]).sum(dim=0).to(torch_dtype(bias_dtype))
     elif bias is not None:
         result = result + bias.to(result.dtype)
-    return _written(result, out, quantizer, out_dtype, accumulate), bias_gradient, None, None
+    if scatters:
+        comm_overlap.scatter(result, extra_output)
+    return _written(result, out, quantizer, out_dtype, accumulate), bias_gradient, None, extra_output
 
 
 def te_general_grouped_gemm(

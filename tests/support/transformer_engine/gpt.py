@@ -35,9 +35,11 @@ class EngineCase(Case):
     fp8_param: bool = False
     fp8_history: int = 1
     """Length of the history of magnitudes, of which the largest is taken."""
+    userbuffers: bool = False
+    """Whether tensor-parallel communication overlaps with GEMMs (`tp_comm_overlap`), by megatron-core's defaults."""
 
     def __str__(self) -> str:
-        words = [super().__str__(), *["fused"] * self.fuses, *["fp8param"] * self.fp8_param]
+        words = [super().__str__(), *["fused"] * self.fuses, *["fp8param"] * self.fp8_param, *["userbuffers"] * self.userbuffers]
         words += [f"{self.fp8}-{self.fp8_recipe}"] if self.fp8 else []
         words += [f"history{self.fp8_history}"] if self.fp8_history > 1 else []
         return "-".join(words + ([f"recompute-{self.recompute.replace(' ', '-')}"] if self.recompute else []))
@@ -45,7 +47,7 @@ class EngineCase(Case):
     @property
     def unpipelined(self) -> Case:
         """Without a pipeline; sequences stay shared."""
-        return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None)
+        return replace(self, schedule="stock", num_ranks=1, num_chunks=1, layout=None, userbuffers=False)
 
     def trainer(self, initial: Tensors | None = None) -> Trainer:
         return EngineTrainer(self, initial)
@@ -95,7 +97,7 @@ class EngineTrainer(Trainer):
 
     def _config(self) -> Any:
         case = self.case
-        options: dict[str, Any] = {"gradient_accumulation_fusion": case.fuses}
+        options: dict[str, Any] = {"gradient_accumulation_fusion": case.fuses, "tp_comm_overlap": case.userbuffers}
         if case.fp8 is not None:
             options |= {"fp8": case.fp8, "fp8_recipe": case.fp8_recipe, "fp8_param": case.fp8_param}
             options |= {"fp8_amax_history_len": case.fp8_history, "fp8_amax_compute_algo": "max"}

@@ -74,13 +74,6 @@ def test_a_job_that_dies_at_any_moment_leaves_the_latest(iteration: int, tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {TRACKER, "iter_0000003", f"iter_{iteration:07d}"}, "no more"
 
 
-def test_only_the_latest_and_multiples_of_the_interval_are_kept(tmp_path: Path) -> None:
-    for iteration in (2, 4, 6, 8, 10):
-        write(tmp_path, iteration, str(iteration))
-        publish(tmp_path, iteration, retain_interval=4)
-    assert {path.name for path in tmp_path.iterdir()} == {TRACKER, "iter_0000004", "iter_0000008", "iter_0000010"}
-
-
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
     for name in ("iter_0000001.writing", "iter_0000001.mine", "notes.writing"):
         (tmp_path / name).mkdir()

@@ -54,12 +54,8 @@ def test_a_record_has_the_checksum_of_each_block(checkpoint: Path) -> None:
     assert list(record.digests) == [xxhash.xxh3_128(data[at : at + BLOCK]).hexdigest() for at in (0, 1000, 2000, 3000)]
 
 
-@pytest.mark.parametrize("maps_pages", [True, False])
 @pytest.mark.parametrize("name", [name for name, size in SIZES.items() if size])
-def test_any_flipped_bit_is_found(name: str, maps_pages: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the system does not know what is in the page cache."""
-    if not maps_pages:
-        monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)
+def test_any_flipped_bit_is_found(name: str, checkpoint: Path) -> None:
     intact = (checkpoint / name).read_bytes()
     for at in {0, len(intact) // 2, len(intact) - 1, min(BLOCK, len(intact)) - 1}:
         for bit in (0, 7):
@@ -70,18 +66,6 @@ def test_any_flipped_bit_is_found(name: str, maps_pages: bool, checkpoint: Path,
             block = at // BLOCK * BLOCK
             last = min(block + BLOCK, len(intact)) - 1
             assert found == (name, f"is damaged or of another run: its bytes {block:,} to {last:,} are not those that were saved")
-
-
-def test_a_block_in_the_page_cache_is_not_copied(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = Manifest.read(checkpoint)
-    assert manifest is not None
-    with (checkpoint / "common.pt").open("rb") as stream:
-        try:
-            os.preadv(stream.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
-        except (OSError, AttributeError):
-            pytest.skip("this file system cannot read from the page cache alone")
-    monkeypatch.setattr("megatron.zerobubble.training.checkpoint.manifest._read_block", None)
-    assert damaged_blocks(checkpoint, manifest.blocks(), num_threads=1) == {}
 
 
 def missing(directory: Path) -> None:

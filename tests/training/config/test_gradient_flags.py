@@ -39,7 +39,6 @@ def test_they_reach_megatron_core_and_the_schedule() -> None:
         (SHARD_2 + "--pipeline-model-parallel-size 4", "shards over data-parallel ranks, and there is 1"),
         ("--ddp-bucket-size 1000", "--ddp-bucket-size needs --overlap-grad-reduce"),
         ("--ddp-average-in-collective --calculate-per-token-loss", "averages over ranks and .* over tokens; leave one"),
-        ("--num-distributed-optimizer-instances 2", "instances 2 is not supported, only 1 is; leave it out"),
     ],
 )
 def test_refused(flags: str, message: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,16 +17,13 @@ from megatron.zerobubble.errors import ConfigError, DataError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
-from megatron.zerobubble.training.data.conversations import conversations
 from megatron.zerobubble.training.data.corpus import CorpusInfo
 from tests.support import tokenizers as tiny
-from tests.support.datasets import write_lines
 from tests.training.launch import TINY_BATCH, TINY_MODEL
 
 with quiet_third_parties():
     from megatron.zerobubble.mcore.tokenizers import load_tokenizer
     from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches, end_of_document
-    from megatron.zerobubble.training.data.conversation_tokens import conversation_ids
 
 TEXT = "def f(x): return 'é', \"the end\""
 
@@ -151,71 +147,3 @@ def test_data_of_a_tokenizer_with_another_vocabulary_is_refused() -> None:
     info.check_vocabulary(400, prefix="data", given=None)
     with pytest.raises(DataError, match="the tokenizer has 401 tokens, and the one that made data had 400"):
         info.check_vocabulary(401, prefix="data", given=None)
-
-
-PAIR = {"prompt": "1 + 1 = ", "response": "2"}
-CHAT = {
-    "messages": [
-        {"role": "system", "content": "Count."},
-        {"role": "user", "content": "1 + 1?"},
-        {"role": "assistant", "content": "two"},
-        {"role": "user", "content": "1 + 2?"},
-        {"role": "assistant", "content": "three"},
-    ]
-}
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def texts_of(line: dict[str, Any], tokenizer: Any, folder: Path) -> tuple[str, str]:
-    """The text of the tokens of a line of --sft, and of those that count in the loss."""
-    (conversation,) = conversations(write_lines(folder / "line.jsonl", [line]))
-    ids = conversation_ids(conversation, tokenizer, end=end_of_document(tokenizer, "a test looks"))
-    decode = tokenizer._tokenizer.tokenizer.decode
-    return decode([each if each >= 0 else -1 - each for each in ids.tolist()]), decode(
-        [each for each in ids.tolist() if each >= 0]
-    )
-
-
-def with_template(config: TokenizerConfig, folder: Path, template: str) -> Any:
-    """A Hugging Face tokenizer with a chat template."""
-    assert config.tokenizer_model is not None
-    shutil.copytree(config.tokenizer_model, folder / "with-template")
-    path = folder / "with-template" / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
-    return build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path.parent)))
-
-
-def test_a_chat_template_renders_messages(configs: dict[str, TokenizerConfig], tmp_path: Path) -> None:
-    tokenizer = with_template(configs["HuggingFaceTokenizer"], tmp_path, TEMPLATE)
-    whole, answers = texts_of(CHAT, tokenizer, tmp_path)
-    assert whole == (
-        "<|system|>Count.<|endoftext|><|user|>1 + 1?<|endoftext|><|assistant|>two<|endoftext|>"
-        "<|user|>1 + 2?<|endoftext|><|assistant|>three<|endoftext|>"
-    )
-    assert answers == "two<|endoftext|>three<|endoftext|>"
-    whole, answers = texts_of(PAIR, tokenizer, tmp_path)
-    assert whole == "<|user|>1 + 1 = <|endoftext|><|assistant|>2<|endoftext|>"
-    assert answers == "2<|endoftext|>"
-
-
-def test_without_a_chat_template_the_text_is_plain(configs: dict[str, TokenizerConfig], tmp_path: Path) -> None:
-    tokenizer = build_tokenizer(configs["HuggingFaceTokenizer"])
-    assert texts_of(PAIR, tokenizer, tmp_path) == ("1 + 1 = 2<|endoftext|>", "2<|endoftext|>")
-    whole, answers = texts_of(CHAT, tokenizer, tmp_path)
-    assert whole == ("System: Count.\nUser: 1 + 1?\nAssistant: two<|endoftext|>User: 1 + 2?\nAssistant: three<|endoftext|>")
-    assert answers == "two<|endoftext|>three<|endoftext|>"
-
-
-def test_a_template_that_rewrites_earlier_messages(configs: dict[str, TokenizerConfig], tmp_path: Path) -> None:
-    tokenizer = with_template(configs["HuggingFaceTokenizer"], tmp_path, "{{ messages | length }}" + TEMPLATE)
-    with pytest.raises(DataError, match=r"line 1, message 3: the tokenizer's chat template writes earlier messages anew"):
-        texts_of(CHAT, tokenizer, tmp_path)
-
-
-def test_a_template_that_fails_is_named_with_the_line(configs: dict[str, TokenizerConfig], tmp_path: Path) -> None:
-    tokenizer = with_template(configs["HuggingFaceTokenizer"], tmp_path, "{{ raise_exception('no system role') }}")
-    with pytest.raises(DataError, match=r"line\.jsonl, line 1 cannot be tokenized: no system role"):
-        texts_of(CHAT, tokenizer, tmp_path)

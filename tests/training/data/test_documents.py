@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.zerobubble.errors import DataError
+from megatron.zerobubble.errors import ConfigError, DataError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
@@ -279,3 +279,58 @@ def test_equal_lengths_are_known_without_a_dataset(prefix: str) -> None:
     given = settings(prefix)
     assert microbatch_lengths(None, given, consumed=0, num_microbatches=2, rank=0) == [(32, 2 * 32.0**2)] * 2
     assert num_tokens(None, given, consumed=0, samples=4) == 4 * 32
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--pack-sequences --micro-batch-size 2",
+            "--pack-sequences puts several documents into one row: give --micro-batch-size 1",
+        ),
+        (
+            "--pack-sequences --context-parallel-size 2",
+            "--pack-sequences does not go with --context-parallel-size 2: ranks share",
+        ),
+        ("--pack-sequences --multi-latent-attention", "--pack-sequences does not go with --multi-latent-attention"),
+        (
+            "--pack-sequences --mtp-num-layers 1 --position-embedding-type rope",
+            "--pack-sequences does not go with --mtp-num-layers",
+        ),
+        ("--pack-sequences --attention-backend local", "--pack-sequences does not go with --attention-backend local, which has"),
+        (
+            "--pack-sequences --eod-mask-loss",
+            "--eod-mask-loss is for samples that run across documents, and --pack-sequences keeps documents apart",
+        ),
+        (
+            "--variable-seq-lengths --reset-position-ids",
+            "--reset-position-ids is for samples that run across documents, and --variable-seq-lengths keeps documents apart",
+        ),
+        (
+            "--pack-sequences --log-throughput",
+            "--log-throughput counts the FLOPs of samples of --seq-length tokens, and with --pack-sequences they differ",
+        ),
+        ("--pad-length-multiple 4", "--pad-length-multiple 4 needs --variable-seq-lengths"),
+        ("--pad-length-multiple 0", "--pad-length-multiple 0 must be greater than 0"),
+        (
+            "--variable-seq-lengths --pad-length-multiple 5",
+            "--seq-length 32 is not divisible by --pad-length-multiple 5, .* 30 would be",
+        ),
+        (
+            "--variable-seq-lengths --pipeline-model-parallel-size 2 --num-experts 2",
+            "--variable-seq-lengths does not go with --moe-token-dispatcher-type allgather; choose alltoall",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together(prefix: str, flags: str, message: str) -> None:
+    words = flags.split()
+    with pytest.raises(ConfigError, match=message):
+        settings(prefix, *words, micro=1, world_size=2 if any("parallel-size" in word for word in words) else 1)
+
+
+def test_the_loss_must_be_per_token(prefix: str) -> None:
+    argv = [*TINY_MODEL, "--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "4"]
+    with pytest.raises(ConfigError, match=r"--pack-sequences needs --calculate-per-token-loss: .*; add it"):
+        settings_from_argv([*argv, "--pack-sequences", "--data-path", prefix], world_size=1)
+    with pytest.raises(ConfigError, match="--variable-seq-lengths reads documents, and --mock-data has none; give --data-path"):
+        settings_from_argv([*argv, "--variable-seq-lengths", "--mock-data"], world_size=1)

@@ -107,7 +107,6 @@ def test_without_flags_nothing_is_written(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread raises, too
 def test_tensorboard_files_that_cannot_be_written_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, before = tmp_path / "events", threading.active_count()
-    seen: list[Any] = []
     curves = Curves(settings(f"--tensorboard-dir {folder}"), start_iteration=0)
     curves.add({"loss": 2.5}, 1)
     curves.flush()
@@ -115,11 +114,8 @@ def test_tensorboard_files_that_cannot_be_written_are_logged_once(tmp_path: Path
     folder.write_text("in the way")
     for iteration in (2, 3, 4):
         curves.add({"loss": 2.5}, iteration)
-        curves.write_events(lambda writer: writer and writer.add_scalar("timer", 1.0, iteration))  # noqa: B023
         curves.flush()
-    curves.write_events(seen.append)
     curves.close()
-    assert seen == [None]
     assert threading.active_count() == before, "TensorBoard's thread would fail once more, later"
     (warning,) = (message for message in caplog.messages if "tensorboard" in message)
     assert warning == f"--tensorboard-dir {folder} cannot be written: Not a directory; training goes on, and its curves end here"

@@ -54,7 +54,6 @@ def test_all_attempts_of_a_job_have_one_id_and_one_folder(tmp_path: Path) -> Non
     assert first.job == second.job == last.job
     assert first.folder == second.folder == restarts_folder(tmp_path, os.getppid())
     assert [each.is_restart for each in (first, second, last)] == [False, True, True]
-    assert [each.is_last for each in (first, second, last)] == [False, False, True]
     assert second.text == "restart 1 of 2"
     leave_attempt(last, launch())
     assert list(tmp_path.iterdir()) == []
@@ -79,7 +78,7 @@ def test_where_the_id_is_lost_later_attempts_have_a_new_one(tmp_path: Path) -> N
 def test_nothing_is_written_where_nothing_restarts_the_job(tmp_path: Path) -> None:
     attempt = join(tmp_path, max_restarts=0)
     assert attempt.is_known
-    assert (attempt.folder, attempt.is_last) == (None, True)
+    assert attempt.folder is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -92,7 +91,7 @@ def test_folders_of_jobs_that_are_gone_are_removed(tmp_path: Path) -> None:
         foreign = tmp_path / running.name.replace(f"-{os.geteuid()}-", "-12345-", 1)
         for folder in (running, reused, foreign):
             folder.mkdir()
-            (folder / "state-0000001-of-00000-by-00000.pt").touch()
+            (folder / "job").touch()
         own = join(tmp_path).folder
         assert set(tmp_path.iterdir()) == {own, running, foreign}
         other.communicate(b"\n")

@@ -24,7 +24,6 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.zerobubble.mcore.build import build_chunks
 from megatron.zerobubble.mcore.cpu.device import HostDevice
-from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions
 from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
@@ -74,22 +73,17 @@ class GPTContender:
     def __init__(self, contender: ContenderSpec, sizes: Sizes, num_ranks: int, host: HostDevice) -> None:
         self._sizes = sizes
         self._host = host
-        self._spec = self._make_spec(contender, num_ranks)
+        self._spec = _spec_of(contender, num_ranks)
         self._losses: list[Any] = []
         self._set_num_chunks()
         torch.manual_seed(SEED)
         model_parallel_cuda_manual_seed(SEED)
         with host.on_host():
             self._config = _transformer_config(sizes, self._spec)
-            built = build_chunks(
-                self._provide,
-                config=self._config,
-                ddp_config=self._ddp_config(),
-                spec=self._spec,
-            )
+            ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+            built = build_chunks(self._provide, config=self._config, ddp_config=ddp_config, spec=self._spec)
             self._chunks, self._store = built.chunks, built.store
-            self._optimizer = get_megatron_optimizer(self._optimizer_config(), self._chunks)
-            step_on_shards(self._optimizer, self._chunks)
+            self._optimizer = get_megatron_optimizer(_optimizer_config(), self._chunks)
         self._schedule = PipelineSchedule(
             self._spec, self._chunks, store=built.store, config=self._config, unequal=self._unequal_options()
         )
@@ -135,24 +129,6 @@ class GPTContender:
         """How microbatches of unequal length are planned; None: they are equal."""
         return None
 
-    def _make_spec(self, contender: ContenderSpec, num_ranks: int) -> ScheduleSpec:
-        name = STOCK if contender.runtime is Runtime.STOCK else contender.schedule
-        return schedule_spec(name, num_ranks=num_ranks, num_chunks=schedule_info(contender.schedule).default_num_chunks)
-
-    def _ddp_config(self) -> DistributedDataParallelConfig:
-        return DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-
-    def _optimizer_config(self) -> OptimizerConfig:
-        """AdamW without clipping, which would only add the same global norm to every contender."""
-        return OptimizerConfig(
-            optimizer="adam",
-            lr=LEARNING_RATE,
-            min_lr=LEARNING_RATE,
-            weight_decay=WEIGHT_DECAY,
-            clip_grad=0.0,
-            params_dtype=torch.float32,
-        )
-
     def _set_num_chunks(self) -> None:
         """Set the number of chunks per rank in megatron-core's global state, which its stock schedules read."""
         chunks = self._spec.num_chunks
@@ -183,6 +159,23 @@ class GPTContender:
 def _mean(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = per_token.float().mean()
     return loss, {"loss": loss.detach().clone()}  # megatron-core divides the loss in place
+
+
+def _spec_of(contender: ContenderSpec, num_ranks: int) -> ScheduleSpec:
+    name = STOCK if contender.runtime is Runtime.STOCK else contender.schedule
+    return schedule_spec(name, num_ranks=num_ranks, num_chunks=schedule_info(contender.schedule).default_num_chunks)
+
+
+def _optimizer_config() -> OptimizerConfig:
+    """AdamW without clipping, which would only add the same global norm to every contender."""
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=LEARNING_RATE,
+        min_lr=LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        clip_grad=0.0,
+        params_dtype=torch.float32,
+    )
 
 
 def _transformer_config(sizes: Sizes, spec: ScheduleSpec) -> TransformerConfig:

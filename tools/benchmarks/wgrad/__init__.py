@@ -1,1 +1,1 @@
-"""Variants of wgrad (W), side by side (`python -m tools.benchmarks.wgrad`); also used by `tools.benchmarks.split`."""
+"""What `tools.benchmarks.split` measures: shapes of layers, a stack of them, and the times of W and the other passes."""

@@ -8,7 +8,6 @@ have left the cache since they were last read.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,13 +80,6 @@ class Clock:
         begin = self._marks.now()
         call()
         self._spans.setdefault(name, []).append((begin, self._marks.now()))
-
-    def host_ms(self, call: Callable[[], object]) -> float:
-        """Milliseconds of host time to issue `call` to an idle device, so that no full launch queue blocks the host."""
-        self._marks.synchronize()
-        begin = time.perf_counter()
-        call()
-        return (time.perf_counter() - begin) * 1000.0
 
     def get_ahead(self) -> None:
         """Pause the stream, so that the host queues work before the device begins with it."""

@@ -2,8 +2,9 @@
 
 A bucket group of megatron-core starts its collectives in `start_grad_sync` and `start_param_sync`, from DDP's own hooks. Each
 instance gets methods that record the time around them. On CUDA, a collective's future has a callback that runs at once, on a
-stream that waits for the collective, so that an event recorded there has its end time. Gloo's collectives have no such future:
-there a bucket counts as in flight until it has been waited for, which is an upper bound of the time it took.
+stream that waits for the collective, so that an event recorded there has its end time. Gloo's collectives have no such future,
+nor have megatron-core's own handles (of a reduce-scatter that sums in fp32 after an all-to-all, of layer-wise all-gathers): there
+a bucket counts as in flight until it has been waited for, which is an upper bound of the time it took.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def ended(exchange: Exchange, handle: Any) -> Any:
 
     Args:
         exchange: the record that was begun right before the collective.
-        handle: torch's coalescing manager or Work; None if the collective was synchronous.
+        handle: torch's coalescing manager or Work, or megatron-core's own; None if the collective was synchronous.
 
     Returns:
         The handle to wait for instead of `handle`; None if that is None.
@@ -77,10 +78,10 @@ def ended(exchange: Exchange, handle: Any) -> Any:
     if handle is None:
         exchange.over()
         return None
-    if not exchange.marks.on_cuda:
+    last = getattr(handle, "works", [handle])[-1]
+    if not exchange.marks.on_cuda or not hasattr(last, "get_future"):
         return _RecordedHandle(exchange, handle)
-    works = getattr(handle, "works", [handle])
-    works[-1].get_future().add_done_callback(lambda _: exchange.over())
+    last.get_future().add_done_callback(lambda _: exchange.over())
     return handle
 
 

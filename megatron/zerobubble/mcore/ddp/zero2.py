@@ -56,13 +56,13 @@ class _Bucket:
         """id of a parameter -> (start, end) of its gradient in the bucket."""
         self.in_backward: list[Any] = []
         """Parameters whose gradients B computes: each has a ``main_grad`` of its own."""
-        self.num_split = 0
-        """Number of parameters whose gradients W computes."""
+        self.in_w: list[Any] = []
+        """Parameters whose gradients W computes."""
         for parameter in bucket.params_list:
             start, end, _ = index_map[parameter]
             self.ranges[id(parameter)] = start - bucket.offset, end - bucket.offset
             if id(parameter) in splits:
-                self.num_split += 1
+                self.in_w.append(parameter)
                 del parameter.main_grad  # exists only during W: reading it must fail, not read another tensor's memory
             else:
                 parameter.main_grad = torch.zeros(parameter.shape, dtype=self.dtype, device=self.device)
@@ -73,6 +73,11 @@ class _Bucket:
         """Parameters whose W of the current group is done."""
         self.has_backward = False
         """Whether the gradients of B have been reduced."""
+
+    @property
+    def num_split(self) -> int:
+        """Number of parameters whose gradients W computes in this iteration: those that are not frozen."""
+        return sum(parameter.requires_grad for parameter in self.in_w)
 
     @property
     def persistent_bytes(self) -> int:

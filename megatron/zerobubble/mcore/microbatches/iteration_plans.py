@@ -136,7 +136,8 @@ class UnequalMicrobatches:
             attention_share=options.attention_share,
         )
         """Costs by length; replaced by `learn`."""
-        self._exchange = LengthExchange()
+        self.exchange = LengthExchange()
+        """Its process group; without a reference to the model."""
         self._replica = parallel_state.get_data_parallel_rank()
         self._expected: deque[LengthsOfReplicas] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans microbatches")
@@ -205,13 +206,13 @@ class UnequalMicrobatches:
             own = self._own_lengths(items)
         except Exception:
             if not is_announced:
-                self._exchange.fail(num_microbatches)  # or the other ranks would wait for this one
+                self.exchange.fail(num_microbatches)  # or the other ranks would wait for this one
             raise
         if is_announced:
             replicas = self._expected.popleft()
             self._check(own, replicas[self._replica])
         else:
-            replicas = self._exchange(own, num_microbatches)
+            replicas = self.exchange(own, num_microbatches)
         if forward_only or not self._must_plan(replicas):
             program, order = equal(), tuple(range(num_microbatches))
         else:
@@ -290,7 +291,7 @@ class UnequalMicrobatches:
     def close(self) -> None:
         """End the thread and destroy the group. Every rank of the world must call it."""
         self._thread.shutdown(cancel_futures=True)
-        self._exchange.close()
+        self.exchange.close()
 
 
 def _read(iterator: Any, num_microbatches: int) -> list[Any]:

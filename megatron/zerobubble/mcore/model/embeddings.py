@@ -71,12 +71,13 @@ class FinalizeGradients:
     def __init__(self, placement: Placement, finalize: Finalize = stock_finalize_model_grads) -> None:
         self._source = placement.stage_to_rank[-1]
         self._is_last = self._source == placement.num_ranks - 1
-        self._finalize = finalize
+        self.finalize = finalize
+        """The function that was given."""
 
     @property
     def takes_total(self) -> bool:
         """Whether `num_tokens` may be an int: not with a training loop's own function, which knows tensors only."""
-        finalize: Any = self._finalize
+        finalize: Any = self.finalize
         while isinstance(finalize, functools.partial):
             finalize = finalize.func
         return finalize is stock_finalize_model_grads
@@ -98,11 +99,11 @@ class FinalizeGradients:
             # megatron-core broadcasts the count from the last rank; under V the last stage, which has it, is elsewhere.
             dist.broadcast(num_tokens, src=dist.get_global_rank(pipeline, self._source), group=pipeline)
         if isinstance(num_tokens, int):
-            self._finalize(model, None, pg_collection=pg_collection, **kwargs)
+            self.finalize(model, None, pg_collection=pg_collection, **kwargs)
             for chunk in model if num_tokens > 0 else ():
                 chunk.scale_gradients(1.0 / num_tokens)  # type: ignore[operator]
         else:
-            self._finalize(model, num_tokens, pg_collection=pg_collection, **kwargs)
+            self.finalize(model, num_tokens, pg_collection=pg_collection, **kwargs)
         _sum_tied_gradients(model)
 
 
@@ -111,7 +112,7 @@ def _sum_tied_gradients(chunks: Sequence[nn.Module]) -> None:
     if pair is None:
         return
     embedding, head = pair
-    if embedding.requires_grad:
+    if hasattr(embedding, "main_grad"):  # not if it was frozen when DDP wrapped it. Frozen since, megatron-core adds them, too
         embedding.main_grad.add_(head.main_grad)  # type: ignore[attr-defined]
         head.main_grad.copy_(embedding.main_grad)  # type: ignore[attr-defined]
 

@@ -6,10 +6,18 @@ With `use_cpu_initialization` megatron-core's wrappers replace a layer's bias by
 Their GEMM adds to ``main_grad`` itself (`fuse_wgrad_accumulation`), and needs no apex for that. megatron-core has one option for
 both, `gradient_accumulation_fusion`, and its `ColumnParallelLinear` refuses it where apex is missing. Every model has one of
 these, the output layer, so without apex Transformer Engine's layers would write each weight gradient to memory twice, too.
+
+With `tp_comm_overlap` a module gathers an operand of its wgrad GEMM into a Userbuffers buffer that all layers of that name share:
+its input beside the dgrad GEMM (bulk dgrad), or the gradient of its output for the dgrad GEMM (all-gather of row-parallel ones).
+It is queued for W as a view of the buffer, which the next layer's B overwrites. So these two are off, and Transformer Engine
+gathers by NCCL into memory of its own. Bulk wgrad overlaps B's reduce-scatter with the GEMM that W runs later, so it is off, too.
+The overlaps of forward, and the reduce-scatter with the dgrad GEMM, are not affected: a fused backward could not share what
+forward saves, either. See ADR 42.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,11 +30,16 @@ if TYPE_CHECKING:  # flags are checked before torch is loaded
 
 __all__ = [
     "OLDEST_TRANSFORMER_ENGINE",
+    "defer_to_w",
     "forget_scales_for_recomputation",
     "fusion_without_apex",
     "mark_deferred_biases",
+    "own_operands",
     "scaling_tensors",
+    "unknown_overlaps",
 ]
+
+logger = logging.getLogger(__name__)
 
 OLDEST_TRANSFORMER_ENGINE = Version("2.8.0")
 """The first release whose deferred weight gradients may overlap with their reduction over the data-parallel replicas. Before 2.7
@@ -34,6 +47,51 @@ its modules do not call DDP's hooks, so that a gradient would not reach ``main_g
 
 _APEX_FOUND = "_grad_accum_fusion_available"
 """megatron-core's record of whether apex's kernel can be imported."""
+
+
+_SHARES_OPERANDS = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
+"""Attributes of modules, read in each forward, with which the queue gets a view of a Userbuffers buffer. The last is that of
+LayerNormMLP, which has one for forward and dgrad."""
+_GOES_WITH_W = ("ub_name", "ub_overlap_ag_fprop", "ub_overlap_rs_fprop", "ub_overlap_rs_dgrad", "ub_overlap_rs")
+
+
+def defer_to_w(config: Any) -> None:
+    """Set the options with which Transformer Engine's modules can leave weight gradients to W. Call it before they are built.
+
+    Args:
+        config: TransformerConfig of the model, after its own checks.
+    """
+    config.delay_wgrad_compute = True
+    if getattr(config, "tp_comm_overlap", False):
+        config.tp_comm_bulk_wgrad = False  # `own_operands` logs it
+
+
+def unknown_overlaps(module: nn.Module) -> list[str]:
+    """Attributes for Userbuffers that are on and neither known to go with W nor turned off by `own_operands`."""
+    known = (*_SHARES_OPERANDS, *_GOES_WITH_W)
+    return [name for name, value in vars(module).items() if name.startswith("ub_") and value and name not in known]
+
+
+def own_operands(modules: Sequence[nn.Module]) -> None:
+    """Turn off what makes operands of W views of Userbuffers buffers, and log it once.
+
+    Args:
+        modules: the modules of a chunk that defer their weight gradients.
+    """
+    overlapping = [
+        module for module in modules if any(getattr(module, name, False) for name in (*_SHARES_OPERANDS, *_GOES_WITH_W[1:]))
+    ]
+    for module in overlapping:
+        for name in _SHARES_OPERANDS:
+            if hasattr(module, name):
+                setattr(module, name, False)
+    if overlapping:
+        logger.warning(
+            "tp_comm_overlap: tp_comm_bulk_wgrad, tp_comm_bulk_dgrad, and tp_comm_overlap_ag in backward are off in %d modules. "
+            "W computes their weight gradients after Userbuffers buffers have been overwritten. NCCL communicates there; "
+            "the overlaps in forward and tp_comm_overlap_rs_dgrad stay on",
+            len(overlapping),
+        )
 
 
 def mark_deferred_biases(module: nn.Module) -> None:

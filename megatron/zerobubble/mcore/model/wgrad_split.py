@@ -9,6 +9,9 @@ A module that defers weight gradients itself (Transformer Engine's with `delay_w
 them) is not changed but driven: when its backward runs, the store records it, and W calls its `backward_dw` (`wgrad.deferring`).
 Such modules are recognized by the contract, not by their class, so Transformer Engine need not be installed.
 
+A weight that is frozen when a forward uses it leaves nothing for the W of that microbatch; one that is trained again does. What
+DDP and Transformer Engine cannot follow is refused before an iteration (`frozen`).
+
 Embeddings, routers, gates of shared experts, norms and biases stay in B: they are cheap. Every other weight must be split or be
 declared to stay in B. An unknown weight would be computed in B unnoticed, and the times of the plan's W would be wrong.
 
@@ -23,6 +26,7 @@ the embedding's share, W the output layer's, and DDP is notified in W, when both
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,13 +34,24 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
 
 from megatron.zerobubble.errors import SplitError
-from megatron.zerobubble.mcore.model.transformer_engine import OLDEST_TRANSFORMER_ENGINE, mark_deferred_biases
+from megatron.zerobubble.mcore.model.transformer_engine import (
+    OLDEST_TRANSFORMER_ENGINE,
+    mark_deferred_biases,
+    own_operands,
+    unknown_overlaps,
+)
 from megatron.zerobubble.wgrad.deferring import DeferringModule
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
@@ -76,7 +91,7 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
         SplitError: names each weight that cannot be split: used by two modules of the chunk, or owned by a module of an unknown
             kind, which computes its own gradient. The chunk is unchanged then.
     """
-    problems = [*_shared_weights(chunk), *_unknown_weights(chunk)]
+    problems = [*_shared_weights(chunk), *_unknown_weights(chunk), *_unknown_overlaps(chunk)]
     if problems:
         raise SplitError("the backward pass of this model cannot be split into B and W:\n  " + "\n  ".join(problems))
     names = []
@@ -88,12 +103,15 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
         if owner is not linear:
             setattr(linear, _SHARE_OF_B, owner.weight.register_post_accumulate_grad_hook(_add_share_of_b))
         names.append(split.name)
+    for module in chunk.modules():
+        _hook_biases_of_frozen_weights_in_backward(module)
     for name, module in deferring_modules(chunk):
         mark_deferred_biases(module)
-        deferred = {f"{name}.{key}": weight for key, weight in _own_parameters(module) if _is_deferred(weight)}
+        deferred = {f"{name}.{key}": weight for key, weight in _own_parameters(module) if is_deferred(weight)}
         driven = DeferringModule(name, module.backward_dw, tuple(deferred.values()))
         setattr(module, _FORWARD_HOOK, module.register_forward_hook(partial(_defer_in_backward, store, driven)))
         names += deferred
+    own_operands([module for _, module in deferring_modules(chunk)])
     return names
 
 
@@ -108,7 +126,7 @@ def remove_split(chunk: nn.Module) -> None:
 
     Modules that defer weight gradients themselves continue to do so; the caller must call their `backward_dw`.
     """
-    for _, linear, owner in _splittable(chunk):
+    for _, linear, owner in _splittable(chunk, frozen=True):
         if isinstance(linear.__dict__.get("_forward_impl"), _SplitForward):
             del linear._forward_impl
             del owner.register_wgrad_accumulation_and_reduce_hooks
@@ -116,8 +134,8 @@ def remove_split(chunk: nn.Module) -> None:
         if hasattr(linear, _SHARE_OF_B):
             getattr(linear, _SHARE_OF_B).remove()
             delattr(linear, _SHARE_OF_B)
-    for _, module in deferring_modules(chunk):
-        if hasattr(module, _FORWARD_HOOK):
+    for module in chunk.modules():
+        if is_driven(module):
             getattr(module, _FORWARD_HOOK).remove()
             delattr(module, _FORWARD_HOOK)
 
@@ -139,11 +157,31 @@ class _SplitForward:
         allreduce_dgrad: bool,
         sequence_parallel: bool,
         tp_group: torch.distributed.ProcessGroup | None = None,
-        **_: Any,
+        gradient_accumulation_fusion: bool = False,  # W's kernel is chosen by `wgrad.gemm`
+        output_dtype: torch.dtype | None = None,
+        **others: Any,
     ) -> Tensor:
         if weight is not self.how.split.weight:
             raise SplitError(
                 f"{self.how.split.name} was called with the weight of another module; its gradient would go to the wrong weight"
+            )
+        for name, value in others.items():
+            if not _is_inert(name, value):
+                raise SplitError(
+                    f"{self.how.split.name} was called with {name}={value!r}, which the split of B and W would ignore: turn it "
+                    "off, or use the stock schedule"
+                )
+        if not weight.requires_grad:  # since it was split: there is no W to leave anything for
+            options = others if output_dtype is None else others | {"output_dtype": output_dtype}
+            return linear_with_frozen_weight(
+                input,
+                weight,
+                bias,
+                gradient_accumulation_fusion=gradient_accumulation_fusion,
+                allreduce_dgrad=allreduce_dgrad,
+                sequence_parallel=sequence_parallel,
+                tp_group=tp_group,
+                **options,
             )
         return split_linear(
             input,
@@ -153,7 +191,17 @@ class _SplitForward:
             reduce_input_grad=allreduce_dgrad,
             sequence_parallel=sequence_parallel,
             group=tp_group,
+            output_dtype=output_dtype,
         )
+
+
+_STOCK_PARAMETERS = inspect.signature(linear_with_grad_accumulation_and_async_allreduce).parameters
+
+
+def _is_inert(name: str, value: object) -> bool:
+    """Whether a keyword of a linear's forward that the split does not know has a value with which it does nothing."""
+    default = _STOCK_PARAMETERS[name].default if name in _STOCK_PARAMETERS else None
+    return value is None or value is False or (type(value) is type(default) and value == default)
 
 
 class _Splittable(NamedTuple):
@@ -164,13 +212,14 @@ class _Splittable(NamedTuple):
     """The module that owns the weight: the linear itself, or an embedding tied to it."""
 
 
-def _splittable(chunk: nn.Module) -> Iterator[_Splittable]:
+def _splittable(chunk: nn.Module, *, frozen: bool = False) -> Iterator[_Splittable]:
+    """The linears of `chunk` whose weights are trained; with `frozen` all of them."""
     tied_owners = _tied_owners(chunk)
     for name, module in chunk.named_modules():
         if not isinstance(module, _SPLIT) or getattr(module, KEEP_IN_B, False) or not _is_stock(module):
             continue
         name, owner = (name, module) if module.weight is not None else tied_owners.get(id(module), (name, None))
-        if owner is not None and owner.weight.requires_grad:
+        if owner is not None and (frozen or owner.weight.requires_grad):
             yield _Splittable(f"{name}.weight", module, owner)
 
 
@@ -207,8 +256,13 @@ def deferring_modules(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in chunk.named_modules():
         if isinstance(module, _SPLIT) or not _has_contract(module):
             continue
-        if any(_is_deferred(weight) for _, weight in _own_parameters(module)):
+        if any(is_deferred(weight) for _, weight in _own_parameters(module)):
             yield name, module
+
+
+def is_driven(module: nn.Module) -> bool:
+    """Whether `split_weight_gradients` found that the module defers weight gradients itself, and W calls its `backward_dw`."""
+    return hasattr(module, _FORWARD_HOOK)
 
 
 def _has_contract(module: nn.Module) -> bool:
@@ -216,7 +270,8 @@ def _has_contract(module: nn.Module) -> bool:
     return hasattr(module, "backward_dw") and hasattr(module, _REGISTER)
 
 
-def _is_deferred(weight: nn.Parameter) -> bool:
+def is_deferred(weight: nn.Parameter) -> bool:
+    """Whether DDP is to be told of the weight's gradient in W."""
     return bool(getattr(weight, "skip_backward_post_hook", False))
 
 
@@ -229,12 +284,25 @@ def _defer_in_backward(store: WeightGradStore, driven: DeferringModule, _module:
     """A forward hook that adds the module to the store when its backward runs.
 
     A forward without gradients, such as the first one with activation recomputation, has no backward; the recomputed one, in B,
-    has. An output without grad_fn (a bias that is returned as it is) is not computed by the module.
+    has. An output without grad_fn (a bias that is returned as it is) is not computed by the module. A module whose weights are
+    frozen queues nothing.
     """
     outputs = output if isinstance(output, tuple | list) else (output,)
+    if driven.is_frozen:
+        return
     first = next((each for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None), None)
     if first is not None:
         first.register_hook(lambda _grad: store.defer(driven))
+
+
+def _hook_biases_of_frozen_weights_in_backward(module: nn.Module) -> None:
+    """Let DDP hook a module's biases in backward if its weights are frozen: there will be no W that calls the hooks."""
+    if not _has_contract(module) or isinstance(module, _SPLIT):
+        return
+    deferred = [weight for _, weight in _own_parameters(module) if is_deferred(weight)]
+    if all(weight.dim() == 1 for weight in deferred):
+        for bias in deferred:
+            bias.skip_backward_post_hook = False  # type: ignore[attr-defined]
 
 
 def _is_stock(module: nn.Module) -> bool:
@@ -265,6 +333,16 @@ def _shared_weights(chunk: nn.Module) -> Iterator[str]:
             yield f"{' and '.join(names)} are one weight used twice in a chunk: its gradient would be wrong. Untie them"
 
 
+def _unknown_overlaps(chunk: nn.Module) -> Iterator[str]:
+    for name, module in deferring_modules(chunk):
+        for overlap in unknown_overlaps(module):
+            yield (
+                f"{name} ({type(module).__module__}.{type(module).__name__}) was built with {overlap}, a tensor-parallel overlap "
+                "that may use Userbuffers memory which is overwritten before W: build it without (tp_comm_bulk_wgrad=False, or "
+                "tp_comm_overlap=False)"
+            )
+
+
 def _of_mamba(chunk: nn.Module) -> set[int]:
     """ids of the Mamba mixers of `chunk` and of their convolutions, which are modules of their own before 0.19."""
     imported = sys.modules.get(_MAMBA)  # if nothing has imported it, `chunk` has none
@@ -281,7 +359,7 @@ def _unknown_weights(chunk: nn.Module) -> Iterator[str]:
         if not own or (isinstance(module, _SPLIT) and _is_stock(module)):
             continue
         if _has_contract(module) and not isinstance(module, _SPLIT):
-            in_backward = [key for key, weight in _own_parameters(module) if weight.dim() > 1 and not _is_deferred(weight)]
+            in_backward = [key for key, weight in _own_parameters(module) if weight.dim() > 1 and not is_deferred(weight)]
             if in_backward:
                 yield (
                     f"{name}.{in_backward[0]} ({type(module).__module__}.{type(module).__name__}) could be deferred by its "

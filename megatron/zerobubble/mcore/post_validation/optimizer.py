@@ -8,7 +8,7 @@ ranks of one stage only. `optimizer.post_validation` combines them across stages
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -173,9 +173,9 @@ class MegatronRollbackOptimizer:
                 with self._on_host():
                     scaler.update(overflow > 0)
 
-    def close(self) -> None:
-        """Destroy the stage's process groups."""
-        self._stage_groups.close()
+    def closers(self) -> Sequence[Callable[[], None]]:
+        """What destroys the stage's process groups, without a reference to the optimizer."""
+        return (self._stage_groups.close,)
 
     def _prepare_part(self, part: Any, group: dist.ProcessGroup) -> torch.Tensor | None:
         """Returns the number, on the device, that is above 0 if a gradient overflowed; None without loss scaling."""

@@ -83,6 +83,22 @@ class OptimisticSteps:
         """Whether the last step may still be rolled back."""
         return self._steps is not None and self._steps.is_unvalidated
 
+    def trains(self, optimizer: Any) -> bool:
+        """Whether the optimizer has parameters of the model; one without parameters, if it was stepped first."""
+        if optimizer is self._optimizer:
+            return True
+        if any(
+            chunk is each
+            for part in _parts(optimizer) or (optimizer,)
+            for chunk in getattr(part, "model_chunks", ())
+            for each in self._chunks
+        ):
+            return True
+        weights = [weight for chunk in self._chunks for weight in chunk.parameters()]
+        own = {id(each) for each in (*weights, *(getattr(weight, "main_param", None) for weight in weights)) if each is not None}
+        given = [weight for group in optimizer.param_groups for weight in group["params"]]
+        return any(id(weight) in own for weight in given) or (not given and self._optimizer is None)
+
     def owns(self, zeroed: Any) -> bool:
         """Whether these are the model's gradients: one of its chunks, its optimizer or a part of that."""
         return zeroed is self._optimizer or any(zeroed is each for each in (*self._chunks, *_parts(self._optimizer)))
@@ -116,14 +132,26 @@ class OptimisticSteps:
         self._validate()
         self._zero()
 
-    def close(self) -> None:
-        """Validate the last step and destroy process groups. Every rank of the world must call it."""
-        self.flush()
+    def close(self, *, validates: bool = True) -> None:
+        """Destroy process groups, and validate the last step before, unless some rank of the world has lost the model.
+
+        Every rank that has the model must call it.
+        """
+        if validates:
+            self.flush()
         for undo in self._undo:
             undo()
         self._undo.clear()
-        if self._steps is not None:
+        if validates and self._steps is not None:
             self._steps.close()
+        else:
+            for close in self.closers():
+                close()
+        self._steps = None
+
+    def closers(self) -> Sequence[Callable[[], None]]:
+        """What destroys the process groups when the model is gone, without a reference to it; see `PostValidation.closers`."""
+        return () if self._steps is None else self._steps.closers()
 
     def _take(self, optimizer: Any) -> PostValidation:
         for part in (optimizer, *_parts(optimizer)):

@@ -7,8 +7,8 @@ These names are replaced, because megatron-core has no extension point there, an
 `schedules.forward_backward_pipelining_*`              the two functions that `get_forward_backward_func` chooses from
 `DistributedDataParallel.__init__`                     splits B and W before DDP registers hooks on the parameters
 `TransformerConfig.__post_init__`                      layer layout of V; deferred wgrad of Transformer Engine
-under V: `GPTModel.__init__`                           which chunk has the embedding and which the output layer
-under V: `HybridModel.__init__`, from 0.18 on          the same, and which layers
+`GPTModel.__init__`, `HybridModel.__init__`            options of Transformer Engine that were set since; under V which
+                                                       chunk has the embedding, the output layer, and which layers
 under V: `Float16Module.forward`                       which chunk's output is in fp32
 under V: `parallel_state.default_embedding_ranks`      embedding and output layer are both on rank 0,
 under V: `parallel_state.initialize_model_parallel`    also if the loop passes functions of its own
@@ -30,6 +30,7 @@ From flags that were parsed until `install` is called, the schedules are replace
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -56,7 +57,9 @@ from megatron.zerobubble.mcore.compat import check_stock_loop, hybrid_model
 from megatron.zerobubble.mcore.model import named_weights
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
-from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop, StockLoopOptions
+from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w
+from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
+from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop
 from megatron.zerobubble.plan.ir import Placement
 
 __all__ = ["expect_install", "install_options", "stop_expecting", "uninstall"]
@@ -73,9 +76,10 @@ class _PatchedSchedule:
     def __init__(self, loop: StockLoop, original: Callable[..., Any]) -> None:
         functools.update_wrapper(self, original)
         self.loop = loop
+        self._original = original
 
     def __call__(self, **given: Any) -> list[Any]:
-        return self.loop.run(**given)
+        return self.loop.run(self._original, **given)
 
 
 class _AwaitingInstall:
@@ -176,12 +180,12 @@ def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
         always += named_weights.replacements()
     if loop.options.memory_limit is not None:
         always.append((MegatronOptimizer, "__init__", _counting(loop, MegatronOptimizer.__init__)))
+    models = [each for each in (GPTModel, hybrid_model()) if each is not None]
+    always += ((each, "__init__", _building(loop, each.__init__)) for each in models)
     if not loop.options.is_v:
         return always
-    models = [each for each in (GPTModel, hybrid_model()) if each is not None]
     return [
         *always,
-        *((each, "__init__", _building(loop, each.__init__)) for each in models),
         (Float16Module, "forward", StageFloat16Module.forward),
         (parallel_state, "default_embedding_ranks", _embedding_ranks),
         (parallel_state, "initialize_model_parallel", _grouping(parallel_state.initialize_model_parallel)),
@@ -232,8 +236,12 @@ def _wrapping(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
 
     @functools.wraps(original)
     def construct(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, config, loop.adopt(config, ddp_config, module), module, *args, **kwargs)
-        loop.wrapped(self)
+        adopted = loop.adopted.adopt(config, ddp_config, module)
+        if adopted is None:
+            original(self, config, ddp_config, module, *args, **kwargs)
+            return
+        original(self, config, dataclasses.replace(ddp_config, delay_wgrad_compute=True), module, *args, **kwargs)
+        loop.adopted.wrapped(adopted, self)
 
     return construct
 
@@ -251,16 +259,20 @@ def _configuring(loop: StockLoop, original: Callable[[Any], None]) -> Callable[[
 
 
 def _building(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:
-    """A model's constructor, with `pre_process` and `post_process` as the V placement has them, whatever the loop passes.
+    """A model's constructor, after the last changes that a loop made to the config.
 
-    Of a `HybridModel`, also the layers.
+    Under V with `pre_process` and `post_process` as the placement has them, and of a `HybridModel` also the layers, not with
+    those that the loop passes.
     """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def construct(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
-        if bound.arguments["config"].pipeline_model_parallel_size > 1:
+        config = bound.arguments["config"]
+        if config.pipeline_model_parallel_size > 1:
+            defer_to_w(config)
+        if config.pipeline_model_parallel_size > 1 and loop.options.is_v:
             first, last = loop.ends(bound.arguments.get("vp_stage"))
             bound.arguments.update(pre_process=first, post_process=last)
             if "hybrid_stack_spec" in signature.parameters:

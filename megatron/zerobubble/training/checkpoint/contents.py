@@ -62,14 +62,11 @@ def state_to_save(
         consumed_samples: samples consumed so far by all ranks together.
         run: id of the job, if the checkpoint will have a manifest, which names it, too.
     """
-    flags = training_state.settings.checkpoint
     state = model_state(training_state)
-    if flags.save_optim:
-        prepare_to_save(training_state.optimizer)
-        state["optimizer"] = training_state.optimizer.sharded_state_dict(dict(state), metadata=dict(SHARDING))
-        state[SCHEDULER] = training_state.scheduler.state_dict()
-    if flags.save_rng:
-        state["rng"] = sharded_rng_states()
+    prepare_to_save(training_state.optimizer)
+    state["optimizer"] = training_state.optimizer.sharded_state_dict(dict(state), metadata=dict(SHARDING))
+    state[SCHEDULER] = training_state.scheduler.state_dict()
+    state["rng"] = sharded_rng_states()
     state |= megatron_lm.entries_for(
         training_state, iteration=iteration, consumed_samples=consumed_samples, optimizer_format=SHARDING
     )
@@ -79,7 +76,7 @@ def state_to_save(
         "model": model_of(training_state),
         "iteration": iteration,
         "consumed_samples": consumed_samples,
-        "has_rng": flags.save_rng,
+        "has_rng": True,
     }
     if run is not None:
         state["header"]["run"] = run

@@ -10,7 +10,8 @@
 Every step of `publish` is a rename, of files that are synced to disk. So a job that dies at any moment leaves the checkpoint that
 the text file names: as `iter_N`, or, between two renames, as `iter_N.replaced`.
 
-Only rank 0 changes the directory. Only one job at a time may save into it.
+Only rank 0 changes the directory; after a write that failed, every host removes what it has of the unfinished checkpoint. Only
+one job at a time may save into it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import shutil
 from pathlib import Path
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training.checkpoint.atomic_files import replace_text, sync
+from megatron.zerobubble.files import replace_text, sync
 
 __all__ = [
     "TRACKER",
@@ -101,21 +102,18 @@ def prepare(folder: str | Path, iteration: int) -> Path:
     return writing
 
 
-def publish(folder: str | Path, iteration: int, *, retain_interval: int | None = None) -> Path:
+def publish(folder: str | Path, iteration: int) -> Path:
     """Make the checkpoint written to `prepare`'s directory the latest one; return its path.
 
     Args:
         folder: the --save directory.
         iteration: iteration of the checkpoint.
-        retain_interval: remove the previous latest checkpoint, unless its iteration is a multiple of this; None: keep all. Other
-            checkpoints are never removed.
 
     Raises:
         OSError: a file cannot be written; the previous checkpoint remains the latest.
     """
     final = iteration_directory(folder, iteration)
     writing, replaced = writing_directory(folder, iteration), _beside(final, _REPLACED)
-    before = tracked_iteration(folder)
     for path in (*writing.iterdir(), writing):
         sync(path)
     if final.exists():
@@ -125,8 +123,6 @@ def publish(folder: str | Path, iteration: int, *, retain_interval: int | None =
     sync(final.parent)
     replace_text(final.parent / TRACKER, f"{iteration}\n")
     shutil.rmtree(replaced, ignore_errors=True)
-    if retain_interval is not None and before is not None and before != iteration and before % retain_interval:
-        shutil.rmtree(iteration_directory(folder, before), ignore_errors=True)
     return final
 
 

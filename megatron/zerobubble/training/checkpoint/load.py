@@ -44,11 +44,12 @@ from megatron.zerobubble.training.checkpoint.manifest import Manifest
 from megatron.zerobubble.training.checkpoint.optimizer_kinds import OptimizerKind, ask_for, stored_kind, translate
 from megatron.zerobubble.training.checkpoint.rank_0 import run_on_rank_0
 from megatron.zerobubble.training.checkpoint.rng_states import set_rng_states
+from megatron.zerobubble.training.checkpoint.shared import check_all_hosts_see
 from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load
 from megatron.zerobubble.training.checkpoint.verification import check_run, verify_checkpoint
 from megatron.zerobubble.training.step import TrainingState
 
-__all__ = ["RestoredProgress", "load_checkpoint", "load_verified", "verified"]
+__all__ = ["RestoredProgress", "latest_iteration", "load_checkpoint", "load_verified", "verified"]
 
 _log = logging.getLogger(__name__)
 
@@ -84,11 +85,20 @@ def load_checkpoint(training_state: TrainingState) -> RestoredProgress | None:
     """
     flags = training_state.settings.checkpoint
     assert flags.load is not None
-    iteration = flags.ckpt_step if flags.ckpt_step is not None else tracked_iteration(flags.load)
+    iteration = flags.ckpt_step if flags.ckpt_step is not None else latest_iteration(flags.load)
     if iteration is None:
         _log.info("no checkpoint in %s yet: starting from newly initialized weights", flags.load)
         return None
     return load_verified(training_state, *verified(training_state, iteration))
+
+
+def latest_iteration(folder: str) -> int | None:
+    """The iteration of the latest checkpoint, as rank 0 reads it; None if there is none. All ranks must call this.
+
+    Raises:
+        CheckpointError: latest_checkpointed_iteration.txt is damaged.
+    """
+    return run_on_rank_0(lambda: tracked_iteration(folder))
 
 
 def verified(training_state: TrainingState, iteration: int) -> tuple[Path, Manifest | None]:
@@ -98,11 +108,13 @@ def verified(training_state: TrainingState, iteration: int) -> tuple[Path, Manif
         The arguments of `load_verified`: the checkpoint's directory, and its manifest, if there is one.
 
     Raises:
-        CheckpointError: it is missing, damaged, or contains more than data.
+        CheckpointError: it is missing, damaged, not seen by a host, or contains more than data.
     """
     flags = training_state.settings.checkpoint
     assert flags.load is not None
-    directory = existing_directory(flags.load, iteration)
+    folder = flags.load
+    directory = run_on_rank_0(lambda: existing_directory(folder, iteration))
+    check_all_hosts_see(directory / "metadata.json", str(directory))
     manifest = verify_checkpoint(directory) if flags.verify_checkpoint else None
     run_on_rank_0(lambda: inspect_checkpoint(directory))
     return directory, manifest
@@ -259,7 +271,7 @@ def _layers_of_gpt(
 
 
 def _check_optimizer(common: dict[str, Any], training_state: TrainingState, directory: Path) -> None:
-    """Raise unless the checkpoint has an optimizer state with the schedule of the flags, or a flag chooses between the two."""
+    """Raise unless the checkpoint has an optimizer state with the schedule of the flags, or the flags override it."""
     if SCHEDULER not in common:
         raise CheckpointError(f"{directory} has no optimizer state; give --no-load-optim, or --finetune to start at iteration 0")
     stored = megatron_lm.optimizer_format(common)
@@ -268,14 +280,13 @@ def _check_optimizer(common: dict[str, Any], training_state: TrainingState, dire
             f"{directory} has the distributed optimizer's state in buckets of another loop ({stored}); save it there with "
             "--dist-ckpt-optim-fully-reshardable, or give --no-load-optim here"
         )
-    optim = training_state.settings.optim
-    if optim.override_opt_param_scheduler or optim.use_checkpoint_opt_param_scheduler:
+    if training_state.settings.optim.override_opt_param_scheduler:
         return
     for name, value in training_state.scheduler.state_dict().items():
         if name != "num_steps" and common[SCHEDULER].get(name) != value:
             raise CheckpointError(
                 f"{directory} was trained with {name} {common[SCHEDULER].get(name)}, the flags request {value}; give "
-                "--override-opt_param-scheduler to use the flags, or --use-checkpoint-opt_param-scheduler"
+                "--override-opt_param-scheduler to use the flags"
             )
 
 

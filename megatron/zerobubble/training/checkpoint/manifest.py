@@ -12,8 +12,6 @@ complete. No torch here: `zerobubble checkpoint verify` does without.
 from __future__ import annotations
 
 import json
-import mmap
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from typing import Any
 import xxhash
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training.checkpoint.atomic_files import replace_text
+from megatron.zerobubble.files import replace_text
 
 __all__ = [
     "MANIFEST",
@@ -46,8 +44,6 @@ _CHECKSUM = "xxh3_128"
 """Key of checksums in the file."""
 _BLOCK_BYTES = 64 * 1024 * 1024
 _READ_BYTES = 1024 * 1024
-_MADV_POPULATE_READ = 22
-"""Linux's, since 5.14; Python has no name for it."""
 _NUM_NAMED = 3
 _OTHER_DATA = frozenset({"common.pt", ".metadata", "metadata.json"})
 """Files beside `*.distcp` that are read when a checkpoint is loaded."""
@@ -215,20 +211,17 @@ def damaged_blocks(
 ) -> dict[str, str]:
     """What is wrong with each file by its content, for the first of its blocks that differs.
 
-    Blocks in the page cache are compared by the calling thread: threads would share its core with those of other ranks.
-
     Args:
         directory: the checkpoint.
         blocks: what to compare.
-        num_threads: threads that read the other blocks.
+        num_threads: threads that read them.
         shown: yields the results it is given, and shows progress.
     """
     damage: dict[str, str] = {}
-    left = [block for block in blocks if _checksum_in_cache(directory, block) != block.digest]
     pool = ThreadPoolExecutor(max(1, num_threads))
     try:
-        compared = [pool.submit(_difference, directory, block) for block in left]
-        for block, each in zip(left, shown(compared), strict=True):
+        compared = [pool.submit(_difference, directory, block) for block in blocks]
+        for block, each in zip(blocks, shown(compared), strict=True):
             if (reason := each.result()) is not None:
                 damage.setdefault(block.file, reason)
     finally:
@@ -254,28 +247,6 @@ def _difference(directory: Path, block: Block) -> str | None:
         return None
     last = block.offset + block.num_bytes - 1
     return f"is damaged or of another run: its bytes {block.offset:,} to {last:,} are not those that were saved"
-
-
-def _checksum_in_cache(directory: Path, block: Block) -> str | None:
-    """The checksum of a block that is in the page cache, without copying it, which would take longer than the checksum.
-
-    None if its first or last page is not there, or the system cannot know. Such blocks are better read than mapped: mapped pages
-    arrive in small pieces from a network file system.
-    """
-    if not hasattr(os, "RWF_NOWAIT"):
-        return None
-    before = block.offset % mmap.ALLOCATIONGRANULARITY
-    length, offset = before + block.num_bytes, block.offset - before
-    try:
-        with (directory / block.file).open("rb", buffering=0) as stream:
-            for at in (block.offset, block.offset + block.num_bytes - 1):
-                os.preadv(stream.fileno(), [bytearray(1)], at, os.RWF_NOWAIT)
-            with mmap.mmap(stream.fileno(), length, offset=offset, prot=mmap.PROT_READ) as pages:
-                pages.madvise(_MADV_POPULATE_READ)  # raises where a page cannot be read; touching it would kill the process
-                with memoryview(pages) as whole, whole[before:] as view:
-                    return xxhash.xxh3_128(view).hexdigest()
-    except (OSError, ValueError):  # the latter: the file is shorter
-        return None
 
 
 def _read_block(stream: RawIOBase, limit: int) -> tuple[int, str]:

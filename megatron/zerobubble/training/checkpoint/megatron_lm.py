@@ -50,15 +50,13 @@ def entries_for(
         optimizer_format: the metadata with which the optimizer's sharded state was made.
     """
     settings = training_state.settings
-    entries: dict[str, Any] = {
+    return {
         "args": argparse.Namespace(**_flags(settings), consumed_train_samples=consumed_samples),
         "checkpoint_version": _VERSION,
         "iteration": iteration,
         "content_metadata": dict(optimizer_format),
+        "rng_state": rng_object(),
     }
-    if settings.checkpoint.save_rng:
-        entries["rng_state"] = rng_object()
-    return entries
 
 
 def _flags(settings: Settings) -> dict[str, Any]:
@@ -70,14 +68,14 @@ def _flags(settings: Settings) -> dict[str, Any]:
         if dataclasses.is_dataclass(group)
         for field in dataclasses.fields(group)
     }
-    checkpoint, chunks = settings.checkpoint, settings.num_chunks
+    chunks = settings.num_chunks
     return {name: value for name, value in flags.items() if isinstance(value, _PLAIN)} | {
         "num_layers": settings.num_layers,
         "world_size": settings.world_size,
         "data_parallel_size": settings.data_parallel_size,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
-        "no_save_optim": not checkpoint.save_optim,
-        "no_save_rng": not checkpoint.save_rng,
+        "no_save_optim": False,
+        "no_save_rng": False,
         "ckpt_format": "torch_dist",
         "skipped_train_samples": 0,
         "consumed_valid_samples": 0,

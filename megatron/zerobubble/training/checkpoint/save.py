@@ -14,6 +14,7 @@ when the save is finished; the checkpoint before it remains the latest.
 from __future__ import annotations
 
 import logging
+import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,8 +30,9 @@ from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.job.key_value_store import Store
 from megatron.zerobubble.training.checkpoint.contents import state_to_save, without_optimizer
 from megatron.zerobubble.training.checkpoint.directory import iteration_directory, prepare, publish, writing_directory
-from megatron.zerobubble.training.checkpoint.manifest import FileRecord, Manifest, record_of
+from megatron.zerobubble.training.checkpoint.manifest import FileRecord, Manifest, damaged_names, first_damage, record_of
 from megatron.zerobubble.training.checkpoint.rank_0 import run_on_rank_0
+from megatron.zerobubble.training.checkpoint.shared import SHARE, wait_for_files
 from megatron.zerobubble.training.checkpoint.writer import SaveStrategy
 from megatron.zerobubble.training.step import TrainingState, parameters_in_place
 
@@ -54,7 +56,6 @@ class CheckpointSaver:
         self._training_state = training_state
         self._store = store
         self._folder = flags.save
-        self._retain_interval = flags.save_retain_interval
         self._is_async = flags.async_save
         self._run = run or store.compare_set("save/run", "", uuid.uuid4().hex[:16]).decode()
         """Id of the job in the checkpoints that it saves."""
@@ -138,7 +139,20 @@ class CheckpointSaver:
         )
 
     def _conclude(self, iteration: int, write: Callable[[], object]) -> None:
-        """Complete the write by calling `write`, and make the checkpoint the latest; errors are raised on all ranks."""
+        """Complete the write by calling `write`, and make the checkpoint the latest.
+
+        Raises:
+            CheckpointError: it failed; on all ranks, after each has removed what its host has of it.
+        """
+        try:
+            self._complete(iteration, write)
+        except CheckpointError:
+            shutil.rmtree(writing_directory(self._folder, iteration), ignore_errors=True)
+            torch.distributed.barrier()  # the next save finds no rank that still removes files
+            raise
+        _log.info("saved %s", iteration_directory(self._folder, iteration))
+
+    def _complete(self, iteration: int, write: Callable[[], object]) -> None:
         try:
             write()
         except CheckpointException as error:  # torch's, a BaseException: raised on all ranks, with the reason on rank 0
@@ -147,7 +161,6 @@ class CheckpointSaver:
         everywhere: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everywhere, self._strategy.records)
         run_on_rank_0(lambda: self._publish(iteration, {name: record for each in everywhere for name, record in each.items()}))
-        _log.info("saved %s", iteration_directory(self._folder, iteration))
 
     def _fail(self, iteration: int, failed: CheckpointException) -> NoReturn:
         reasons = "; ".join(f"rank {rank}: {error}" for rank, (error, _) in sorted(failed.failures.items()))
@@ -158,8 +171,12 @@ class CheckpointSaver:
         with self._refusing(iteration):
             directory = writing_directory(self._folder, iteration)
             own = {path.name: record_of(path) for path in directory.iterdir() if path.is_file() and path.name not in records}
-            Manifest(run=self._run, iteration=iteration, files=records | own).write(directory)
-            publish(self._folder, iteration, retain_interval=self._retain_interval)
+            manifest = Manifest(run=self._run, iteration=iteration, files=records | own)
+            if amiss := wait_for_files(lambda: damaged_names(directory, manifest)):
+                final = iteration_directory(self._folder, iteration)
+                raise CheckpointError(f"{final} cannot be written: rank 0 sees other files: {first_damage(amiss)}; {SHARE}")
+            manifest.write(directory)
+            publish(self._folder, iteration)
 
     @contextmanager
     def _refusing(self, iteration: int) -> Iterator[None]:

@@ -18,16 +18,9 @@ class CheckpointConfig:
     """Directory to write checkpoints to, every --save-interval iterations and at the end. Default: no checkpoints."""
     save_interval: int | None = None
     """Iterations between checkpoints. Default: one checkpoint, at the end."""
-    save_retain_interval: int | None = None
-    """Keep the latest checkpoint and those whose iteration is a multiple of this number; remove others once a newer one is
-    complete. Default: keep all."""
     async_save: bool = False
     """Save asynchronously: training continues while a process beside each rank writes the checkpoint from a copy in host memory.
     The next save and the end of the run wait for an unfinished one."""
-    in_memory_checkpoint_interval: int | None = None
-    """Iterations between copies of each rank's state in host memory, its own and one at a peer: the next data-parallel rank, else
-    the next pipeline rank, on another machine if there is one. After a failure, `torchrun --max-restarts N` resumes from them
-    without a disk. Default: none."""
     load: str | None = field(default=None, metadata={"metavar": "DIR"})
     """Directory to load the latest checkpoint from. It may have none only if it is also the --save directory. Default: start from
     newly initialized weights."""
@@ -36,17 +29,11 @@ class CheckpointConfig:
     load."""
     ckpt_step: int | None = None
     """Load the checkpoint of this iteration instead of the latest."""
-    exit_on_missing_checkpoint: bool = False
-    """Exit with an error if the --load directory has no checkpoint, even if it is also the --save directory."""
     verify_checkpoint: bool = True
     """Do not compare the files of the checkpoint with its manifest before it is loaded. By default damaged, missing and foreign
     files are refused by name."""
     finetune: bool = False
     """Load only the weights and start at iteration 0, with a new optimizer state."""
-    save_optim: bool = True
-    """Do not save the optimizer state. By default it is saved."""
-    save_rng: bool = True
-    """Do not save the state of the random number generators. By default it is saved."""
     load_optim: bool = True
     """Do not load the optimizer state. By default it is loaded."""
     load_rng: bool = True
@@ -58,15 +45,8 @@ class CheckpointConfig:
                 f"--ckpt-format {self.ckpt_format} is not supported: checkpoints are saved and loaded as torch_dist; leave it "
                 "out, and convert others with Megatron-LM's tools/checkpoint/convert.py"
             )
-        positive(self, "save_interval", "save_retain_interval", "in_memory_checkpoint_interval", "ckpt_step")
+        positive(self, "save_interval", "ckpt_step")
         if self.save is None and (self.save_interval is not None or self.async_save):
             raise ConfigError("--save-interval and --async-save need --save DIR")
-        if self.load is None and (self.ckpt_step is not None or self.finetune or self.exit_on_missing_checkpoint):
-            raise ConfigError("--ckpt-step, --finetune and --exit-on-missing-checkpoint need --load DIR")
-        if self.save_retain_interval is None:
-            return
-        if self.save_interval is None or self.save_retain_interval % self.save_interval:
-            raise ConfigError(
-                f"--save-retain-interval {self.save_retain_interval} must be a multiple of --save-interval "
-                f"({'not given' if self.save_interval is None else self.save_interval}), or nothing would be kept"
-            )
+        if self.load is None and (self.ckpt_step is not None or self.finetune):
+            raise ConfigError("--ckpt-step and --finetune need --load DIR")

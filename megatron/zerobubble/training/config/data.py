@@ -59,9 +59,6 @@ class DataConfig:
     pack_sequences: bool = False
     """Pack several documents into each sample of at most --seq-length tokens. No document attends to another one. Without
     --variable-seq-lengths samples are padded to --seq-length."""
-    sft: bool = False
-    """Fine-tune on conversations: --data-path and its kin name files of JSON lines with messages, or prompt and response. Only
-    answers count in the loss. Without --variable-seq-lengths samples are padded to --seq-length."""
 
     def __post_init__(self) -> None:
         not_negative(self, "num_workers")
@@ -106,7 +103,7 @@ class DataConfig:
     @property
     def document_flag(self) -> str | None:
         """The flag that makes documents samples, for errors; None if none is given."""
-        flags = {"--sft": self.sft, "--pack-sequences": self.pack_sequences, "--variable-seq-lengths": self.variable_seq_lengths}
+        flags = {"--pack-sequences": self.pack_sequences, "--variable-seq-lengths": self.variable_seq_lengths}
         return next((flag for flag, is_given in flags.items() if is_given), None)
 
     @property

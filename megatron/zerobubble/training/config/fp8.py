@@ -29,8 +29,6 @@ class Fp8Config:
     """With --fp8-recipe custom: the quantizer factory, as package.module.function."""
     fp8_margin: int = 0
     """With --fp8-recipe delayed: scale down by 2 to this power."""
-    fp8_interval: int = 1
-    """Taken and ignored, as by Transformer Engine from 1.8 on."""
     fp8_amax_history_len: int = 1
     """With --fp8-recipe delayed: number of past magnitudes (amax) of each tensor that are kept."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
@@ -50,7 +48,7 @@ class Fp8Config:
 
     def __post_init__(self) -> None:
         not_negative(self, "fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-        positive(self, "fp8_interval", "fp8_amax_history_len")
+        positive(self, "fp8_amax_history_len")
         at_most(self, 127, "fp8_margin")  # a power of 2, in fp32
         at_most(self, 2**20, "fp8_amax_history_len")
         if self.fp8_format is None:

@@ -80,11 +80,6 @@ class ModelConfig:
     """Dropout probability of the attention weights."""
     init_method_std: float = 0.02
     """Standard deviation of the normal distribution of the initial weights."""
-    apply_query_key_layer_scaling: bool = False
-    """Scale attention scores by 1 / layer number in the precision of the model, and back in fp32. Only matters with
-    --attention-backend local and --fp16."""
-    attention_softmax_in_fp32: bool = False
-    """With --attention-backend local: run attention masking and softmax in fp32. Other kernels always do."""
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = "auto"
     """Kernels that may compute attention. With --transformer-impl local these are torch's: flash attention (flash), cuDNN's or
     memory-efficient ones (fused, on GPUs), plain operations (unfused), or any (auto); local is megatron-core's own attention,
@@ -249,8 +244,6 @@ class PrecisionConfig:
     """Accumulate and reduce gradients in fp32. Implied by --bf16, unless --grad-reduce-in-bf16 is given."""
     grad_reduce_in_bf16: bool = False
     """With --bf16: accumulate and reduce gradients in bfloat16."""
-    fp16_lm_cross_entropy: bool = False
-    """With --fp16: compute the cross entropy of the language model loss in float16."""
 
     def __post_init__(self) -> None:
         positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
@@ -267,8 +260,6 @@ class PrecisionConfig:
             raise ConfigError("--bf16 and --fp16 are both given; choose one")
         if self.loss_scale is not None and not self.fp16:
             raise ConfigError("--loss-scale needs --fp16")
-        if self.fp16_lm_cross_entropy and not self.fp16:
-            raise ConfigError("--fp16-lm-cross-entropy needs --fp16")
         if self.grad_reduce_in_bf16 and not self.bf16:
             raise ConfigError("--grad-reduce-in-bf16 needs --bf16")
         if self.grad_reduce_in_bf16 and self.accumulate_allreduce_grads_in_fp32:

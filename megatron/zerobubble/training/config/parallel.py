@@ -63,8 +63,6 @@ class ParallelConfig:
     Default: megatron-core's."""
     ddp_average_in_collective: bool = False
     """Average gradients in the data-parallel collective instead of scaling them before it. Not with gloo."""
-    num_distributed_optimizer_instances: int = 1
-    """Number of replicas of the distributed optimizer's shards. Only 1 is supported."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Process group backend: nccl on GPUs; gloo on CPUs, or if several ranks share a GPU, with transfers through host memory.
     Default: nccl if CUDA is available, else gloo."""
@@ -81,11 +79,6 @@ class ParallelConfig:
         at_most(self, 10_000, "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
         at_most(self, 60 * 24 * 365, "distributed_timeout_minutes")
         positive(self, "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "ddp_bucket_size")
-        if self.num_distributed_optimizer_instances != 1:
-            raise ConfigError(
-                f"--num-distributed-optimizer-instances {self.num_distributed_optimizer_instances} is not supported, only 1 is; "
-                "leave it out to shard over all data-parallel ranks"
-            )
         virtual = (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank)
         if None not in virtual:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.require import at_most, not_negative, positive
@@ -51,9 +51,6 @@ class RunConfig:
     manual_gc_eval: bool = True
     """With --manual-gc, do not collect before and after each evaluation. By default it does."""
 
-    yaml_cfg: str | None = field(default=None, metadata={"metavar": "FILE"})
-    """YAML file with flags: names with underscores or as on the command line, in sections or not; a switch is true or false.
-    The command line overrides it. Needs the package pyyaml."""
     dry_run: bool = False
     """Check the flags, print the settings, the plan, the stages and the memory that each rank is predicted to need, and end. It
     needs neither torchrun nor a GPU nor other ranks."""

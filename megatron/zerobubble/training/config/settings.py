@@ -285,9 +285,3 @@ class Settings:
         if self.optim.lr_warmup_fraction is not None:
             return self.optim.lr_warmup_fraction * self.lr_decay_samples
         return self.optim.lr_warmup_samples or self.optim.lr_warmup_iters * self.global_batch_size
-
-    @property
-    def lr_wsd_decay_samples(self) -> int | None:
-        """Number of samples of the annealing phase of --lr-decay-style WSD; None without one."""
-        iterations = self.optim.lr_wsd_decay_iters
-        return self.optim.lr_wsd_decay_samples if iterations is None else iterations * self.global_batch_size

@@ -59,8 +59,6 @@ class TokenizerConfig:
     own, which must include <unk>, <s>, </s>, <mask>, <pad>, <cls> and <sep>."""
     trust_remote_code: bool = False
     """Run Python code that comes with a Hugging Face tokenizer."""
-    tokenizer_hf_use_fast: bool = field(default=True, metadata={"flag": "--tokenizer-hf-no-use-fast"})
-    """Use Hugging Face's tokenizer in Python instead of the one in Rust, where it has both."""
     tokenizer_hf_include_special_tokens: bool = field(default=True, metadata={"flag": "--tokenizer-hf-no-include-special-tokens"})
     """Leave out the special tokens that a Hugging Face tokenizer puts around a text, such as its first one."""
     tiktoken_pattern: Literal["v1", "v2"] | None = None

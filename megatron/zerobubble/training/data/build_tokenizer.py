@@ -10,7 +10,6 @@ from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.tokenizers import gpt2_tokenizer, load_tokenizer
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
-from megatron.zerobubble.training.data.conversation_tokens import tokenize_conversations
 from megatron.zerobubble.training.data.corpus import read_corpus_info
 from megatron.zerobubble.training.data.token_ids import check_small_datasets
 
@@ -47,15 +46,9 @@ def check_data_matches(settings: Settings, tokenizer: Any, *, is_first: bool = T
     Args:
         settings: names the datasets.
         tokenizer: of `build_tokenizer`.
-        is_first: whether to search small datasets for tokens that it does not have, and to tokenize the conversations of --sft;
-            one rank of a job does it for all.
+        is_first: whether to search small datasets for tokens that it does not have; one rank of a job does it for all.
     """
     data = settings.data
-    if data.sft:
-        end = end_of_document(tokenizer, "--sft looks")
-        if is_first:
-            tokenize_conversations(settings, tokenizer, end=end)
-        return
     for prefix in data.sources.prefixes:
         info = read_corpus_info(prefix)
         if info is not None and settings.tokenizer.tokenizer_type != "NullTokenizer":  # its size depends on megatron-core
@@ -105,7 +98,6 @@ def _load(config: TokenizerConfig) -> Any:
     if kind in ("HuggingFaceTokenizer", "GPT2BPETokenizer"):
         options = {
             "additional_special_tokens": list(config.special_tokens),
-            "use_fast": config.tokenizer_hf_use_fast,
             "include_special_tokens": config.tokenizer_hf_include_special_tokens,
             "trust_remote_code": config.trust_remote_code,
         }

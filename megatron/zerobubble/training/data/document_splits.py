@@ -6,7 +6,6 @@ All ranks build them, for the lengths of the samples; tokens are opened where th
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,8 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.utils import Split
 
-from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.training.config.data_blend import Blend
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.conversation_tokens import tokenized_prefix
-from megatron.zerobubble.training.data.conversations import FLAG
 from megatron.zerobubble.training.data.corpus import split_documents
 from megatron.zerobubble.training.data.documents import DocumentDataset, DocumentOptions
 from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset
@@ -65,7 +61,7 @@ def document_datasets(
 
     Args:
         settings: paths and splits of the data.
-        tokenizer: of the run; with --sft its tokens were written by `conversation_tokens.tokenize_conversations`.
+        tokenizer: of the run.
         sizes: samples of each split.
 
     Raises:
@@ -87,13 +83,12 @@ def _dataset(settings: Settings, tokenizer: Any, blend: Blend, split: Split, siz
         seq_length=settings.model.seq_length,
         seed=settings.run.seed,
         packs=settings.data.pack_sequences,
-        has_masks=settings.data.sft,
         mmap_bin_files=settings.data.mmap_bin_files,
     )
     config = BlendedMegatronDatasetConfig(random_seed=options.seed, sequence_length=options.seq_length, tokenizer=tokenizer)
     once = blend.weights is None and len(blend.prefixes) > 1
     parts = [
-        DocumentDataset(*_documents(settings, tokenizer, path, split), size=size, options=options, config=config, split=split)
+        DocumentDataset(*_documents(settings, path, split), size=size, options=options, config=config, split=split)
         for path in blend.prefixes
     ]
     rows = sum(part.num_rows for part in parts)
@@ -110,14 +105,8 @@ def _dataset(settings: Settings, tokenizer: Any, blend: Blend, split: Split, siz
     return DocumentBlend(parts, weights, None if once else size, config)
 
 
-def _documents(settings: Settings, tokenizer: Any, path: str, split: Split) -> tuple[DatasetIndex, range]:
+def _documents(settings: Settings, prefix: str, split: Split) -> tuple[DatasetIndex, range]:
     """The index of one dataset, and the numbers of the split's documents."""
-    prefix = tokenized_prefix(path, settings, tokenizer) if settings.data.sft else path
-    if settings.data.sft and not Path(f"{prefix}.idx").is_file():
-        raise DataError(
-            f"{FLAG} {path}: {prefix}.idx is not on this machine; rank 0 tokenizes for all ranks: give --data-cache-path DIR, a "
-            "directory that all machines share"
-        )
     index = check_dataset(prefix, reads_all=False)
     if settings.data.sources.divided is None:
         return index, range(index.num_sequences)

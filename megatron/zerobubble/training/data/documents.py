@@ -46,8 +46,6 @@ class DocumentOptions:
     """Of the order of the samples."""
     packs: bool
     """Whether several documents share a sample."""
-    has_masks: bool
-    """Whether tokens that do not count as labels are stored as their complement, -1 - id (`data.conversation_tokens`)."""
     mmap_bin_files: bool
     """Whether .bin files are memory-mapped."""
 
@@ -156,11 +154,10 @@ class DocumentDataset(Dataset[dict[str, Any]]):
         tokens = [self._read(place) for place in places]
         lengths = self._pieces.length[places.start : places.stop]
         inputs, labels = (np.concatenate([each[cut] for each in tokens]) for cut in (slice(None, -1), slice(1, None)))
-        counts = labels >= 0 if self._options.has_masks else labels != _PADDING
         return {
-            "tokens": torch.from_numpy(self._ids(inputs)),
-            "labels": torch.from_numpy(self._ids(labels)),
-            "loss_mask": torch.from_numpy(counts.astype(np.float32)),
+            "tokens": torch.from_numpy(_ids(inputs)),
+            "labels": torch.from_numpy(_ids(labels)),
+            "loss_mask": torch.from_numpy((labels != _PADDING).astype(np.float32)),
             "position_ids": torch.cat([torch.arange(int(length)) for length in lengths]),
             "cu_seqlens": torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
         }
@@ -173,7 +170,7 @@ class DocumentDataset(Dataset[dict[str, Any]]):
         """
         row = int(self._rows(np.asarray(number)))
         for place in range(int(self._starts[row]), int(self._starts[row + 1])):
-            tokens = self._ids(self._read(place))
+            tokens = _ids(self._read(place))
             bad = (tokens < 0) | (tokens >= size)
             if bad.any():
                 where = int(np.argmax(bad))
@@ -187,13 +184,6 @@ class DocumentDataset(Dataset[dict[str, Any]]):
         document, begin, length = (int(each[place]) for each in (pieces.document, pieces.begin, pieces.length))
         tokens: Array = self._tokens.get(document, offset=begin, length=length + 1).astype(np.int64)
         return tokens
-
-    def _ids(self, tokens: Array) -> Array:
-        """Token ids of what is stored; padding becomes token 0."""
-        ids: Array = (
-            np.where(tokens < 0, -1 - tokens, tokens) if self._options.has_masks else np.where(tokens == _PADDING, 0, tokens)
-        )
-        return ids
 
     @functools.cached_property
     def _tokens(self) -> IndexedDataset:
@@ -216,6 +206,11 @@ class DocumentDataset(Dataset[dict[str, Any]]):
             while len(self._epochs) > 2:
                 self._epochs.popitem(last=False)
         return self._epochs[epoch]
+
+
+def _ids(tokens: Array) -> Array:
+    """Token ids; padding becomes token 0."""
+    return np.where(tokens == _PADDING, 0, tokens)
 
 
 def _permutation(seed: int, epoch: int, num: int) -> Array:

@@ -13,7 +13,7 @@ from typing import IO, NamedTuple
 
 from megatron.zerobubble.errors import DataError
 
-__all__ = ["Document", "Line", "json_lines", "json_texts", "stdlib_texts"]
+__all__ = ["Document", "json_texts", "stdlib_texts"]
 
 _GZIP = b"\x1f\x8b"
 """The first bytes of a gzip file, whatever its name."""
@@ -35,17 +35,6 @@ class Document(NamedTuple):
     """Bytes of the input that were read when it was complete: of a compressed file, compressed ones."""
 
 
-class Line(NamedTuple):
-    """A line of a file of JSON lines, which is not empty."""
-
-    text: str
-    """The line."""
-    place: str
-    """File and line number, for errors."""
-    end: int
-    """As `Document.end`."""
-
-
 def json_texts(path: str, keys: Sequence[str]) -> Iterator[Document]:
     """The documents of a JSON-lines file: the values of `keys` of each line. A file compressed by gzip is decompressed.
 
@@ -53,35 +42,21 @@ def json_texts(path: str, keys: Sequence[str]) -> Iterator[Document]:
         DataError: the file cannot be read, or a line is not UTF-8 text or not an object with the keys; the message has the line
             number.
     """
-    for line in json_lines(path, "--input"):
-        for value in _values(line.text, keys, line.place):
-            yield Document(value, line.place, line.end)
-
-
-def json_lines(path: str, flag: str) -> Iterator[Line]:
-    """The lines of a file that are not empty. A file compressed by gzip is decompressed.
-
-    Args:
-        path: of the file.
-        flag: that names it, for errors.
-
-    Raises:
-        DataError: the file cannot be read, or a line is not UTF-8 text; the message has the line number.
-    """
     if not Path(path).is_file():
-        raise DataError(f"{flag} {path} does not exist; give a file with one JSON object a line")
+        raise DataError(f"--input {path} does not exist; give a file with one JSON object a line")
     number = 0
     try:
         with Path(path).open("rb") as file, closing(_decompressed(file)) as lines:
             for number, line in enumerate(lines, start=1):
-                place = f"{flag} {path}, line {number}"
+                place = f"--input {path}, line {number}"
                 text = _text(line, place)
                 if text.strip():
-                    yield Line(text, place, file.tell())
+                    for value in _values(text, keys, place):
+                        yield Document(value, place, file.tell())
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{flag} {path} is a damaged gzip file after line {number} ({error}); compress the text again") from None
+        raise DataError(f"--input {path} is a damaged gzip file after line {number} ({error}); compress the text again") from None
     except OSError as error:
-        raise DataError(f"{flag} {path} cannot be read: {error.strerror or error}") from None
+        raise DataError(f"--input {path} cannot be read: {error.strerror or error}") from None
 
 
 def _decompressed(file: IO[bytes]) -> IO[bytes] | gzip.GzipFile:

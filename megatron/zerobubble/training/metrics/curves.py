@@ -39,13 +39,6 @@ class Curves:
         if self._run is not None:
             self._resources.callback(self._run.finish)
 
-    def write_events(self, write: Callable[[Any | None], object]) -> None:
-        """Call `write` with TensorBoard's SummaryWriter, for megatron-core's timers; None without one or after a failure."""
-        if self._events is None:
-            write(None)
-        else:
-            self._events.act(write)
-
     def add(self, values: Mapping[str, Any], iteration: int) -> None:
         """Add a point at `iteration` for each of `values` that is a number; others are ignored."""
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}

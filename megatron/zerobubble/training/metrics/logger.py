@@ -22,7 +22,6 @@ from megatron.zerobubble.training.metrics.curves import Curves
 from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
 from megatron.zerobubble.training.metrics.json_lines import JsonLines
 from megatron.zerobubble.training.metrics.progress_line import progress_line
-from megatron.zerobubble.training.metrics.rank_memory import memory_scalars
 from megatron.zerobubble.training.metrics.run_summary import Totals
 from megatron.zerobubble.training.step import MeanLoss, StepResult, mean_losses
 
@@ -151,7 +150,7 @@ class MetricsLogger:
             self._curves.flush()
 
     def _log_progress(self, records: list[IterationRecord], aux_losses: Mapping[str, float]) -> None:
-        settings, last = self._settings, records[-1]
+        settings = self._settings
         _log.info(
             "%s",
             progress_line(
@@ -162,11 +161,6 @@ class MetricsLogger:
                 num_corrected=self._num_corrected,
             ),
         )
-        if settings.logging.log_memory_to_tensorboard:
-            self.add_curves(memory_scalars(), last.iteration)
-        if settings.logging.log_timers_to_tensorboard:
-            write = self._curves.write_events if self._curves is not None else lambda act: act(None)
-            write(lambda to: self._timers.write(list(_TIMERS), to, last.iteration, normalizer=len(records), reset=False))
         if settings.logging.timing_log_level > 0:
             text = self._timers.get_all_timers_string(list(_TIMERS), normalizer=len(records))
             if text:
@@ -185,8 +179,8 @@ class MetricsLogger:
         if not self._has_reported_without_loss:
             self._has_reported_without_loss = True
             _log.info(
-                "iteration %d has no token that counts in the loss, and so no loss; training goes on. With --sft a piece of a "
-                "long prompt has none: a larger --seq-length or --global-batch-size makes this rarer",
+                "iteration %d has no token that counts in the loss, and so no loss; training goes on. Padding and "
+                "masked tokens do not count: a larger --global-batch-size makes this rarer",
                 iteration,
             )
 

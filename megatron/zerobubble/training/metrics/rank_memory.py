@@ -1,4 +1,4 @@
-"""Memory of the ranks, in the log and in curves, as Megatron-LM's training loop reports it.
+"""Memory of the ranks in the log, as Megatron-LM's training loop reports it.
 
 On a GPU it is that of torch's allocator. The CPU has no such counts: there it is the resident memory of the rank's process.
 """
@@ -12,7 +12,7 @@ import sys
 import torch
 from megatron.core import parallel_state
 
-__all__ = ["log_memory", "memory_scalars"]
+__all__ = ["log_memory"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,16 +34,6 @@ def log_memory(iteration: int) -> None:
         if is_shown:
             parts = " | ".join(f"{name}: {count / 2**20:.2f}" for name, count in zip(names, counts, strict=True))
             _log.info("[Rank %d] (after %d iterations) memory (MB) | %s", rank, iteration, parts)
-
-
-def memory_scalars() -> dict[str, float]:
-    """This rank's memory in bytes, under the names that Megatron-LM's curves have."""
-    if not _uses_gpu():
-        return {"mem-max-resident-bytes": _resident_bytes()}
-    allocated, peak, reserved, _ = _gpu_bytes()
-    count = float(torch.cuda.memory_stats()["allocation.all.current"])
-    sizes = {"mem-reserved-bytes": reserved, "mem-allocated-bytes": allocated, "mem-max-allocated-bytes": peak}
-    return sizes | {"mem-allocated-count": count}
 
 
 def _uses_gpu() -> bool:

@@ -44,7 +44,6 @@ def model_provider(setup: ModelSetup, pre_process: bool, post_process: bool, vp_
         max_sequence_length=model.max_position_embeddings or model.seq_length,
         pre_process=pre_process,
         post_process=post_process,
-        fp16_lm_cross_entropy=setup.settings.precision.fp16_lm_cross_entropy,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,

@@ -42,7 +42,6 @@ def hybrid_stage(setup: ModelSetup, pre_process: bool, post_process: bool, vp_st
         hybrid_layer_pattern=pattern,
         pre_process=pre_process,
         post_process=post_process,
-        fp16_lm_cross_entropy=settings.precision.fp16_lm_cross_entropy,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,

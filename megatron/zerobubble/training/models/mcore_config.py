@@ -78,7 +78,7 @@ def _shape(settings: Settings) -> dict[str, Any]:
     names = (
         *("hidden_size", "num_attention_heads", "kv_channels", "rotary_interleaved", "normalization"),
         *("qk_layernorm", "add_bias_linear", "add_qkv_bias", "hidden_dropout", "attention_dropout", "init_method_std"),
-        *("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "transformer_impl", "use_cpu_initialization"),
+        *("transformer_impl", "use_cpu_initialization"),
         *("recompute_granularity", "recompute_method", "recompute_num_layers", "mtp_num_layers", "mtp_loss_scaling_factor"),
     )
     return {
@@ -132,8 +132,8 @@ def _experts(settings: Settings) -> dict[str, Any]:
         *("expert_model_parallel_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk"),
         *("moe_z_loss_coeff", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
         *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
-        *("moe_router_dtype", "moe_input_jitter_eps", "moe_token_dispatcher_type", "moe_expert_capacity_factor"),
-        *("moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_grouped_gemm"),
+        *("moe_router_dtype", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_expert_capacity_factor"),
+        *("moe_pad_expert_input_to_capacity", "moe_grouped_gemm"),
     )
     return {
         **{name: getattr(moe, name) for name in names},
@@ -205,10 +205,7 @@ def wgrad_policy(settings: Settings) -> WgradPolicy:
 def optimizer_config(settings: Settings, *, timers: Any) -> OptimizerConfig:
     """megatron-core's configuration of the optimizer, gradient clipping and loss scaling."""
     optim, precision = settings.optim, settings.precision
-    names = (
-        *("optimizer", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "clip_grad"),
-        *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
-    )
+    names = (*("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),)
     return OptimizerConfig(
         **{name: getattr(optim, name) for name in names},
         **{
@@ -227,22 +224,18 @@ def optimizer_config(settings: Settings, *, timers: Any) -> OptimizerConfig:
 def scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
     """The schedule of learning rate and weight decay, in samples, as in Megatron-LM."""
     optim = settings.optim
-    start = optim.weight_decay if optim.start_weight_decay is None else optim.start_weight_decay
-    end = optim.weight_decay if optim.end_weight_decay is None else optim.end_weight_decay
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=optim.lr_warmup_init,
+        init_lr=0.0,
         max_lr=optim.lr,
         min_lr=optim.min_lr,
         lr_warmup_steps=settings.lr_warmup_samples,
         lr_decay_steps=settings.lr_decay_samples,
         lr_decay_style=optim.lr_decay_style,
-        start_wd=start,
-        end_wd=end,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
         wd_incr_steps=settings.run.train_samples or settings.train_iters * settings.global_batch_size,
-        wd_incr_style=optim.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=optim.use_checkpoint_opt_param_scheduler,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=optim.override_opt_param_scheduler,
-        wsd_decay_steps=settings.lr_wsd_decay_samples,
-        lr_wsd_decay_style=optim.lr_wsd_decay_style,
     )

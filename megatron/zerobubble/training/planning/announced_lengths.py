@@ -29,7 +29,7 @@ def unequal_options(settings: Settings, config: Any) -> UnequalOptions | None:
         tokens_of=_lengths_of_batch,
         usual_tokens=tokens,
         attention_share=attention_share(config, tokens),
-        objective=Objective.SPAN if settings.zero_bubble.enable_optimizer_post_validation else Objective.MAKESPAN,
+        objective=Objective.with_optimizer(post_validation=settings.zero_bubble.enable_optimizer_post_validation),
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron.zerobubble.files import replace_text
 from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
 from megatron.zerobubble.mcore.state_memory import state_bytes, usable_bytes
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
@@ -14,7 +15,6 @@ from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.profiling.profile import RankProfile
-from megatron.zerobubble.training.checkpoint.atomic_files import replace_text
 from megatron.zerobubble.training.step import TrainingState
 
 __all__ = ["PlanFileWriter", "make_replanner"]
@@ -69,9 +69,8 @@ def make_replanner(training_state: TrainingState, plan_writer: PlanFileWriter, *
     timed = zero_bubble.timed_iterations
     if timed is None:
         return None
-    optimistic = zero_bubble.enable_optimizer_post_validation
     options = SearchOptions(
-        objective=Objective.SPAN if optimistic else Objective.MAKESPAN,
+        objective=Objective.with_optimizer(post_validation=zero_bubble.enable_optimizer_post_validation),
         seed=settings.run.seed,
         budget=budget_of(zero_bubble.zero_bubble_planning_seconds),
     )

@@ -1,9 +1,9 @@
 """Which attempt of torchrun this is, and what its attempts share: the id of the job, and a folder on each machine.
 
-When a rank dies, torchrun ends all ranks and starts new ones, up to --max-restarts times. What must survive that and need no disk
-is a file in host memory (tmpfs) under the id of the process that starts the ranks, which lives as long as the job: torchrun's own
-on each machine. The id of the job is written there by its first attempt, so a later one knows which checkpoints are its own, even
-in a --save directory with those of other jobs. Folders of jobs that are gone are removed when the next one starts there.
+When a rank dies, torchrun ends all ranks and starts new ones, up to --max-restarts times. The first attempt writes the id of the
+job into a file in host memory (tmpfs), in a folder named after the process that starts the ranks, which lives as long as the job:
+torchrun's own on each machine. So a later attempt knows which checkpoints are its own, even in a --save directory with those of
+other jobs. Folders of jobs that are gone are removed when the next one starts there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from megatron.zerobubble.files import replace_text
 from megatron.zerobubble.job.launch import Launch
-from megatron.zerobubble.training.checkpoint.atomic_files import replace_text
+from megatron.zerobubble.machine import process_state
 from megatron.zerobubble.training.initialize import Job
 
 __all__ = ["MEMORY", "Attempt", "join_attempt", "leave_attempt", "restarts_folder"]
@@ -50,11 +51,6 @@ class Attempt:
     def is_restart(self) -> bool:
         """Whether an earlier attempt failed."""
         return self.number > 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether torchrun restarts nothing after this attempt."""
-        return self.number >= self.max_restarts
 
     @property
     def text(self) -> str:
@@ -99,7 +95,8 @@ def restarts_folder(root: Path, starter: int) -> Path:
 
     Process ids are used again, and containers that share a tmpfs have their own: so the name has its start time and namespace.
     """
-    return root / f"{_prefix()}{starter}-{_start_time(starter)}"
+    state = process_state(starter)
+    return root / f"{_prefix()}{starter}-{None if state is None else state.start}"
 
 
 def _prefix() -> str:
@@ -110,21 +107,15 @@ def _prefix() -> str:
     return f"megatron-zerobubble-{os.geteuid()}-{namespace}-"
 
 
-def _start_time(process: int) -> int | None:
-    """When a process started, in clock ticks since the machine did; None if it is gone."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-        return int(text.rpartition(")")[2].split()[19])
-    except OSError:
-        return None
-
-
 def _remove_stale(root: Path, own: Path) -> None:
     """Remove folders of jobs of this user whose torchrun is gone."""
     pattern = re.compile(re.escape(_prefix()) + r"(\d+)-(\d+)")
     for path in root.glob(f"{_prefix()}*"):
         found = pattern.fullmatch(path.name)
-        if found and path != own and _start_time(int(found[1])) != int(found[2]):
+        if not found or path == own:
+            continue
+        state = process_state(int(found[1]))
+        if state is None or state.start != found[2]:
             shutil.rmtree(path, ignore_errors=True)
 
 

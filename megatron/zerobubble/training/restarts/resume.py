@@ -2,8 +2,8 @@
 
 The first attempt does what the flags request. After a restart by torchrun, in this order:
 
-1. the newest state of this job: copies in host memory, or a checkpoint in --save that this job wrote, verified before anything is
-   loaded. If one is damaged, the one before it. What an earlier job left in --save does not count.
+1. the newest checkpoint in --save that this job wrote, verified before anything is loaded. If it is damaged, the one before it.
+   What an earlier job left in --save does not count.
 2. what the flags request, as at the first start: --load, there too an older checkpoint if the latest is damaged since, or newly
    initialized weights.
 
@@ -20,39 +20,30 @@ from typing import Any
 
 import torch
 
-from megatron.zerobubble.errors import CheckpointError, ConfigError
-from megatron.zerobubble.training.checkpoint.directory import existing_directory, iterations_in, tracked_iteration
-from megatron.zerobubble.training.checkpoint.load import RestoredProgress, load_checkpoint, load_verified, verified
+from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.training.checkpoint.directory import existing_directory, iterations_in
+from megatron.zerobubble.training.checkpoint.load import (
+    RestoredProgress,
+    latest_iteration,
+    load_checkpoint,
+    load_verified,
+    verified,
+)
 from megatron.zerobubble.training.checkpoint.manifest import Manifest
 from megatron.zerobubble.training.restarts.attempt import Attempt
-from megatron.zerobubble.training.restarts.in_memory import InMemoryCheckpoints
 from megatron.zerobubble.training.step import TrainingState
 
-__all__ = ["has_room", "keep_in_memory", "start_from"]
+__all__ = ["start_from"]
 
 _log = logging.getLogger(__name__)
 
 
-def keep_in_memory(training_state: TrainingState, attempt: Attempt) -> InMemoryCheckpoints | None:
-    """The copies of --in-memory-checkpoint-interval; None without it, or where nothing restarts a job.
-
-    All ranks must call this.
-    """
-    if training_state.settings.checkpoint.in_memory_checkpoint_interval is None:
-        return None
-    if attempt.folder is None:
-        _log.warning("--in-memory-checkpoint-interval does nothing here: start the job with torchrun --max-restarts N")
-        return None
-    return InMemoryCheckpoints(training_state, attempt.folder, job=attempt.job)
-
-
-def start_from(training_state: TrainingState, attempt: Attempt, memory: InMemoryCheckpoints | None) -> RestoredProgress | None:
-    """Load what this attempt starts from, and keep of the copies in memory only what it did. All ranks must call this.
+def start_from(training_state: TrainingState, attempt: Attempt) -> RestoredProgress | None:
+    """Load what this attempt starts from. All ranks must call this.
 
     Args:
         training_state: changed in place.
         attempt: which attempt this is.
-        memory: the copies in host memory.
 
     Returns:
         Progress of what was loaded; None at iteration 0.
@@ -60,57 +51,19 @@ def start_from(training_state: TrainingState, attempt: Attempt, memory: InMemory
     Raises:
         CheckpointError: what the flags request cannot be loaded.
     """
-    if attempt.is_restart:
-        restored, kept = _resume(training_state, attempt, memory)
-    else:
-        restored, kept = _requested(training_state), None
-    if memory is not None:
-        memory.remove(but=None if attempt.is_last else kept)
-    return restored
-
-
-def has_room(attempt: Attempt, memory: InMemoryCheckpoints | None) -> bool:
-    """Whether this attempt keeps copies: not the last one, which nothing resumes, and only where they fit.
-
-    All ranks must call this.
-
-    Raises:
-        ConfigError: they do not fit, in the first attempt; later ones train without.
-    """
-    if memory is None or attempt.is_last:
-        return False
-    try:
-        memory.check_room()
-    except ConfigError as error:
-        if not attempt.is_restart:
-            raise
-        _log.warning("no copies are kept in memory: %s", error)
-        return False
-    return True
+    return _resume(training_state, attempt) if attempt.is_restart else _requested(training_state)
 
 
 def _requested(training_state: TrainingState) -> RestoredProgress | None:
     return None if training_state.settings.checkpoint.load is None else load_checkpoint(training_state)
 
 
-def _resume(
-    training_state: TrainingState, attempt: Attempt, memory: InMemoryCheckpoints | None
-) -> tuple[RestoredProgress | None, int | None]:
-    """The progress loaded, and the iteration of the copies in memory if it was they."""
-    found, why = (None, "") if memory is None else memory.find()
-    if memory is not None and found is None:
-        _log.info("%s: %s", attempt.text, why)
-    on_disk = _iterations_of(training_state, attempt)
-    for iteration in sorted({*on_disk, *([] if found is None else [found.iteration])}, reverse=True):
-        if memory is not None and found is not None and iteration == found.iteration:
-            num_sent = memory.restore(found)
-            sent = f", {num_sent} of them sent from other machines" if num_sent else ""
-            _log.info("%s: resuming after iteration %d, from the copies in memory%s", attempt.text, iteration, sent)
-            return RestoredProgress(found.iteration, found.consumed_samples), found.iteration
-        own = _with(training_state, load=training_state.settings.checkpoint.save)
+def _resume(training_state: TrainingState, attempt: Attempt) -> RestoredProgress | None:
+    own = _with(training_state, load=training_state.settings.checkpoint.save)
+    for iteration in _iterations_of(training_state, attempt):
         if (restored := _try(own, iteration, attempt)) is not None:
-            return restored, None
-    return _as_requested(training_state, attempt), None
+            return restored
+    return _as_requested(training_state, attempt)
 
 
 def _as_requested(training_state: TrainingState, attempt: Attempt) -> RestoredProgress | None:
@@ -121,7 +74,7 @@ def _as_requested(training_state: TrainingState, attempt: Attempt) -> RestoredPr
         _log.info("%s: starting from newly initialized weights, at iteration 0", nothing)
         return None
     _log.info("%s: starting from --load %s, as at the first start", nothing, flags.load)
-    latest = tracked_iteration(flags.load) if flags.ckpt_step is None else None
+    latest = latest_iteration(flags.load) if flags.ckpt_step is None else None
     if latest is not None and not flags.finetune:
         for iteration in _on_rank_0(lambda: [each for each in iterations_in(str(flags.load)) if each <= latest]):
             if (restored := _try(training_state, iteration, attempt)) is not None:
@@ -147,9 +100,6 @@ def _iterations_of(training_state: TrainingState, attempt: Attempt) -> list[int]
         return []
     if not attempt.is_known:
         _log.warning("%s: the machines that knew the id of this job are gone, so its own checkpoints are not known", attempt.text)
-        return []
-    if not flags.save_optim:
-        _log.info("%s: with --no-save-optim the checkpoints of this job cannot be resumed from", attempt.text)
         return []
     return _on_rank_0(lambda: _written_by(str(flags.save), attempt.job))
 

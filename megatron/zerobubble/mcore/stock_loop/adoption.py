@@ -1,0 +1,184 @@
+"""The model chunks that a stock loop wraps by DDP. Each is split into B and W before that; a schedule's call looks them up."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.utils import get_attr_wrapped_model
+from torch import nn
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.attention.torch_attention import use_torch_attention
+from megatron.zerobubble.mcore.build import check_config, make_store
+from megatron.zerobubble.mcore.ddp.wrap import order_wgrads_by_bucket
+from megatron.zerobubble.mcore.model.embeddings import release_unused_head, tie_chunks
+from megatron.zerobubble.mcore.model.hybrid_layers import check_hybrid
+from megatron.zerobubble.mcore.model.named_weights import draw_by_name
+from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
+from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.wgrad.store import WeightGradStore
+
+__all__ = ["Adopted", "AdoptedChunks", "is_stage"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Adopted:
+    """A chunk that has been split. It does not keep the chunk, its config or its DDP wrapper alive."""
+
+    module: weakref.ref[nn.Module]
+    config: weakref.ref[Any]
+    spec: ScheduleSpec
+    store: WeightGradStore
+    wrapped: weakref.ref[nn.Module] | None = None
+    """The DDP wrapper."""
+
+
+class AdoptedChunks:
+    """The chunks that were wrapped by DDP since `install`, as long as they exist.
+
+    Args:
+        options: the schedule, and how it is planned.
+        ends: `vp_stage` -> whether that chunk of this rank holds the first and the last stage, under V.
+    """
+
+    def __init__(self, options: StockLoopOptions, ends: Callable[[int | None], tuple[bool, bool]]) -> None:
+        self.options = options
+        self.ends = ends
+        self._adopted: list[Adopted] = []
+        self._stores: dict[tuple[torch.dtype, torch.dtype], WeightGradStore] = {}
+        self._has_warned = False
+
+    def adopt(self, config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> Adopted | None:
+        """Split the chunk, before DDP wraps it, for its deferred weight gradients. Afterwards call `wrapped`.
+
+        Returns:
+            None for a module that no pipeline schedule can run, which DDP must wrap as without `install`: the pipeline or the
+            model's share of it has one rank, or the module takes no activation of another stage.
+
+        Raises:
+            ConfigError: the schedule, or torch's attention, does not go with the loop's settings.
+            SplitError: a weight's gradient cannot be deferred.
+        """
+        num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        if num_ranks < 2:
+            self._warn()
+        if min(num_ranks, config.pipeline_model_parallel_size) < 2 or not is_stage(module):
+            self._prepare(module)
+            return None
+        spec = self.options.spec(num_ranks=num_ranks, num_chunks=config.virtual_pipeline_model_parallel_size)
+        check_config(config, spec, knows_lengths=self.options.microbatch_tokens is not None)
+        check_hybrid(module)
+        release_unused_head(module)
+        self._prepare(module)
+        accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
+        key = config.params_dtype, accumulator
+        if key not in self._stores:
+            self._stores[key] = make_store(config, ddp_config, torch.device(torch.cuda.current_device()))
+        if self.options.is_v:
+            self.check_ends(module)
+            self._tie(config, module)
+        split_weight_gradients(module, self._stores[key])
+        adopted = Adopted(weakref.ref(module), weakref.ref(config), spec, self._stores[key])
+        self._adopted = [*self._living(), adopted]
+        return adopted
+
+    def wrapped(self, adopted: Adopted, ddp: nn.Module) -> None:
+        """Take the DDP wrapper of an adopted chunk. Its buckets are the loop's own."""
+        order_wgrads_by_bucket(ddp)
+        adopted.wrapped = weakref.ref(ddp)
+
+    def strangers(self, chunks: Sequence[nn.Module]) -> list[nn.Module]:
+        """Those of `chunks` that were not adopted."""
+        known = {id(ddp) for each in self._adopted if each.wrapped is not None and (ddp := each.wrapped()) is not None}
+        return [chunk for chunk in chunks if id(chunk) not in known]
+
+    def find(self, chunks: Sequence[nn.Module]) -> Adopted:
+        """The first of a model's chunks, all of which were adopted. Raises ConfigError."""
+        of = {id(ddp): each for each in self._adopted if each.wrapped is not None and (ddp := each.wrapped()) is not None}
+        first, *others = [of[id(chunk)] for chunk in chunks]
+        if len(chunks) != first.spec.num_chunks or any(each.store is not first.store for each in others):
+            raise ConfigError(
+                f"schedule {self.options.schedule} takes a model of {first.spec.num_chunks} chunk(s) of one dtype, got "
+                f"{len(chunks)}: give the list of all of this rank's chunks"
+            )
+        return first
+
+    def close(self) -> None:
+        """Undo the split of the chunks that still exist."""
+        for each in self._living():
+            module = each.module()
+            if module is not None:
+                remove_split(module)
+        self._adopted.clear()
+
+    def _prepare(self, module: nn.Module) -> None:
+        """What was asked for besides a schedule, in any module that DDP wraps."""
+        if self.options.torch_attention:
+            use_torch_attention(module)
+        if self.options.weights_seed is not None and hasattr(module, "sharded_state_dict"):
+            draw_by_name([module], seed=self.options.weights_seed)
+
+    def _living(self) -> list[Adopted]:
+        return [each for each in self._adopted if each.module() is not None]
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "schedule %s is installed and the pipeline has one rank: megatron-core's schedule without a pipeline and its "
+                "optimizer step run as without install",
+                self.options.schedule,
+            )
+
+    def check_ends(self, module: nn.Module) -> None:
+        """Raise ConfigError if a chunk was not built with the ends of the model that it has under V."""
+        model: Any = get_attr_wrapped_model(module, "pre_process", return_model_obj=True)
+        first, last = self.ends(model.vp_stage)
+        if (model.pre_process, model.post_process) != (first, last):
+            raise ConfigError(
+                f"chunk {model.vp_stage} of pipeline rank {parallel_state.get_pipeline_model_parallel_rank()} was built with "
+                f"pre_process={model.pre_process}, post_process={model.post_process}; under {self.options.schedule} they are "
+                f"{first} and {last}: ask parallel_state.is_pipeline_first_stage and is_pipeline_last_stage with "
+                "ignore_virtual=False and vp_stage, after megatron.zerobubble.install"
+            )
+
+    def check_v(self, chunks: Sequence[nn.Module]) -> None:
+        """Raise ConfigError if the chunks of a model that DDP did not wrap are not those of a V, in their order."""
+        for number, chunk in enumerate(chunks):
+            given = get_attr_wrapped_model(chunk, "vp_stage")
+            if given != number:
+                raise ConfigError(
+                    f"schedule {self.options.schedule} was given chunk {given} in the place of chunk {number}: give a model's "
+                    "chunks in the order of their vp_stage"
+                )
+            self.check_ends(chunk)
+
+    def _tie(self, config: Any, chunk: nn.Module) -> None:
+        """Under V with tied embeddings: start the head of the second chunk from the embedding of the first."""
+        number = get_attr_wrapped_model(chunk, "vp_stage")
+        earlier = [module for each in self._adopted if each.config() is config and (module := each.module()) is not None]
+        if number == 0:
+            return
+        if not earlier or get_attr_wrapped_model(earlier[-1], "vp_stage") != number - 1:
+            raise ConfigError(f"chunk {number} was wrapped by DDP before chunk {number - 1}: wrap a model's chunks in order")
+        tie_chunks([earlier[-1], chunk])
+
+
+def is_stage(module: nn.Module) -> bool:
+    """Whether a pipeline schedule can run the module: it takes the activations of the stage before, as each of them demands."""
+    each: Any = module
+    while each is not None:
+        if hasattr(each, "set_input_tensor"):
+            return True
+        each = getattr(each, "module", None)
+    return False

@@ -1,0 +1,191 @@
+"""A model that a stock loop trains, the schedule that runs it, and what goes with that schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import nn
+
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions, attention_share
+from megatron.zerobubble.mcore.model.embeddings import tie_chunks
+from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
+from megatron.zerobubble.mcore.replanner import Replanner, budget_of
+from megatron.zerobubble.mcore.state_memory import state_bytes
+from megatron.zerobubble.mcore.stock_loop.adoption import Adopted
+from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticSteps
+from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
+from megatron.zerobubble.mcore.stock_loop.result_relay import ResultRelay
+from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
+from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.search.search_options import SearchOptions
+from megatron.zerobubble.profiling.profile import RankProfile
+from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
+from megatron.zerobubble.wgrad.store import WeightGradStore
+
+__all__ = ["Running", "start", "start_forward_only"]
+
+
+@dataclass(eq=False)
+class Running:
+    """A model, the schedule that runs it, and its re-planning."""
+
+    chunks: list[nn.Module]
+    schedule: PipelineSchedule
+    replanner: Replanner | None
+    relay: ResultRelay | None
+    """Under V: sends the results of the last stage to the last pipeline rank."""
+    steps: OptimisticSteps | None
+    """With post-validation: the model's optimizer steps."""
+    dropout: LayoutDropout | None
+    """Draws dropout masks by layer and sample, if that was asked for."""
+    iterations: int = 0
+    """Training iterations so far."""
+
+    def closers(self) -> list[Callable[[], None]]:
+        """What destroys the process groups that exist so far when the model is gone, without a reference to it.
+
+        Every rank of the world must call them, in this order.
+        """
+        closers = self.schedule.closers()
+        if self.relay is not None:
+            closers.append(self.relay.close)
+        return closers if self.steps is None else [*closers, *self.steps.closers()]
+
+    def close(self, *, validates: bool) -> None:
+        """Remove hooks and destroy process groups; validate the last step before, if wanted."""
+        if self.steps is not None:
+            self.steps.close(validates=validates)
+        self.schedule.close()
+        if self.relay is not None:
+            self.relay.close()
+        if self.dropout is not None:
+            self.dropout.remove()
+
+
+def start(
+    options: StockLoopOptions,
+    first: Adopted,
+    chunks: Sequence[nn.Module],
+    optimizers: Iterable[Any],
+    *,
+    num_microbatches: int,
+    usual_tokens: int,
+) -> Running:
+    """Make the schedule of a model of `chunks`, the first of which is `first`. All ranks of the world must call it."""
+    spec = first.spec
+    if options.memory_limit is not None:  # until memory is measured: one microbatch per rank, the least possible
+        spec = dataclasses.replace(spec, memory_limit=1.0 / min(spec.num_ranks, num_microbatches))
+    schedule = PipelineSchedule(
+        spec,
+        chunks,
+        store=first.store,
+        config=get_model_config(chunks[0]),
+        p2p_max_ctas=options.p2p_max_ctas,
+        unequal=_unequal(options, get_model_config(chunks[0]), usual_tokens),
+    )
+    relay = None
+    if options.is_v:
+        relay = ResultRelay(parallel_state.get_pipeline_model_parallel_group(), schedule.device)
+    steps = None
+    if options.post_validation is not None:
+        steps = OptimisticSteps(options.post_validation, schedule, chunks)
+    dropout = None
+    if options.dropout_seed is not None:
+        check_layout_dropout(get_model_config(chunks[0]))
+        dropout = LayoutDropout(chunks, seed=options.dropout_seed, device=schedule.device)
+    replanner = _make_replanner(options, schedule, chunks, optimizers, num_microbatches)
+    return Running(list(chunks), schedule, replanner, relay, steps, dropout)
+
+
+def start_forward_only(options: StockLoopOptions, chunks: Sequence[nn.Module], *, usual_tokens: int) -> Running:
+    """Make the schedule of a model under V that DDP did not wrap and that only runs forward. All ranks of the world call it.
+
+    Its embedding and output layer become equal here if they are tied: where DDP wraps a model, that happens before.
+    """
+    config = get_model_config(chunks[0])
+    spec = options.spec(
+        num_ranks=parallel_state.get_pipeline_model_parallel_world_size(),
+        num_chunks=config.virtual_pipeline_model_parallel_size,
+    )
+    if len(chunks) != spec.num_chunks:
+        raise ConfigError(
+            f"schedule {options.schedule} takes a model of {spec.num_chunks} chunk(s), got {len(chunks)}: give the list of all "
+            "of this rank's chunks"
+        )
+    tie_chunks(chunks)
+    schedule = PipelineSchedule(
+        spec,
+        chunks,
+        store=WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate)),  # stays empty
+        config=config,
+        p2p_max_ctas=options.p2p_max_ctas,
+        unequal=_unequal(options, config, usual_tokens),
+    )
+    relay = ResultRelay(parallel_state.get_pipeline_model_parallel_group(), schedule.device)
+    return Running(list(chunks), schedule, replanner=None, relay=relay, steps=None, dropout=None)
+
+
+def _unequal(options: StockLoopOptions, config: Any, usual_tokens: int) -> UnequalOptions | None:
+    """How microbatches of unequal length are planned; None: they are equal."""
+    if options.microbatch_tokens is None:
+        return None
+    return UnequalOptions(
+        tokens_of=options.microbatch_tokens,
+        usual_tokens=usual_tokens,
+        attention_share=attention_share(config, usual_tokens),
+        reorders=options.reorder_microbatches,
+        objective=_objective(options),
+    )
+
+
+def _objective(options: StockLoopOptions) -> Objective:
+    """A synchronous optimizer waits for all ranks: the iteration takes from the first op of any to the last op of any."""
+    return Objective.MAKESPAN if options.post_validation is None else Objective.SPAN
+
+
+def _make_replanner(
+    options: StockLoopOptions,
+    schedule: PipelineSchedule,
+    chunks: Sequence[nn.Module],
+    optimizers: Iterable[Any],
+    num_microbatches: int,
+) -> Replanner | None:
+    if options.timed is None:
+        return None
+    search = SearchOptions(objective=_objective(options), budget=budget_of(options.planning_seconds))
+    limit = options.memory_limit
+    if limit is None:
+        return Replanner(schedule, options.timed, search, num_microbatches=num_microbatches)
+
+    def own_state_bytes() -> int:
+        return _state_bytes(options, chunks, optimizers)
+
+    def headroom_bytes(profile: RankProfile) -> int:
+        return limit.headroom_bytes(schedule.device, own_state_bytes() + profile.workspace_bytes)
+
+    return Replanner(
+        schedule,
+        options.timed,
+        search,
+        num_microbatches=num_microbatches,
+        headroom_bytes=headroom_bytes,
+        state_bytes=own_state_bytes,
+    )
+
+
+def _state_bytes(options: StockLoopOptions, chunks: Sequence[nn.Module], optimizers: Iterable[Any]) -> int:
+    """Bytes of weights, gradients and optimizer state. Raises ConfigError if the optimizer is not megatron-core's."""
+    made = list(optimizers)
+    if not made:
+        raise ConfigError(
+            f"schedule {options.schedule} has a memory limit in bytes, and no optimizer of megatron-core was made since "
+            "megatron.zerobubble.install: make it by get_megatron_optimizer, or give the limit as a number (1 is 1F1B's)"
+        )
+    return state_bytes(chunks, SimpleNamespace(chained_optimizers=made))

@@ -1,0 +1,312 @@
+"""Weights that are frozen and trained again between iterations: the gradients of megatron-core without a pipeline."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from torch import nn
+
+from megatron.zerobubble.errors import ConfigError
+from tests.support.gpt import Case, Tensors, Trainer
+from tests.support.moe import MoeCase
+from tests.support.ranks import RankPool
+from tests.support.stock import example, train
+
+STEPS = 5
+
+
+def _is_frozen(name: str, step: int) -> bool:
+    """All trained; the head alone; the upper half of the layers; all but some weights of each layer; all again."""
+    words = name.split(".")
+    is_head = words[0] == "output_layer" or "final_layernorm" in name
+    if step == 1:
+        return not is_head
+    if step == 2:
+        return not is_head and not (words[:2] == ["decoder", "layers"] and int(words[2]) >= 4)
+    return step == 3 and any(each in name for each in ("linear_fc1", "linear_qkv", "router", "word_embeddings"))
+
+
+def _freeze(parameters: Iterator[tuple[str, nn.Parameter]], step: int) -> None:
+    for name, parameter in parameters:
+        parameter.requires_grad_(not _is_frozen(name, step))
+
+
+def _train(case: Case, initial: Tensors | None) -> tuple[Tensors, list[Tensors], list[list[float]]]:
+    """(first weights, all gradients of each step, losses)."""
+    trainer = case.trainer(initial)
+    first, gradients, losses = trainer.snapshot(), [], []
+    for step in range(STEPS):
+        _freeze(trainer.parameters(), step)
+        trainer.zero_gradients()
+        losses.append(trainer.forward_backward(step))
+        gradients.append({name: parameter.main_grad.clone() for name, parameter in trainer.parameters()})
+        with trainer.host.on_host():
+            trainer.optimizer.step()
+    trainer.close()
+    return first, gradients, losses
+
+
+@functools.lru_cache(maxsize=2)
+def _reference(case: Case) -> tuple[Tensors, list[Tensors], list[list[float]]]:
+    return _train(case, None)
+
+
+def _unequal(rank: int, case: Case) -> list[str]:
+    """Gradients with other bits than those of the model without a pipeline, and gradients that a frozen weight got."""
+    initial, expected, own_losses = _reference(case.unpipelined)
+    _, actual, losses = _train(case, initial)
+    wrong = [
+        f"step {step}: {name}"
+        for step, gradients in enumerate(actual)
+        for name, gradient in gradients.items()
+        if not torch.equal(gradient, expected[step][name]) or (_is_frozen(name, step) and gradient.abs().sum() > 0)
+    ]
+    assert any(_is_frozen(name, step) for step in range(STEPS) for name in expected[0])
+    assert all(step == reference for step, reference in zip(losses, own_losses, strict=True) if step)
+    return wrong
+
+
+ZB_H1, ZBV = Case("zb-h1", 4, 4), Case("zbv", 2, 4, num_chunks=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(ZB_H1, marks=pytest.mark.smoke),
+        ZBV,
+        Case("1f1b", 2, 4),
+        replace(ZBV, tensor_parallel=2, sequence_parallel=True, llama=True),
+        replace(ZBV, tensor_parallel=2),
+        MoeCase("zb-h1", 2, 4),
+    ],
+    ids=str,
+)
+def test_frozen_weights_get_no_gradient_and_the_others_the_same_bits(four_ranks: RankPool, case: Case) -> None:
+    assert four_ranks.run(_unequal, case) == [[]] * 4
+
+
+def _engine_case(kind: str) -> Case:
+    from tests.support.transformer_engine.gpt import EngineCase, EngineMoeCase
+
+    if kind == "experts":
+        return EngineMoeCase("zb-h1", 2, 4)
+    return EngineCase(kind, 2, 4, num_chunks=2 if kind == "zbv" else 1, fuses=kind == "zbv")
+
+
+def _unequal_engine(rank: int, kind: str) -> list[str]:
+    return _unequal(rank, _engine_case(kind))
+
+
+@pytest.mark.parametrize("kind", ["zb-h1", "zbv", "experts"])
+def test_modules_that_defer_weight_gradients_themselves_are_left_out_while_they_are_frozen(
+    engine_ranks: RankPool, kind: str
+) -> None:
+    assert engine_ranks.run(_unequal_engine, kind) == [[]] * 4
+
+
+# -- tied embeddings ----------------------------------------------------------------------------------------------------
+
+
+def _tied(rank: int, case: Case, frozen: tuple[str, ...]) -> dict[str, float]:
+    """Largest difference of the two copies of the embedding's gradients from the unpipelined one's, with these copies frozen."""
+    reference = replace(case.unpipelined).trainer()
+    initial = reference.snapshot()
+    reference.zero_gradients()
+    if len(frozen) == 2:
+        _freeze_copies(reference, ("embedding",))
+    reference.forward_backward(0)
+    key = "embedding.word_embeddings.weight"
+    expected = dict(reference.parameters())[key].main_grad.clone()
+    reference.close()
+    trainer = case.trainer(initial)
+    _freeze_copies(trainer, frozen)
+    trainer.zero_gradients()
+    trainer.forward_backward(0)
+    found = {
+        f"{index}": float((parameter.main_grad - expected).abs().max())
+        for index, (name, parameter) in enumerate(trainer.parameters())
+        if name == key
+    }
+    gradients = [parameter.main_grad.clone() for name, parameter in trainer.parameters() if name == key]
+    trainer.close()
+    if len(gradients) == 2:
+        assert torch.equal(*gradients), "or the two copies drift apart"
+    return found if len(frozen) in (0, 2) else {}
+
+
+def _freeze_copies(trainer: Trainer, frozen: tuple[str, ...]) -> None:
+    for chunk in trainer.built.chunks:
+        for name, parameter in chunk.module.named_parameters():
+            if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+                parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
+
+
+@pytest.mark.parametrize("frozen", [(), ("embedding",), ("embedding", "output_layer")], ids=len)
+@pytest.mark.parametrize("case", [replace(ZBV, tied=True), replace(ZB_H1, tied=True)], ids=str)
+def test_both_copies_of_a_tied_embedding_get_one_gradient(four_ranks: RankPool, case: Case, frozen: tuple[str, ...]) -> None:
+    """1e-6: the unpipelined model adds the two shares in another order."""
+    for differences in four_ranks.run(_tied, case, frozen):
+        assert all(difference < 1e-6 for difference in differences.values())
+
+
+# -- a loop written for megatron-core -----------------------------------------------------------------------------------
+
+
+def _stock_loop(rank: int, flags: str, options: dict[str, Any]) -> Any:
+    loop, counts = example(), {}
+    forward_step: Callable[..., Any] = loop.forward_step
+
+    def freezing(args: Any, data_iterator: Any, chunk: Any) -> Any:
+        counts[id(chunk)] = counts.get(id(chunk), 0) + 1
+        step = (counts[id(chunk)] - 1) // args.num_microbatches
+        _freeze(_named(chunk), step)
+        return forward_step(args, data_iterator, chunk)
+
+    with mock.patch.object(loop, "forward_step", freezing):
+        return train(rank, flags, **options)
+
+
+def _named(chunk: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names with the layer's number in the model, of eight layers in both halves."""
+    model = chunk.module
+    while hasattr(model, "module"):
+        model = model.module
+    for name, parameter in model.named_parameters():
+        words = name.split(".")
+        if words[:2] == ["decoder", "layers"]:
+            words[2] = str(2 * (model.decoder.layers[int(words[2])].layer_number - 1))
+        yield ".".join(words), parameter
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule"), [("", "zb-h1"), ("--virtual-pipeline-model-parallel-size 2", "zbv")], ids=["zb-h1", "zbv"]
+)
+def test_a_stock_loop_that_freezes_weights_has_the_losses_of_megatron_cores_own_schedule(
+    four_ranks: RankPool, flags: str, schedule: str
+) -> None:
+    flags = f"--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --train-iters {STEPS + 1} {flags}"
+    expected, actual = (four_ranks.run(_stock_loop, flags, options) for options in ({}, {"schedule": schedule}))
+    losses = [[[entry["losses"] for entry in history] for history in each if history] for each in (expected, actual)]
+    assert losses[0] == losses[1] != []
+
+
+# -- frozen before DDP wraps the model ------------------------------------------------------------------------------------
+
+
+class _Adapted(nn.Module):
+    """A frozen linear and a low-rank adapter beside it, of megatron-core's linears."""
+
+    def __init__(self, base: Any, config: Any) -> None:
+        super().__init__()
+        self.base = base
+        init = functools.partial(nn.init.normal_, std=0.02)
+        self.down, self.up = (
+            ColumnParallelLinear(*sizes, config=config, init_method=init, bias=False, gather_output=False)
+            for sizes in ((base.input_size, 4), (4, base.output_size))
+        )
+
+    def forward(self, x: torch.Tensor) -> Any:
+        output, bias = self.base(x)
+        return output + self.up(self.down(x)[0])[0], bias
+
+
+def _adapted(rank: int, case: Case) -> list[str]:
+    provide = Trainer._provide
+
+    def adapting(self: Trainer, *args: Any) -> Any:
+        model = provide(self, *args)
+        model.requires_grad_(False)
+        for layer in model.decoder.layers:
+            layer.mlp.linear_fc1 = _Adapted(layer.mlp.linear_fc1, self.config)
+        return model
+
+    with mock.patch.object(Trainer, "_provide", adapting):
+        results = []
+        for each, initial in ((case.unpipelined, None), (case, "first")):
+            trainer = each.trainer(results[0][0] if initial else None)
+            first = trainer.snapshot()
+            for step in range(2):
+                trainer.zero_gradients()
+                trainer.forward_backward(step)
+                gradients = {name: p.main_grad.clone() for name, p in trainer.parameters() if p.requires_grad}
+                with trainer.host.on_host():
+                    trainer.optimizer.step()
+            results.append((first, gradients))
+            assert not any(hasattr(p, "main_grad") for _, p in trainer.parameters() if not p.requires_grad)
+            trainer.close()
+    (_, expected), (_, actual) = results
+    assert actual
+    return [name for name, gradient in actual.items() if not torch.equal(gradient, expected[name]) or not gradient.any()]
+
+
+@pytest.mark.parametrize("case", [ZB_H1, ZBV], ids=str)
+def test_adapters_on_a_frozen_base_get_the_same_bits(four_ranks: RankPool, case: Case) -> None:
+    assert four_ranks.run(_adapted, case) == [[]] * 4
+
+
+# -- refused ------------------------------------------------------------------------------------------------------------
+
+
+def _refusals(rank: int) -> dict[str, str]:
+    messages = {}
+    for name, options in (
+        ("reduce", {"overlap_grad_reduce": True}),
+        ("gather", {"overlap_grad_reduce": True, "overlap_param_gather": True, "distributed_optimizer": True}),
+    ):
+        trainer = replace(ZBV, **options).trainer()
+        dict(trainer.parameters())[f"decoder.layers.{rank // 2 * 2}.mlp.linear_fc2.weight"].requires_grad_(False)
+        with pytest.raises(ConfigError) as caught:
+            trainer.forward_backward(0)
+        messages[name] = str(caught.value)
+        trainer.close()
+    return messages
+
+
+def test_freezing_under_overlapped_reductions_is_refused_before_the_first_pass(four_ranks: RankPool) -> None:
+    """megatron-core's own schedule ends in an assertion in its second iteration."""
+    for messages in four_ranks.run(_refusals):
+        assert "linear_fc2.weight was frozen" in messages["reduce"]
+        assert messages["reduce"].endswith("turn overlap_grad_reduce off")
+        assert messages["gather"].endswith("turn overlap_grad_reduce and overlap_param_gather off")
+
+
+def _engine_refusals(rank: int) -> tuple[str, str]:
+    from tests.support.transformer_engine.gpt import EngineTrainer
+
+    trainer = _engine_case("zb-h1").trainer()
+    linear = trainer.built.chunks[0].module.decoder.layers[0].mlp.linear_fc1
+    linear.bias.requires_grad_(False)
+    with pytest.raises(ConfigError) as part:
+        trainer.forward_backward(0)
+    trainer.close()
+
+    provide = EngineTrainer._provide
+
+    def freezing(self: EngineTrainer, *args: Any) -> Any:
+        model = provide(self, *args)
+        model.decoder.layers[0].mlp.linear_fc1.requires_grad_(False)
+        return model
+
+    with mock.patch.object(EngineTrainer, "_provide", freezing):
+        trainer = _engine_case("zb-h1").trainer()
+    trainer.forward_backward(0)
+    trainer.built.chunks[0].module.decoder.layers[0].mlp.linear_fc1.requires_grad_(True)
+    with pytest.raises(ConfigError) as since:
+        trainer.forward_backward(0)
+    trainer.close()
+    return str(part.value), str(since.value)
+
+
+def test_a_deferring_module_that_is_frozen_in_part_or_trained_since_is_named(engine_ranks: RankPool) -> None:
+    for part, since in engine_ranks.run(_engine_refusals):
+        assert "mlp.linear_fc1.bias was frozen after" in part
+        assert "linear_fc1.weight was not" in part
+        assert "mlp.linear_fc1 (TE" in since
+        assert since.endswith("Wrap the model again")

@@ -1,0 +1,181 @@
+"""Models that a loop drops are freed, with their process groups and threads, while a schedule is installed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+
+import megatron.zerobubble
+from megatron.zerobubble.mcore.cpu.device import HostDevice
+from tests.support.gpt import _destroy_groups
+from tests.support.ranks import RankPool
+from tests.support.stock import example
+
+TWO = "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --train-iters 2 --num-microbatches 2 --seq-length 8"
+CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
+
+
+_KEPT: list[Any] = []
+"""Models of earlier tests in this process that megatron-core itself keeps: its distributed optimizer does."""
+
+
+def _length(text: torch.Tensor) -> int:
+    return text.size(1) - 1
+
+
+def _state() -> dict[str, int]:
+    """What exists in this process."""
+    gc.collect()
+    objects = gc.get_objects()
+    tensors = {each.data_ptr(): each.nbytes for each in objects if isinstance(each, torch.Tensor) and each.is_cpu}
+    return {
+        "models": sum(isinstance(each, DistributedDataParallel) for each in objects) - len(_KEPT),
+        "bytes": sum(tensors.values()),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "threads": threading.active_count(),
+    }
+
+
+def _installed(flags: str, options: dict[str, Any], then: Any) -> Any:
+    loop = example()
+    args = loop.parse(flags.split())
+    _destroy_groups()
+    gc.collect()
+    _KEPT[:] = [each for each in gc.get_objects() if isinstance(each, DistributedDataParallel)]
+    with HostDevice().on_host():
+        if options:
+            megatron.zerobubble.install(**options)
+        try:
+            loop.initialize(args)
+            with mock.patch.object(loop, "initialize"):
+                return then(loop, args)
+        finally:
+            megatron.zerobubble.uninstall()
+            _destroy_groups()
+
+
+def _rebuilds(rank: int, flags: str, options: dict[str, Any], count: int) -> list[dict[str, int]]:
+    def rebuild(loop: ModuleType, args: Any) -> list[dict[str, int]]:
+        states = []
+        for _ in range(count):
+            loop.train(args)
+            states.append(_state())
+        return states
+
+    states: list[dict[str, int]] = _installed(flags, options, rebuild)
+    return states
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        (TWO, {"schedule": "zb-h1"}),
+        (CHUNKS, {"schedule": "zbv"}),
+        (f"{TWO} --calculate-per-token-loss", {"schedule": "zb-h1", "optimizer_post_validation": True}),
+        (CHUNKS, {"schedule": "zbv", "optimizer_post_validation": True, "dropout_seed": 1}),
+        (TWO, {"schedule": "zb-h1", "microbatch_tokens": _length}),
+        (TWO, {"schedule": "zb", "memory_limit": "4GiB", "weights_seed": 1}),
+    ],
+    ids=["zb-h1", "zbv", "zb-h1-optimistic", "zbv-optimistic", "unequal", "limit"],
+)
+def test_twenty_models_need_what_one_needs(four_ranks: RankPool, flags: str, options: dict[str, Any]) -> None:
+    for states in four_ranks.run(_rebuilds, flags, options, 20):
+        assert [each["models"] for each in states] == [0] * 20
+        assert states[-1] == states[1], "the first one's groups are destroyed when the second one starts"
+
+
+def _kept_on_one_rank(rank: int, flags: str, options: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Numbers of models and of groups after each of six models, of which the second is kept by rank 1 until the fifth exists."""
+    kept: list[Any] = []
+
+    def rebuild(loop: ModuleType, args: Any) -> tuple[list[int], list[int]]:
+        states = []
+        build = loop.build_model
+        for number in range(6):
+
+            def keeping(*given: Any, number: int = number) -> Any:
+                model = build(*given)
+                if number == 1 and rank == 1:
+                    kept.extend(model)
+                return model
+
+            if number == 5:
+                kept.clear()
+                gc.collect()
+            with mock.patch.object(loop, "build_model", keeping):
+                loop.train(args)
+            states.append(_state())
+        if rank == 1:  # of the last model, too: `uninstall` cannot validate a step that other ranks have forgotten
+            with mock.patch.object(loop, "build_model", lambda *given: kept.extend(build(*given)) or list(kept)):
+                loop.train(args)
+        else:
+            loop.train(args)
+            gc.collect()
+        return [each["models"] for each in states], [each["groups"] for each in states]
+
+    counts: tuple[list[int], list[int]] = _installed(flags, options, rebuild)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [(TWO, {"schedule": "zb-h1", "optimizer_post_validation": True}), (CHUNKS, {"schedule": "zbv"})],
+    ids=["zb-h1-optimistic", "zbv"],
+)
+def test_groups_stay_until_no_rank_has_the_model(four_ranks: RankPool, flags: str, options: dict[str, Any]) -> None:
+    for rank, (models, groups) in enumerate(four_ranks.run(_kept_on_one_rank, flags, options)):
+        assert (max(models) > 0) == (rank == 1)
+        assert models[-1] == 0
+        one, _, two, *_ = groups
+        assert two > one
+        assert groups == [one, one, two, two, two, one]
+
+
+def _collected(rank: int, flags: str, schedule: str) -> tuple[bool, bool]:
+    """Whether a dropped model's config, whose `finalize_model_grads_func` refers to the model, is freed; whether the loop's own
+    function is back after `uninstall` in a config that is kept."""
+
+    def run(loop: ModuleType, args: Any) -> tuple[bool, Any, Any]:
+        configs = []
+        original, finalize = loop.transformer_config, loop.finalize_model_grads
+
+        def configured(args: Any) -> Any:
+            configs.append(original(args))
+            return configs[-1]
+
+        def build(*given: Any) -> Any:
+            model = build_model(*given)
+            loop.finalize_model_grads = lambda *a, **k: (model, finalize(*a, **k))[1]
+            return model
+
+        build_model = loop.build_model
+        with (
+            mock.patch.object(loop, "transformer_config", configured),
+            mock.patch.object(loop, "build_model", build),
+            mock.patch.object(loop, "finalize_model_grads", finalize),
+        ):
+            loop.train(args)
+            dropped = weakref.ref(configs.pop())
+            loop.finalize_model_grads = finalize
+            gc.collect()
+            is_freed = dropped() is None
+            loop.train(args)
+            given = loop.finalize_model_grads
+        return is_freed, configs[0], given
+
+    is_freed, config, given = _installed(flags, {"schedule": schedule}, run)
+    return is_freed, config.finalize_model_grads_func is given
+
+
+@pytest.mark.parametrize(("flags", "schedule"), [(TWO, "zb-h1"), (CHUNKS, "zbv")])
+def test_a_config_is_freed_or_gets_its_function_back(four_ranks: RankPool, flags: str, schedule: str) -> None:
+    assert four_ranks.run(_collected, flags, schedule) == [(True, True)] * 4
