@@ -77,6 +77,8 @@ def install(
 ) -> None:
     """Make a training loop that is written for megatron-core run a zero-bubble schedule. Every rank must call it.
 
+    Every rank must give the same options, which are compared before a model's first pass.
+
     Call it before the loop makes its TransformerConfig, and for schedules with V placement before `initialize_model_parallel`.
     The loop must build the schedule's number of model chunks per rank (two with V placement), as for megatron-core's interleaved
     schedule. Models that DistributedDataParallel wraps after this call are trained by the schedule; others run forward-only.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -126,7 +126,13 @@ def _checked(words: Sequence[str], parser: argparse.ArgumentParser, *, world_siz
 
 
 def parse_arguments(
-    argv: Sequence[str] | None = None, *, rank: int, world_size: int, prog: str = _PROG, error_file: str | None = None
+    argv: Sequence[str] | None = None,
+    *,
+    rank: int,
+    world_size: int,
+    prog: str = _PROG,
+    error_file: str | None = None,
+    before_exit: Callable[[UserError], None] | None = None,
 ) -> Settings:
     """Parse and check the command line of this process.
 
@@ -136,6 +142,7 @@ def parse_arguments(
         world_size: number of ranks of the job.
         prog: program name in the usage and in the error line.
         error_file: where torchrun expects the reason of a failure.
+        before_exit: as of `exit_with_error`.
 
     Raises:
         SystemExit: a flag is wrong (exit code 2), or --help was printed (exit code 0).
@@ -143,23 +150,38 @@ def parse_arguments(
     try:
         return settings_from_argv(sys.argv[1:] if argv is None else argv, world_size=world_size, rank=rank, prog=prog)
     except UserError as error:
-        exit_with_error(error, rank=rank, prog=prog, error_file=error_file)
+        exit_with_error(error, rank=rank, prog=prog, error_file=error_file, before_exit=before_exit)
 
 
-def exit_with_error(error: UserError, *, rank: int, prog: str = _PROG, error_file: str | None = None) -> NoReturn:
-    """Print a user error once per job, on rank 0, and exit with code 2.
+def exit_with_error(
+    error: UserError,
+    *,
+    rank: int,
+    is_reporting: bool | None = None,
+    prog: str = _PROG,
+    error_file: str | None = None,
+    before_exit: Callable[[UserError], None] | None = None,
+) -> NoReturn:
+    """Print a user error and exit with code 2.
 
     Args:
         error: its message is printed.
-        rank: this process' rank. Other ranks wait a few seconds, so that rank 0 reports before torchrun ends the job.
+        rank: this process' rank.
+        is_reporting: whether this rank prints; None: rank 0 does, once per job. Other ranks wait a few seconds, so that it
+            reports before torchrun ends the job.
         prog: program name in front of the message.
         error_file: where torchrun expects the reason of this rank's failure, to show it at the end as the root cause.
+        before_exit: called with the error, after it is printed.
     """
-    if rank != 0:
+    if not (rank == 0 if is_reporting is None else is_reporting):
+        if before_exit is not None:
+            before_exit(error)
         time.sleep(_GRACE_S)
         write_error_file(error_file, f"{prog}: rank {rank}: error: {error}")  # rank 0 may see other files, and no error
     else:
         write_error_file(error_file, f"{prog}: error: {error}")
         sys.stderr.write(f"{prog}: error: {error}\n")
         sys.stderr.flush()
+        if before_exit is not None:
+            before_exit(error)
     sys.exit(2)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.training.arguments import exit_with_error, parse_arguments
-from megatron.zerobubble.training.initialize import read_launch
+from megatron.zerobubble.training.initialize import announce_exit, read_launch
 
 if TYPE_CHECKING:
     from megatron.zerobubble.training.config.settings import Settings
@@ -41,7 +42,14 @@ def run(
         launch = read_launch()
     except ConfigError as error:
         exit_with_error(error, rank=0, prog=prog)
-    settings = parse_arguments(argv, rank=launch.rank, world_size=launch.world_size, prog=prog, error_file=launch.error_file)
+    settings = parse_arguments(
+        argv,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        prog=prog,
+        error_file=launch.error_file,
+        before_exit=partial(announce_exit, launch),
+    )
     if settings.run.dry_run:
         _dry_run(settings, launch, prog=prog)
         return

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from packaging.version import Version
 
-from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.training.config.settings import Settings
 
 if TYPE_CHECKING:
@@ -29,21 +29,31 @@ if TYPE_CHECKING:
     from megatron.zerobubble.training.resilience.store import Store
 
 __all__ = [
+    "AGREEMENT",
     "Connection",
     "Job",
     "Launch",
+    "announce_exit",
     "choose_device",
     "connect",
     "job_store",
     "join_job",
     "launcher_environment",
     "read_launch",
+    "resolved_backend",
     "set_up_logging",
     "set_up_model_parallel",
     "share_store",
 ]
 
+_log = logging.getLogger(__name__)
+
+AGREEMENT = "agreement"
+"""Part of the store in which ranks compare what they were given."""
+
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_ANNOUNCE_S = 30.0
+"""Seconds that a rank which ends before it joins the job tries to reach the store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +188,7 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
     from megatron.zerobubble.mcore.cpu.device import HostDevice
     from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
 
-    backend = _backend(settings)
+    backend = resolved_backend(settings)
     host = HostDevice(enabled=not torch.cuda.is_available() and backend == "gloo")
     if not host.enabled:
         if backend == "gloo":
@@ -205,7 +215,8 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
     return host
 
 
-def _backend(settings: Settings) -> str:
+def resolved_backend(settings: Settings) -> str:
+    """--distributed-backend, or the one that fits this machine."""
     import torch
 
     return settings.parallel.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -281,6 +292,27 @@ def connect(settings: Settings, launch: Launch) -> Connection:
     return Connection(store, launch)
 
 
+def announce_exit(launch: Launch, error: UserError) -> None:
+    """Give the reason why this rank ends before it joins the job to ranks on other hosts, which would wait for it.
+
+    Args:
+        launch: which rank this process is.
+        error: the reason.
+    """
+    if launch.world_size == launch.ranks_on_host:
+        return  # torchrun ends them
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    from megatron.zerobubble.mcore.agreement import refuse
+
+    try:
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=_ANNOUNCE_S)))
+        refuse(Connection(store, launch).of(AGREEMENT), str(error), rank=launch.rank)
+    except (dist.DistError, OSError, ValueError) as reason:
+        _log.warning("other hosts may wait for rank %d, which ends: their store cannot be reached (%s)", launch.rank, reason)
+
+
 def join_job(
     settings: Settings,
     launch: Launch,
@@ -306,7 +338,7 @@ def join_job(
 
     _release_nccl_memory_early()
     connection = connection or connect(settings, launch)
-    backend = _backend(settings)
+    backend = resolved_backend(settings)
     groups: Any = connection.of(f"{name}/process_group")
     c10d.init_process_group(
         backend,

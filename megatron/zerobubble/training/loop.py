@@ -42,6 +42,7 @@ from megatron.zerobubble.training.garbage import GarbageCollection
 from megatron.zerobubble.training.initialize import (
     Job,
     Launch,
+    announce_exit,
     choose_device,
     connect,
     join_job,
@@ -63,6 +64,7 @@ from megatron.zerobubble.training.resilience.failure import JobGuard
 from megatron.zerobubble.training.resilience.watchdog import watchdog
 from megatron.zerobubble.training.restarts.attempt import Attempt, join_attempt, leave_attempt
 from megatron.zerobubble.training.restarts.resume import start_from
+from megatron.zerobubble.training.same_settings import check_same_settings
 from megatron.zerobubble.training.setup import ForwardStepProvider, ModelProvider, build_training_state
 from megatron.zerobubble.training.step import StepResult, Trainer, TrainingState, evaluate
 
@@ -118,9 +120,14 @@ def pretrain(
         check_data_matches(settings, tokenizer, is_first=launch.rank == 0)
         host = choose_device(settings, launch)
     except UserError as error:
-        exit_with_error(error, rank=launch.rank, prog=prog, error_file=launch.error_file)
-    watch = Watch(host.device)
+        announce = partial(announce_exit, launch)
+        exit_with_error(error, rank=launch.rank, prog=prog, error_file=launch.error_file, before_exit=announce)
     connection = connect(settings, launch)
+    try:
+        check_same_settings(settings, launch, connection)
+    except UserError as error:  # the same on all ranks; each host has a screen of its own
+        exit_with_error(error, rank=launch.rank, is_reporting=launch.local_rank == 0, prog=prog, error_file=launch.error_file)
+    watch = Watch(host.device)
     world_size = 0 if settings.watchdog_s is None else launch.world_size
     guard = JobGuard(connection.of(), launch.rank, error_file=launch.error_file, world_size=world_size)
     guard.doing = watch.text

@@ -22,6 +22,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ConfigError, DataError, ExecutionError
+from megatron.zerobubble.mcore.agreement import SameUnequalPlans
 from megatron.zerobubble.mcore.microbatches.lengths import (
     LengthExchange,
     Lengths,
@@ -139,6 +140,8 @@ class UnequalMicrobatches:
         """Its process group; without a reference to the model."""
         self._replica = parallel_state.get_data_parallel_rank()
         self._expected: deque[LengthsOfReplicas] = deque()
+        self.same_plans = SameUnequalPlans()
+        """Likewise."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans microbatches")
         self._planners = _Planners()
         self._programs: OrderedDict[LengthsOfReplicas, Future[_Planned]] = OrderedDict()
@@ -274,12 +277,14 @@ class UnequalMicrobatches:
         most = most_of_replicas(matched)
         per_microbatch = model.costs([each.tokens for each in most], [each.squares for each in most])
         costs = CostModel.of_microbatches(per_microbatch, comm_ms=self._comm_ms, links=self._links)
-        if not self._options.reorders:
-            return _Planned(self._place(base, costs), tuple(range(number)))
-        if number not in planners.by_number:
-            planners.by_number[number] = self._planner(base)
-        plan = planners.by_number[number].plan(costs)
-        return _Planned(self._place(plan, costs), plan.assignment or tuple(range(number)))
+        plan = base
+        if self._options.reorders:
+            if number not in planners.by_number:
+                planners.by_number[number] = self._planner(base)
+            plan = planners.by_number[number].plan(costs)
+        program = self._place(plan, costs)
+        self.same_plans.check(program)
+        return _Planned(program, plan.assignment or tuple(range(number)))
 
     def _planner(self, base: Plan) -> MicrobatchPlanner:
         options = SearchOptions(budget=ITERATION_BUDGET, objective=self._options.objective, memory_limit=self._memory_limit)
@@ -289,7 +294,8 @@ class UnequalMicrobatches:
 
     def close(self) -> None:
         """End the thread and destroy the group. Every rank of the world must call it."""
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown()  # without canceling: the other ranks compare what is under way
+        self.same_plans.close()
         self.exchange.close()
 
 

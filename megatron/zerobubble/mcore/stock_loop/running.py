@@ -22,6 +22,7 @@ from megatron.zerobubble.mcore.stock_loop.adoption import Adopted
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticSteps
 from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
 from megatron.zerobubble.mcore.stock_loop.results import ResultRelay
+from megatron.zerobubble.mcore.stock_loop.same_options import check_same_options
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.search.options import Objective, SearchOptions
 from megatron.zerobubble.profiling.profile import RankProfile
@@ -79,6 +80,7 @@ def start(
 ) -> Running:
     """Make the schedule of a model of `chunks`, the first of which is `first`. All ranks of the world must call it."""
     spec = first.spec
+    check_same_options(options, spec)
     if options.memory_limit is not None:  # until memory is measured: one microbatch per rank, the least possible
         spec = dataclasses.replace(spec, memory_limit=1.0 / min(spec.num_ranks, num_microbatches))
     schedule = PipelineSchedule(
