@@ -17,6 +17,7 @@ from torch import nn
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.compat import check_megatron_core, define_missing_te_gemm
 from megatron.zerobubble.mcore.ddp.wrap import wrap_chunks
+from megatron.zerobubble.mcore.microbatches.lengths import GIVE_LENGTHS
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.hybrid import check_hybrid
@@ -171,8 +172,8 @@ _REFUSED = {
     "fine_grained_activation_offloading": "it follows megatron-core's own schedules",
     "cpu_offloading": "it hooks into the backward pass that is split here",
     "num_microbatches_with_partial_activation_checkpoints": "it counts 1F1B's warmup microbatches",
-    "variable_seq_lengths": "ranks have to know the lengths before an iteration begins: give microbatch_tokens to "
-    "megatron.zerobubble.install, or pad to the sequence length",
+    "variable_seq_lengths": f"ranks have to know the lengths before an iteration begins: {GIVE_LENGTHS}, or pad to the sequence "
+    "length",
     "enable_autocast": "B and W compute in the dtype of the weights, outside of autocast; use bf16 or fp16 weights",
     "use_transformer_engine_op_fuser": "its fused operations compute weight gradients in backward, without the hooks of W",
     "enable_cuda_graph": "a graph would hold the backward pass in one piece",
