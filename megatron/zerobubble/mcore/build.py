@@ -21,6 +21,7 @@ from megatron.zerobubble.mcore.microbatches.lengths import GIVE_LENGTHS
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.hybrid import check_hybrid
+from megatron.zerobubble.mcore.model.layout import StageLayout
 from megatron.zerobubble.mcore.model.named_weights import draw_by_name, remember_init_methods
 from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w, fusion_without_apex
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
@@ -187,6 +188,11 @@ def _refused(config: Any) -> Iterator[tuple[str, str]]:
     yield from ((name, why) for name, why in _REFUSED.items() if getattr(config, name, None))
     if getattr(config, "cuda_graph_impl", None) not in (None, "none"):
         yield f"cuda_graph_impl={config.cuda_graph_impl!r}", "a graph would hold the backward pass in one piece"
+    if getattr(config, "mtp_standalone", False) and not isinstance(config.pipeline_model_parallel_layout, StageLayout):
+        yield (
+            "pipeline_model_parallel_layout with m (MTP layers) before the last stage",
+            "stages behind it get longer tensors than the others; put all of them directly before the L",
+        )
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
         if (getattr(config, name, None) or 1) > 1:
             yield name, "weights are gathered for the backward pass and freed before W"

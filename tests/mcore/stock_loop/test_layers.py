@@ -22,7 +22,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.build import check_config
 from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.registry import schedule_spec
 from tests.support import bridge
 from tests.support.ranks import RankPool
 from tests.support.stock import example, train_mtp
@@ -193,6 +195,19 @@ def test_an_error_names_the_option(num_layers: int, given: dict[str, Any], messa
 def test_options_that_exclude_each_other_are_megatron_cores_error(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"cannot be.*{FIRST if FIRST in given else LOSS}|{FIRST} and"):
         _config(8, 2, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chunks", "layout"), [("zb-h1", None, "Ett|tt|m|L"), ("zb-interleaved", 2, "E|t|t|t|t|t|m|L")]
+)
+def test_mtp_layers_on_a_stage_of_their_own_are_refused(name: str, num_chunks: int | None, layout: str) -> None:
+    """A stage behind them gets longer tensors than the others, which megatron-core announces with each message."""
+    num_layers = layout.count("t")
+    config = _config(num_layers, 4, num_chunks, pipeline_model_parallel_layout=layout, **MTP)
+    spec = schedule_spec(name, num_ranks=4, num_chunks=num_chunks or 1)
+    with pytest.raises(ConfigError, match=r"pipeline_model_parallel_layout with m .* put all of them directly before the L"):
+        check_config(config, spec)
+    check_config(_config(num_layers, 4, num_chunks, pipeline_model_parallel_layout=layout.replace("m|L", "|mL"), **MTP), spec)
 
 
 @pytest.mark.usefixtures("schedule")
