@@ -9,7 +9,8 @@
 The first runs megatron-core's own 1F1B, the second ZB-H1, the third ZBV; the losses are the same. In every step
 
 1. responses are packed into microbatches (THD), each of its own length, and each step has its own number of them;
-2. a frozen reference model, and the actor as it is, compute log-probabilities in forward-only passes of the same schedule;
+2. a reference model without DistributedDataParallel, and the actor as it is, compute log-probabilities in forward-only passes of
+   the same schedule;
 3. the actor is trained on them, with a clipped ratio and a penalty for leaving the reference.
 
 Lengths vary in every microbatch, so megatron-core gets `variable_seq_lengths` and a sequence length of 1 that means nothing. A
@@ -65,8 +66,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def build_model(args: argparse.Namespace) -> list[Any]:
-    """This rank's chunks of a model. The actor and the reference begin with the same weights."""
+def build_model(args: argparse.Namespace, *, is_trained: bool) -> list[Any]:
+    """This rank's chunks of a model, wrapped in DistributedDataParallel to be trained. All begin with the same weights."""
     interleaves = args.virtual_pipeline_model_parallel_size is not None
     config = TransformerConfig(
         num_layers=args.num_layers,
@@ -100,6 +101,8 @@ def build_model(args: argparse.Namespace) -> list[Any]:
         initialize_weights(chunk)
         megatron.zerobubble.use_torch_attention(chunk)
         chunks.append(chunk.cuda(torch.cuda.current_device()))
+    if not is_trained:
+        return chunks
     return [
         DistributedDataParallel(
             config=config,
@@ -202,7 +205,7 @@ def train(args: argparse.Namespace) -> None:
         dist.init_process_group(args.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo"))
     parallel_state.initialize_model_parallel(1, args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size)
     model_parallel_cuda_manual_seed(1234)
-    actor, reference = build_model(args), build_model(args)
+    actor, reference = build_model(args, is_trained=True), build_model(args, is_trained=False)
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=args.lr, clip_grad=1.0), actor)
     config = actor[0].config
     config.grad_scale_func = optimizer.scale_loss
