@@ -26,7 +26,7 @@ from megatron.zerobubble.mcore.compat import with_known_lengths
 from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
 from megatron.zerobubble.mcore.given_groups import check_given_groups
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
-from megatron.zerobubble.mcore.microbatches.lengths import Lengths
+from megatron.zerobubble.mcore.microbatches.lengths import GIVE_LENGTHS, Lengths
 from megatron.zerobubble.mcore.microbatches.unequal import UnequalMicrobatches, UnequalOptions
 from megatron.zerobubble.mcore.model.frozen import check_frozen
 from megatron.zerobubble.mcore.post_validation.rewind import Replayed
@@ -409,8 +409,8 @@ class PipelineSchedule:
             self._check_divides(seq_length)
         elif getattr(self._config, "variable_seq_lengths", False):
             raise ConfigError(
-                f"variable_seq_lengths with schedule {self.spec.name!r} needs the lengths before an iteration begins: give "
-                "microbatch_tokens to megatron.zerobubble.install, or pad to the sequence length and leave it out"
+                f"variable_seq_lengths with schedule {self.spec.name!r} needs the lengths before an iteration begins: "
+                f"{GIVE_LENGTHS}, or pad to the sequence length and leave it out"
             )
         (shape,) = schedules.get_tensor_shapes(
             seq_length=seq_length,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -139,8 +140,8 @@ def _unequal(options: StockLoopOptions, config: Any, usual_tokens: int) -> Unequ
         return None
     return UnequalOptions(
         tokens_of=options.microbatch_tokens,
-        usual_tokens=usual_tokens,
-        attention_share=attention_share(config, usual_tokens),
+        usual_tokens=None if config.variable_seq_lengths else usual_tokens,  # then megatron-core ignores the call's, too
+        attention_share=functools.partial(attention_share, config),
         reorders=options.reorder_microbatches,
         objective=_objective(options),
     )
