@@ -39,6 +39,9 @@ _SUPPORTED = (
 )
 """Fields of `ZeroBubbleConfig` that a stock training loop supports."""
 
+READY_LENGTHS = ("thd", "nested")
+"""Names of ready functions for `microbatch_tokens` (`mcore.microbatches.ready`)."""
+
 
 def add_zero_bubble_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags that `install` supports to `parser`, as an argument group. They mean the same as in pretrain_gpt.py.
@@ -72,10 +75,12 @@ def install(
     weights_seed: int | None = None,
     dropout_seed: int | None = None,
     torch_attention: bool = False,
-    microbatch_tokens: Callable[[Any], int | tuple[int, float]] | None = None,
+    microbatch_tokens: Callable[[Any], int | tuple[int, float]] | str | None = None,
     reorder_microbatches: bool = True,
 ) -> None:
     """Make a training loop that is written for megatron-core run a zero-bubble schedule. Every rank must call it.
+
+    Every rank must give the same options, which are compared before a model's first pass.
 
     Call it before the loop makes its TransformerConfig, and for schedules with V placement before `initialize_model_parallel`.
     The loop must build the schedule's number of model chunks per rank (two with V placement), as for megatron-core's interleaved
@@ -105,8 +110,11 @@ def install(
         microbatch_tokens: takes what `next` of the data iterator returns and returns the length of its rows, padding included, or
             that and the sum of the squared lengths of the sequences in a row, where several are packed. Microbatches may then
             have different lengths: each iteration is planned for its own, which all ranks exchange before it begins, and config's
-            variable_seq_lengths may be on. It must not read the values of tensors on a GPU, which would wait for the GPU. None:
-            all microbatches have the sequence length that the loop gives to the schedule. Goes with `args`, too.
+            variable_seq_lengths may be on. It must not read the values of tensors on a GPU, which would wait for the GPU. Two are
+            ready, by name: "thd" for packed sequences (the last dimension of `tokens`, `input_ids` or `packed_input_ids`, and
+            `cu_seqlens` if it is in host memory), "nested" for nested tensors, whose sequences the loop packs into one row, each
+            padded to a multiple of the tensor-parallel size, with context parallelism of twice both sizes. None: all
+            microbatches have the sequence length that the loop gives to the schedule. Goes with `args`, too.
         reorder_microbatches: with `microbatch_tokens`, run the microbatches of a global batch in the order that suits their
             lengths. Results come back in the order of the data. Gradients are a sum in another order. Goes with `args`, too.
 
@@ -115,10 +123,10 @@ def install(
         ConfigError: an option is not supported in a stock loop, or other options are already installed.
         PlanError: the file is not a plan.
     """
-    if microbatch_tokens is not None and not callable(microbatch_tokens):
+    if not (microbatch_tokens is None or callable(microbatch_tokens) or microbatch_tokens in READY_LENGTHS):
         raise ConfigError(
-            f"microbatch_tokens is {quoted(microbatch_tokens)}; give a function that takes what the data iterator returns and "
-            "returns the length of its rows"
+            f"microbatch_tokens is {quoted(microbatch_tokens)}; give {' or '.join(map(repr, READY_LENGTHS))}, or a function that "
+            "takes what the data iterator returns and returns the length of its rows"
         )
     given: dict[str, Any] = {
         "zero_bubble_schedule": schedule,
@@ -222,9 +230,10 @@ def _install(
     *,
     weights_seed: int | None,
     dropout_seed: int | None,
-    microbatch_tokens: Callable[[Any], int | tuple[int, float]] | None,
+    microbatch_tokens: Callable[[Any], int | tuple[int, float]] | str | None,
     reorder_microbatches: bool,
 ) -> None:
+    from megatron.zerobubble.mcore.microbatches.ready import READY
     from megatron.zerobubble.mcore.replanner import Window
     from megatron.zerobubble.mcore.stock_loop.optimistic_steps import PostValidationOptions
     from megatron.zerobubble.mcore.stock_loop.options import ByteLimit, StockLoopOptions
@@ -241,7 +250,7 @@ def _install(
             weights_seed=weights_seed,
             dropout_seed=dropout_seed,
             torch_attention=config.zero_bubble_torch_attention,
-            microbatch_tokens=microbatch_tokens,
+            microbatch_tokens=READY[microbatch_tokens] if isinstance(microbatch_tokens, str) else microbatch_tokens,
             reorder_microbatches=reorder_microbatches,
             memory_limit=None
             if limit is None or limit.is_relative

@@ -54,6 +54,7 @@ def script(tmp_path: Path) -> Path:
         ("--enable-zero-bubble SCRIPT --zero-bubble-foo=1", "--zero-bubble-foo is not a zero-bubble flag for a script of others"),
         ("SCRIPT --zero-bubble-schedule nope", "--zero-bubble-schedule 'nope' is unknown; choose from stock, auto"),
         ("--cpu SCRIPT --zero-bubble-schedule auto", "schedule auto builds the model once to profile it"),
+        ("--microbatch-tokens bshd --enable-zero-bubble SCRIPT", "argument --microbatch-tokens: invalid choice: 'bshd'"),
         ("--nproc-per-node two SCRIPT", "--nproc-per-node is 'two'; give the number of ranks on this machine"),
         ("--nproc-per-node 2 SCRIPT", "no schedule is chosen"),
     ],
@@ -80,6 +81,15 @@ def test_flags_count_wherever_they_stand_and_the_script_sees_only_its_own(script
     assert before.arguments == both.arguments == own
     assert run.schedule_of(before) == "zb-h2"
     assert run.schedule_of(both) == "v-half"
+
+
+def test_the_name_of_a_ready_function_reaches_install(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, object] = {}
+    monkeypatch.setattr(run, "_device", lambda launch, on_cpu: contextlib.nullcontext())
+    monkeypatch.setattr(run, "install", lambda args, **options: given.update(options))
+    for words, name in (["--microbatch-tokens", "nested"], "nested"), ([], None):
+        assert main(["run", *words, "--enable-zero-bubble", str(script)]) == 0
+        assert given == {"microbatch_tokens": name}
 
 
 def test_the_script_runs_as_by_python(script: Path) -> None:

@@ -24,6 +24,7 @@ from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from tests.support.gpt import MICRO_BATCH, SEQUENCE, VOCABULARY, Case, Difference, Outcome, Tensors, Trainer, compare
 from tests.support.moe import MoeCase, MoeTrainer
+from tests.support.plans import reordered
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,18 @@ class UnequalTrainer(Trainer):
 
             self.schedule.unequal.arrange = recorded  # type: ignore[method-assign]
 
+    def close(self) -> None:
+        """As the base class, once no thread plans: iterations that were announced and did not run are planned, too."""
+        self.schedule.close()
+        super().close()
+
     def _schedule_options(self) -> dict[str, Any]:
         if self.case.spec.is_stock:
             return {}
         options = UnequalOptions(
             tokens_of=lambda item: int(item[0].size(1)) * self.case.context_parallel,
             usual_tokens=SEQUENCE,
-            attention_share=0.1,
+            attention_share=lambda tokens: 0.1,
             reorders=self.case.reorders,
         )
         return {"unequal": options}
@@ -261,6 +267,17 @@ def give_wrong_lengths(rank: int, case: UnequalCase) -> None:
         trainer.schedule.unequal._options, tokens_of=lambda item: int(item[0].size(1)) + 1
     )
     trainer.forward_backward(0)
+
+
+def plan_differently(rank: int, case: UnequalCase) -> str:
+    """The last rank has another order of ops. The error of this rank."""
+    trainer = case.trainer()
+    unequal = trainer.schedule.unequal
+    assert unequal is not None
+    if rank == 3:
+        place = unequal._place
+        unequal._place = lambda plan, costs: place(reordered(plan), costs)
+    return _refused(trainer)
 
 
 def read_too_little(rank: int, case: UnequalCase) -> str:

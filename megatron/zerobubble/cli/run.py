@@ -30,7 +30,7 @@ from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.launch import Launch, read_launch
 from megatron.zerobubble.job.rendezvous import job_store
-from megatron.zerobubble.overlay import add_flags, install, schedule_of
+from megatron.zerobubble.overlay import READY_LENGTHS, add_flags, install, schedule_of
 
 __all__ = ["main"]
 
@@ -77,13 +77,19 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     """The zero-bubble flags wherever they stand, `cpu`, `script`, and its own `arguments`. Raises ConfigError."""
     parser = _Parser(
         prog=_PROG,
-        usage=f"{_PROG} [{FLAG} N] [--cpu] [zero-bubble flags] SCRIPT [the script's flags]",
+        usage=f"{_PROG} [{FLAG} N] [--cpu] [--microbatch-tokens NAME] [zero-bubble flags] SCRIPT [the script's flags]",
         description="Run a training script that is written for megatron-core, such as Megatron-LM's pretrain_gpt.py, with a "
         "zero-bubble schedule, without a change in it. Start it with torchrun -m megatron.zerobubble.run, or with "
         f"{FLAG} as the first argument.",
         allow_abbrev=False,
     )
     parser.add_argument("--cpu", action="store_true", help="run the script on the CPU instead of GPUs, with gloo; to try it out")
+    parser.add_argument(
+        "--microbatch-tokens",
+        choices=READY_LENGTHS,
+        help="for a script that sets variable_seq_lengths: where its data iterator's batches have their length; thd: packed "
+        "sequences in tokens or input_ids, with cu_seqlens; nested: nested tensors",
+    )
     parser.add_argument("script", metavar="SCRIPT", help="the training script")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="its flags; zero-bubble flags may be among them"
@@ -111,7 +117,7 @@ def _run(args: argparse.Namespace, launch: Launch) -> int:
     sys.path[0] = str(script.resolve().parent)  # before anything imports megatron.core
     sys.argv = [args.script, *args.arguments]
     with _device(launch, on_cpu=args.cpu):
-        install(args)
+        install(args, microbatch_tokens=args.microbatch_tokens)
         from megatron.zerobubble.job.failure import JobGuard
 
         with JobGuard(job_store(launch), launch.rank, error_file=launch.error_file):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from megatron.zerobubble.errors import UserError
@@ -15,20 +16,35 @@ _GRACE_S = 5.0
 """Seconds that a rank other than 0 waits, after a bad flag, for rank 0 to report it and for torchrun to end the job."""
 
 
-def exit_with_error(error: UserError, *, rank: int, prog: str, error_file: str | None = None) -> NoReturn:
-    """Print a user error once per job, on rank 0, and exit with code 2.
+def exit_with_error(
+    error: UserError,
+    *,
+    rank: int,
+    is_reporting: bool | None = None,
+    prog: str,
+    error_file: str | None = None,
+    before_exit: Callable[[UserError], None] | None = None,
+) -> NoReturn:
+    """Print a user error and exit with code 2.
 
     Args:
         error: its message is printed.
-        rank: this process' rank. Other ranks wait a few seconds, so that rank 0 reports before torchrun ends the job.
+        rank: this process' rank.
+        is_reporting: whether this rank prints; None: rank 0 does, once per job. Other ranks wait a few seconds, so that it
+            reports before torchrun ends the job.
         prog: program name in front of the message.
         error_file: where torchrun expects the reason of this rank's failure, to show it at the end as the root cause.
+        before_exit: called with the error, after it is printed.
     """
-    if rank != 0:
+    if not (rank == 0 if is_reporting is None else is_reporting):
+        if before_exit is not None:
+            before_exit(error)
         time.sleep(_GRACE_S)
         write_error_file(error_file, f"{prog}: rank {rank}: error: {error}")  # rank 0 may see other files, and no error
     else:
         write_error_file(error_file, f"{prog}: error: {error}")
         sys.stderr.write(f"{prog}: error: {error}\n")
         sys.stderr.flush()
+        if before_exit is not None:
+            before_exit(error)
     sys.exit(2)

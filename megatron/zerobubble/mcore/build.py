@@ -17,10 +17,12 @@ from torch import nn
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.compat import check_megatron_core, define_missing_te_gemm
 from megatron.zerobubble.mcore.ddp.wrap import wrap_chunks
+from megatron.zerobubble.mcore.microbatches.length_exchange import GIVE_LENGTHS
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.hybrid_layers import check_hybrid
 from megatron.zerobubble.mcore.model.named_weights import draw_by_name, remember_init_methods
+from megatron.zerobubble.mcore.model.stage_layout import StageLayout
 from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w, fusion_without_apex
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
@@ -172,8 +174,8 @@ _REFUSED = {
     "fine_grained_activation_offloading": "it follows megatron-core's own schedules",
     "cpu_offloading": "it hooks into the backward pass that is split here",
     "num_microbatches_with_partial_activation_checkpoints": "it counts 1F1B's warmup microbatches",
-    "variable_seq_lengths": "ranks have to know the lengths before an iteration begins: give microbatch_tokens to "
-    "megatron.zerobubble.install, or pad to the sequence length",
+    "variable_seq_lengths": f"ranks have to know the lengths before an iteration begins: {GIVE_LENGTHS}, or pad to the sequence "
+    "length",
     "enable_autocast": "B and W compute in the dtype of the weights, outside of autocast; use bf16 or fp16 weights",
     "use_transformer_engine_op_fuser": "its fused operations compute weight gradients in backward, without the hooks of W",
     "enable_cuda_graph": "a graph would hold the backward pass in one piece",
@@ -187,6 +189,11 @@ def _refused(config: Any) -> Iterator[tuple[str, str]]:
     yield from ((name, why) for name, why in _REFUSED.items() if getattr(config, name, None))
     if getattr(config, "cuda_graph_impl", None) not in (None, "none"):
         yield f"cuda_graph_impl={config.cuda_graph_impl!r}", "a graph would hold the backward pass in one piece"
+    if getattr(config, "mtp_standalone", False) and not isinstance(config.pipeline_model_parallel_layout, StageLayout):
+        yield (
+            "pipeline_model_parallel_layout with m (MTP layers) before the last stage",
+            "stages behind it get longer tensors than the others; put all of them directly before the L",
+        )
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
         if (getattr(config, name, None) or 1) > 1:
             yield name, "weights are gathered for the backward pass and freed before W"

@@ -21,13 +21,14 @@ from megatron.core.pipeline_parallel import schedules
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.agreement import check_same_program
 from megatron.zerobubble.mcore.compat import with_known_lengths
 from megatron.zerobubble.mcore.ddp.frozen_weights import check_frozen
 from megatron.zerobubble.mcore.ddp.record_buckets import record_buckets
 from megatron.zerobubble.mcore.given_groups import check_given_groups
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrobatches, UnequalOptions
-from megatron.zerobubble.mcore.microbatches.length_exchange import Lengths
+from megatron.zerobubble.mcore.microbatches.length_exchange import GIVE_LENGTHS, Lengths
 from megatron.zerobubble.mcore.post_validation.rewind import Replayed
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.stage_work import Iteration
@@ -115,6 +116,8 @@ class PipelineSchedule:
         self._plan_for: Callable[[int], Plan] = partial(initial_plan, spec)
         self._plans: dict[int, Plan] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
+        self._compared: set[tuple[int, bool]] = set()
+        """Programs that are the same on all ranks of the pipeline."""
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._timeout = timeout
         self._message: tuple[tuple[int, ...], torch.dtype] | None = None
@@ -168,6 +171,7 @@ class PipelineSchedule:
         self._plan_for, self._costs = plan_for, costs
         self._plans.clear()
         self._programs.clear()
+        self._compared.clear()
         if self.unequal is not None:
             self.unequal.forget()
 
@@ -186,6 +190,16 @@ class PipelineSchedule:
             else:
                 self._programs[key] = self._placed(plan, self._costs)
         return self._programs[key]
+
+    def _agreed_program(self, num_microbatches: int, *, forward_only: bool) -> Program:
+        """`program`, compared with the other ranks' before it runs for the first time. All ranks of the pipeline must call it."""
+        program, key = self.program(num_microbatches, forward_only=forward_only), (num_microbatches, forward_only)
+        if key not in self._compared:
+            pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+            with nullcontext() if self.hooks.watch is None else self.hooks.watch.doing("compares plans with its pipeline"):
+                check_same_program(program, ranks=pipeline, forward_only=forward_only)
+            self._compared.add(key)
+        return program
 
     def _placed(self, plan: Plan, costs: CostModel | None) -> Program:
         """A training plan with its transfers."""
@@ -226,7 +240,8 @@ class PipelineSchedule:
 
         Every rank of the world must call them, in this order.
         """
-        owners = (self._links, None if self.unequal is None else self.unequal.exchange, self.hooks.token_count)
+        unequal = () if self.unequal is None else (self.unequal.exchange, self.unequal.same_plans)
+        owners = (self._links, *unequal, self.hooks.token_count)
         return [owner.close for owner in owners if owner is not None]
 
     def _clock_offset_ms(self) -> float:
@@ -291,7 +306,7 @@ class PipelineSchedule:
             timers("forward-backward", log_level=1).start(barrier=self._config.barrier_with_L1_time)
         iterators, equal = (
             self._checked_iterators(data_iterator),
-            partial(self.program, num_microbatches, forward_only=forward_only),
+            partial(self._agreed_program, num_microbatches, forward_only=forward_only),
         )
         lengths: Sequence[Lengths | None] = [None] * num_microbatches
         arranged = None
@@ -394,8 +409,8 @@ class PipelineSchedule:
             self._check_divides(seq_length)
         elif getattr(self._config, "variable_seq_lengths", False):
             raise ConfigError(
-                f"variable_seq_lengths with schedule {self.spec.name!r} needs the lengths before an iteration begins: give "
-                "microbatch_tokens to megatron.zerobubble.install, or pad to the sequence length and leave it out"
+                f"variable_seq_lengths with schedule {self.spec.name!r} needs the lengths before an iteration begins: "
+                f"{GIVE_LENGTHS}, or pad to the sequence length and leave it out"
             )
         (shape,) = schedules.get_tensor_shapes(
             seq_length=seq_length,

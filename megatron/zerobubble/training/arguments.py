@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -122,7 +122,13 @@ def _checked(words: Sequence[str], parser: argparse.ArgumentParser, *, world_siz
 
 
 def parse_arguments(
-    argv: Sequence[str] | None = None, *, rank: int, world_size: int, prog: str = _PROG, error_file: str | None = None
+    argv: Sequence[str] | None = None,
+    *,
+    rank: int,
+    world_size: int,
+    prog: str = _PROG,
+    error_file: str | None = None,
+    before_exit: Callable[[UserError], None] | None = None,
 ) -> Settings:
     """Parse and check the command line of this process.
 
@@ -132,6 +138,7 @@ def parse_arguments(
         world_size: number of ranks of the job.
         prog: program name in the usage and in the error line.
         error_file: where torchrun expects the reason of a failure.
+        before_exit: as of `exit_with_error`.
 
     Raises:
         SystemExit: a flag is wrong (exit code 2), or --help was printed (exit code 0).
@@ -139,4 +146,4 @@ def parse_arguments(
     try:
         return settings_from_argv(sys.argv[1:] if argv is None else argv, world_size=world_size, rank=rank, prog=prog)
     except UserError as error:
-        exit_with_error(error, rank=rank, prog=prog, error_file=error_file)
+        exit_with_error(error, rank=rank, prog=prog, error_file=error_file, before_exit=before_exit)

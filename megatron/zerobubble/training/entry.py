@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.launch import read_launch
 from megatron.zerobubble.training.arguments import parse_arguments
+from megatron.zerobubble.training.initialize import announce_exit
 
 if TYPE_CHECKING:
     from megatron.zerobubble.job.launch import Launch
@@ -42,7 +44,14 @@ def run(
         launch = read_launch()
     except ConfigError as error:
         exit_with_error(error, rank=0, prog=prog)
-    settings = parse_arguments(argv, rank=launch.rank, world_size=launch.world_size, prog=prog, error_file=launch.error_file)
+    settings = parse_arguments(
+        argv,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        prog=prog,
+        error_file=launch.error_file,
+        before_exit=partial(announce_exit, launch),
+    )
     if settings.run.dry_run:
         _dry_run(settings, launch, prog=prog)
         return

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.rendezvous import Connection, connect
 from megatron.zerobubble.training.config.settings import Settings
@@ -28,7 +28,24 @@ if TYPE_CHECKING:
     from megatron.zerobubble.mcore.cpu.device import HostDevice
     from megatron.zerobubble.runtime.watch import Watch
 
-__all__ = ["Job", "choose_device", "join_job", "set_up_logging", "set_up_model_parallel"]
+__all__ = [
+    "AGREEMENT",
+    "Job",
+    "announce_exit",
+    "choose_device",
+    "join_job",
+    "resolved_backend",
+    "set_up_logging",
+    "set_up_model_parallel",
+]
+
+_log = logging.getLogger(__name__)
+
+AGREEMENT = "agreement"
+"""Part of the store in which ranks compare what they were given."""
+
+_ANNOUNCE_S = 30.0
+"""Seconds that a rank which ends before it joins the job tries to reach the store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +88,7 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
     from megatron.zerobubble.mcore.cpu.device import HostDevice
     from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
 
-    backend = _backend(settings)
+    backend = resolved_backend(settings)
     host = HostDevice(enabled=not torch.cuda.is_available() and backend == "gloo")
     if not host.enabled:
         if backend == "gloo":
@@ -98,7 +115,8 @@ def choose_device(settings: Settings, launch: Launch) -> HostDevice:
     return host
 
 
-def _backend(settings: Settings) -> str:
+def resolved_backend(settings: Settings) -> str:
+    """--distributed-backend, or the one that fits this machine."""
     import torch
 
     return settings.parallel.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -135,6 +153,26 @@ def computes(dtype: torch.dtype, device: torch.device) -> bool:
         return False
 
 
+def announce_exit(launch: Launch, error: UserError) -> None:
+    """Give the reason why this rank ends before it joins the job to ranks on other hosts, which would wait for it.
+
+    Args:
+        launch: which rank this process is.
+        error: the reason.
+    """
+    if launch.world_size == launch.ranks_on_host:
+        return  # torchrun ends them
+    import torch.distributed as dist
+
+    from megatron.zerobubble.mcore.agreement import refuse
+
+    try:
+        connection = connect(launch, timeout_minutes=_ANNOUNCE_S / 60.0)
+        refuse(connection.of(AGREEMENT), str(error), rank=launch.rank)
+    except (dist.DistError, OSError, ValueError) as reason:
+        _log.warning("other hosts may wait for rank %d, which ends: their store cannot be reached (%s)", launch.rank, reason)
+
+
 def join_job(
     settings: Settings,
     launch: Launch,
@@ -160,7 +198,7 @@ def join_job(
 
     _release_nccl_memory_early()
     connection = connection or connect(launch, timeout_minutes=settings.parallel.distributed_timeout_minutes)
-    backend = _backend(settings)
+    backend = resolved_backend(settings)
     groups: Any = connection.of(f"{name}/process_group")
     c10d.init_process_group(
         backend,

@@ -45,7 +45,14 @@ from megatron.zerobubble.training.data.samples import Datasets, build_datasets, 
 from megatron.zerobubble.training.early_exit import EarlyExit
 from megatron.zerobubble.training.estimate.flops import flops_per_sample
 from megatron.zerobubble.training.garbage import GarbageCollection
-from megatron.zerobubble.training.initialize import Job, choose_device, join_job, set_up_logging, set_up_model_parallel
+from megatron.zerobubble.training.initialize import (
+    Job,
+    announce_exit,
+    choose_device,
+    join_job,
+    set_up_logging,
+    set_up_model_parallel,
+)
 from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
 from megatron.zerobubble.training.metrics.logger import MetricsLogger
 from megatron.zerobubble.training.metrics.rank_memory import log_memory
@@ -59,6 +66,7 @@ from megatron.zerobubble.training.planning.measured_layers import layer_kinds
 from megatron.zerobubble.training.planning.replan import PlanFileWriter, make_replanner
 from megatron.zerobubble.training.restarts.attempt import Attempt, join_attempt, leave_attempt
 from megatron.zerobubble.training.restarts.resume import start_from
+from megatron.zerobubble.training.same_settings import check_same_settings
 from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import StepResult, Trainer, TrainingState, evaluate
 
@@ -114,10 +122,15 @@ def pretrain(
         check_data_matches(settings, tokenizer, is_first=launch.rank == 0)
         host = choose_device(settings, launch)
     except UserError as error:
-        exit_with_error(error, rank=launch.rank, prog=prog, error_file=launch.error_file)
-    watch = Watch(host.device)
+        announce = partial(announce_exit, launch)
+        exit_with_error(error, rank=launch.rank, prog=prog, error_file=launch.error_file, before_exit=announce)
     timeout_minutes = settings.parallel.distributed_timeout_minutes
     connection = connect(launch, timeout_minutes=timeout_minutes)
+    try:
+        check_same_settings(settings, launch, connection)
+    except UserError as error:  # the same on all ranks; each host has a screen of its own
+        exit_with_error(error, rank=launch.rank, is_reporting=launch.local_rank == 0, prog=prog, error_file=launch.error_file)
+    watch = Watch(host.device)
     world_size = 0 if settings.watchdog_s is None else launch.world_size
     guard = JobGuard(connection.of(), launch.rank, error_file=launch.error_file, world_size=world_size)
     guard.doing = watch.text

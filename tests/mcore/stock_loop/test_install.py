@@ -325,7 +325,10 @@ def test_flags_that_choose_no_schedule_install_nothing() -> None:
         (lambda: megatron.zerobubble.install(schedule="auto"), "auto builds the model once to profile it"),
         (lambda: megatron.zerobubble.install(optimizer_post_validation=True), "needs a schedule of this package"),
         (lambda: megatron.zerobubble.install(torch_attention=True), "torch-attention needs a schedule of this package"),
-        (lambda: megatron.zerobubble.install(schedule="zbv", microbatch_tokens=512), "microbatch_tokens is 512; give a function"),  # type: ignore[arg-type]
+        (
+            lambda: megatron.zerobubble.install(schedule="zbv", microbatch_tokens=512),
+            "microbatch_tokens is 512; give .thd. or .nested., or a function",
+        ),  # type: ignore[arg-type]
         (lambda: megatron.zerobubble.install(schedule="zb-h1", memory_limit="8GiB"), "zb-h1 has a fixed order"),
         (
             lambda: megatron.zerobubble.install(argparse.Namespace(enable_zero_bubble=True, zero_bubble_trace="x")),

@@ -39,7 +39,9 @@ def test_round_trip(text: str, per_stage: tuple[int, ...], written: str) -> None
         ("(Et|)*2tL", "must have one E"),
         ("Ett", "must have one L .loss., at the very end"),
         ("EtL|t", "must have one L"),
-        ("Et|mL", r"has an m \(multi-token prediction\); leave it out"),
+        ("Et|m|L", r"has an m \(multi-token prediction\) in stage 1: put all of them directly before the L"),
+        ("Et|mtL", r"has an m .* in stage 1: put all"),
+        ("Etm|mL", r"has an m .* in stage 0: put all"),
         ("Et x|tL", "cannot be read from ' x.tL' on; write E"),
         ("Et*0|tL", r"cannot be read from '\*0.tL' on"),
         ("Et*2*3|tL", r"cannot be read from '\*3.tL' on"),
@@ -102,3 +104,31 @@ def test_padded(num_layers: int, placement: Placement, per_stage: tuple[int, ...
 def test_padding_takes_two_layers_at_most() -> None:
     with pytest.raises(ConfigError, match=r"9 layers on 4 stages .* leave 3 places empty.*; use one of 8, 10, 11, 12"):
         StageLayers.padded(9, Placement.linear(4))
+
+
+@pytest.mark.parametrize(
+    ("text", "per_stage", "num_mtp_layers"),
+    [("Et|tt|ttmL", (1, 2, 2), 1), ("Et|ttm*2L", (1, 2), 2), ("Et|mL", (1, 0), 1), ("Et|tL", (1, 1), None)],
+)
+def test_mtp_layers_of_the_last_stage(text: str, per_stage: tuple[int, ...], num_mtp_layers: int | None) -> None:
+    assert StageLayers.parse(text).per_stage == per_stage
+    assert StageLayers.mtp_layers(text) == num_mtp_layers
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_ranks", "ends", "text"),
+    [
+        (61, 8, {}, "Ettt|(tttt|)*13ttt|tttL"),
+        (61, 8, {"last": 1}, "Ettt|(tttt|)*14ttL"),
+        (126, 8, {}, "Et*7|(t*8|)*14t*7L"),
+        (62, 16, {"first": 1, "last": 1}, "Et|(tt|)*30tL"),
+        (9, 2, {"last": 4}, "Ettt|(ttt|)*2L"),
+        (6, 4, {}, "E|(t|)*6L"),
+    ],
+)
+def test_balanced_stages_differ_by_one_layer(num_layers: int, num_ranks: int, ends: dict[str, int], text: str) -> None:
+    layers = StageLayers.balanced(num_layers, Placement.v(num_ranks), **ends)
+    assert layers.num_layers == num_layers
+    assert layers.text == text
+    loads = [layers.per_stage[0] + ends.get("first", 0), *layers.per_stage[1:-1]]
+    assert max(loads) - min(loads) <= 1

@@ -13,6 +13,7 @@ slot i runs the k-th longest microbatch of every replica, and the plan counts th
 
 from __future__ import annotations
 
+import statistics
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ConfigError, DataError, ExecutionError
+from megatron.zerobubble.mcore.agreement import SameUnequalPlans
 from megatron.zerobubble.mcore.microbatches.length_exchange import (
     LengthExchange,
     Lengths,
@@ -57,10 +59,11 @@ class UnequalOptions:
 
     tokens_of: TokensOf
     """Length of an item of the data iterators."""
-    usual_tokens: int
-    """Tokens of a row of the usual length, to which memory limits and the costs of the schedule refer."""
-    attention_share: float = 0.0
-    """Share of F's time, at the usual length, that is attention; until times are measured."""
+    usual_tokens: int | None
+    """Tokens of a row of the usual length, to which memory limits and the costs of the schedule refer. None: the mean of the
+    microbatches of the first call, for a loop that has no such length."""
+    attention_share: Callable[[int], float] = field(default=lambda tokens: 0.0)
+    """Length of a sequence -> the share of F's time that is attention; until times are measured."""
     reorders: bool = True
     """Whether microbatches may run in another order than that in which they come."""
     objective: Objective = Objective.SPAN
@@ -125,29 +128,41 @@ class UnequalMicrobatches:
         place: PlaceTransfers,
         costs: CostModel | None = None,
     ) -> None:
-        usual = float(options.usual_tokens)
         self._spec, self._options, self._plan, self._place = spec, options, plan, place
         self._comm_ms, self._memory_limit = 0.0, spec.memory_limit
         self._links: Links | None = None
-        self.model = LengthModel.of(
-            costs or CostModel.uniform(spec.placement),
-            tokens=usual,
-            squares=usual**2,
-            attention_share=options.attention_share,
-        )
-        """Costs by length; replaced by `learn`."""
+        self._equal_costs = costs or CostModel.uniform(spec.placement)
+        self.model: LengthModel
+        """Costs by length, from the first call on; replaced by `learn`."""
+        self._usual: Lengths | None = None
+        if options.usual_tokens is not None:
+            self._take_usual(options.usual_tokens, float(options.usual_tokens) ** 2)
         self.exchange = LengthExchange()
         """Its process group; without a reference to the model."""
         self._replica = parallel_state.get_data_parallel_rank()
         self._expected: deque[LengthsOfReplicas] = deque()
+        self.same_plans = SameUnequalPlans()
+        """Likewise."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans microbatches")
         self._planners = _Planners()
         self._programs: OrderedDict[LengthsOfReplicas, Future[_Planned]] = OrderedDict()
 
+    def _see(self, replicas: LengthsOfReplicas) -> None:
+        """Take the means of the first lengths, which all ranks know, where no length is usual."""
+        if self._usual is None:
+            self._take_usual(*(statistics.fmean(each[index] for own in replicas for each in own) for index in (0, 1)))
+
+    def _take_usual(self, tokens: float, squares: float) -> None:
+        """Let a microbatch of these lengths cost what the schedule's equal ones do."""
+        self._usual = Lengths(round(tokens), squares)
+        share = self._options.attention_share(max(1, round(squares / tokens)))
+        self.model = LengthModel.of(self._equal_costs, tokens=tokens, squares=squares, attention_share=share)
+
     @property
     def usual_tokens(self) -> int:
-        """Tokens of a row of the usual length."""
-        return self._options.usual_tokens
+        """Tokens of a row of the usual length. Known after the first call."""
+        assert self._usual is not None
+        return self._usual.tokens
 
     def learn(self, model: LengthModel, *, comm_ms: float, links: Links | None, memory_limit: float | None) -> None:
         """From the next iteration on, plan with these costs. All ranks must call it at the same point, with the same costs.
@@ -213,6 +228,7 @@ class UnequalMicrobatches:
             self._check(own, replicas[self._replica])
         else:
             replicas = self.exchange(own, num_microbatches)
+            self._see(replicas)
         if forward_only or not self._must_plan(replicas):
             program, order = equal(), tuple(range(num_microbatches))
         else:
@@ -260,6 +276,7 @@ class UnequalMicrobatches:
 
     def _start(self, replicas: LengthsOfReplicas) -> Future[_Planned]:
         """Begin to plan for these lengths, unless that has begun."""
+        self._see(replicas)
         if replicas not in self._programs:
             while len(self._programs) >= _NUM_KEPT:
                 self._programs.popitem(last=False)
@@ -275,12 +292,14 @@ class UnequalMicrobatches:
         most = most_of_replicas(matched)
         per_microbatch = model.costs([each.tokens for each in most], [each.squares for each in most])
         costs = CostModel.of_microbatches(per_microbatch, comm_ms=self._comm_ms, links=self._links)
-        if not self._options.reorders:
-            return _Planned(self._place(base, costs), tuple(range(number)))
-        if number not in planners.by_number:
-            planners.by_number[number] = self._planner(base)
-        plan = planners.by_number[number].plan(costs)
-        return _Planned(self._place(plan, costs), plan.assignment or tuple(range(number)))
+        plan = base
+        if self._options.reorders:
+            if number not in planners.by_number:
+                planners.by_number[number] = self._planner(base)
+            plan = planners.by_number[number].plan(costs)
+        program = self._place(plan, costs)
+        self.same_plans.check(program)
+        return _Planned(program, plan.assignment or tuple(range(number)))
 
     def _planner(self, base: Plan) -> MicrobatchPlanner:
         options = SearchOptions(budget=ITERATION_BUDGET, objective=self._options.objective, memory_limit=self._memory_limit)
@@ -290,7 +309,8 @@ class UnequalMicrobatches:
 
     def close(self) -> None:
         """End the thread and destroy the group. Every rank of the world must call it."""
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown()  # without canceling: the other ranks compare what is under way
+        self.same_plans.close()
         self.exchange.close()
 
 

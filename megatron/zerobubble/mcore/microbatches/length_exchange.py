@@ -18,10 +18,28 @@ from megatron.core import parallel_state
 from megatron.zerobubble.errors import ConfigError, ExecutionError
 from megatron.zerobubble.messages import quoted
 
-__all__ = ["LengthExchange", "Lengths", "LengthsOfReplicas", "TokensOf", "lengths_of", "most_of_replicas", "ranked"]
+__all__ = [
+    "GIVE_LENGTHS",
+    "LengthExchange",
+    "Lengths",
+    "LengthsOfReplicas",
+    "TokensOf",
+    "lengths_of",
+    "most_of_replicas",
+    "ranked",
+]
 
 _FAILED = -1.0
 """In place of the tokens of a first microbatch: the rank cannot read its data."""
+
+_AT_ONCE = 128
+"""Values, two per microbatch, that the first of two messages has room for; the second, for more, is as long as they need."""
+
+GIVE_LENGTHS = (
+    "give microbatch_tokens to megatron.zerobubble.install: 'thd' for packed sequences, 'nested' for nested tensors, or a "
+    "function (zerobubble run takes the names, --microbatch-tokens)"
+)
+"""For messages about lengths that are not known."""
 
 
 class Lengths(NamedTuple):
@@ -81,6 +99,8 @@ class LengthExchange:
         self._group = dist.new_group(backend="gloo")
         self._num_replicas = parallel_state.get_data_parallel_world_size()
         self._replica = parallel_state.get_data_parallel_rank()
+        self._replicas: list[int] = []
+        """Per rank of the world its replica, from the first exchange on."""
 
     def __call__(self, own: Sequence[Lengths] | None, num_microbatches: int) -> LengthsOfReplicas:
         """The lengths of all replicas. All ranks of the world must call it, or `fail`.
@@ -90,31 +110,47 @@ class LengthExchange:
             num_microbatches: of every replica.
 
         Raises:
-            ConfigError: on every rank: no rank of a replica reads data, or two read different lengths.
+            ConfigError: on every rank: no rank of a replica reads data, two read different lengths, or replicas have different
+                numbers of microbatches.
             ExecutionError: another rank has called `fail`.
         """
-        sent = torch.zeros(num_microbatches * 2 + 1, dtype=torch.float64)
-        sent[-1] = self._replica
-        if own is not None:
-            sent[:-1] = torch.tensor(own, dtype=torch.float64).reshape(-1)
-        received = self._gathered(sent)
-        failed = [rank for rank, values in enumerate(received) if values[0] == _FAILED]
+        values = [0.0] * (2 * num_microbatches) if own is None else [float(value) for each in own for value in each]
+        received = self._gathered(num_microbatches, values)
+        failed = [rank for rank, each in enumerate(received) if each[:1] == [_FAILED]]
         if failed:
             ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
             raise ExecutionError(f"{ranks} could not read the microbatches of this iteration; the error there says why")
         found: dict[int, dict[int, list[float]]] = {}
-        for rank, values in enumerate(received):
-            if values[0]:
-                found.setdefault(int(values[-1]), {})[rank] = values[:-1]
+        for rank, each in enumerate(received):
+            if each[0]:
+                found.setdefault(self._replicas[rank], {})[rank] = each
         return tuple(self._of_replica(replica, found.get(replica, {})) for replica in range(self._num_replicas))
 
     def fail(self, num_microbatches: int) -> None:
         """Instead of a call, on a rank that cannot read its microbatches: the others raise an error and do not wait for it."""
-        sent = torch.zeros(num_microbatches * 2 + 1, dtype=torch.float64)
-        sent[0] = _FAILED
-        self._gathered(sent)
+        self._gathered(num_microbatches, [_FAILED] + [0.0] * (2 * num_microbatches - 1))
 
-    def _gathered(self, sent: torch.Tensor) -> list[list[float]]:
+    def _gathered(self, num_microbatches: int, values: list[float]) -> list[list[float]]:
+        """The values of all ranks. Gloo ends the process where ranks gather tensors of different sizes, so they compare first."""
+        begin = torch.zeros(2 + _AT_ONCE, dtype=torch.float64)
+        begin[0], begin[1] = self._replica, num_microbatches
+        begin[2 : 2 + len(values[:_AT_ONCE])] = torch.tensor(values[:_AT_ONCE], dtype=torch.float64)
+        received = self._of_all(begin)
+        self._replicas = [int(each[0]) for each in received]
+        numbers_of = [int(each[1]) for each in received]
+        other = next((rank for rank, number in enumerate(numbers_of) if number != numbers_of[0]), None)
+        if other is not None:
+            raise ConfigError(
+                f"the schedule was called with {numbers_of[0]} microbatches on rank 0 and with {numbers_of[other]} on rank "
+                f"{other}: all ranks run one order of ops, so give each replica the same number, for example the largest"
+            )
+        all_values = [each[2 : 2 + len(values)] for each in received]
+        if len(values) > _AT_ONCE:
+            rest = self._of_all(torch.tensor(values[_AT_ONCE:], dtype=torch.float64))
+            all_values = [first + more for first, more in zip(all_values, rest, strict=True)]
+        return all_values
+
+    def _of_all(self, sent: torch.Tensor) -> list[list[float]]:
         received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
         dist.all_gather(received, sent, group=self._group)
         return [each.tolist() for each in received]

@@ -26,12 +26,13 @@ class StageLayout(PipelineParallelLayerLayout):
         layers: number of decoder layers of each stage; stages may differ.
         placement: stage -> rank, with the same number of stages on every rank.
         num_mtp_layers: MTP layers (multi-token prediction), all on the last stage.
+        is_derived: whether other options, or none, led to these layers, which a configuration with other ones replaces.
 
     Raises:
         ConfigError: `layers` and `placement` differ in the number of stages, or ranks differ in theirs.
     """
 
-    def __init__(self, layers: StageLayers, placement: Placement, *, num_mtp_layers: int = 0) -> None:
+    def __init__(self, layers: StageLayers, placement: Placement, *, num_mtp_layers: int = 0, is_derived: bool = False) -> None:
         if layers.num_stages != placement.num_stages:
             raise ConfigError(f"layout {layers.text!r} has {layers.num_stages} stages, the schedule {placement.num_stages}")
         if placement.num_stages % placement.num_ranks:
@@ -44,7 +45,7 @@ class StageLayout(PipelineParallelLayerLayout):
             stages[placement.rank_to_stages[rank][chunk]] for chunk in range(num_chunks) for rank in range(placement.num_ranks)
         ]
         super().__init__(by_chunk, placement.num_ranks)
-        self.placement = placement
+        self.placement, self.text, self.is_derived = placement, layers.text, is_derived
         self.flatten_layout = [LayerType[name] for stage in stages for name in stage]
 
     def get_layer_offset(

@@ -251,9 +251,9 @@ def _configuring(loop: StockLoop, original: Callable[[Any], None]) -> Callable[[
 
     @functools.wraps(original)
     def finish(self: Any) -> None:
-        loop.configure(self)
+        options = loop.configure(self)
         original(self)
-        loop.configured(self)
+        loop.configured(self, options)
 
     return finish
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from megatron.zerobubble.mcore.stock_loop.adoption import Adopted
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticSteps
 from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
 from megatron.zerobubble.mcore.stock_loop.result_relay import ResultRelay
+from megatron.zerobubble.mcore.stock_loop.same_options import check_same_options
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.search.search_options import SearchOptions
@@ -80,6 +82,7 @@ def start(
 ) -> Running:
     """Make the schedule of a model of `chunks`, the first of which is `first`. All ranks of the world must call it."""
     spec = first.spec
+    check_same_options(options, spec)
     if options.memory_limit is not None:  # until memory is measured: one microbatch per rank, the least possible
         spec = dataclasses.replace(spec, memory_limit=1.0 / min(spec.num_ranks, num_microbatches))
     schedule = PipelineSchedule(
@@ -138,8 +141,8 @@ def _unequal(options: StockLoopOptions, config: Any, usual_tokens: int) -> Unequ
         return None
     return UnequalOptions(
         tokens_of=options.microbatch_tokens,
-        usual_tokens=usual_tokens,
-        attention_share=attention_share(config, usual_tokens),
+        usual_tokens=None if config.variable_seq_lengths else usual_tokens,  # then megatron-core ignores the call's, too
+        attention_share=functools.partial(attention_share, config),
         reorders=options.reorder_microbatches,
         objective=_objective(options),
     )

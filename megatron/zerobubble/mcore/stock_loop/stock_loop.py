@@ -24,13 +24,12 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.compat import has_hybrid_model
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
 from megatron.zerobubble.mcore.model.hybrid_layers import place_stack
 from megatron.zerobubble.mcore.model.named_weights import remember_from
-from megatron.zerobubble.mcore.model.stage_layout import StageLayout
 from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w
 from megatron.zerobubble.mcore.stock_loop.adoption import AdoptedChunks
+from megatron.zerobubble.mcore.stock_loop.layers import DividedLayers
 from megatron.zerobubble.mcore.stock_loop.lifetime import RunningModels
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import StepOutcome
 from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
@@ -38,7 +37,6 @@ from megatron.zerobubble.mcore.stock_loop.running import Running, start, start_f
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
-from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
 __all__ = ["StockLoop"]
 
@@ -58,6 +56,7 @@ class StockLoop:
         """With a memory limit in bytes: megatron-core's optimizers that were made since, without chains of them."""
         self.questions = StageQuestions(self.ends)
         """Which chunk runs, under V."""
+        self._layers = DividedLayers(lambda ranks, chunks: options.spec(num_ranks=ranks, num_chunks=chunks))
         self._configs: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """By identity, those that still exist: a loop may make one per microbatch, and they cannot be hashed."""
         self.adopted = AdoptedChunks(options, self.ends)
@@ -68,26 +67,31 @@ class StockLoop:
 
     # -- 1. a TransformerConfig is made -----------------------------------------------------------------------------------
 
-    def configure(self, config: Any) -> None:
-        """Set the layers of each stage under V, before megatron-core checks a new `config`. Raises ConfigError."""
+    def configure(self, config: Any) -> dict[str, Any]:
+        """Set the layers of each stage under V, before megatron-core checks a new `config`.
+
+        Returns:
+            Options that are off during the check, for `configured`.
+
+        Raises:
+            ConfigError: the schedule, or how the layers are to be divided, does not go with the pipeline.
+        """
         num_ranks = config.pipeline_model_parallel_size
         if num_ranks > 1:
             config.delay_wgrad_compute = False  # set by `configured`, if this config is made from another one
         if not self.options.is_v or num_ranks < 2 or getattr(config, "is_hybrid_model", False):
-            return  # the pattern of a HybridModel has the layers of each stage
-        layout = config.pipeline_model_parallel_layout
-        if layout is None or isinstance(layout, str):
-            spec = self.options.spec(num_ranks=num_ranks, num_chunks=config.virtual_pipeline_model_parallel_size)
-            layers = _spread(config.num_layers, spec.placement) if layout is None else StageLayers.parse(layout)
-            config.pipeline_model_parallel_layout = StageLayout(layers, spec.placement, num_mtp_layers=config.mtp_num_layers or 0)
-        elif not isinstance(layout, StageLayout):
-            raise ConfigError(
-                f"pipeline_model_parallel_layout is a {type(layout).__name__}, whose stages sit in a loop, and schedule "
-                f"{self.options.schedule} places them in a V: give it as text, in the order data flows, or leave it out"
-            )
+            return {}  # the pattern of a HybridModel has the layers of each stage
+        return self._layers.divide(config)
 
-    def configured(self, config: Any) -> None:
-        """Let Transformer Engine leave weight gradients to W. After megatron-core's checks, which demand MoE overlap for this."""
+    def configured(self, config: Any, options: Mapping[str, Any]) -> None:
+        """Let Transformer Engine leave weight gradients to W. After megatron-core's checks, which demand MoE overlap for this.
+
+        Args:
+            config: that has been checked.
+            options: the result of `configure`.
+        """
+        for name, value in options.items():
+            setattr(config, name, value)
         if self.options.weights_seed is not None:
             remember_from(config)
         if config.pipeline_model_parallel_size > 1:
@@ -272,11 +276,3 @@ class StockLoop:
             config.delay_wgrad_compute = False
         self._configs.clear()
         self._finalizing.clear()
-
-
-def _spread(num_layers: int, placement: Placement) -> StageLayers:
-    try:
-        return StageLayers.spread(num_layers, placement)
-    except ConfigError as error:
-        hint = "; a HybridModel, whose pattern has the layers of each stage, needs a TransformerConfig with is_hybrid_model=True"
-        raise ConfigError(f"{error}{hint if has_hybrid_model() else ''}") from None

@@ -7,6 +7,7 @@ with a bar between two of them. A letter is a part of the model, and ``*n`` repe
 
     E   the embedding, first in the first stage
     t   a decoder layer
+    m   an MTP layer (multi-token prediction), in the last stage before the L; may be left out
     L   the head and its loss, last in the last stage
 
 A stage without layers passes on what it gets: ``Et||tL``.
@@ -23,7 +24,7 @@ from megatron.zerobubble.plan.ir import Placement
 
 __all__ = ["StageLayers"]
 
-_REPEATED = re.compile(r"(?:\((?P<group>[^()]+)\)(?=\*)|(?P<part>[EtL|]))(?:\*(?P<times>[1-9][0-9]{0,3})(?![0-9]))?")
+_REPEATED = re.compile(r"(?:\((?P<group>[^()]+)\)(?=\*)|(?P<part>[EtmL|]))(?:\*(?P<times>[1-9][0-9]{0,3})(?![0-9]))?")
 """A letter or a group with its repetition count. A group without a count does not match, as Megatron cannot parse it."""
 
 _SPELLED_OUT = 4
@@ -86,10 +87,18 @@ class StageLayers:
             raise ConfigError(f"layout {text!r} must have one E (embedding), at the very beginning")
         if whole.count("L") != 1 or not whole.endswith("L"):
             raise ConfigError(f"layout {text!r} must have one L (loss), at the very end")
-        try:
-            return StageLayers(per_stage=tuple(stage.count("t") for stage in stages))
-        except ConfigError as error:
-            raise ConfigError(f"layout {text!r}: {error}") from None
+        if "m" in whole and not re.fullmatch(r"[^m]*m+L", whole):
+            own = next((stage for stage, parts in enumerate(stages[:-1]) if "m" in parts), len(stages) - 1)
+            raise ConfigError(
+                f"layout {text!r} has an m (multi-token prediction) in stage {own}: put all of them directly before the L, in "
+                "the last stage, the only one that has MTP layers here"
+            )
+        return StageLayers(per_stage=tuple(stage.count("t") for stage in stages))
+
+    @staticmethod
+    def mtp_layers(text: str) -> int | None:
+        """The number of MTP layers in a layout text that `parse` reads; None: it leaves them out."""
+        return _unrolled(text.replace(",", ""), text).count("m") or None
 
     @staticmethod
     def spread(num_layers: int, placement: Placement) -> StageLayers:
@@ -113,6 +122,30 @@ class StageLayers:
         below = num_layers // unit * unit
         near = f"{below} or {above}" if stages <= below < above else f"{above}"
         raise ConfigError(f"{num_layers} layers do not divide over {stages} stages ({placement.name} placement); {near} would")
+
+    @staticmethod
+    def balanced(num_layers: int, placement: Placement, *, first: int = 0, last: int = 0) -> StageLayers:
+        """Stages that differ by one layer at most, for any number of layers on the V placement.
+
+        The stages with one layer fewer are the last one, with the head, then the first one, with the embedding, then one per rank
+        on the way up from the end. 61 layers on 16 stages are ``Ettt|(tttt|)*13ttt|tttL``.
+
+        Args:
+            num_layers: of the model.
+            placement: stage -> rank.
+            first: layers that the embedding counts for.
+            last: layers that the head counts for, or MTP layers.
+        """
+        stages = placement.num_stages
+        preferred = [*range(1, stages - 1), 0, stages - 1]
+        loads, per_stage = [0] * stages, [0] * stages
+        loads[0] += first
+        loads[-1] += last
+        for _ in range(num_layers):
+            least = min(preferred, key=loads.__getitem__)
+            loads[least] += 1
+            per_stage[least] += 1
+        return StageLayers(per_stage=tuple(per_stage))
 
     @staticmethod
     def padded(num_layers: int, placement: Placement) -> StageLayers:
@@ -151,19 +184,15 @@ def _unrolled(text: str, whole: str) -> str:
     while position < len(text):
         item = _REPEATED.match(text, position)
         if item is None:
-            raise _unreadable(text[position], text[position:], whole)
+            raise _unreadable(text[position:], whole)
         part = item["part"] or _unrolled(item["group"], whole)
         parts.append(part * int(item["times"] or 1))
         position = item.end()
     return "".join(parts)
 
 
-def _unreadable(letter: str, rest: str, whole: str) -> ConfigError:
-    if letter == "m":
-        return ConfigError(
-            f"layout {whole!r} has an m (multi-token prediction); leave it out: all such heads are on the last stage"
-        )
+def _unreadable(rest: str, whole: str) -> ConfigError:
     return ConfigError(
-        f"layout {whole!r} cannot be read from {rest!r} on; write E (embedding), t (layer), L (loss), | between two stages, and "
-        "(tt|)*3 or t*3 for a repetition, 1 to 9999 times and not inside another one's parentheses"
+        f"layout {whole!r} cannot be read from {rest!r} on; write E (embedding), t (layer), m (MTP layer), L (loss), | between "
+        "two stages, and (tt|)*3 or t*3 for a repetition, 1 to 9999 times and not inside another one's parentheses"
     )

@@ -35,8 +35,8 @@ class ParallelConfig:
     --num-layers-per-virtual-pipeline-stage. Default: 2 with an interleaved schedule of --zero-bubble-schedule, else 1."""
     pipeline_model_parallel_layout: str | None = field(default=None, metadata={"metavar": "LAYOUT"})
     """Contents of every stage, in the order data flows: E is the embedding, t a transformer layer, L the loss, and | separates
-    stages; (tt|)*3 and t*3 repeat. A stock schedule with more stages than ranks is interleaved. Default: the same number of
-    layers on every stage."""
+    stages; m, an MTP layer, may stand before the L; (tt|)*3 and t*3 repeat. A stock schedule with more stages than ranks is
+    interleaved. Default: the same number of layers on every stage."""
     allow_padding_num_layers: bool = False
     """If --num-layers is not divisible by the number of stages, give the last stage, or the first and the last, one layer fewer,
     which compensates for the head and the embedding."""

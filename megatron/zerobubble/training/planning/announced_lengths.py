@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -28,7 +29,7 @@ def unequal_options(settings: Settings, config: Any) -> UnequalOptions | None:
     return UnequalOptions(
         tokens_of=_lengths_of_batch,
         usual_tokens=tokens,
-        attention_share=attention_share(config, tokens),
+        attention_share=partial(attention_share, config),
         objective=Objective.with_optimizer(post_validation=settings.zero_bubble.enable_optimizer_post_validation),
     )
 

@@ -1,0 +1,144 @@
+"""What every rank of the reference trainer must have been given: flags, files by content, versions.
+
+Compared in the job's store before the process group is initialized (`mcore.agreement`), because a backend or a timeout that
+differs ends in an error that blames the network. A flag counts with its value unless it is in one of the tables
+below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.zerobubble.errors import DataError
+from megatron.zerobubble.flags.dataclass_flags import flag_of
+from megatron.zerobubble.job.launch import Launch
+from megatron.zerobubble.job.rendezvous import Connection
+from megatron.zerobubble.mcore.agreement import Given, check_same, content_digest, refuse, text_digest, versions
+from megatron.zerobubble.training.config.data_blend import SPLITS, Blend
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.initialize import AGREEMENT, resolved_backend
+
+__all__ = ["BY_CONTENT", "GIVEN_OR_NOT", "PER_HOST", "check_same_settings", "values_of"]
+
+PER_HOST = frozenset({"data_cache_path", "num_workers", "mmap_bin_files", "distributed_backend"})
+"""Fields that may differ between hosts: how a host reads the same samples; and of the backend the one that is chosen counts."""
+
+GIVEN_OR_NOT = frozenset(
+    {
+        *("save", "load", "metrics_jsonl", "tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir"),
+        *("zero_bubble_save_plan", "zero_bubble_trace"),
+    }
+)
+"""Paths and names to write or load by, which may differ between hosts. All ranks have them, or none."""
+
+BY_CONTENT = frozenset(
+    {
+        *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path"),
+        *("zero_bubble_load_plan", "tokenizer_model", "vocab_file", "merge_file"),
+    }
+)
+"""Files that may have another path on each host: their content counts."""
+
+_TOKENIZER_FILES = (".json", ".txt", ".model", ".jinja", ".py")
+_REMEDY = "start every host with the same flags, files and packages"
+
+
+def check_same_settings(settings: Settings, launch: Launch, connection: Connection) -> None:
+    """Compare the settings of all ranks. All ranks must call this, after `connect` and before `join_job`.
+
+    Raises:
+        ConfigError: they differ, or another rank has refused; the same line on every rank.
+        DataError: a file cannot be read.
+    """
+    if launch.world_size == 1:
+        return
+    store = connection.of(AGREEMENT)
+    try:
+        values = values_of(settings, launch)
+    except DataError as error:
+        refuse(store, str(error), rank=launch.rank)
+        raise
+    check_same(
+        store,
+        values,
+        rank=launch.rank,
+        ranks=range(launch.world_size),
+        remedy=_REMEDY,
+        timeout_s=60.0 * settings.parallel.distributed_timeout_minutes,
+    )
+
+
+def values_of(settings: Settings, launch: Launch) -> dict[str, Given]:
+    """What this rank was given, by the flag or in words. Raises DataError for a file that cannot be read."""
+    values: dict[str, Given] = {}
+    for group in (getattr(settings, field.name) for field in dataclasses.fields(settings)):
+        if not dataclasses.is_dataclass(group):
+            continue  # the number of ranks is torchrun's
+        for field in dataclasses.fields(group):
+            if field.init and field.name not in PER_HOST | BY_CONTENT:
+                value = getattr(group, field.name)
+                values[flag_of(field)] = Given(_given_or_not(value) if field.name in GIVEN_OR_NOT else _text(value))
+    try:
+        values |= {flag: _file(path) for flag, path in _files(settings) if path is not None}
+        values |= dict(_datasets(settings))
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
+    values["the communication backend"] = Given(resolved_backend(settings))
+    values["torchrun's --max-restarts"] = Given(str(launch.max_restarts))
+    return values | versions()
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return str(value) if value is not None else "not given"
+
+
+def _given_or_not(value: Any) -> str:
+    return "not given" if value is None else "given"
+
+
+def _files(settings: Settings) -> Iterator[tuple[str, str | None]]:
+    """(flag, path) of files that are compared by content."""
+    tokenizer = settings.tokenizer
+    yield "--zero-bubble-load-plan", settings.zero_bubble.zero_bubble_load_plan
+    yield "--tokenizer-model", tokenizer.tokenizer_model
+    yield "--vocab-file", tokenizer.vocab_file
+    yield "--merge-file", tokenizer.merge_file
+
+
+def _file(name: str) -> Given:
+    """A file, the tokenizer's files in a directory, or the name of something that is not on this host."""
+    path = Path(name)
+    if path.is_dir():
+        files = sorted(each for each in path.iterdir() if each.suffix in _TOKENIZER_FILES and each.is_file())
+        return _content(name, text_digest(" ".join(f"{each.name} {content_digest(each)}" for each in files)))
+    return _content(name, content_digest(path)) if path.is_file() else Given(name)
+
+
+def _content(name: str, digest: str) -> Given:
+    return Given(f"{name} (content {digest[:8]})", digest)
+
+
+def _datasets(settings: Settings) -> Iterator[tuple[str, Given]]:
+    """Each dataset by content, and the weights; of each split, or those that --split divides."""
+    sources, known = settings.data.sources, dict[str, Given]()
+    blends: dict[str, Blend | None] = {"--data-path": sources.divided}
+    blends |= {f"--{name}-data-path": blend for name, blend in zip(SPLITS, sources.per_split, strict=True)}
+    for flag, blend in blends.items():
+        if blend is None:
+            continue
+        yield f"the weights of {flag}", Given("none" if blend.weights is None else _text(blend.weights))
+        for number, prefix in enumerate(blend.prefixes, 1):
+            if prefix not in known:
+                known[prefix] = _indexed(prefix)
+            yield f"dataset {number} of {flag}", known[prefix]
+
+
+def _indexed(prefix: str) -> Given:
+    """An indexed dataset: the content of its index, which has the length of every document, and the size of its tokens."""
+    digest, num_bytes = content_digest(Path(f"{prefix}.idx")), Path(f"{prefix}.bin").stat().st_size
+    return Given(f"{prefix} ({digest[:8]}, {num_bytes} B)", f"{digest} {num_bytes}")

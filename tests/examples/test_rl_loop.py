@@ -1,0 +1,79 @@
+"""The RL-style loop: the same lines under megatron-core's own 1F1B and zero-bubble schedules."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import megatron.zerobubble
+from megatron.zerobubble.mcore.cpu.device import HostDevice
+from tests.support.gpt import _destroy_groups
+from tests.support.ranks import RankPool
+from tests.training.launch import launch
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "rl_loop.py"
+STOCK, ZB_H1 = "--zero-bubble-schedule stock", "--enable-zero-bubble"
+ZBV = "--virtual-pipeline-model-parallel-size 2 --zero-bubble-v-schedule"
+
+
+def _lines(printed: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in printed.splitlines()]
+
+
+def _train(rank: int, flags: str) -> list[dict[str, Any]]:
+    """What this rank prints."""
+    with mock.patch.object(sys, "path", [str(EXAMPLE.parent), *sys.path]):
+        spec = importlib.util.spec_from_file_location("rl_loop", EXAMPLE)
+        assert spec is not None
+        assert spec.loader is not None
+        loop = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loop)
+    args = loop.parse(flags.split())
+    _destroy_groups()
+    printed = io.StringIO()
+    with HostDevice().on_host(), contextlib.redirect_stdout(printed):
+        megatron.zerobubble.install(args, microbatch_tokens="thd")
+        try:
+            loop.train(args)
+        finally:
+            megatron.zerobubble.uninstall()
+            _destroy_groups()
+    return _lines(printed.getvalue())
+
+
+def _assert_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """1e-5: microbatches run in the order that suits their lengths, so gradients are sums in another order."""
+    assert [line["step"] for line in expected] == [1, 2, 3, 4]
+    assert len({line["microbatches"] for line in expected}) > 1, "each step has its own number"
+    assert actual[0] == expected[0], "before the first step it makes no difference"
+    assert actual == [pytest.approx(line, rel=1e-5) for line in expected]
+    assert expected[-1]["kl"] > expected[0]["kl"] == 0.0, "the actor moves, the reference does not"
+
+
+@pytest.mark.parametrize("flags", [ZB_H1, ZBV], ids=["zb-h1", "zbv"])
+def test_the_same_losses_as_stock(four_ranks: RankPool, flags: str) -> None:
+    """On two replicas with microbatches of their own."""
+    expected, actual = ([line for lines in four_ranks.run(_train, each) for line in lines] for each in (STOCK, flags))
+    _assert_same(actual, expected)
+
+
+@pytest.mark.slow
+def test_the_commands_of_its_docstring() -> None:
+    """Through torchrun and `zerobubble run`, on two ranks without a GPU."""
+    printed = []
+    for more in (STOCK, ZB_H1, ZBV):
+        words = f"--cpu --microbatch-tokens thd {EXAMPLE} --distributed-backend gloo {more}".split()
+        done = launch(words, num_ranks=2, module="megatron.zerobubble.run")
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        printed.append(_lines(done.stdout))
+    _assert_same(printed[1], printed[0])
+    _assert_same(printed[2], printed[0])

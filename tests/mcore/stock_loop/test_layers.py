@@ -1,0 +1,324 @@
+"""The layers of each stage under V, by every option with which megatron-core divides them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+import megatron.zerobubble
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.build import check_config
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.plan.registry import schedule_spec
+from tests.support import bridge
+from tests.support.ranks import RankPool
+from tests.support.stock import example, train_mtp
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+
+
+@pytest.fixture
+def schedule(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The installed schedule."""
+    name = getattr(request, "param", "zbv")
+    megatron.zerobubble.install(schedule=name)
+    yield name
+    megatron.zerobubble.uninstall()
+
+
+def _config(num_layers: int, num_ranks: int, num_chunks: int | None = 2, **given: Any) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=32,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=num_ranks,
+        virtual_pipeline_model_parallel_size=num_chunks,
+        pipeline_dtype=torch.float32,
+        transformer_impl="local",
+        **given,
+    )
+
+
+def _built(config: TransformerConfig, placement: Placement) -> list[tuple[int, int, int]]:
+    """(first layer, number of layers, number of MTP layers) of each stage, as megatron-core's own functions build them."""
+    built = []
+    for rank, chunk in [(placement.stage_to_rank[stage], placement.chunk_of(stage)) for stage in range(placement.num_stages)]:
+        number = chunk if placement.num_chunks > 1 else None
+        with mock.patch.multiple(
+            parallel_state,
+            get_pipeline_model_parallel_rank=mock.Mock(return_value=rank),
+            get_virtual_pipeline_model_parallel_world_size=mock.Mock(return_value=config.virtual_pipeline_model_parallel_size),
+        ):
+            has_mtp = config.pipeline_model_parallel_layout is not None and config.mtp_num_layers
+            mtp = get_mtp_num_layers_to_build(config, vp_stage=number) if has_mtp else 0
+            offset, count = (
+                get_transformer_layer_offset(config, vp_stage=number),
+                get_num_layers_to_build(config, vp_stage=number),
+            )
+        built.append((offset, count, mtp))
+    return built
+
+
+def _stages(*counts: tuple[int, int]) -> list[int]:
+    return [layers for layers, times in counts for _ in range(times)]
+
+
+def _listed(counts: list[int], *, mtp: int = 0) -> list[list[str]]:
+    stages = [["decoder"] * count for count in counts]
+    stages[0].insert(0, "embedding")
+    stages[-1] += ["mtp"] * mtp + ["loss"]
+    return stages
+
+
+MTP = {"mtp_num_layers": 1}
+DEEPSEEK = _stages((1, 1), (2, 30), (0, 1))
+KIMI = _stages((3, 1), (4, 14), (2, 1))
+RECIPES: dict[str, tuple[int, int, dict[str, Any], list[int]]] = {
+    "GPT 32 layers": (32, 4, {}, _stages((4, 8))),
+    "Llama-3 70B, 80 layers": (80, 4, {}, _stages((10, 8))),
+    "Llama-3 405B, 126 layers": (126, 8, {}, _stages((7, 1), (8, 14), (7, 1))),
+    "Llama-3 405B, ends accounted for": (126, 8, {EMBEDDING: True, LOSS: True}, _stages((7, 1), (8, 14), (7, 1))),
+    "Llama-3 405B on 16 ranks": (126, 16, {EMBEDDING: True, LOSS: True}, _stages((3, 1), (4, 30), (3, 1))),
+    "loss accounted for": (63, 8, {LOSS: True}, _stages((4, 15), (3, 1))),
+    "embedding accounted for": (63, 8, {EMBEDDING: True}, _stages((3, 1), (4, 15))),
+    "ends accounted for, uneven": (61, 8, {EMBEDDING: True, LOSS: True}, _stages((3, 1), (4, 14), (2, 1))),
+    "DeepSeek-V3 without MTP": (61, 8, {}, _stages((3, 1), (4, 13), (3, 2))),
+    "DeepSeek-V3 with MTP": (61, 16, MTP, DEEPSEEK),
+    "DeepSeek-V3, text": (61, 16, MTP | {"pipeline_model_parallel_layout": "Et|(tt|)*30mL"}, DEEPSEEK),
+    "DeepSeek-V3, list": (61, 16, MTP | {"pipeline_model_parallel_layout": _listed(DEEPSEEK, mtp=1)}, DEEPSEEK),
+    "Kimi-K2, list": (61, 8, {"pipeline_model_parallel_layout": _listed(KIMI)}, KIMI),
+    "Kimi-K2, text": (61, 8, {"pipeline_model_parallel_layout": "Ettt|(tttt|)*14ttL"}, KIMI),
+    "Qwen3-235B, 94 layers": (94, 8, {}, _stages((5, 1), (6, 14), (5, 1))),
+    "Qwen3-235B, fewer at both ends": (94, 8, {FIRST: 10, LAST: 10}, _stages((5, 1), (6, 14), (5, 1))),
+    "fewer in the last stage": (62, 8, {LAST: 4}, _stages((4, 15), (2, 1))),
+    "fewer in the first stage, uneven": (62, 8, {FIRST: 6}, _stages((3, 1), (4, 14), (3, 1))),
+    "46 layers": (46, 4, {}, _stages((5, 1), (6, 6), (5, 1))),
+    "layers that divide over the ranks only": (12, 4, {}, _stages((2, 4), (1, 4))),
+    "one layer per stage but the ends": (14, 8, {}, _stages((0, 1), (1, 14), (0, 1))),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.usefixtures("schedule")
+def test_recipes_have_these_layers_in_a_v(name: str) -> None:
+    num_layers, num_ranks, given, expected = RECIPES[name]
+    config = _config(num_layers, num_ranks, **copy.deepcopy(given))
+    built = _built(config, Placement.v(num_ranks))
+    assert [count for _, count, _ in built] == expected
+    assert [first for first, _, _ in built] == [sum(expected[:stage]) for stage in range(len(expected))]
+    assert [mtp for _, _, mtp in built] == [0] * (2 * num_ranks - 1) + [config.mtp_num_layers or 0]
+    assert {each: getattr(config, each) for each in given if each != "pipeline_model_parallel_layout"} == {
+        each: value for each, value in given.items() if each != "pipeline_model_parallel_layout"
+    }, "what the loop has set can be read"
+
+
+LINEAR: list[tuple[int, int, int | None, dict[str, Any]]] = [
+    (80, 8, None, {}),
+    (126, 8, None, {EMBEDDING: True, LOSS: True}),
+    (126, 8, 2, {EMBEDDING: True, LOSS: True}),
+    (62, 8, None, {FIRST: 10, LAST: 10}),
+    (94, 8, 2, {FIRST: 10, LAST: 12}),
+    (61, 16, None, MTP | {"pipeline_model_parallel_layout": "Et*3|(t*4|)*14ttmL"}),
+    (61, 16, 2, MTP | {"pipeline_model_parallel_layout": _listed(DEEPSEEK, mtp=1)}),
+]
+
+
+@pytest.mark.parametrize(("num_layers", "num_ranks", "num_chunks", "given"), LINEAR)
+def test_other_schedules_have_megatron_cores_own_division(
+    num_layers: int, num_ranks: int, num_chunks: int | None, given: dict[str, Any]
+) -> None:
+    placement = Placement.linear(num_ranks) if num_chunks is None else Placement.loop(num_ranks, num_chunks)
+    expected = _built(_config(num_layers, num_ranks, num_chunks, **copy.deepcopy(given)), placement)
+    megatron.zerobubble.install(schedule="zb-h1" if num_chunks is None else "zb-interleaved")
+    try:
+        actual = _built(_config(num_layers, num_ranks, num_chunks, **copy.deepcopy(given)), placement)
+    finally:
+        megatron.zerobubble.uninstall()
+    assert actual == expected
+    assert sum(count for _, count, _ in actual) == num_layers
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "given", "message"),
+    [
+        (8, {"pipeline_model_parallel_layout": "Etttt|ttttL"}, r"layout 'Etttt\|ttttL' has 2 stages, .* zbv on 2 .* needs 4"),
+        (8, {"pipeline_model_parallel_layout": _listed([4, 4])}, r"layout 'Etttt\|ttttL' has 2 stages"),
+        (9, {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"}, "pipeline_model_parallel_layout .* has 8 of .* num_layers=9"),
+        (
+            6,
+            MTP | {"pipeline_model_parallel_layout": "Ett|tt|ttm|L"},
+            "^pipeline_model_parallel_layout: .* has an m .* in stage 2",
+        ),
+        (6, MTP | {"pipeline_model_parallel_layout": "Ett|tt|tt|mmL"}, "has 2 of the model's mtp_num_layers=1"),
+        (6, {"pipeline_model_parallel_layout": "Ett|tt|tt|mL"}, "has 1 of the model's mtp_num_layers=None"),
+        (8, {"pipeline_model_parallel_layout": [["encoder"], [], [], []]}, "pipeline_model_parallel_layout has .*'encoder'"),
+        (8, {"pipeline_model_parallel_layout": [["embedding"], 3]}, "pipeline_model_parallel_layout is .*give a text"),
+        (8, {"pipeline_model_parallel_layout": 4}, "pipeline_model_parallel_layout is 4; give a text"),
+        (8, {FIRST: 3}, f"{FIRST}=3: two stages share .* even number above 0"),
+        (8, {LAST: 0}, f"{LAST}=0: two stages share .* even number above 0"),
+        (8, {LAST: 14}, f"{LAST}=14: 8 layers leave 1 for the other 3 stages"),
+        (1, {EMBEDDING: True, LOSS: True}, f"{EMBEDDING}=True, {LOSS}=True: 1 layers leave stage 2 of 4"),
+        (1, {}, "num_layers=1: 1 layers do not divide over 4 stages"),
+    ],
+)
+@pytest.mark.usefixtures("schedule")
+def test_an_error_names_the_option(num_layers: int, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _config(num_layers, 2, **given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL", LOSS: True},
+        {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL", FIRST: 2},
+        {FIRST: 2, LOSS: True},
+    ],
+)
+@pytest.mark.usefixtures("schedule")
+def test_options_that_exclude_each_other_are_megatron_cores_error(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"cannot be.*{FIRST if FIRST in given else LOSS}|{FIRST} and"):
+        _config(8, 2, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chunks", "layout"), [("zb-h1", None, "Ett|tt|m|L"), ("zb-interleaved", 2, "E|t|t|t|t|t|m|L")]
+)
+def test_mtp_layers_on_a_stage_of_their_own_are_refused(name: str, num_chunks: int | None, layout: str) -> None:
+    """A stage behind them gets longer tensors than the others, which megatron-core announces with each message."""
+    num_layers = layout.count("t")
+    config = _config(num_layers, 4, num_chunks, pipeline_model_parallel_layout=layout, **MTP)
+    spec = schedule_spec(name, num_ranks=4, num_chunks=num_chunks or 1)
+    with pytest.raises(ConfigError, match=r"pipeline_model_parallel_layout with m .* put all of them directly before the L"):
+        check_config(config, spec)
+    check_config(_config(num_layers, 4, num_chunks, pipeline_model_parallel_layout=layout.replace("m|L", "|mL"), **MTP), spec)
+
+
+@pytest.mark.usefixtures("schedule")
+def test_megatron_cores_own_layout_goes_in_the_order_of_its_stages() -> None:
+    """A recipe may have made the object before `install`, and hand on copies of it."""
+    text = "E|ttt|tt|tL"
+    stages = PipelineParallelLayerLayout.parse_str_to_list(text)
+    for layout in (PipelineParallelLayerLayout(text, 2), copy.deepcopy(PipelineParallelLayerLayout(stages, 2)), stages):
+        config = _config(6, 2, None, pipeline_model_parallel_layout=layout)
+        assert [count for _, count, _ in _built(config, Placement.v(2))] == [0, 3, 2, 1]
+        assert config.virtual_pipeline_model_parallel_size == 2, "as megatron-core takes it from the layout"
+
+
+@pytest.mark.usefixtures("schedule")
+def test_a_configuration_made_from_another_divides_its_own_layers() -> None:
+    """Also a copy, and one that changes what the division follows from."""
+    config = copy.deepcopy(_config(126, 8, **{EMBEDDING: True, LOSS: True}))
+    fewer = dataclasses.replace(config, num_layers=30)
+    assert [count for _, count, _ in _built(fewer, Placement.v(8))] == _stages((1, 1), (2, 14), (1, 1))
+    plain = dataclasses.replace(fewer, num_layers=32, **{EMBEDDING: False, LOSS: False})
+    assert [count for _, count, _ in _built(plain, Placement.v(8))] == [2] * 16
+    smaller = dataclasses.replace(plain, pipeline_model_parallel_size=4)
+    assert [count for _, count, _ in _built(smaller, Placement.v(4))] == [4] * 8
+    given = _config(6, 2, pipeline_model_parallel_layout="E|ttt|tt|tL")
+    assert [count for _, count, _ in _built(dataclasses.replace(given, hidden_size=64), Placement.v(2))] == [0, 3, 2, 1]
+    with pytest.raises(ConfigError, match=r"pipeline_model_parallel_layout 'E\|ttt\|tt\|tL' has 6 of .* num_layers=8"):
+        dataclasses.replace(given, num_layers=8)
+
+
+@pytest.mark.usefixtures("schedule")
+def test_an_uneven_division_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    for _ in range(3):
+        _config(61, 16, **MTP)
+    _config(64, 16)
+    (line,) = caplog.messages
+    assert "schedule zbv divides 61 layers over 32 stages as Et|(tt|)*30L, and 1 MTP layer(s) on the last" in line
+    assert "give pipeline_model_parallel_layout" in line
+
+
+TWO = "--pipeline-model-parallel-size 2 --num-layers 6 --hidden-size 32 --train-iters 3"
+CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
+
+
+def _train(rank: int, flags: str, schedule: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    """`bridge.train`, with these options of TransformerConfig."""
+    with mock.patch.object(example(), "TransformerConfig", functools.partial(TransformerConfig, **given)):
+        return bridge.train(rank, flags, schedule)
+
+
+def _merged(results: list[dict[str, Any]]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    gradients = {name: gradient for result in results for name, gradient in result["gradients"].items()}
+    return [result["losses"] for result in results[len(results) // 2 :]], gradients
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule", "given"),
+    [
+        (CHUNKS, "zbv", {}),
+        (f"{CHUNKS} --tie-embeddings-and-output-weights", "zbv", {EMBEDDING: True, LOSS: True}),
+        (CHUNKS, "v-half", {"pipeline_model_parallel_layout": _listed([0, 3, 2, 1])}),
+        (f"{CHUNKS} --overlap-grad-reduce", "zbv", {FIRST: 2, LAST: 2}),
+        (TWO, "zb-h1", {FIRST: 2}),
+        (TWO, "zb-h2", {EMBEDDING: True, LOSS: True}),
+        (TWO, "zb-h1", {"pipeline_model_parallel_layout": _listed([4, 2])}),
+        (CHUNKS, "zb-interleaved", {"pipeline_model_parallel_layout": "E|ttt|tt|tL"}),
+    ],
+    ids=[
+        "default",
+        "accounted-tied",
+        "list",
+        "ends-overlapped",
+        "zb-h1-first",
+        "zb-h2-accounted",
+        "zb-h1-list",
+        "interleaved-text",
+    ],
+)
+@pytest.mark.sampled(0.5)
+def test_the_losses_and_gradients_of_an_even_model(
+    four_ranks: RankPool, flags: str, schedule: str, given: dict[str, Any]
+) -> None:
+    """Bit for bit those of megatron-core's 1F1B with three layers per rank: a layer has the same weights wherever it is."""
+    plain = " ".join([TWO, *(flag for flag in flags.split() if flag.startswith("--tie"))])
+    expected = _merged(four_ranks.run(_train, plain, None, {}))
+    actual = _merged(four_ranks.run(_train, flags, schedule, given))
+    assert actual[0] == expected[0] != []
+    assert set(actual[1]) == set(expected[1])
+    assert [name for name, gradient in actual[1].items() if not torch.equal(gradient, expected[1][name])] == []
+
+
+def _train_mtp(rank: int, flags: str, options: dict[str, Any], layout: Any) -> Any:
+    configured = functools.partial(TransformerConfig, pipeline_model_parallel_layout=layout)
+    with mock.patch("tests.support.stock.TransformerConfig", configured):
+        return train_mtp(rank, flags, options)
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule", "layout"),
+    [(CHUNKS, "zbv", _listed([1, 2, 2, 1], mtp=1)), (CHUNKS, "zbv", "Ett|tt|tt|mL"), (TWO, "zb-h1", "Etttt|ttmL")],
+    ids=["list", "text", "zb-h1"],
+)
+def test_the_losses_with_mtp_layers_in_the_layout(four_ranks: RankPool, flags: str, schedule: str, layout: Any) -> None:
+    """1e-6: the gradients of embedding and output layer are summed in another order."""
+    expected = [history for history in four_ranks.run(_train_mtp, TWO, {}, None) if history]
+    actual = [history for history in four_ranks.run(_train_mtp, flags, {"schedule": schedule}, layout) if history]
+    losses = [torch.tensor([[entry["losses"] for entry in history] for history in each]) for each in (actual, expected)]
+    assert losses[0].numel() > 0
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+
+
+def test_parts_have_the_letters_of_megatron_core() -> None:
+    (stage,) = PipelineParallelLayerLayout.parse_str_to_list("EtmL")
+    assert stage == [LayerType.embedding, LayerType.decoder, LayerType.mtp, LayerType.loss]

@@ -1,0 +1,40 @@
+"""Valid plans that differ a little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.zerobubble.errors import PlanError
+from megatron.zerobubble.plan.ir import Op, OpKind, Plan
+from megatron.zerobubble.plan.validate import validate
+
+__all__ = ["reordered"]
+
+
+def reordered(plan: Plan) -> Plan:
+    """The same plan with one op of its first rank at another place.
+
+    Under V this is an F of the first stage that changes places with a B of the last one: both send to the next rank.
+    """
+    for row in (*_moved(plan.ops[0], plan.num_stages - 1), *_swapped(plan.ops[0])):
+        other = replace(plan, ops=(row, *plan.ops[1:]))
+        try:
+            validate(other)
+        except PlanError:
+            continue
+        return other
+    raise AssertionError(f"no other order of rank 0 is valid: {plan}")
+
+
+def _moved(row: tuple[Op, ...], last_stage: int) -> Iterator[tuple[Op, ...]]:
+    """Each F of stage 0 at the place of each B of the last stage."""
+    for forward in (op for op in row if (op.stage, op.kind) == (0, OpKind.F)):
+        for place in (at for at, op in enumerate(row) if (op.stage, op.kind) == (last_stage, OpKind.B)):
+            others = [op for op in row if op != forward]
+            yield (*others[:place], forward, *others[place:])
+
+
+def _swapped(row: tuple[Op, ...]) -> Iterator[tuple[Op, ...]]:
+    for at in range(len(row) - 1):
+        yield (*row[:at], row[at + 1], row[at], *row[at + 2 :])
