@@ -124,7 +124,9 @@ def pytest_runtest_logreport(report: Any) -> None:
             _outcomes[name] = text
 
 
-def pytest_sessionfinish() -> None:
-    """Write the outcomes."""
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the outcomes. Tests that fail end a rank with 0: torchrun would stop the other rank, which writes its own."""
     _until_the_end.close()
     Path(os.environ["ZERO_BUBBLE_OUTCOMES"], os.environ["RANK"]).write_text(json.dumps(_outcomes))
+    if session.exitstatus == pytest.ExitCode.TESTS_FAILED:
+        session.exitstatus = pytest.ExitCode.OK
