@@ -308,7 +308,7 @@ def announce_exit(launch: Launch, error: UserError) -> None:
 
     try:
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=_ANNOUNCE_S)))
-        refuse(Connection(store, launch).of(AGREEMENT), str(error), rank=launch.rank)
+        refuse(Connection(store, launch).of(AGREEMENT), str(error), rank=launch.rank, world_size=launch.world_size)
     except (dist.DistError, OSError, ValueError) as reason:
         _log.warning("other hosts may wait for rank %d, which ends: their store cannot be reached (%s)", launch.rank, reason)
 
