@@ -91,7 +91,7 @@ def test_every_rank_raises_the_same_line() -> None:
 @pytest.mark.parametrize("refusing", [0, 2])
 def test_no_rank_waits_for_one_that_refused(refusing: int) -> None:
     def ends(store: Any) -> None:
-        refuse(store, "--lr 7\nis too large", rank=refusing)
+        refuse(store, "--lr 7\nis too large", rank=refusing, world_size=3)
 
     others = [rank for rank in range(3) if rank != refusing]
     found = on_threads(ends, *(comparing(rank, "1") for rank in others))

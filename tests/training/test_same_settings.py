@@ -241,15 +241,17 @@ def two_hosts(flags: tuple[list[str], list[str]], folder: Path) -> list[tuple[in
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    jobs = []
-    for number, own in enumerate(flags):
-        torchrun = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-id={port}"]
-        torchrun += [f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf=is_host={int(number == 0)}", "--max-restarts=0"]
-        command = [sys.executable, "-m", "torch.distributed.run", *torchrun, str(PRETRAIN), *own]
-        with (folder / f"{number}").open("w") as stream:
-            jobs.append(subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stream))
-        _wait_for(port)
+    jobs: list[subprocess.Popen[bytes]] = []
     try:
+        for number, own in enumerate(flags):
+            rendezvous = f"--rdzv-conf=is_host={int(number == 0)},read_timeout={TIMEOUT_S},join_timeout={TIMEOUT_S}"
+            torchrun = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", "--rdzv-backend=c10d", f"--rdzv-id={port}"]
+            command = [*torchrun, f"--rdzv-endpoint=127.0.0.1:{port}", rendezvous, str(PRETRAIN), *own]
+            with (folder / f"{number}").open("w") as stream:
+                output = {"stdout": subprocess.DEVNULL, "stderr": stream}
+                start = [sys.executable, "-m", "torch.distributed.run", *command]
+                jobs.append(subprocess.Popen(start, env=environment(), cwd=ROOT, **output))  # type: ignore[call-overload]
+            _wait_for(port)
         codes = [job.wait(TIMEOUT_S) for job in jobs]
     finally:
         for job in jobs:
@@ -267,10 +269,14 @@ def test_each_of_two_hosts_ends_with_the_line(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_host_with_a_wrong_flag_ends_the_other_one(tmp_path: Path) -> None:
-    """The rendezvous is on the host that waits; the timeout of the job is far longer than this test's."""
+@pytest.mark.parametrize("wrong", [0, 1], ids=["the host of the rendezvous", "the other host"])
+def test_a_host_with_a_wrong_flag_ends_the_other_one(tmp_path: Path, wrong: int) -> None:
+    """With its reason on both; the timeout of the job is far longer than this test's."""
     own = [*MOCK, "--distributed-timeout-minutes", "30"]
-    (code, said), (other_code, other_said) = two_hosts((own, [*own, "--lr", "-1"]), tmp_path)
-    assert (code, other_code) != (0, 0)
-    assert "--lr" in other_said
-    assert re.search(r"error: rank \d on \S+ has ended before it joined the job: .*--lr", said), said
+    flags = ([*own, "--lr", "-1"], own) if wrong == 0 else (own, [*own, "--lr", "-1"])
+    ended = two_hosts(flags, tmp_path)
+    assert 0 not in [code for code, _ in ended]
+    reason = r"--lr[^\n]*-1"
+    assert re.search(rf"^pretrain_gpt.py: error: {reason}", ended[wrong][1], re.MULTILINE), ended[wrong][1]
+    line = rf"^pretrain_gpt.py: error: rank \d on \S+ has ended before it joined the job: {reason}"
+    assert re.search(line, ended[1 - wrong][1], re.MULTILINE), ended[1 - wrong][1]

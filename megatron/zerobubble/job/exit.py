@@ -1,4 +1,4 @@
-"""Ends a rank for a user error: one line per job, and exit code 2."""
+"""Ends a rank for a user error: one line per host, and exit code 2."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def exit_with_error(
     Args:
         error: its message is printed.
         rank: this process' rank.
-        is_reporting: whether this rank prints; None: rank 0 does, once per job. Other ranks wait a few seconds, so that it
-            reports before torchrun ends the job.
+        is_reporting: whether this rank prints, as one of each host should; None: rank 0 does. Other ranks wait a few seconds, so
+            that it reports before torchrun ends the job.
         prog: program name in front of the message.
         error_file: where torchrun expects the reason of this rank's failure, to show it at the end as the root cause.
         before_exit: called with the error, after it is printed.

@@ -54,6 +54,10 @@ _LONGEST_PAUSE_S = 0.05
 """Seconds between two looks at the store."""
 _READ_S = 5.0
 """Seconds that rank 0, whose host may have the store, waits for the others to read its verdict."""
+_LINGER_S = 30.0
+"""The same for a rank 0 that has a reason of its own: the others may still be starting."""
+_LEAVE_S = 2.0
+"""Seconds that it then lets the others end: a torchrun that loses the store first shows an error of its own."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ def check_same(
         store.add("read", 1)
         if verdict != _AGREED and rank == ranks[0]:  # the store may end with this rank, or with its host
             _until(lambda: store.add("read", 0) >= store.add("arrived", 0), _READ_S)
+            time.sleep(_LEAVE_S)
     except dist.DistError as error:
         raise ConfigError(
             f"the store in which rank {rank} compares what it was given is gone: see the output of the other hosts ({error})"
@@ -123,10 +128,16 @@ def check_same(
         raise ConfigError(verdict)
 
 
-def refuse(store: Any, reason: str, *, rank: int) -> None:
-    """Instead of `check_same`, on a rank that ends because of a user error: the others raise its reason, without a wait."""
+def refuse(store: Any, reason: str, *, rank: int, world_size: int) -> None:
+    """Instead of `check_same`, on a rank that ends because of a user error: the others raise its reason, without a wait.
+
+    Rank 0, whose host may have the store, lets the others read it, for at most 30 seconds.
+    """
     reason = f"rank {rank} on {socket.gethostname()} has ended before it joined the job: {reason}"
     store.compare_set(_VERDICT, "", one_line(reason))
+    store.add("read", 1)
+    if rank == 0 and _until(lambda: store.add("read", 0) >= world_size, _LINGER_S):
+        time.sleep(_LEAVE_S)
 
 
 def _until(condition: Callable[[], bool], timeout_s: float) -> bool:

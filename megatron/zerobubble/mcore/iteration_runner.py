@@ -48,6 +48,8 @@ class IterationHooks:
     optimizer step was wrong and has been redone, so those forward passes run again, with the same data and random state."""
     token_count: TokenCount | None = None
     """Sends the number of tokens from the last stage's last F to all ranks, in training iterations."""
+    on_failure: Callable[[Exception], None] | None = None
+    """Called on the rank with the last stage before it raises the error of a loss function, in calls with forward passes only."""
     watch: Watch | None = None
     """Records what this rank does, for a watchdog that looks after ranks that hang."""
 
@@ -111,6 +113,10 @@ class IterationRunner:
             self._store.clear()
             raise
         work.finish()
+        if work.failure is not None:
+            if hooks.on_failure is not None:
+                hooks.on_failure(work.failure)
+            raise work.failure
         return work
 
     def _validated(

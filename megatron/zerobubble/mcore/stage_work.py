@@ -98,6 +98,8 @@ class ChunkWork:
         """The loss function's result for each microbatch; empty on ranks without the last stage."""
         self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
         """Sum of the token counts that the loss function returned."""
+        self.failure: Exception | None = None
+        """The first error of the last stage's forward pass or loss function, where there are forward passes only."""
 
     @property
     def live(self) -> frozenset[tuple[int, int]]:
@@ -120,6 +122,9 @@ class ChunkWork:
 
         Returns:
             An alias of the output, to be sent to the next stage; None on the last stage.
+
+        Raises:
+            Exception: what the loop's function raised, but for `failure`, which the caller raises after the last op.
         """
         iteration, chunk = self._iteration, self._chunk_of[op.stage]
         if activation is not None and not iteration.forward_only:
@@ -128,21 +133,28 @@ class ChunkWork:
         first = op.microbatch == 0
         if iteration.forward_only and iteration.first_val_step is not None:
             first = first and iteration.first_val_step
-        output, num_tokens = schedules.forward_step(
-            iteration.forward_step_func,
-            iteration.data_iterators[chunk],
-            self._chunks[chunk],
-            iteration.num_microbatches,
-            activation,
-            self.losses,
-            self._config,
-            cp_group_size=iteration.context_parallel_size,
-            collect_non_loss_data=iteration.collect_non_loss_data,
-            is_first_microbatch=first,
-            current_microbatch=iteration.order[op.microbatch],
-            vp_stage=chunk if self._virtual else None,
-            is_last_stage=op.stage == self._last_stage,
-        )
+        try:
+            output, num_tokens = schedules.forward_step(
+                iteration.forward_step_func,
+                iteration.data_iterators[chunk],
+                self._chunks[chunk],
+                iteration.num_microbatches,
+                activation,
+                self.losses,
+                self._config,
+                cp_group_size=iteration.context_parallel_size,
+                collect_non_loss_data=iteration.collect_non_loss_data,
+                is_first_microbatch=first,
+                current_microbatch=iteration.order[op.microbatch],
+                vp_stage=chunk if self._virtual else None,
+                is_last_stage=op.stage == self._last_stage,
+            )
+        except Exception as error:
+            if not iteration.forward_only or op.stage != self._last_stage:
+                raise
+            # No stage waits for this one: the other passes run, so that no rank and no message is left waiting.
+            self.failure = self.failure or error
+            return None
         # Otherwise the model keeps its input until its next F, and with it, after B, the input's gradient.
         get_attr_wrapped_model(self._chunks[chunk], "set_input_tensor")([None])
         if op.stage == self._last_stage:

@@ -126,6 +126,7 @@ def parse_arguments(
     *,
     rank: int,
     world_size: int,
+    is_reporting: bool | None = None,
     prog: str = _PROG,
     error_file: str | None = None,
     before_exit: Callable[[UserError], None] | None = None,
@@ -134,8 +135,9 @@ def parse_arguments(
 
     Args:
         argv: flags; None takes them from `sys.argv`.
-        rank: this process' rank. Only rank 0 reports an error.
+        rank: this process' rank.
         world_size: number of ranks of the job.
+        is_reporting: as of `exit_with_error`.
         prog: program name in the usage and in the error line.
         error_file: where torchrun expects the reason of a failure.
         before_exit: as of `exit_with_error`.
@@ -146,4 +148,4 @@ def parse_arguments(
     try:
         return settings_from_argv(sys.argv[1:] if argv is None else argv, world_size=world_size, rank=rank, prog=prog)
     except UserError as error:
-        exit_with_error(error, rank=rank, prog=prog, error_file=error_file, before_exit=before_exit)
+        exit_with_error(error, rank=rank, is_reporting=is_reporting, prog=prog, error_file=error_file, before_exit=before_exit)

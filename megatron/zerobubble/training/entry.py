@@ -48,6 +48,7 @@ def run(
         argv,
         rank=launch.rank,
         world_size=launch.world_size,
+        is_reporting=launch.local_rank == 0,
         prog=prog,
         error_file=launch.error_file,
         before_exit=partial(announce_exit, launch),

@@ -168,7 +168,7 @@ def announce_exit(launch: Launch, error: UserError) -> None:
 
     try:
         connection = connect(launch, timeout_minutes=_ANNOUNCE_S / 60.0)
-        refuse(connection.of(AGREEMENT), str(error), rank=launch.rank)
+        refuse(connection.of(AGREEMENT), str(error), rank=launch.rank, world_size=launch.world_size)
     except (dist.DistError, OSError, ValueError) as reason:
         _log.warning("other hosts may wait for rank %d, which ends: their store cannot be reached (%s)", launch.rank, reason)
 

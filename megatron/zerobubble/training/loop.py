@@ -117,19 +117,22 @@ def pretrain(
         prog: program name in error lines.
     """
     set_up_logging(launch)
+    # each host has a screen of its own
+    leave = partial(
+        exit_with_error, rank=launch.rank, is_reporting=launch.local_rank == 0, prog=prog, error_file=launch.error_file
+    )
     try:
         tokenizer = build_tokenizer(settings.tokenizer)
         check_data_matches(settings, tokenizer, is_first=launch.rank == 0)
         host = choose_device(settings, launch)
     except UserError as error:
-        announce = partial(announce_exit, launch)
-        exit_with_error(error, rank=launch.rank, prog=prog, error_file=launch.error_file, before_exit=announce)
+        leave(error, before_exit=partial(announce_exit, launch))
     timeout_minutes = settings.parallel.distributed_timeout_minutes
     connection = connect(launch, timeout_minutes=timeout_minutes)
     try:
         check_same_settings(settings, launch, connection)
-    except UserError as error:  # the same on all ranks; each host has a screen of its own
-        exit_with_error(error, rank=launch.rank, is_reporting=launch.local_rank == 0, prog=prog, error_file=launch.error_file)
+    except UserError as error:
+        leave(error)
     watch = Watch(host.device)
     world_size = 0 if settings.watchdog_s is None else launch.world_size
     guard = JobGuard(connection.of(), launch.rank, error_file=launch.error_file, world_size=world_size)

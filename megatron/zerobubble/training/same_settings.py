@@ -59,7 +59,7 @@ def check_same_settings(settings: Settings, launch: Launch, connection: Connecti
     try:
         values = values_of(settings, launch)
     except DataError as error:
-        refuse(store, str(error), rank=launch.rank)
+        refuse(store, str(error), rank=launch.rank, world_size=launch.world_size)
         raise
     check_same(
         store,

@@ -133,7 +133,9 @@ def _v_refusals(rank: int) -> dict[str, str]:
     messages = {}
     with bridge.installed(CHUNKS, "zbv") as (loop, args):
         chunks = _bare(loop, args)
-        for name, model in {"one chunk": chunks[:1], "exchanged": chunks[::-1]}.items():
+        unknown = torch.nn.Linear(1, 1)
+        unknown.config, unknown.set_input_tensor = get_model_config(chunks[0]), print
+        for name, model in {"one chunk": chunks[:1], "exchanged": chunks[::-1], "unknown": [unknown] * 2}.items():
             with pytest.raises(ConfigError) as caught:
                 _call(loop, args, model, forward_only=True)
             messages[name] = str(caught.value)
@@ -144,6 +146,7 @@ def test_a_v_refuses_a_model_of_other_chunks(four_ranks: RankPool) -> None:
     for messages in four_ranks.run(_v_refusals):
         assert "takes a model of 2 chunk(s), got 1" in messages["one chunk"]
         assert "in the order of their vp_stage" in messages["exchanged"]
+        assert "was given a Linear without vp_stage" in messages["unknown"]
 
 
 def _tied(rank: int) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,6 +59,100 @@ def _detached(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _detached(each) for name, each in value.items()}
     return [_detached(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+@dataclass
+class _Scores:
+    """What a loss function may return beside dictionaries."""
+
+    values: torch.Tensor
+    count: int
+
+
+class _Tagged(torch.Tensor):
+    """A subclass of Tensor."""
+
+
+def _unusual() -> list[Any]:
+    values = torch.arange(1.0, 6.0)
+    jagged = torch.nested.nested_tensor([values[:2], values[2:]], layout=torch.jagged)
+    weight = torch.nn.Parameter(values)
+    return [
+        {"jagged": jagged, "with a gradient": (weight * 2).view(5, 1), "number": torch.tensor(3)},
+        [torch.diag(values).to_sparse(), torch.empty(2, 3, device="meta"), values.as_subclass(_Tagged), weight],
+        (_Scores(values, 2), np.arange(3), None, {1, 2}, b"bytes"),
+        [values.to(torch.complex64).conj(), values.to(torch.float8_e4m3fn), values > 2, values.to(torch.uint16), values[::2]],
+        {"differentiated jagged": jagged.detach().requires_grad_() * 1},
+    ]
+
+
+def _relayed_unusual(rank: int) -> None:
+    _destroy_groups()
+    relay = ResultRelay(dist.new_group(), torch.device("cpu"))
+    received = relay(_unusual() if rank == 0 else [])
+    if rank == 3:
+        _check_unusual(received, _unusual())
+    relay.close()
+    _destroy_groups()
+
+
+def _check_unusual(received: Any, sent: Any) -> None:
+    """Types, layouts, devices and values arrive; gradients do not."""
+    assert type(received) is (torch.Tensor if isinstance(sent, torch.nn.Parameter) else type(sent))
+    if isinstance(sent, torch.Tensor):
+        assert not received.requires_grad
+        assert (received.dtype, received.device, received.layout) == (sent.dtype, sent.device, sent.layout)
+        if sent.is_nested:
+            pairs = zip(received.unbind(), sent.unbind(), strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs)
+        elif sent.device.type == "meta":
+            assert received.shape == sent.shape
+        else:
+            assert torch.equal(*(each.detach().to_dense().to(torch.complex128) for each in (received, sent)))
+    elif isinstance(sent, _Scores):
+        _check_unusual(vars(received), vars(sent))
+    elif isinstance(sent, (dict, list, tuple)):
+        assert len(received) == len(sent)
+        for key in sent if isinstance(sent, dict) else range(len(sent)):
+            _check_unusual(received[key], sent[key])
+    else:
+        assert np.array_equal(received, sent)
+
+
+def test_results_of_any_type_arrive_on_the_last_rank(four_ranks: RankPool) -> None:
+    four_ranks.run(_relayed_unusual)
+
+
+def _relayed_errors(rank: int) -> list[tuple[str, str, list[str]]]:
+    """What each rank raised: results that cannot be pickled, and errors that can and cannot."""
+    _destroy_groups()
+    relay = ResultRelay(dist.new_group(), torch.device("cpu"))
+    unpicklable = KeyError("no such token")
+    unpicklable.callback = lambda: None  # type: ignore[attr-defined]
+    caught = []
+    for error in (None, FloatingPointError("loss is nan"), unpicklable):
+        try:
+            if rank == 0 and error is not None:
+                relay.fail(error)
+            else:
+                relay([lambda: None])
+        except Exception as raised:  # noqa: BLE001 -- all of them are looked at
+            caught.append((type(raised).__name__, str(raised), getattr(raised, "__notes__", [])))
+    assert relay([rank]) == ([0] if rank in (0, 3) else [rank]), "it goes on"
+    relay.close()
+    _destroy_groups()
+    return caught
+
+
+def test_an_error_arrives_in_place_of_results(four_ranks: RankPool) -> None:
+    first, *middle, last = four_ranks.run(_relayed_errors)
+    assert middle == [[], []]
+    assert [name for name, *_ in first] == ["ConfigError"]
+    assert "the loss function returned" in first[0][1]
+    assert last[0][:2] == first[0][:2]
+    assert last[1] == ("FloatingPointError", "loss is nan", ["raised on rank 0, in the last stage of this pipeline"])
+    assert last[2][0] == "ExecutionError"
+    assert "KeyError: 'no such token' on rank 0" in last[2][1]
 
 
 def _asked(rank: int) -> list[Any]:

@@ -142,7 +142,7 @@ class AdoptedChunks:
 
     def check_ends(self, module: nn.Module) -> None:
         """Raise ConfigError if a chunk was not built with the ends of the model that it has under V."""
-        model: Any = get_attr_wrapped_model(module, "pre_process", return_model_obj=True)
+        model = self._stage_of(module)
         first, last = self.ends(model.vp_stage)
         if (model.pre_process, model.post_process) != (first, last):
             raise ConfigError(
@@ -152,10 +152,23 @@ class AdoptedChunks:
                 "ignore_virtual=False and vp_stage, after megatron.zerobubble.install"
             )
 
+    def _stage_of(self, chunk: nn.Module) -> Any:
+        """The model inside of a chunk, which knows its stage. Raises ConfigError if it does not."""
+        for name in ("vp_stage", "pre_process", "post_process"):
+            try:
+                model = get_attr_wrapped_model(chunk, name, return_model_obj=True)
+            except RuntimeError:
+                raise ConfigError(
+                    f"schedule {self.options.schedule} was given a {type(chunk).__name__} without {name}, so its stage in "
+                    "the V is unknown: set vp_stage, pre_process and post_process, as GPTModel does, or choose a "
+                    "schedule without a V"
+                ) from None
+        return model
+
     def check_v(self, chunks: Sequence[nn.Module]) -> None:
         """Raise ConfigError if the chunks of a model that DDP did not wrap are not those of a V, in their order."""
         for number, chunk in enumerate(chunks):
-            given = get_attr_wrapped_model(chunk, "vp_stage")
+            given = self._stage_of(chunk).vp_stage
             if given != number:
                 raise ConfigError(
                     f"schedule {self.options.schedule} was given chunk {given} in the place of chunk {number}: give a model's "

@@ -2,12 +2,14 @@
 
 megatron-core's schedules return the results of the last stage on the last pipeline rank, and there a loop averages, prints and
 writes them. Under V the last stage is on the first rank. So that rank sends them to the last one, after every call of the
-schedule: one message per dtype, of as many numbers as the loss function returned. Both ranks then have them.
+schedule: the results, pickled without their tensors, and then the bytes of all tensors in one message.
 
-What the results are is the loop's business: dictionaries of tensors, or of numbers, for each microbatch. Everything but the
-values of tensors is pickled and sent from host to host, on a gloo group, so that no host waits for a GPU; tensors on a GPU with
-NCCL go from GPU to GPU in the order of the stream. The last host waits for the first one's, at a point at which a synchronous
-optimizer, or the next evaluation, would wait for it anyway. The NCCL path has not run on GPUs.
+What the results are is the loop's business: any object that can be pickled, for each microbatch. Plain dense tensors are sent by
+their bytes. All others (nested, sparse, quantized, subclasses, on a third device) are pickled with the rest. Tensors arrive
+without their gradients. The pickled part goes from host to host, on a gloo group, so that no host waits for a GPU; the bytes of
+tensors on a GPU go with NCCL from GPU to GPU in the order of the stream. The last host waits for the first one's, at a point at
+which a synchronous optimizer, or the next evaluation, would wait for it anyway. If there are no results, because the loss
+function raised, the last rank raises its error. The NCCL path has not run on GPUs.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.zerobubble.errors import ConfigError, ExecutionError
 from megatron.zerobubble.optimizer.post_validation import group_of
 
 __all__ = ["ResultRelay"]
@@ -34,8 +37,20 @@ class _Form:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    is_on_device: bool
-    """Whether its values go from GPU to GPU, and not through host memory."""
+    is_on_host: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Sent in place of results."""
+
+    error: bytes | str
+    """Pickled, or described where it cannot be."""
+    rank: int
 
 
 class ResultRelay:
@@ -43,7 +58,7 @@ class ResultRelay:
 
     Args:
         pipeline: the process group of the pipeline.
-        device: of tensors that are received.
+        device: of the model; tensors that are there, or on the host, are sent by their bytes.
 
     Every rank of the world must construct it at the same point: it creates gloo groups.
     """
@@ -56,68 +71,136 @@ class ResultRelay:
         self._hosts = group_of(self._ranks, backend="gloo")
 
     def __call__(self, results: list[Any]) -> list[Any]:
-        """The first rank's `results`, on the first and the last rank; other ranks keep theirs. All ranks must call it."""
+        """The first rank's `results`, on the first and the last rank; other ranks keep theirs. All ranks must call it.
+
+        Raises:
+            ConfigError: results cannot be pickled; on both ranks.
+            Exception: on the last rank, what the first rank gave to `fail` in place of results.
+        """
         rank, first, last = dist.get_rank(), self._ranks[0], self._ranks[-1]
         if rank == first:
             tensors: list[Tensor] = []
-            text, forms = _dump(results, tensors, between_devices=self._between_devices)
+            try:
+                text, forms = _dump(results, tensors, self._device)
+            except Exception as error:
+                refused = ConfigError(
+                    f"the loss function returned an object that cannot be pickled ({type(error).__name__}: {error}), and under V "
+                    "results are sent to the last pipeline rank: return tensors, numbers, text and containers of these"
+                )
+                self.fail(refused)
+                raise refused from error
             dist.send_object_list([(text, forms)], dst=last, group=self._hosts)
-            for form, indices in _messages(forms):
-                values = torch.cat([tensors[index].detach().reshape(-1) for index in indices])
-                dist.send(values if form.is_on_device else values.cpu(), dst=last, group=self._group_of(form))
+            for on_host in (True, False):
+                mine = [each for each, form in zip(tensors, forms, strict=True) if form.is_on_host is on_host]
+                if mine:
+                    values = torch.cat([_bytes_of(each) for each in mine])
+                    dist.send(values if self._stays_on_device(on_host) else values.cpu(), dst=last, group=self._group(on_host))
         elif rank == last:
             received: list[Any] = [None]
             dist.recv_object_list(received, src=first, group=self._hosts)
+            if isinstance(received[0], _Failure):
+                raise _error_of(received[0])
             text, forms = received[0]
             results = _load(text, self._receive(forms, first))
         return results
+
+    def fail(self, error: Exception) -> None:
+        """Make the last rank's call raise `error`. The first rank calls it in place of its own call."""
+        try:
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:  # noqa: BLE001 -- any class may define how it is pickled; its text is sent then
+            failure = _Failure(f"{type(error).__name__}: {error}", dist.get_rank())
+        else:
+            failure = _Failure(pickled, dist.get_rank())
+        dist.send_object_list([failure], dst=self._ranks[-1], group=self._hosts)
 
     def close(self) -> None:
         """Destroy the process group. Every rank of the world must call it."""
         dist.destroy_process_group(self._hosts)
 
-    def _group_of(self, form: _Form) -> dist.ProcessGroup:
-        return self._pipeline if form.is_on_device else self._hosts
+    def _stays_on_device(self, on_host: bool) -> bool:
+        return self._between_devices and not on_host
+
+    def _group(self, on_host: bool) -> dist.ProcessGroup:
+        return self._pipeline if self._stays_on_device(on_host) else self._hosts
 
     def _receive(self, forms: Sequence[_Form], source: int) -> list[Tensor]:
         received: dict[int, Tensor] = {}
-        for form, indices in _messages(forms):
-            sizes = [math.prod(forms[index].shape) for index in indices]
-            values = torch.empty(sum(sizes), dtype=form.dtype, device=self._device if form.is_on_device else "cpu")
-            dist.recv(values, src=source, group=self._group_of(form))
-            parts = values.to(self._device).split(sizes)
-            received.update({index: part.view(forms[index].shape) for index, part in zip(indices, parts, strict=True)})
+        for on_host in (True, False):
+            indices = [index for index, form in enumerate(forms) if form.is_on_host is on_host]
+            if indices:
+                sizes = [forms[index].num_bytes for index in indices]
+                wire = self._device if self._stays_on_device(on_host) else "cpu"
+                values = torch.empty(sum(sizes), dtype=torch.uint8, device=wire)
+                dist.recv(values, src=source, group=self._group(on_host))
+                parts = values.to("cpu" if on_host else self._device).split(sizes)
+                received.update(zip(indices, map(_of_bytes, parts, (forms[index] for index in indices)), strict=True))
         return [received[index] for index in range(len(forms))]
 
 
-def _messages(forms: Sequence[_Form]) -> Iterator[tuple[_Form, list[int]]]:
-    """The tensors of each message: those of one dtype that take the same way. Empty tensors are in one, too."""
-    together: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for index, form in enumerate(forms):
-        together.setdefault((form.dtype, form.is_on_device), []).append(index)
-    return ((forms[indices[0]], indices) for indices in together.values())
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def _dump(results: list[Any], tensors: list[Tensor], *, between_devices: bool) -> tuple[bytes, list[_Form]]:
-    """Pickle `results` without their tensors, which are appended to `tensors`."""
+def _of_bytes(part: Tensor, form: _Form) -> Tensor:
+    """A tensor of its own: aligned, and the others are not kept by it."""
+    return part.clone().view(form.dtype).view(form.shape)
+
+
+def _error_of(failure: _Failure) -> Exception:
+    if isinstance(failure.error, str):
+        return ExecutionError(
+            f"the loss function raised {failure.error} on rank {failure.rank}, in the last stage of this pipeline"
+        )
+    error: Exception = pickle.loads(failure.error)
+    error.add_note(f"raised on rank {failure.rank}, in the last stage of this pipeline")
+    return error
+
+
+def _dump(results: list[Any], tensors: list[Tensor], device: torch.device) -> tuple[bytes, list[_Form]]:
+    """Pickle `results` without their plain tensors, which are appended to `tensors`."""
     buffer, forms = io.BytesIO(), []
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, value: Any) -> int | None:
-            if not isinstance(value, Tensor):
+            if not _is_plain(value, device):
                 return None
             tensors.append(value)
-            forms.append(_Form(value.dtype, tuple(value.shape), between_devices and value.device.type != "cpu"))
+            forms.append(_Form(value.dtype, tuple(value.shape), value.device.type == "cpu"))
             return len(forms) - 1
+
+        def reducer_override(self, value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return NotImplemented
+            if value.device.type == device.type != "cpu":  # its number is that of a GPU of this rank
+                return _on_own_device, (value.detach().cpu(),)
+            return value.detach().__reduce_ex__(pickle.DEFAULT_PROTOCOL) if value.requires_grad else NotImplemented
 
     Pickler(buffer).dump(results)
     return buffer.getvalue(), forms
 
 
-def _load(text: bytes, tensors: Sequence[Tensor]) -> list[Any]:
+def _is_plain(value: Any, device: torch.device) -> bool:
+    """Whether `value` is a tensor that dtype, shape and bytes describe."""
+    return (
+        type(value) is Tensor
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_quantized)
+        and value.device.type in ("cpu", device.type)
+    )
+
+
+def _on_own_device(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _load(text: bytes, tensors: Iterable[Tensor]) -> list[Any]:
+    by_index = list(tensors)
+
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, index: int) -> Tensor:
-            return tensors[index]
+            return by_index[index]
 
     results: list[Any] = Unpickler(io.BytesIO(text)).load()
     return results

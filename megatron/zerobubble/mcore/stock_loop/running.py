@@ -50,6 +50,10 @@ class Running:
     iterations: int = 0
     """Training iterations so far."""
 
+    def __post_init__(self) -> None:
+        if self.relay is not None:
+            self.schedule.hooks.on_failure = self.relay.fail
+
     def closers(self) -> list[Callable[[], None]]:
         """What destroys the process groups that exist so far when the model is gone, without a reference to it.
 
