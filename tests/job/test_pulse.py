@@ -1,70 +1,98 @@
-"""Whether a rank waits for others, by where its main thread is."""
+"""Whether a rank waits for others: by its last report, or by the call its main thread is in, never by the name of a file."""
 
 from __future__ import annotations
 
+import ast
+import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron.zerobubble import job
 from megatron.zerobubble.job import pulse
-from megatron.zerobubble.runtime.issuer import Issued
-from megatron.zerobubble.runtime.staging import Receiving
-from megatron.zerobubble.wgrad.sharing import Gathered
+from megatron.zerobubble.plan.communication import Message, Payload
+from megatron.zerobubble.runtime.watch import Watch
 
-PACKAGE = Path(pulse.__file__).parents[2]
-BY_OTHERS = {
-    *("cli/ranks.py", "playground/pool.py"),  # for processes, which are no ranks of a job
-    *("runtime/clock.py", "runtime/executor.py", "runtime/recording.py", "wgrad/grouping.py", "wgrad/store.py"),
-}
-"""Files that call a wait of another file of the package, whose frame is then the innermost one, or that wait for no rank."""
+IN_A_WAIT = "def in_a_wait(work):\n    first = 1\n    second = work.wait()\n    return first, second\n"
 
 
-def _issued(work: Any) -> Issued:
-    issued = Issued(lambda: work)
-    issued.make()
-    return issued
+def _defined(source: str, file: str, module: str) -> Callable[[Any], Any]:
+    names: dict[str, Any] = {"__name__": module}
+    exec(compile(source, file, "exec"), names)
+    return names[next(name for name in names if name.startswith("in_"))]
 
 
-def _gathered(work: Any) -> Gathered:
-    gathered = object.__new__(Gathered)
-    gathered._work, gathered._full = work, None  # type: ignore[assignment]
-    return gathered
-
-
-def _staged(work: Any) -> Receiving:
-    """One whose message the thread of the arrivals waits for, too."""
-    receiving = object.__new__(Receiving)
-    receiving._is_claimed, receiving._is_here, receiving._error = threading.Lock(), threading.Event(), None
-    receiving._copies = SimpleNamespace(follow=lambda copied: None)  # type: ignore[assignment]
-    receiving._copied = None
-    receiving._is_claimed.acquire()
-    threading.Thread(target=lambda: (work.wait(), receiving._is_here.set()), daemon=True).start()
-    return receiving
-
-
-@pytest.mark.parametrize("waiting", [_issued, _gathered, _staged])
-def test_a_thread_in_a_wait_of_ours_waits_for_another_rank(waiting: Any) -> None:
-    """A work of torch waits in C, as the lock does that stands for it here, so the frame is the function that calls it."""
+def _verdict(function: Callable[[Any], Any]) -> bool:
+    """Whether a thread counts as waiting while it is in a compiled call, here of a lock, as `Work.wait` of torch is."""
     lock = threading.Lock()
     lock.acquire()
-    thread = threading.Thread(target=waiting(SimpleNamespace(wait=lock.acquire)).wait)
+    thread = threading.Thread(target=function, args=(SimpleNamespace(wait=lock.acquire, acquire=lock.acquire),))
     thread.start()
-    frame = None
-    while frame is None or not pulse._is_waiting(None, frame):
-        assert thread.is_alive()
+    while "in_" not in _innermost(thread).f_code.co_name:
         time.sleep(0.01)
-        frame = sys._current_frames().get(thread.ident or 0)
+    before, frame = -1, _innermost(thread)
+    while before != frame.f_lasti:
+        before = frame.f_lasti
+        time.sleep(0.05)
+    seen = pulse._is_waiting(None, frame)
     lock.release()
     thread.join()
+    return seen
+
+
+def _innermost(thread: threading.Thread) -> FrameType:
+    return sys._current_frames()[thread.ident or 0]
+
+
+@pytest.mark.parametrize("file", ["megatron/zerobubble/wgrad/sharing.py", "renamed.py", "torch/distributed/other.py"])
+def test_renaming_a_file_changes_no_verdict(file: str) -> None:
+    assert _verdict(_defined(IN_A_WAIT, file, "any.module"))
+    assert not _verdict(_defined(IN_A_WAIT.replace("wait()", "acquire()"), file, "any.module"))
+
+
+def test_no_file_is_named_where_the_verdict_is_made() -> None:
+    folder = Path(job.__file__).parent
+    texts = [
+        node.value
+        for path in folder.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert [text for text in texts if text.endswith(".py") or text.startswith("megatron")] == []
+
+
+@pytest.mark.parametrize("module", pulse._TORCH)
+def test_torch_has_the_modules_whose_functions_wait(module: str) -> None:
+    assert module in sys.modules or __import__(module)
+    assert _verdict(_defined(IN_A_WAIT.replace("wait()", "acquire()"), "any.py", module))
+
+
+def test_a_thread_at_work_waits_for_nobody() -> None:
+    """One that waits for another thread of its process neither: that thread may be stuck."""
     assert not pulse._is_waiting(None, sys._getframe())
+    assert not pulse._is_waiting(None, None)
+    own: queue.Queue[int] = queue.Queue()
+    thread = threading.Thread(target=own.get)
+    thread.start()
+    time.sleep(0.2)
+    assert not pulse._is_waiting(None, _innermost(thread))
+    own.put(0)
+    thread.join()
 
 
-def test_every_file_that_waits_is_known() -> None:
-    waiting = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if ".wait()" in path.read_text()}
-    known = {end.partition("megatron/zerobubble/")[2] for end in pulse._WAITING} - {""}
-    assert waiting - BY_OTHERS == known
+def test_a_reported_wait_counts_wherever_the_thread_is() -> None:
+    """A staged receive waits for a thread of its own process, which waits for the message."""
+    watch = Watch(torch.device("cpu"))
+    message = Message(Payload.GRADIENT, 0, 2, 1, 0)
+    for report in (watch.awaited, watch.retiring):
+        report(message)
+        assert pulse._is_waiting(watch.current(), sys._getframe())
+    watch.report("makes its gradients final with other ranks", is_shared=True)
+    assert not pulse._is_waiting(watch.current(), sys._getframe())

@@ -75,7 +75,7 @@ def store() -> torch.distributed.Store:
 def said() -> Iterator[io.StringIO]:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    logger = logging.getLogger("megatron.zerobubble.training.resilience")
+    logger = logging.getLogger("megatron.zerobubble.job")
     logger.addHandler(handler)
     yield stream
     logger.removeHandler(handler)

@@ -135,7 +135,7 @@ class _ForgetfulRelay(Relay):
 
     def _send(self, rank: int, stepped: tuple[int, ...], statistics: GradientStatistics) -> None:
         super()._send(rank, stepped, statistics)
-        self._sends = [(work, torch.empty(0)) for work, _ in self._sends]
+        self._sends = [(work, torch.empty(0), peer) for work, _, peer in self._sends]
 
 
 class _HastyRelay(Relay):

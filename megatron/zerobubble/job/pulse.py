@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import logging
 import os
 import sys
@@ -21,24 +22,8 @@ _log = logging.getLogger(__name__)
 
 _LOOKS_AT_ALL = 10
 """Beats of rank 0 between two looks at the speed of all ranks."""
-_WAITING = (
-    "torch/distributed/distributed_c10d.py",
-    "torch/distributed/rendezvous.py",
-    "megatron/core/distributed/param_and_grad_buffer.py",
-    "megatron/core/pipeline_parallel/p2p_communication.py",
-    "megatron/zerobubble/runtime/issuer.py",
-    "megatron/zerobubble/runtime/p2p.py",
-    "megatron/zerobubble/runtime/staging.py",
-    "megatron/zerobubble/wgrad/linear.py",
-    "megatron/zerobubble/wgrad/sharing.py",
-    "megatron/zerobubble/optimizer/post_validation.py",
-    "megatron/zerobubble/mcore/cpu/gathers.py",
-    "megatron/zerobubble/mcore/ddp/record_buckets.py",
-    "megatron/zerobubble/mcore/ddp/zero2.py",
-    "megatron/zerobubble/mcore/attention/context_parallel.py",
-    "megatron/zerobubble/mcore/post_validation/token_count.py",
-)
-"""Ends of the paths of files whose functions wait for other ranks."""
+_TORCH = ("torch.distributed.distributed_c10d", "torch.distributed.rendezvous")
+"""Modules of torch whose functions wait for other ranks: collectives, sends and receives, and the first rendezvous."""
 
 
 class Stillness:
@@ -171,12 +156,29 @@ class Pulse:
 
 
 def _is_waiting(doing: Doing | None, frame: FrameType | None) -> bool:
-    """Whether a rank waits for another one: by what it reported, or because its main thread is in a function that does."""
-    if doing is not None and doing.waits_for is not None:
+    """Whether a rank waits for others: because it reports a wait, or because its main thread is in a collective of torch.
+
+    Nobody reports the collectives inside of an op, a step or a phase. A synchronous one is a function of torch. Of an
+    asynchronous one the thread is in `Work.wait`, which is compiled and has no frame: its caller's is the innermost one.
+
+    Args:
+        doing: what the rank reported last.
+        frame: the innermost frame of its main thread.
+    """
+    if doing is not None and doing.is_waiting:
         return True
-    while frame is not None and frame.f_code.co_filename == threading.__file__:  # Event.wait, of a staged receive
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.replace(os.sep, "/").endswith(_WAITING)
+    return frame is not None and (frame.f_globals.get("__name__") in _TORCH or _called(frame) == "wait")
+
+
+def _called(frame: FrameType) -> str | None:
+    """The method that a frame is calling, if it has no arguments: a call comes right after the lookup of its name."""
+    before = None
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset >= frame.f_lasti:
+            break
+        if instruction.opname != "PRECALL":  # of Python 3.11
+            before = instruction
+    return before.argval if before is not None and before.opname in ("LOAD_METHOD", "LOAD_ATTR") else None
 
 
 def _place(frame: FrameType | None) -> str:

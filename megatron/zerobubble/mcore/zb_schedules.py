@@ -9,7 +9,7 @@ are (`stock_recording`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -245,10 +245,9 @@ class PipelineSchedule:
         return [owner.close for owner in owners if owner is not None]
 
     def _clock_offset_ms(self) -> float:
-        if self._links is None:  # stock
-            group = PipelineGroupLinks(parallel_state.get_pipeline_model_parallel_group())
-            return clock_offset_ms(group, rank=self._rank, num_ranks=self.spec.num_ranks, device=self.device)
-        return clock_offset_ms(self._links, rank=self._rank, num_ranks=self.spec.num_ranks, device=self.device)
+        links = self._links or PipelineGroupLinks(parallel_state.get_pipeline_model_parallel_group())  # None: stock
+        with self._waits("compares its clock with those of its neighbors"):
+            return clock_offset_ms(links, rank=self._rank, num_ranks=self.spec.num_ranks, device=self.device)
 
     # -- the call ---------------------------------------------------------------------------------------------------------
 
@@ -378,10 +377,14 @@ class PipelineSchedule:
         counted: torch.Tensor | int | None = num_tokens if self._config.calculate_per_token_loss else None
         with self.recorder.span(Activity.GRADIENTS):
             if self.hooks.token_count is not None:
-                counted = self.hooks.token_count.total()
+                with self._waits("waits for the number of tokens of the global batch"):
+                    counted = self.hooks.token_count.total()
             self._config.finalize_model_grads_func(
                 self._chunks, counted, pg_collection=pg_collection, force_all_reduce=force_all_reduce
             )
+
+    def _waits(self, text: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.hooks.watch is None else self.hooks.watch.waits(text)
 
     def _check_model(self, model: Any) -> None:
         given = model if isinstance(model, list) else [model]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -27,7 +28,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["GradientStatistics", "PostValidation", "Relay", "RollbackOptimizer", "Verdict", "group_of"]
+__all__ = ["GradientStatistics", "PostValidation", "Relay", "RollbackOptimizer", "Verdict", "Waits", "group_of"]
+
+Waits = Callable[[str, int], AbstractContextManager[object]]
+"""(predicate whose subject is this rank, global rank that it waits for) -> a context manager to enter around a wait."""
 
 
 @dataclass(frozen=True)
@@ -153,17 +157,19 @@ class Relay:
         ranks: global ranks of this pipeline, by pipeline rank.
         rank: this process's pipeline rank.
         timeout: of a transfer; None for gloo's default.
+        waits: reports the waits of a transfer, for a watchdog; None: nobody looks.
 
     Every rank of the world must construct it at the same point: it creates a gloo group.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, *, timeout: timedelta | None = None) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, *, timeout: timedelta | None = None, waits: Waits | None = None) -> None:
         self._ranks = tuple(ranks)
+        self._waits = waits or _unreported
         self.rank = rank
         self._group: dist.ProcessGroup | None = None
         if dist.get_world_size() > 1:
             self._group = group_of(self._ranks, backend="gloo", timeout=timeout)
-        self._sends: list[tuple[dist.Work | None, torch.Tensor]] = []
+        self._sends: list[tuple[dist.Work | None, torch.Tensor, int]] = []
         self._length = 0
         """Numbers in the statistics."""
 
@@ -228,21 +234,29 @@ class Relay:
         self._wait()
         flags = [float(other in stepped) for other in range(len(self._ranks))]
         values = torch.tensor([*flags, *statistics.to_list()], dtype=torch.float64)
-        self._sends.append((dist.isend(values, self._ranks[rank], group=self._group), values))
+        peer = self._ranks[rank]
+        self._sends.append((dist.isend(values, peer, group=self._group), values, peer))
 
     def _receive(self, rank: int) -> tuple[tuple[int, ...], GradientStatistics]:
         size = len(self._ranks)
         values = torch.empty(size + self._length, dtype=torch.float64)
-        dist.recv(values, self._ranks[rank], group=self._group)
+        peer = self._ranks[rank]
+        with self._waits(f"waits to receive gradient statistics from rank {peer}", peer):
+            dist.recv(values, peer, group=self._group)
         flags, others = values[:size].tolist(), values[size:].tolist()
         return tuple(other for other, flag in enumerate(flags) if flag), GradientStatistics.from_list(others)
 
     def _wait(self) -> None:
         """Wait for earlier sends. Cannot deadlock: their receivers do not wait for this rank before they receive."""
-        for work, _ in self._sends:
+        for work, _, peer in self._sends:
             if work is not None:
-                work.wait()
+                with self._waits(f"waits until it has sent gradient statistics to rank {peer}", peer):
+                    work.wait()
         self._sends.clear()
+
+
+def _unreported(text: str, peer: int) -> AbstractContextManager[object]:
+    return nullcontext()
 
 
 @dataclass

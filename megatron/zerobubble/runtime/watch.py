@@ -47,6 +47,8 @@ class Doing:
     is_first: bool
     """Whether it belongs to the first iteration or the first evaluation, in which code is compiled, connections are opened and
     memory is allocated."""
+    is_waiting: bool = False
+    """Whether it does nothing but wait for other ranks."""
     is_limited: bool = True
     """Whether it is part of the passes or of a step, which have a time limit; a phase around them has none."""
     waits_for: int | None = None
@@ -124,9 +126,22 @@ class Watch(Recorder):
         doing = self._reported[-1][0] or self._phase
         return None if doing is None else doing.text
 
-    def report(self, text: str, *, waits_for: int | None = None, is_op: bool = False, is_shared: bool = False) -> None:
+    @contextmanager
+    def waits(self, text: str, peer: int | None = None) -> Iterator[None]:
+        """Wrap a wait for other ranks, in which this one does nothing else. Afterwards the rank does what it did before.
+
+        Args:
+            text: see `Doing.text`.
+            peer: the global rank that it waits for, if it is one.
+        """
+        before = self._reported[-1][0]
+        self._enter(Doing(text=text, is_first=self._is_first, is_waiting=True, is_limited=before is not None, waits_for=peer))
+        yield
+        self._enter(None if before is None else replace(before))  # not after an error, as in `doing`
+
+    def report(self, text: str, *, is_op: bool = False, is_shared: bool = False) -> None:
         """Report what the rank begins; see `Doing` for the arguments."""
-        self._enter(Doing(text=text, is_first=self._is_first, waits_for=waits_for, is_op=is_op, is_shared=is_shared))
+        self._enter(Doing(text=text, is_first=self._is_first, is_op=is_op, is_shared=is_shared))
 
     def start(self, op: Op) -> None:
         """An op begins."""
@@ -142,19 +157,19 @@ class Watch(Recorder):
     def awaited(self, message: Message) -> None:
         """The rank begins to wait for the next op's input."""
         op = f"{message.stage}{'F' if message.payload is Payload.ACTIVATION else 'B'}{message.microbatch}"
-        text = f"waits, before {op}, to receive {message_text(message)}"
-        self.report(text, waits_for=self._global_rank(message.source))
+        self._wait(f"waits, before {op}, to receive {message_text(message)}", message.source)
 
     def retiring(self, message: Message) -> None:
         """The rank begins to wait for the end of a send."""
-        self.report(f"waits until it has sent {message_text(message)}", waits_for=self._global_rank(message.target))
+        self._wait(f"waits until it has sent {message_text(message)}", message.target)
 
     def rewind(self) -> None:
         """The rank rolls back: its first forwards are discarded and run again."""
         self.report("begins its first forwards again")
 
-    def _global_rank(self, rank: int) -> int:
-        return rank if self._pipeline is None else self._pipeline[rank]
+    def _wait(self, text: str, rank: int) -> None:
+        peer = rank if self._pipeline is None else self._pipeline[rank]
+        self._enter(Doing(text=text, is_first=self._is_first, is_waiting=True, waits_for=peer))
 
     def _enter(self, doing: Doing | None) -> None:
         if not self._is_cuda:

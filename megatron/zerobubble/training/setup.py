@@ -92,6 +92,7 @@ def build_training_state(
             snapshot_on_host=zero_bubble.post_validation_snapshot == "host",
             on_host=job.host.on_host,
             timeout=timeout,
+            waits=None if settings.watchdog_s is None else job.watch.waits,
         )
     if settings.precision.fp16:
         config.grad_scale_func = optimizer.scale_loss

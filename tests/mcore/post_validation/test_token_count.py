@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.plan.ir import OpKind
+from megatron.zerobubble.runtime.watch import Watch
 from tests.optimizer.support import BASE
 from tests.support.gpt import Case, Trainer, _destroy_groups
 from tests.support.ranks import RankPool
@@ -25,8 +27,11 @@ PATIENCE = timedelta(seconds=30)
 """How long a rank is waited for before the test fails."""
 
 
-def _first_rank_steps_first(rank: int, case: Case) -> None:
-    """The slowest rank ends its passes only once the fastest has taken its optimizer step: a barrier between them would hang."""
+def _first_rank_steps_first(rank: int, case: Case) -> list[str | None]:
+    """The slowest rank ends its passes only once the fastest has taken its optimizer step: a barrier between them would hang.
+
+    Returns what this rank reported while it waited for the number.
+    """
     store = dist.distributed_c10d._get_default_store()
     trainer = Trainer(case)
     schedule = trainer.schedule
@@ -48,14 +53,23 @@ def _first_rank_steps_first(rank: int, case: Case) -> None:
             store.wait([f"{case} {iteration} {replica}" for replica in range(4 // case.num_ranks)], PATIENCE)
 
     schedule.hooks.observe = wait
+    watch = schedule.hooks.watch = Watch(torch.device("cpu"))
+    total, reported = TokenCount.total, []
+
+    def seen(counts: TokenCount) -> int:
+        reported.append(watch.text())
+        return total(counts)
+
     for iteration in range(2):
-        trainer.forward_backward(iteration)
+        with mock.patch.object(TokenCount, "total", seen):
+            trainer.forward_backward(iteration)
         post.step()
         if pipeline_rank == 0:
             store.set(f"{case} {iteration} {parallel_state.get_data_parallel_rank()}", "stepped")
     post.flush()
     post.close()
     trainer.close()
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -68,7 +82,8 @@ def _first_rank_steps_first(rank: int, case: Case) -> None:
     ids=str,
 )
 def test_the_first_rank_steps_while_the_last_is_in_its_passes(four_ranks: RankPool, case: Case) -> None:
-    four_ranks.run(_first_rank_steps_first, case)
+    reported = four_ranks.run(_first_rank_steps_first, case)
+    assert reported == [["waits for the number of tokens of the global batch"] * 2] * 4
 
 
 def _sent(rank: int) -> list[int]:

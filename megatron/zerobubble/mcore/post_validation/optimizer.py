@@ -21,7 +21,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, cou
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.compat import gradients_for_norm
 from megatron.zerobubble.mcore.post_validation.norms import sum_of_squares
-from megatron.zerobubble.optimizer.post_validation import GradientStatistics, PostValidation, Relay, group_of
+from megatron.zerobubble.optimizer.post_validation import GradientStatistics, PostValidation, Relay, Waits, group_of
 from megatron.zerobubble.optimizer.rollback import ExactRollback, InverseRollback, Rollback
 
 __all__ = ["MegatronRollbackOptimizer", "post_validation"]
@@ -36,6 +36,7 @@ def post_validation(
     snapshot_on_host: bool = False,
     on_host: Callable[[], AbstractContextManager[object]] = nullcontext,
     timeout: timedelta | None = None,
+    waits: Waits | None = None,
 ) -> PostValidation:
     """The steps of a megatron-core optimizer, with or without a barrier. All ranks of the world must call it at the same point.
 
@@ -47,12 +48,13 @@ def post_validation(
         snapshot_on_host: keep the snapshot in host memory.
         on_host: makes the context entered around the optimizer's work, see `mcore.cpu.device`; a null context on a GPU.
         timeout: how long ranks wait for each other's statistics; None for the backend's default.
+        waits: reports these waits, for example `runtime.watch.Watch.waits`; None: they are not reported.
 
     Raises:
         ConfigError: an optimizer whose step cannot be split, or that `rollback` cannot handle.
     """
     pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    relay = Relay(pipeline, parallel_state.get_pipeline_model_parallel_rank(), timeout=timeout)
+    relay = Relay(pipeline, parallel_state.get_pipeline_model_parallel_rank(), timeout=timeout, waits=waits)
     steps = MegatronRollbackOptimizer(
         optimizer, rollback=rollback, snapshot_on_host=snapshot_on_host, on_host=on_host, timeout=timeout
     )

@@ -1,0 +1,255 @@
+"""A rank that waits for another one counts as waiting, in every place of the package that waits.
+
+Rank 0 gets there first. The others follow once a second thread of rank 0 has seen the wait, as the thread with the heartbeats
+would; if it does not, they give up.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.zerobubble.job import pulse
+from megatron.zerobubble.mcore.attention.context_parallel import _Shared
+from megatron.zerobubble.mcore.cpu.gathers import one_at_a_time
+from megatron.zerobubble.mcore.ddp import zero2
+from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
+from megatron.zerobubble.optimizer.post_validation import GradientStatistics, Relay
+from megatron.zerobubble.plan.communication import Message, Payload
+from megatron.zerobubble.plan.ir import Placement
+from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
+from megatron.zerobubble.runtime.recording import RecordedLinks
+from megatron.zerobubble.runtime.staging import Staging
+from megatron.zerobubble.runtime.watch import Watch
+from megatron.zerobubble.wgrad.sharing import Gathered
+from tests.support.ranks import RankPool
+
+CPU = torch.device("cpu")
+PATIENCE = timedelta(seconds=60)
+GRADIENT, ACTIVATION = Message(Payload.GRADIENT, 0, 2, 1, 0), Message(Payload.ACTIVATION, 1, 3, 0, 1)
+OWN = GradientStatistics((1.0,), (0.0,))
+
+Act = Callable[[], object]
+
+
+class _HostCopies:
+    """Copies from host to host, in place of those between a device and the host."""
+
+    def mark(self) -> None: ...
+
+    def leave(self, tensor: Tensor) -> tuple[Tensor, Act]:
+        return tensor.clone(), lambda: None
+
+    def space(self, buffer: Tensor) -> Tensor:
+        return torch.empty_like(buffer)
+
+    def arrive(self, host: Tensor, buffer: Tensor, mark: None) -> None:
+        buffer.copy_(host)
+
+    def follow(self, copied: None) -> None: ...
+
+
+def _passed(rank: int, watch: Watch, message: Message, staging: Staging | None = None) -> Act:
+    """One message, sent by its source and received by its target."""
+    links = ProcessGroupLinks(Placement.linear(4), pipeline=range(4), rank=rank, device=CPU, staging=staging)
+    recorded = RecordedLinks(links, watch)
+
+    def act() -> None:
+        if rank == message.source:
+            recorded.send(message, torch.ones(3)).wait()
+        elif rank == message.target:
+            recorded.receive(message, torch.zeros(3)).wait()
+        links.close()
+
+    return act
+
+
+def _receive(rank: int, watch: Watch) -> Act:
+    return _passed(rank, watch, GRADIENT)
+
+
+def _send(rank: int, watch: Watch) -> Act:
+    return _passed(rank, watch, ACTIVATION)
+
+
+def _staged_receive(rank: int, watch: Watch) -> Act:
+    return _passed(rank, watch, GRADIENT, Staging(_HostCopies(), CPU))
+
+
+def _staged_send(rank: int, watch: Watch) -> Act:
+    return _passed(rank, watch, ACTIVATION, Staging(_HostCopies(), CPU))
+
+
+def _unreported_send(rank: int, watch: Watch) -> Act:
+    """As in evaluations of another training loop, or when clocks are compared."""
+    return _passed(rank, Watch(CPU), ACTIVATION)
+
+
+def _relayed(rank: int, watch: Watch, *, waits_to_send: bool) -> Act:
+    """Rank 0 receives the global statistics from rank 1, or waits until rank 1 has received its own."""
+    relay = Relay(range(4), rank, waits=watch.waits)
+
+    def act() -> None:
+        if rank == 0:
+            relay.recv_prefix(OWN)
+            relay.send_next((), OWN)
+            if not waits_to_send:
+                relay.recv_global()
+        elif rank == 1:
+            relay.recv_prefix(OWN)
+            if not waits_to_send:
+                relay.send_prev((), OWN)
+        relay.close()
+
+    return act
+
+
+def _statistics_received(rank: int, watch: Watch) -> Act:
+    return _relayed(rank, watch, waits_to_send=False)
+
+
+def _statistics_sent(rank: int, watch: Watch) -> Act:
+    return _relayed(rank, watch, waits_to_send=True)
+
+
+def _statistics_of_all(rank: int, watch: Watch) -> Act:
+    relay = Relay(range(4), rank, waits=watch.waits)
+    return lambda: (relay.all_reduce(OWN), relay.close())
+
+
+def _number_of_tokens(rank: int, watch: Watch) -> Act:
+    counts = TokenCount(pipeline=range(4), replicas=[rank], rank=rank, source=1, device=CPU)
+
+    def act() -> None:
+        if rank == 1:
+            counts.send(torch.tensor(3))
+        counts.total()
+        dist.barrier()
+        counts.close()
+
+    return act
+
+
+def _gather_of_a_linear(rank: int, watch: Watch) -> Act:
+    return lambda: Gathered(torch.ones(2), None).wait()
+
+
+def _context_parallel_gather(rank: int, watch: Watch) -> Act:
+    shared = _Shared(group=dist.group.WORLD, size=4)
+    return lambda: shared.gather(torch.ones(2, 1, 1, 4))
+
+
+def _context_parallel_scatter(rank: int, watch: Watch) -> Act:
+    shared = _Shared(group=dist.group.WORLD, size=4)
+    return lambda: shared.scatter(torch.ones(8, 1, 1, 4))
+
+
+def _sharded_gradients(rank: int, watch: Watch) -> Act:
+    bucket: Any = SimpleNamespace(shard=torch.zeros(2))
+    full, part = torch.ones(8), torch.zeros(2)
+
+    def act() -> None:
+        handle = zero2._reduce_scatter(part, full, async_op=True)
+        zero2._Reduction(bucket, full, part, handle).finish()
+
+    return act
+
+
+def _gather_before(rank: int, watch: Watch) -> Act:
+    """The second of two all-gathers of one group waits for the first one. The handles are megatron-core's."""
+    buckets = SimpleNamespace(intra_distributed_optimizer_instance_group=dist.group.WORLD, param_gather_handle=None)
+
+    def start(buckets: Any) -> None:
+        with dist.distributed_c10d._coalescing_manager(dist.group.WORLD, async_ops=True) as handle:
+            dist.all_gather_into_tensor(torch.zeros(8), torch.ones(2))
+        buckets.param_gather_handle = handle
+
+    ordered = one_at_a_time(start)
+
+    def act() -> None:
+        for _ in range(2):
+            ordered(buckets)
+        buckets.param_gather_handle.wait()
+
+    return act
+
+
+def _phase(rank: int, watch: Watch) -> Act:
+    """Saving, loading and evaluating gather objects, and have barriers."""
+
+    def act() -> None:
+        with watch.phase("saves the checkpoint of iteration 2"):
+            dist.all_gather_object([None] * 4, rank)
+            dist.barrier()
+
+    return act
+
+
+REPORTED = {
+    _receive: "waits, before 0B2, to receive the gradient for stage 0, microbatch 2 (rank 1 to rank 0)",
+    _send: "waits until it has sent the activation for stage 1, microbatch 3 (rank 0 to rank 1)",
+    _staged_receive: "waits, before 0B2, to receive the gradient for stage 0, microbatch 2 (rank 1 to rank 0)",
+    _staged_send: "waits until it has sent the activation for stage 1, microbatch 3 (rank 0 to rank 1)",
+    _statistics_received: "waits to receive gradient statistics from rank 1",
+    _statistics_sent: "waits until it has sent gradient statistics to rank 1",
+    _statistics_of_all: None,
+    _number_of_tokens: None,
+    _gather_of_a_linear: None,
+    _context_parallel_gather: None,
+    _context_parallel_scatter: None,
+    _sharded_gradients: None,
+    _gather_before: None,
+    _unreported_send: None,
+    _phase: "saves the checkpoint of iteration 2",
+}
+"""What prepares a wait -> what rank 0 reports in it; None: nothing, and it is seen by where its main thread is."""
+
+
+def _observe(watch: Watch, done: Callable[[str | None], None], is_over: threading.Event) -> None:
+    """Call `done` with the report of the main thread when it has been at one place for a while, waiting."""
+    before, count = None, 0
+    while not is_over.is_set() and count < 5:
+        doing, frame = watch.current(), sys._current_frames()[threading.main_thread().ident or 0]
+        here = doing, frame.f_code, frame.f_lasti
+        count = count + 1 if here == before and pulse._is_waiting(doing, frame) else 0
+        before = here
+        del frame
+        time.sleep(0.02)
+    if is_over.is_set():
+        done("was not seen to wait")
+    else:
+        done(None if before is None or before[0] is None else before[0].text)
+
+
+def _first_there(rank: int, prepare: Callable[[int, Watch], Act], key: str) -> str | None:
+    watch, store = Watch(CPU), dist.distributed_c10d._get_default_store()
+    act = prepare(rank, watch)
+    dist.barrier()
+    if rank > 0:
+        store.wait([key], PATIENCE)
+        act()
+        return None
+    seen: list[str | None] = []
+    is_over = threading.Event()
+    observer = threading.Thread(target=_observe, args=(watch, lambda text: (seen.append(text), store.set(key, "")), is_over))
+    observer.start()
+    act()
+    is_over.set()
+    observer.join()
+    return seen[0]
+
+
+@pytest.mark.parametrize("prepare", REPORTED, ids=lambda prepare: prepare.__name__.strip("_"))
+def test_a_rank_in_a_wait_counts_as_waiting(four_ranks: RankPool, prepare: Callable[[int, Watch], Act]) -> None:
+    found, *_ = four_ranks.run(_first_there, prepare, f"waits {prepare.__name__} {time.time_ns()}")
+    assert found == REPORTED[prepare]
