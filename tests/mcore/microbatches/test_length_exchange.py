@@ -41,6 +41,7 @@ REPLICAS = ((Lengths(10, 60.0), Lengths(30, 340.0)), (Lengths(20, 200.0), Length
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
+@mock.patch("megatron.zerobubble.mcore.microbatches.iteration_plans.SameUnequalPlans", mock.Mock())
 @mock.patch("megatron.zerobubble.mcore.microbatches.iteration_plans.LengthExchange")
 @mock.patch.object(parallel_state, "get_data_parallel_rank", mock.Mock(return_value=0))
 def test_without_a_usual_length_it_is_the_mean_of_the_first_call(exchange: Any, forward_only: bool) -> None:
