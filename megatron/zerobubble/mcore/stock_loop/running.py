@@ -153,8 +153,7 @@ def _unequal(options: StockLoopOptions, config: Any, usual_tokens: int) -> Unequ
 
 
 def _objective(options: StockLoopOptions) -> Objective:
-    """A synchronous optimizer waits for all ranks: the iteration takes from the first op of any to the last op of any."""
-    return Objective.MAKESPAN if options.post_validation is None else Objective.SPAN
+    return Objective.with_optimizer(post_validation=options.post_validation is not None)
 
 
 def _make_replanner(
