@@ -29,7 +29,9 @@ def summary(*files: Path) -> str:
 def test_the_root_cause_is_our_line(tmp_path: Path) -> None:
     """Rank 0, which fails because of rank 1 within the same second, has no file."""
     with pytest.raises(SystemExit):
-        exit_with_error(ConfigError("--lr 2 is too large"), rank=0, error_file=str(tmp_path / "1" / "error.json"))
+        exit_with_error(
+            ConfigError("--lr 2 is too large"), rank=0, prog="pretrain_gpt.py", error_file=str(tmp_path / "1" / "error.json")
+        )
     printed = summary(tmp_path / "0" / "error.json", tmp_path / "1" / "error.json")
     cause = printed[printed.index("Root Cause") :]
     assert "pretrain_gpt.py: error: --lr 2 is too large" in cause

@@ -370,9 +370,10 @@ def test_only_rank_0_reports_an_error(
     rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The others leave theirs to torchrun, for an error that rank 0 does not have: of files that differ between machines."""
+    from megatron.zerobubble.job import exit as job_exit
     from megatron.zerobubble.training import arguments
 
-    monkeypatch.setattr(arguments.time, "sleep", lambda _: None)
+    monkeypatch.setattr(job_exit.time, "sleep", lambda _: None)
     with pytest.raises(SystemExit) as left:
         arguments.parse_arguments(["--bad"], rank=rank, world_size=2, error_file=str(tmp_path / "error.json"))
     assert left.value.code == 2

@@ -25,19 +25,26 @@ def _merged(results: list[dict[str, Any]]) -> tuple[list[Any], dict[str, torch.T
 
 
 @pytest.mark.parametrize(
-    ("flags", "schedule"),
+    ("flags", "schedule", "tolerance"),
     [
-        (f"{TWO} --overlap-grad-reduce", "zb-h1"),
-        (f"{TWO} --tie-embeddings-and-output-weights --clip-grad 0.5", "zb-h2"),
-        (f"{CHUNKS} --calculate-per-token-loss --clip-grad 0.5", "zbv"),
+        (f"{TWO} --overlap-grad-reduce", "zb-h1", 0.0),
+        (f"{TWO} --tie-embeddings-and-output-weights --clip-grad 0.5", "zb-h2", 0.0),
+        (f"{CHUNKS} --calculate-per-token-loss --clip-grad 0.0", "zbv", 0.0),
+        (f"{CHUNKS} --calculate-per-token-loss --clip-grad 0.5", "zbv", 1e-5),
     ],
-    ids=["zb-h1-overlapped", "zb-h2-tied", "zbv-per-token"],
+    ids=["zb-h1-overlapped", "zb-h2-tied", "zbv-per-token", "zbv-clipped"],
 )
-def test_the_same_losses_and_gradients_as_the_stock_schedule(four_ranks: RankPool, flags: str, schedule: str) -> None:
+def test_the_same_losses_and_gradients_as_the_stock_schedule(
+    four_ranks: RankPool, flags: str, schedule: str, tolerance: float
+) -> None:
+    """Bit for bit but for clipping under V: a rank has other layers, so the sum of squared gradients is rounded differently."""
     expected, actual = (_merged(four_ranks.run(bridge.train, flags, name)) for name in (None, schedule))
-    assert actual[0] == expected[0] != []
+    assert expected[0] != []
+    torch.testing.assert_close(torch.tensor(actual[0]), torch.tensor(expected[0]), rtol=tolerance, atol=0.0)
     assert set(actual[1]) == set(expected[1])
-    assert [name for name, gradient in actual[1].items() if not torch.equal(gradient, expected[1][name])] == []
+    for name, gradient in actual[1].items():
+        largest = float(expected[1][name].abs().max())
+        torch.testing.assert_close(gradient, expected[1][name], rtol=0.0, atol=tolerance * largest, msg=name)
 
 
 def test_other_groups_or_another_communicator_are_named_in_the_error(four_ranks: RankPool) -> None:

@@ -54,7 +54,7 @@ def test_its_checkpoint_continues_bit_for_bit(flags: list[str], tmp_path: Path, 
         with caplog.at_level(logging.INFO, "megatron.zerobubble.training.checkpoint.verification"):
             assert load_checkpoint(training_state) == RestoredProgress(2, 16)
         assert train(training_state, first=3, last=4) == expected
-    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("checkpoint.verify")]
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("checkpoint.verification")]
     assert line.endswith("has no manifest.json (saved by Megatron-LM or an older version): its files are not verified")
 
 

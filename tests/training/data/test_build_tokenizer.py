@@ -113,7 +113,7 @@ def test_a_tokenizer_without_an_end_of_document(configs: dict[str, TokenizerConf
         ),
         ("HuggingFaceTokenizer", {"vocab_size": 300}, "--vocab-size 300 is too small for the tokenizer, which has 400 tokens"),
         ("SentencePieceTokenizer", {"tokenizer_model": "/absent"}, "--tokenizer-model /absent: there is no such file"),
-        ("SentencePieceTokenizer", {"tokenizer_model": __file__}, r"test_tokenizers\.py cannot be loaded: "),
+        ("SentencePieceTokenizer", {"tokenizer_model": __file__}, r"test_build_tokenizer\.py cannot be loaded: "),
         ("TikTokenizer", {"vocab_size": None}, "a vocabulary of 131072 does not fit: give --vocab-size 271"),
         ("TikTokenizer", {"special_tokens": ("<a>",)}, "TikTokenizer: .* cannot be loaded: .*should include"),
         ("GPT2BPETokenizer", {"merge_file": "/absent"}, "--merge-file /absent: there is no such file"),
