@@ -10,7 +10,7 @@ TEST_WORKERS ?= 2
 MCORE ?=
 # The share of those test files that make test-releases runs, drawn at random, on the newest or oldest release
 SAMPLE ?= 0.15
-USE_MCORE := tests/mcore tests/optimizer tests/training
+USE_MCORE := tests/mcore tests/optimizer tests/training tests/bench tests/job
 # Releases of Transformer Engine whose Python runs on the CPU in tests: make test takes the newest, make test-te both
 TE_OLDEST := 2.8.0
 TE_NEWEST := 2.20.2
