@@ -33,7 +33,7 @@ _FAILED = -1.0
 """In place of the tokens of a first microbatch: the rank cannot read its data."""
 
 _AT_ONCE = 128
-"""Values, two per microbatch, that the first of two messages has room for; the second, for more, is as long as they need."""
+"""Capacity of the first message, in values, two per microbatch; a second message carries the rest if there are more."""
 
 GIVE_LENGTHS = (
     "give microbatch_tokens to megatron.zerobubble.install: 'thd' for packed sequences, 'nested' for nested tensors, or a "

@@ -43,7 +43,7 @@ class Tuning:
     late_breed_share: float = 0.15
     """See `most_bred`."""
     fewest_blocks: int = 48
-    """Blocks that are tried whatever the budget."""
+    """Blocks that are tried at least, with any budget."""
     random_blocks: int = 300
     """Blocks that are tried before the best are varied."""
     fresh_share: float = 0.1
