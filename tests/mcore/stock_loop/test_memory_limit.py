@@ -13,6 +13,7 @@ import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.mcore.stock_loop import patches
+from megatron.zerobubble.mcore.stock_loop.running import _state_bytes
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.simulate import peak_memory
 from tests.support.gpt import _destroy_groups
@@ -37,7 +38,7 @@ def _train(rank: int, flags: str) -> dict[str, Any]:
             history = loop.train(args)
             installed = patches._installed()
             assert installed is not None
-            (running,) = installed._running
+            (running,) = installed._models
             spec, plan = running.schedule.spec, running.schedule.plan(args.num_microbatches)
             assert running.replanner is not None
             (memory, *_) = running.replanner.memory[rank:]
@@ -90,7 +91,7 @@ def test_a_loop_with_an_optimizer_of_its_own_gets_an_error() -> None:
         assert installed is not None
         assert vars(MegatronOptimizer)["__init__"] is not original
         with pytest.raises(ConfigError, match="make it by get_megatron_optimizer"):
-            installed._state_bytes([torch.nn.Linear(1, 1)])
+            _state_bytes(installed.options, [torch.nn.Linear(1, 1)], installed.optimizers)
     finally:
         megatron.zerobubble.uninstall()
     assert vars(MegatronOptimizer)["__init__"] is original
