@@ -2,8 +2,8 @@
 
 When one rank stops, the others wait for it, and for each other, until a process group times out with a message about a socket,
 and the rank in that message is seldom the one that stopped. So every rank has two threads that need nothing from its main thread.
-One publishes beats in the job's store (`beats`, `pulse`): that the rank runs, what it is doing, and since when; it also listens
-for the next rank's beats. The other one raises the alarm
+One publishes heartbeats in the job's store (`heartbeats`, `pulse`): that the rank runs, what it is doing, and since when; it also
+listens for those of the next rank. The other one raises the alarm
 
 - when nothing is heard of the next rank for the time limit, in whatever phase that is: its process is stopped, or gone;
 - when the rank's own activity in the passes or the optimizer (`runtime.watch`) does not change for the time limit; in the first

@@ -73,7 +73,7 @@ def unknown_overlaps(module: nn.Module) -> list[str]:
 
 
 def own_operands(modules: Sequence[nn.Module]) -> None:
-    """Turn off what makes operands of W views of Userbuffers buffers, and log it once.
+    """Turn off what makes operands of W views of Userbuffers buffers, and log it on rank 0, once per chunk.
 
     Args:
         modules: the modules of a chunk that defer their weight gradients.
@@ -85,7 +85,9 @@ def own_operands(modules: Sequence[nn.Module]) -> None:
         for name in _SHARES_OPERANDS:
             if hasattr(module, name):
                 setattr(module, name, False)
-    if overlapping:
+    import torch.distributed as dist
+
+    if overlapping and not (dist.is_initialized() and dist.get_rank()):
         logger.warning(
             "tp_comm_overlap: tp_comm_bulk_wgrad, tp_comm_bulk_dgrad, and tp_comm_overlap_ag in backward are off in %d modules. "
             "W computes their weight gradients after Userbuffers buffers have been overwritten. NCCL communicates there; "

@@ -10,7 +10,7 @@ them) is not changed but driven: when its backward runs, the store records it, a
 Such modules are recognized by the contract, not by their class, so Transformer Engine need not be installed.
 
 A weight that is frozen when a forward uses it leaves nothing for the W of that microbatch; one that is trained again does. What
-DDP and Transformer Engine cannot follow is refused before an iteration (`frozen`).
+DDP and Transformer Engine cannot follow is refused before an iteration (`mcore.ddp.frozen_weights`).
 
 Embeddings, routers, gates of shared experts, norms and biases stay in B: they are cheap. Every other weight must be split or be
 declared to stay in B. An unknown weight would be computed in B unnoticed, and the times of the plan's W would be wrong.

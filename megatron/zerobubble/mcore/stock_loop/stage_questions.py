@@ -6,7 +6,7 @@ end of the model. Under V the first pipeline rank has both ends, and the last ha
 - **While a chunk runs**, forward step and loss function, each question is about that chunk. A `get_batch` that asks without
   `vp_stage` loads tokens for the first stage and labels for the last, as it should.
 - **Otherwise** a question without `vp_stage` is about the rank and gets megatron-core's answer: the last pipeline rank is last.
-  There a loop expects the losses, and finds them (`results`). A question with `vp_stage` is about that chunk.
+  There a loop expects the losses, and finds them (`result_relay`). A question with `vp_stage` is about that chunk.
 
 `is_pp_first_stage` and `is_pp_last_stage` are imported by name everywhere, so the function that both look up is replaced.
 """

@@ -7,7 +7,7 @@ Our own loop calls `build_chunks`. `StockLoop` does the same work at the four po
 2. a model chunk is built: whether it holds the first or the last stage;
 3. DDP wraps the chunk: the B/W split, tied embeddings, and DDP's part of the contract (`adoption`, `mcore.model.wgrad_split`);
 4. the forward-backward function is called: `PipelineSchedule` (`running`), and under V the gradients that `finalize_model_grads`
-   leaves out, questions for the running stage (`stage_questions`), and the losses on the rank that logs them (`results`).
+   leaves out, questions for the running stage (`stage_questions`), and the losses on the rank that logs them (`result_relay`).
 
 The loop must build as many chunks per rank as the schedule has, as for megatron-core's own interleaved schedule (virtual
 pipeline size, `vp_stage`, one data iterator per chunk), and wrap each with megatron-core's DistributedDataParallel.

@@ -1,4 +1,4 @@
-"""Render a timeline as text; `svg` and `trace` render it as SVG and as a Chrome trace.
+"""Render a timeline as text; `svg` and `chrome_trace` render it as SVG and as a Chrome trace.
 
 The input is a list of `TimedOp` per rank, so that simulated plans and recorded runs share the code. Time begins at the earliest
 start. The chunk of an op is the index of its stage among the stages of its row.

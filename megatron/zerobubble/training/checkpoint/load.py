@@ -4,8 +4,8 @@ Random number generators are restored only if the layout is the same; the run th
 
 Checkpoints of Megatron-LM's own loop are read, too, and it reads ours (see `megatron_lm`).
 
-Before anything is loaded, all ranks compare the files with the checkpoint's manifest (see `verify`), and since a distributed
-checkpoint contains pickles, rank 0 inspects it (see `inspect`).
+Before anything is loaded, all ranks compare the files with the checkpoint's manifest (see `verification`), and since a
+distributed checkpoint contains pickles, rank 0 inspects it (see `inspect`).
 """
 
 from __future__ import annotations
