@@ -29,7 +29,7 @@ BASES = {
     "rope": MODEL + P4 + "--position-embedding-type rope --group-query-attention --zero-bubble-schedule auto ",
     "experts": MODEL + "--num-experts 4 --dry-run ",
     "latent": MODEL + "--multi-latent-attention --save none --load none ",
-    "samples": MODEL.replace("--train-iters 10", "--train-samples 80") + P4 + "--zero-bubble-schedule zb --tensorboard-dir . ",
+    "samples": MODEL.replace("--train-iters 10", "--train-samples 80") + P4 + "--zero-bubble-schedule zb --zero-bubble-trace . ",
     "files": MODEL.replace("--mock-data ", "")
     + "--tokenizer-type SentencePieceTokenizer --tokenizer-model none --data-path none ",
 }

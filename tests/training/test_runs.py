@@ -157,7 +157,7 @@ def test_a_checkpoint_continues_with_another_schedule_and_optimizer_sharding(zb_
     the order of additions."""
     flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]
     flags += ["--zero-bubble-balance-stages", "--zero-bubble-planning-seconds", "0.01"]
-    flags += ["--zero-bubble-trace", str(tmp_path / "trace"), "--tensorboard-dir", str(tmp_path / "events")]
+    flags += ["--zero-bubble-trace", str(tmp_path / "trace")]
     flags += ["--zero-bubble-pipeline-timers-start-iter", "1", "--zero-bubble-pipeline-timers-end-iter", "1"]
     continued = Job(tmp_path, [*flags, "--zero-bubble-v-schedule"])
     assert "training with the ZBV schedule" in continued.said
@@ -171,7 +171,6 @@ def test_a_checkpoint_continues_with_another_schedule_and_optimizer_sharding(zb_
     measured = seen["measured"]
     assert f"bubble: {measured['bubble_rate']:.1%} of iteration 5 ({measured['work_ms']:.0f} of " in continued.said
     assert f"  span {measured['span_ms']:.1f} ms, predicted {seen['predicted']['span_ms']:.1f}; " in continued.said
-    assert _curve(tmp_path / "events", "pipeline/span_ms") == [(5, pytest.approx(measured["span_ms"]))]
     assert losses(continued) == pytest.approx(losses(zb_h1, first=4), rel=1e-6)
     assert continued.metrics[6]["validation_loss"] == pytest.approx(zb_h1.metrics[6]["validation_loss"], rel=1e-6)
 
@@ -221,15 +220,6 @@ def _check_layers(folder: Path, *, num_layers: int) -> None:
     assert 0 <= words < 0.5 * held, "tied word embeddings count twice"
     found = plan_layout(model, num_ranks=2, num_microbatches=4, options=SearchOptions(budget=0.0))
     assert StageLayers.parse(found.layout.text).num_layers == num_layers
-
-
-def _curve(folder: Path, name: str) -> list[tuple[int, float]]:
-    """Steps and values of a TensorBoard curve."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(name)]
 
 
 @pytest.mark.sampled(0.4, group="whole jobs")

@@ -359,7 +359,6 @@ class _Run:
         with self.garbage.evaluation(), self.job.watch.phase("evaluates on the test data, between two passes"):
             loss = evaluate(self.training_state, self._iterators(self.datasets.test, consumed=0))
         _log.info("test loss at iteration %d: %.4f (ppl %.2f)", self.progress.iteration, loss, math.exp(min(loss, 700.0)))
-        self.metrics.add_curves({"test_loss": loss}, self.progress.iteration)
 
     def _save(self) -> None:
         progress = self.progress
@@ -402,7 +401,6 @@ class _Run:
         seen = report_pipeline(
             schedule,
             self.settings,
-            self.metrics,
             memory=memory,
             activations=None if replanner is None else replanner.activations,
             by_length=None if replanner is None else replanner.by_length,

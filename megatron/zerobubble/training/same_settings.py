@@ -26,13 +26,8 @@ __all__ = ["BY_CONTENT", "GIVEN_OR_NOT", "PER_HOST", "check_same_settings", "val
 PER_HOST = frozenset({"data_cache_path", "num_workers", "mmap_bin_files", "distributed_backend"})
 """Fields that may differ between hosts: how a host reads the same samples; and of the backend the one that is chosen counts."""
 
-GIVEN_OR_NOT = frozenset(
-    {
-        *("save", "load", "metrics_jsonl", "tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir"),
-        *("zero_bubble_save_plan", "zero_bubble_trace"),
-    }
-)
-"""Paths and names to write or load by, which may differ between hosts. All ranks have them, or none."""
+GIVEN_OR_NOT = frozenset({"save", "load", "metrics_jsonl", "zero_bubble_save_plan", "zero_bubble_trace"})
+"""Paths to write or load by, which may differ between hosts. All ranks have them, or none."""
 
 BY_CONTENT = frozenset(
     {

@@ -1,4 +1,4 @@
-"""Progress lines, JSON lines and curves of iterations."""
+"""Progress lines and JSON lines of iterations."""
 
 from __future__ import annotations
 

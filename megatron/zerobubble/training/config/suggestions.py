@@ -34,53 +34,12 @@ _INSTEAD = {
     "--batch-size": "give --micro-batch-size and --global-batch-size",
     "--world-size": "torchrun sets the number of ranks; with --dry-run give --dry-run-world-size",
     "--log-params-norm": "the gradient norm is logged; leave it out",
-    "--log-validation-ppl-to-tensorboard": "the validation loss is a curve of --tensorboard-dir; leave it out",
-    "--log-world-size-to-tensorboard": "the number of ranks is in the first line of the log; leave it out",
     "--log-progress": "progress lines have the time left, and --metrics-jsonl every iteration; leave it out",
-    "--tensorboard-log-interval": "curves have every iteration; leave it out",
-    "--tensorboard-queue-size": "leave it out",
     "--eval-only": "give --skip-train",
 }
 """Flags of Megatron-LM, of its present and earlier releases, that scripts have and this package does not take."""
 
-_OF_MEGATRON_LM = frozenset(
-    (
-        "--apply-query-key-layer-scaling",
-        "--attention-softmax-in-fp32",
-        "--decoupled-lr",
-        "--decoupled-min-lr",
-        "--end-weight-decay",
-        "--exit-on-missing-checkpoint",
-        "--fp16-lm-cross-entropy",
-        "--fp8-interval",
-        "--log-memory-to-tensorboard",
-        "--log-timers-to-tensorboard",
-        "--lr-warmup-init",
-        "--lr-wsd-decay-iters",
-        "--lr-wsd-decay-samples",
-        "--lr-wsd-decay-style",
-        "--moe-input-jitter-eps",
-        "--moe-token-drop-policy",
-        "--no-save-optim",
-        "--no-save-rng",
-        "--num-distributed-optimizer-instances",
-        "--profile",
-        "--profile-ranks",
-        "--profile-step-end",
-        "--profile-step-start",
-        "--save-retain-interval",
-        "--sft",
-        "--sgd-momentum",
-        "--start-weight-decay",
-        "--timing-log-option",
-        "--tokenizer-hf-no-use-fast",
-        "--use-checkpoint-opt_param-scheduler",
-        "--use-pytorch-profiler",
-        "--weight-decay-incr-style",
-        "--yaml-cfg",
-    )
-)
-"""Flags of Megatron-LM's loop that the reference trainer does without."""
+_OF_MEGATRON_LM = "; what Megatron-LM's own pretrain_gpt.py has and this loop has not, runs by zerobubble run"
 
 
 def unknown_flags_message(words: Sequence[str], known: Iterable[str]) -> str:
@@ -94,11 +53,9 @@ def unknown_flags_message(words: Sequence[str], known: Iterable[str]) -> str:
     flag = given[0].partition("=")[0]
     if flag in _INSTEAD:
         return f"{flag} is not a flag of this package: {_INSTEAD[flag]}"
-    if flag in _OF_MEGATRON_LM:
-        owner = "Megatron-LM's own pretrain_gpt.py has it, which zerobubble run drives"
-        return f"{flag} is not a flag of this package: {owner}; leave it out here"
     others = f" (and {len(given) - 1} more)" if len(given) > 1 else ""
-    return f"unrecognized arguments: {shown(' '.join(words))}{others if len(words) > 8 else ''}{did_you_mean(flag, known)}"
+    hint = did_you_mean(flag, known) or (_OF_MEGATRON_LM if flag.startswith("--") else "")
+    return f"unrecognized arguments: {shown(' '.join(words))}{others if len(words) > 8 else ''}{hint}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

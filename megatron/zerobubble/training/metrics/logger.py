@@ -1,4 +1,4 @@
-"""Logs iterations: progress lines, a progress bar, JSON lines, TensorBoard and Weights & Biases.
+"""Logs iterations: progress lines, a progress bar, JSON lines.
 
 Iterations are collected until the next progress line; then one all-reduce sums their losses, and rank 0 writes. So logging adds
 no synchronization to an iteration.
@@ -18,7 +18,6 @@ import torch
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.metrics.aux_losses import AuxLosses
-from megatron.zerobubble.training.metrics.curves import Curves
 from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
 from megatron.zerobubble.training.metrics.json_lines import JsonLines
 from megatron.zerobubble.training.metrics.progress_line import progress_line
@@ -62,7 +61,6 @@ class MetricsLogger:
         self._aux_losses = AuxLosses(settings)
         self._resources = ExitStack()
         self._jsonl: JsonLines | None = None
-        self._curves: Curves | None = None
         self._bar: Any | None = None
         if rank == 0:
             self._open(start_iteration)
@@ -72,8 +70,6 @@ class MetricsLogger:
         if logs.metrics_jsonl is not None:
             self._jsonl = JsonLines(logs.metrics_jsonl, is_continued=start_iteration > 0)
             self._resources.callback(self._jsonl.close)
-        self._curves = Curves(self._settings, start_iteration=start_iteration)
-        self._resources.callback(self._curves.close)
         if sys.stderr.isatty():
             from tqdm import tqdm
             from tqdm.contrib.logging import logging_redirect_tqdm
@@ -136,18 +132,13 @@ class MetricsLogger:
             objects[-1]["validation_loss"] = validation_loss
             perplexity = math.exp(min(validation_loss, 700.0))
             _log.info("validation loss at iteration %d: %.4f (ppl %.2f)", iteration, validation_loss, perplexity)
-        self._write(objects)
+        if self._jsonl is not None:
+            self._jsonl.write(objects)
         for record, loss in zip(records, losses, strict=True):
             if not loss.has_tokens:
                 self._report_without_loss(record.iteration)
             elif record.result.is_stepped:
                 self._check_finite("loss", record.loss, record.iteration)
-
-    def add_curves(self, values: Mapping[str, float], iteration: int) -> None:
-        """Add scalars of `iteration` to TensorBoard and Weights & Biases only. Does nothing on ranks other than 0."""
-        if self._curves is not None:
-            self._curves.add(values, iteration)
-            self._curves.flush()
 
     def _log_progress(self, records: list[IterationRecord], aux_losses: Mapping[str, float]) -> None:
         settings = self._settings
@@ -165,14 +156,6 @@ class MetricsLogger:
             text = self._timers.get_all_timers_string(list(_TIMERS), normalizer=len(records))
             if text:
                 _log.info(text)
-
-    def _write(self, objects: list[dict[str, Any]]) -> None:
-        if self._jsonl is not None:
-            self._jsonl.write(objects)
-        if self._curves is not None:
-            for fields in objects:
-                self._curves.add({key: value for key, value in fields.items() if key != "iteration"}, fields["iteration"])
-            self._curves.flush()
 
     def _report_without_loss(self, iteration: int) -> None:
         """Log the first iteration in which no token counts, whose loss is NaN."""
