@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,18 +33,8 @@ RUN += " --hidden-dropout 0 --use-cpu-initialization"
 @contextmanager
 def training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[TrainingState, Any]]:
     """This rank's part of a job with `flags` beside `MODEL` and `RUN`, and the job's store. All ranks must call this."""
-    with quiet_third_parties(), _may_fork(), _training_state_of(rank, flags) as job:
+    with quiet_third_parties(), _training_state_of(rank, flags) as job:
         yield job
-
-
-@contextmanager
-def _may_fork() -> Iterator[None]:
-    """Ranks of a pool are daemons, which may not start processes; ranks of a job may."""
-    own = multiprocessing.current_process()
-    before = own._config.get("daemon")  # type: ignore[attr-defined]
-    own._config["daemon"] = False  # type: ignore[attr-defined]
-    yield
-    own._config["daemon"] = before  # type: ignore[attr-defined]
 
 
 @contextmanager

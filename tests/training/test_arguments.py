@@ -228,7 +228,7 @@ def test_batch_and_data_parallelism() -> None:
         ("--attention-backend flash --distributed-backend gloo", 4, "--attention-dropout 0.1 needs CUDA"),
         ("--attention-backend local --zero-bubble-torch-attention", 4, "leave one of them out"),
         ("--attention-backend slow", 4, "argument --attention-backend: invalid choice"),
-        ("--save-interval 5", 4, "--save-interval and --async-save need --save DIR"),
+        ("--save-interval 5", 4, "--save-interval needs --save DIR"),
         ("--split 90,ten", 4, "--split '90,ten' must be up to three proportions"),
         ("--data-path x", 4, "--mock-data and --data-path are both given"),
         ("--lr much", 4, "argument --lr: invalid float value: 'much'"),

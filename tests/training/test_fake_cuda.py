@@ -104,8 +104,8 @@ def test_no_other_thread_waits_for_the_device(run: Any) -> None:
 
 
 def test_everything_around_the_iterations_runs_too(tmp_path: Path) -> None:
-    """Checkpoints written in the background, snapshots in pinned memory, evaluation, traces, re-planning, recomputation."""
-    flags = ["--enable-zero-bubble", "--bf16", *POST_VALIDATION, "--post-validation-snapshot", "host", "--async-save"]
+    """Checkpoints, snapshots in pinned memory, evaluation, traces, re-planning, recomputation."""
+    flags = ["--enable-zero-bubble", "--bf16", *POST_VALIDATION, "--post-validation-snapshot", "host"]
     flags += ["--save", tmp_path / "saved", "--save-interval", "2", "--eval-iters", "1", "--eval-interval", "2"]
     flags += ["--zero-bubble-replan-interval", "3", "--zero-bubble-memory-limit", "auto"]
     flags += ["--zero-bubble-trace", tmp_path / "traces", "--zero-bubble-trace-iterations", "4"]

@@ -36,7 +36,7 @@ from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.auto import choose_schedule
-from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
+from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from megatron.zerobubble.training.checkpoint.shared import check_save_directory
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
@@ -208,8 +208,7 @@ class _Run:
         run = self.settings.run
         self.garbage = GarbageCollection(run)
         self.early_exit = EarlyExit(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
-        saves = self.settings.checkpoint.save is not None
-        self.saver = CheckpointSaver(training_state, job.store, run=attempt.job) if saves else None
+        self.run_id = attempt.job
         self.progress = Progress()
         with job.watch.phase("loads the checkpoint"):
             restored = start_from(training_state, attempt)
@@ -241,8 +240,6 @@ class _Run:
             self._evaluate()  # nothing was trained
         self._save()
         self._test()
-        if self.saver is not None:
-            self.saver.finish()
         if self.settings.zero_bubble.schedule != "stock":
             self.plan_writer.finish(self.training_state.schedule, self.settings.num_microbatches)
         self._summarize()
@@ -260,8 +257,6 @@ class _Run:
             self._iterate(data_iterator)
             self.garbage.after_iteration(progress.iteration)
             self._replan()
-            if self.saver is not None:
-                self.saver.poll(progress.iteration)
             is_last = self._exits_early() or progress.iteration == self.settings.train_iters
             interval = self.settings.checkpoint.save_interval
             evaluates = run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0)
@@ -362,13 +357,20 @@ class _Run:
 
     def _save(self) -> None:
         progress = self.progress
-        if self.saver is None or progress.saved_iteration == progress.iteration:
-            return
-        if self.settings.run.skip_train:
+        if (
+            self.settings.checkpoint.save is None
+            or progress.saved_iteration == progress.iteration
+            or self.settings.run.skip_train
+        ):
             return
         self.metrics.log()
         with self.job.watch.phase(f"saves the checkpoint of iteration {progress.iteration}"):
-            self.saver.save(iteration=progress.iteration, consumed_samples=progress.consumed_samples)
+            save_checkpoint(
+                self.training_state,
+                run=self.run_id,
+                iteration=progress.iteration,
+                consumed_samples=progress.consumed_samples,
+            )
         progress.saved_iteration = progress.iteration
 
     def _exits_early(self) -> bool:

@@ -157,8 +157,6 @@ def _check_installed(settings: Settings) -> None:
     if settings.moe.moe_token_dispatcher_type == "flex":
         remedy = "install it from https://github.com/deepseek-ai/DeepEP on a machine with GPUs, or choose alltoall"
         wanted["deep_ep"] = ("--moe-token-dispatcher-type flex", remedy)
-    if settings.checkpoint.save is not None:
-        wanted["psutil"] = ("--save", "pip install psutil (megatron-core's checkpoint writer needs it)")
     for package, (flag, remedy) in wanted.items():
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"{flag} needs the package {package}, which is not installed: {remedy}")

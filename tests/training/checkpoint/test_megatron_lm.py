@@ -20,8 +20,7 @@ from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint import contents, load
 from megatron.zerobubble.training.checkpoint.directory import TRACKER, iteration_directory
 from megatron.zerobubble.training.checkpoint.load import RestoredProgress, load_checkpoint
-from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
-from megatron.zerobubble.training.checkpoint.writer import SaveStrategy
+from megatron.zerobubble.training.checkpoint.save import SaveStrategy, save_checkpoint
 from megatron.zerobubble.training.step import TrainingState
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
 from tests.support.training_states import train, training_state_of
@@ -34,7 +33,7 @@ DROPOUT = ["--hidden-dropout", "0.1"]
 def as_megatron_lm(training_state: TrainingState, folder: Path, **changes: Any) -> None:
     """Save iteration 2 as Megatron-LM's loop does; `changes` replace entries of the common state."""
     with training_state.on_host():
-        state = contents.state_to_save(training_state, iteration=2, consumed_samples=16)
+        state = contents.state_to_save(training_state, iteration=2, consumed_samples=16, run="a")
         del state["header"], state["rng"]
         directory = iteration_directory(folder, 2)
         directory.mkdir(parents=True)
@@ -61,9 +60,9 @@ def test_its_checkpoint_continues_bit_for_bit(flags: list[str], tmp_path: Path, 
 @pytest.mark.sampled(0.4, group="whole jobs")
 def test_ours_has_what_its_loop_reads(tmp_path: Path) -> None:
     """Names and meaning are those that Megatron-LM's `load_checkpoint` looks up."""
-    with training_state_of(0, ["--save", str(tmp_path), "--use-distributed-optimizer"]) as (training_state, store):
+    with training_state_of(0, ["--save", str(tmp_path), "--use-distributed-optimizer"]) as (training_state, _):
         train(training_state, first=1, last=2)
-        CheckpointSaver(training_state, store).save(iteration=2, consumed_samples=16)
+        save_checkpoint(training_state, run="a", iteration=2, consumed_samples=16)
         expected = training_state.scheduler.state_dict()
     common = load._load_common(iteration_directory(tmp_path, 2))
     assert common["iteration"] == 2
@@ -121,10 +120,10 @@ def test_a_checkpoint_of_a_gpt_continues_in_a_hybrid_model(tmp_path: Path) -> No
     """Each layer of the GPT is an attention layer and an MLP of the pattern: the same operations in the same order."""
     with training_state_of(0, ["--save", str(tmp_path), "--use-distributed-optimizer", "--num-layers", "4"]) as (
         training_state,
-        store,
+        _,
     ):
         train(training_state, first=1, last=2)
-        CheckpointSaver(training_state, store).save(iteration=2, consumed_samples=16)
+        save_checkpoint(training_state, run="a", iteration=2, consumed_samples=16)
         expected = train(training_state, first=3, last=4)
     if importlib.util.find_spec("megatron.core.dist_checkpointing.gpt_checkpoint_interop") is None:
         with pytest.raises(CheckpointError, match=r"can translate it from 0\.19 on"):

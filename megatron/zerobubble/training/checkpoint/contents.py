@@ -49,9 +49,7 @@ MODEL_FLAGS = (
 """Flags of the model in the header, which must be those of the run that loads."""
 
 
-def state_to_save(
-    training_state: TrainingState, *, iteration: int, consumed_samples: int, run: str | None = None
-) -> dict[str, Any]:
+def state_to_save(training_state: TrainingState, *, iteration: int, consumed_samples: int, run: str) -> dict[str, Any]:
     """The contents of a checkpoint, for megatron-core's `dist_checkpointing.save`: sharded tensors of this rank and common state.
 
     All ranks must call this, inside `training_state.on_host()` and `parameters_in_place`.
@@ -60,7 +58,7 @@ def state_to_save(
         training_state: model chunks, optimizer and scheduler to save.
         iteration: iterations done.
         consumed_samples: samples consumed so far by all ranks together.
-        run: id of the job, if the checkpoint will have a manifest, which names it, too.
+        run: id of the job, which the manifest names, too.
     """
     state = model_state(training_state)
     prepare_to_save(training_state.optimizer)
@@ -77,9 +75,8 @@ def state_to_save(
         "iteration": iteration,
         "consumed_samples": consumed_samples,
         "has_rng": True,
+        "run": run,
     }
-    if run is not None:
-        state["header"]["run"] = run
     return state
 
 

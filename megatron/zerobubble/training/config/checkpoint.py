@@ -18,9 +18,6 @@ class CheckpointConfig:
     """Directory to write checkpoints to, every --save-interval iterations and at the end. Default: no checkpoints."""
     save_interval: int | None = None
     """Iterations between checkpoints. Default: one checkpoint, at the end."""
-    async_save: bool = False
-    """Save asynchronously: training continues while a process beside each rank writes the checkpoint from a copy in host memory.
-    The next save and the end of the run wait for an unfinished one."""
     load: str | None = field(default=None, metadata={"metavar": "DIR"})
     """Directory to load the latest checkpoint from. It may have none only if it is also the --save directory. Default: start from
     newly initialized weights."""
@@ -46,7 +43,7 @@ class CheckpointConfig:
                 "out, and convert others with Megatron-LM's tools/checkpoint/convert.py"
             )
         positive(self, "save_interval", "ckpt_step")
-        if self.save is None and (self.save_interval is not None or self.async_save):
-            raise ConfigError("--save-interval and --async-save need --save DIR")
+        if self.save is None and self.save_interval is not None:
+            raise ConfigError("--save-interval needs --save DIR")
         if self.load is None and (self.ckpt_step is not None or self.finetune):
             raise ConfigError("--ckpt-step and --finetune need --load DIR")
