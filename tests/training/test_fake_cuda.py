@@ -91,7 +91,7 @@ def test_the_host_waits_once_in_an_iteration_and_never_in_the_passes(run: Any, n
         extra = found.waits("around the passes", iteration)
         assert len(extra) == (2 if iteration in (2, 4) else 0), extra
         assert all("marks.py" in wait for wait in extra)
-    line = [wait for wait in found.waits("between") if "log_memory" not in wait]  # once in a run
+    line = found.waits("between")
     assert len(line) == (4 if "fp16" in name else 2), "one progress line on each rank; it shows the loss scale, too"
     assert all("mean_losses" in wait or "progress_line" in wait for wait in line)
 

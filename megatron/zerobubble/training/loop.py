@@ -55,7 +55,6 @@ from megatron.zerobubble.training.initialize import (
 )
 from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
 from megatron.zerobubble.training.metrics.logger import MetricsLogger
-from megatron.zerobubble.training.metrics.rank_memory import log_memory
 from megatron.zerobubble.training.metrics.run_summary import description, summary_lines
 from megatron.zerobubble.training.metrics.trace_report import report_pipeline
 from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider
@@ -223,7 +222,7 @@ class _Run:
             if self.settings.data.reads_documents
             else flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
         )
-        self.has_logged_memory = self.has_logged_layout = False
+        self.has_logged_layout = False
 
     def run(self) -> None:
         """Iterate, evaluate, save, log a summary."""
@@ -271,9 +270,6 @@ class _Run:
                 self._evaluate()
             elif is_last or logs_progress:
                 self.metrics.log()
-            if not self.has_logged_memory and (is_last or logs_progress):
-                self.has_logged_memory = True
-                log_memory(progress.iteration)
             if saves:
                 self._save()
             if is_last:

@@ -15,17 +15,14 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import ExecutionError
-from megatron.zerobubble.mcore.compat import destroy_model_parallel
-from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
+from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.initialize import set_up_model_parallel
 from tests.support.megatron_lm import LOGGED
 
 with quiet_third_parties():
     from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
     from megatron.zerobubble.training.metrics.logger import MetricsLogger
-    from megatron.zerobubble.training.metrics.rank_memory import log_memory
     from megatron.zerobubble.training.step import StepResult
 
 FLAGS = (
@@ -143,20 +140,6 @@ def test_tflops_per_gpu_in_the_json_lines(jsonl: Path) -> None:
     metrics.log()
     metrics.close()
     assert read(jsonl)[0]["tflops_per_gpu"] == 6.0
-
-
-def test_memory_of_the_ranks(caplog: pytest.LogCaptureFixture) -> None:
-    """On the CPU, the resident memory of the processes."""
-    with HostDevice() as host, host.on_host(), caplog.at_level(logging.INFO):
-        set_up_model_parallel(settings())
-        try:
-            log_memory(3)
-        finally:
-            destroy_model_parallel()
-    (line,) = caplog.messages
-    found = re.fullmatch(r"\[Rank 0\] \(after 3 iterations\) memory \(MB\) \| max resident: ([0-9.]+)", line)
-    assert found, line
-    assert 100.0 < float(found[1]) < 20_000.0, "torch alone takes that much"
 
 
 def test_what_is_not_finite_becomes_null(logger: MetricsLogger, jsonl: Path) -> None:
