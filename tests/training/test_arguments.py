@@ -236,17 +236,7 @@ def test_batch_and_data_parallelism() -> None:
         ("--context-parallel-size 0", 4, "--context-parallel-size 0 must be greater than 0"),
         (CP + "--seq-length 66", 4, "--seq-length 66 is not divisible by 2 x --context-parallel-size 2 = 4: .* 64 would be"),
         ("--context-parallel-size 3", 4, "4 rank.* x --context-parallel-size 3 = 3; start it with torchrun --nproc-per-node 3"),
-        ("--cp-comm-type p2p", 4, "--cp-comm-type needs --context-parallel-size of at least 2, got 1"),
-        (CP + "--cp-comm-type ring", 4, "--cp-comm-type ring: ring is not one of p2p, all_gather, a2a, a2a\\+p2p"),
-        (
-            CP + "--cp-comm-type a2a",
-            4,
-            "--cp-comm-type a2a is Transformer Engine's: with --transformer-impl local .* give all_gather",
-        ),
-        (CP + "--cp-comm-type all_gather all_gather all_gather", 4, "--cp-comm-type has 3 values; give one, or one for each of"),
         (CP + "--attention-backend local", 4, "--attention-backend local needs whole sequences; choose auto, flash, fused or"),
-        (CP + "--cp-comm-type a2a+p2p", 4, "a2a\\+p2p and --hierarchical-context-parallel-sizes need each other"),
-        (CP + "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4, "2 2 multiply to 4, --context-par.* is 2"),
         ("--layout-independent-dropout --tensor-model-parallel-size 2", 4, "tensor parallelism needs --attention-dropout 0"),
         (
             "--layout-independent-dropout --attention-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel",

@@ -241,7 +241,6 @@ def set_up_model_parallel(settings: Settings, **embedding_ranks: Any) -> None:
         tensor_model_parallel_size=settings.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pipeline_size,
         context_parallel_size=settings.parallel.context_parallel_size,
-        hierarchical_context_parallel_sizes=list(settings.parallel.hierarchical_context_parallel_sizes) or None,
         virtual_pipeline_model_parallel_size=settings.virtual_pipeline_size,
         expert_model_parallel_size=settings.moe.expert_model_parallel_size,
         expert_tensor_parallel_size=settings.moe.expert_tensor_parallel_size,

@@ -136,7 +136,7 @@ def check_tensor_parallel(settings: Settings) -> None:
 def check_context_parallel(settings: Settings) -> None:
     """Raise unless sequences divide over the context-parallel ranks and every layer can shard them."""
     parallel, model = settings.parallel, settings.model
-    size, kinds = parallel.context_parallel_size, parallel.cp_comm_type
+    size = parallel.context_parallel_size
     if size == 1:
         return
     flag = f"--context-parallel-size {size}"
@@ -156,16 +156,8 @@ def check_context_parallel(settings: Settings) -> None:
         raise ConfigError(
             f"{flag} shards sequences, and Mamba layers ({MAMBA} in --hybrid-layer-pattern) need whole ones: leave one out"
         )
-    if len(kinds) not in (0, 1, settings.num_layers):
-        raise ConfigError(f"--cp-comm-type has {len(kinds)} values; give one, or one for each of {settings.num_layers} layers")
     if model.attention_backend == "local":
         raise ConfigError(f"{flag}: --attention-backend local needs whole sequences; choose auto, flash, fused or unfused")
-    others = sorted(set(kinds) - {"all_gather"})
-    if model.transformer_impl == "local" and others:
-        raise ConfigError(
-            f"--cp-comm-type {others[0]} is Transformer Engine's: with --transformer-impl local keys and values are "
-            "all-gathered; give all_gather, or leave it out"
-        )
 
 
 def check_latent_attention(settings: Settings) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,9 +10,6 @@ from megatron.zerobubble.flags.require import at_most, positive
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
 __all__ = ["ParallelConfig"]
-
-_CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-"""What megatron-core's configuration takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +42,8 @@ class ParallelConfig:
     """Sequence parallelism: shard normalization and dropout over the tensor-parallel ranks along the sequence."""
     context_parallel_size: int = 1
     """Context-parallel size: ranks over which each sequence is sharded. Each holds two of 2 * N equal slices, an early and a late
-    one, so that all have the same work in causal attention."""
-    cp_comm_type: tuple[str, ...] = ()
-    """How context-parallel ranks exchange keys and values: p2p, all_gather, a2a or a2a+p2p; one, or one for each layer. With
-    --transformer-impl local only all_gather, its default. Transformer Engine, whose default is p2p, has them all."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
-    """Sizes of the two levels of --cp-comm-type a2a+p2p. Their product is --context-parallel-size."""
+    one, so that all have the same work in causal attention. Keys and values are all-gathered with --transformer-impl local, and
+    go around in a ring with Transformer Engine's layers."""
     use_distributed_optimizer: bool = False
     """Shard the optimizer state over the data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = False
@@ -92,30 +84,12 @@ class ParallelConfig:
                 "--num-layers-per-virtual-pipeline-stage interleaves pipeline ranks and needs "
                 "--pipeline-model-parallel-size of at least 2, got 1"
             )
-        self._check_context()
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size of at least 2, got 1")
         if self.eager_nccl_communicators and self.distributed_backend == "gloo":
             raise ConfigError("--eager-nccl-communicators needs NCCL, and --distributed-backend is gloo: leave one of them out")
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ConfigError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
-
-    def _check_context(self) -> None:
-        """Check --cp-comm-type and --hierarchical-context-parallel-sizes. Whether the model has them, `validate` checks."""
-        given, levels = " ".join(self.cp_comm_type), self.hierarchical_context_parallel_sizes
-        unknown = sorted(set(self.cp_comm_type) - set(_CP_COMM_TYPES))
-        if unknown:
-            raise ConfigError(f"--cp-comm-type {given}: {', '.join(unknown)} is not one of {', '.join(_CP_COMM_TYPES)}")
-        if (given or levels) and self.context_parallel_size == 1:
-            flag = "--cp-comm-type" if given else "--hierarchical-context-parallel-sizes"
-            raise ConfigError(f"{flag} needs --context-parallel-size of at least 2, got 1")
-        if bool(levels) != ("a2a+p2p" in self.cp_comm_type):
-            raise ConfigError("--cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes need each other")
-        if levels and math.prod(levels) != self.context_parallel_size:
-            raise ConfigError(
-                f"--hierarchical-context-parallel-sizes {' '.join(map(str, levels))} multiply to {math.prod(levels)}, "
-                f"--context-parallel-size is {self.context_parallel_size}"
-            )
 
     def _check_layout(self, text: str) -> None:
         others = {

@@ -60,7 +60,8 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
         virtual_pipeline_model_parallel_size=settings.virtual_pipeline_size,
         pipeline_model_parallel_layout=layout,
         sequence_parallel=parallel.sequence_parallel,
-        **_context(settings),
+        context_parallel_size=parallel.context_parallel_size,
+        cp_comm_type="all_gather" if model.transformer_impl == "local" else "p2p",
         params_dtype=dtype,
         pipeline_dtype=dtype,
         fp16=settings.precision.fp16,
@@ -102,17 +103,6 @@ def _lengths(settings: Settings) -> dict[str, Any]:
     # megatron-core refuses its default dispatcher, even where nothing is dispatched.
     others = {} if settings.moe.num_experts is not None else {"moe_token_dispatcher_type": "alltoall"}
     return {"variable_seq_lengths": True, **others}
-
-
-def _context(settings: Settings) -> dict[str, Any]:
-    parallel = settings.parallel
-    kinds = list(parallel.cp_comm_type) or ["all_gather" if settings.model.transformer_impl == "local" else "p2p"]
-    return {
-        "context_parallel_size": parallel.context_parallel_size,
-        "hierarchical_context_parallel_sizes": list(parallel.hierarchical_context_parallel_sizes) or None,
-        # megatron-core takes a string for all layers and a list for each.
-        "cp_comm_type": kinds[0] if len(kinds) == 1 else kinds,
-    }
 
 
 def _latent_attention(settings: Settings) -> dict[str, Any]:
