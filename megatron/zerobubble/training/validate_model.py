@@ -235,17 +235,9 @@ def check_fp8(settings: Settings) -> None:
         raise ConfigError(f"{flag} needs --transformer-impl transformer_engine, not {model.transformer_impl}")
     if not (settings.precision.bf16 or settings.precision.fp16):
         raise ConfigError(f"{flag} needs --bf16 or --fp16: FP8 GEMMs add up to 16-bit results")
-    if fp8.fp8_param_gather and not settings.parallel.use_distributed_optimizer:
-        raise ConfigError("--fp8-param-gather needs --use-distributed-optimizer")
     if fp8.fp8_recipe == "delayed":
         for module in sorted({"moe_act", "layernorm"} & set(model.recompute_modules)):
             raise ConfigError(
                 f"--recompute-modules {module} does not go with --fp8-recipe delayed, whose scales would advance twice: leave it "
                 "out, or choose tensorwise"
             )
-    most = settings.num_layers // settings.pipeline_size
-    ends = max(fp8.num_layers_at_start_in_bf16, fp8.num_layers_at_end_in_bf16)
-    if fp8.first_last_layers_bf16 and ends > most:
-        raise ConfigError(
-            f"--first-last-layers-bf16 with {ends} layers at one end: at most the {most} layer(s) of a pipeline rank stay in bf16"
-        )
