@@ -154,9 +154,6 @@ def _check_installed(settings: Settings) -> None:
         wanted["transformer_engine"] = ("--transformer-impl transformer_engine", remedy)
     if MAMBA in (settings.model.hybrid_layer_pattern or ""):
         wanted["mamba_ssm"] = ("M in --hybrid-layer-pattern", "pip install mamba-ssm causal-conv1d einops")
-    if settings.moe.moe_token_dispatcher_type == "flex":
-        remedy = "install it from https://github.com/deepseek-ai/DeepEP on a machine with GPUs, or choose alltoall"
-        wanted["deep_ep"] = ("--moe-token-dispatcher-type flex", remedy)
     for package, (flag, remedy) in wanted.items():
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"{flag} needs the package {package}, which is not installed: {remedy}")

@@ -43,8 +43,6 @@ def _check_lengths(settings: Settings) -> None:
     shares = settings.moe.expert_model_parallel_size > 1  # by ranks with other microbatches
     if settings.moe.num_experts is not None and settings.moe.moe_token_dispatcher_type == "allgather" and (sends or shares):
         raise ConfigError(f"{flag} does not go with --moe-token-dispatcher-type allgather; choose alltoall")
-    if settings.moe.moe_flex_dispatcher_backend == "hybridep" and shares:  # its kernels take equal numbers of tokens
-        raise ConfigError(f"{flag} does not go with --moe-flex-dispatcher-backend hybridep; choose deepep, or alltoall")
 
 
 def _check_packing(settings: Settings) -> None:

@@ -214,11 +214,6 @@ def check_experts(settings: Settings) -> None:
             "--moe-grouped-gemm with --transformer-impl local is one weight for all experts, whose wgrad cannot be deferred: "
             "leave it out to run the experts one by one, or use --transformer-impl transformer_engine"
         )
-    if moe.moe_token_dispatcher_type == "flex" and shared * moe.expert_model_parallel_size == 1:
-        raise ConfigError(
-            "--moe-token-dispatcher-type flex sends tokens between ranks, and every rank has all experts: give "
-            "--expert-model-parallel-size, or choose alltoall"
-        )
     if settings.zero_bubble.schedule == AUTO and len(set(pattern)) > 1:
         raise ConfigError(
             "--zero-bubble-schedule auto needs layers of one kind, and --moe-layer-freq makes two; choose a schedule by name"

@@ -66,22 +66,15 @@ class MoeConfig:
     """Update rate of the expert bias of --moe-router-enable-expert-bias."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
     """Data type in which the router computes. Default: the model's."""
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
-    """Collective that dispatches tokens to the ranks of their experts; flex: the kernels of --moe-flex-dispatcher-backend, which
-    need GPUs."""
-    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = "deepep"
-    """Kernels of --moe-token-dispatcher-type flex, from the package DeepEP; hybridep is in its branch hybrid-ep."""
-    moe_expert_capacity_factor: float | None = None
-    """Capacity of each expert as a multiple of an even share of the tokens; tokens beyond it are dropped. Default: drop none."""
-    moe_pad_expert_input_to_capacity: bool = False
-    """Pad the input of each expert to its capacity. Needs --moe-expert-capacity-factor."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
+    """Collective that dispatches tokens to the ranks of their experts."""
     moe_grouped_gemm: bool = False
     """Compute all experts of a rank in one grouped GEMM. Needs --transformer-impl transformer_engine."""
 
     def __post_init__(self) -> None:
         positive(self, "num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size", "moe_ffn_hidden_size")
         positive(self, "moe_shared_expert_intermediate_size", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
-        positive(self, "moe_expert_capacity_factor", "moe_router_topk_scaling_factor", "moe_router_bias_update_rate")
+        positive(self, "moe_router_topk_scaling_factor", "moe_router_bias_update_rate")
         not_negative(self, "moe_z_loss_coeff")
         at_most(self, 2**16, "num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size")
         at_most(self, 2**24, "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
@@ -136,17 +129,6 @@ class MoeConfig:
                 f"--moe-router-num-groups {groups} must divide --num-experts {num_experts} and be at least "
                 f"--moe-router-group-topk {chosen}"
             )
-        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
-            raise ConfigError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor")
-        if self.moe_token_dispatcher_type == "flex":
-            if self.moe_pad_expert_input_to_capacity and self.moe_flex_dispatcher_backend == "deepep":
-                raise ConfigError("--moe-pad-expert-input-to-capacity does not go with --moe-flex-dispatcher-backend deepep")
-        elif self.moe_flex_dispatcher_backend != "deepep":
-            raise ConfigError(
-                f"--moe-flex-dispatcher-backend {self.moe_flex_dispatcher_backend} needs --moe-token-dispatcher-type flex"
-            )
-        if self.moe_expert_capacity_factor is not None and "sinkhorn" in self.moe_router_load_balancing_type:
-            raise ConfigError("--moe-expert-capacity-factor does not go with --moe-router-load-balancing-type sinkhorn")
 
 
 def layer_pattern(text: str, num_layers: int) -> tuple[int, ...]:

@@ -122,8 +122,7 @@ def _experts(settings: Settings) -> dict[str, Any]:
         *("expert_model_parallel_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk"),
         *("moe_z_loss_coeff", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
         *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
-        *("moe_router_dtype", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_expert_capacity_factor"),
-        *("moe_pad_expert_input_to_capacity", "moe_grouped_gemm"),
+        *("moe_router_dtype", "moe_token_dispatcher_type", "moe_grouped_gemm"),
     )
     return {
         **{name: getattr(moe, name) for name in names},
