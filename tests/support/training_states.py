@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator, unset_num_microbatches_calculator
 
 import pretrain_gpt
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
-from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
+from megatron.zerobubble.training.initialize import Job
 from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import Trainer, TrainingState
 from tests.support.gpt import _destroy_groups
@@ -32,24 +28,14 @@ RUN += " --hidden-dropout 0 --use-cpu-initialization"
 
 
 @contextmanager
-def training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[TrainingState, Any]]:
-    """This rank's part of a job with `flags` beside `MODEL` and `RUN`, and the job's store. All ranks must call this."""
-    with quiet_third_parties(), _may_fork(), _training_state_of(rank, flags) as job:
-        yield job
+def training_state_of(rank: int, flags: Sequence[str]) -> Iterator[TrainingState]:
+    """This rank's part of a job with `flags` beside `MODEL` and `RUN`. All ranks must call this."""
+    with quiet_third_parties(), _training_state_of(rank, flags) as training_state:
+        yield training_state
 
 
 @contextmanager
-def _may_fork() -> Iterator[None]:
-    """Ranks of a pool are daemons, which may not start processes; ranks of a job may."""
-    own = multiprocessing.current_process()
-    before = own._config.get("daemon")  # type: ignore[attr-defined]
-    own._config["daemon"] = False  # type: ignore[attr-defined]
-    yield
-    own._config["daemon"] = before  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[TrainingState, Any]]:
+def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[TrainingState]:
     world_size = dist.get_world_size()
     settings = settings_from_argv([*MODEL.split(), *RUN.split(), *flags], world_size=world_size)
     store = dist.PrefixStore(f"job {_turn()}", dist.distributed_c10d._get_default_store())
@@ -59,21 +45,15 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
     job = Job(launch=launch, host=host, store=store, watch=Watch(host.device))  # type: ignore[arg-type]
     if parallel_state.model_parallel_is_initialized():  # by a test that ended early
         _destroy_groups()
-    unset_num_microbatches_calculator()
-    spec = settings.schedule_spec
-    set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
-    batch = settings.batch
-    init_num_microbatches_calculator(rank, None, settings.global_batch_size, batch.micro_batch_size, settings.data_parallel_size)
     training_state = build_training_state(
         settings,
         job,
-        spec,
         vocab_size=VOCABULARY,
         model_provider=pretrain_gpt.model_provider,
         forward_step_provider=pretrain_gpt.forward_step_provider,
     )
     try:
-        yield training_state, store
+        yield training_state
     finally:  # a test may expect an error, and this process may be that of other tests
         if training_state.post_validation is not None:
             training_state.post_validation.close()
@@ -83,7 +63,6 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
             vars(part).clear()
         vars(training_state.schedule).clear()
         _destroy_groups()
-        unset_num_microbatches_calculator()
         host.uninstall()
 
 

@@ -12,7 +12,6 @@ import pytest
 from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.zerobubble.job.error_file import read_error_file
 from megatron.zerobubble.training.arguments import build_parser, settings_from_argv
-from megatron.zerobubble.training.config.data_blend import Blend, Sources
 from megatron.zerobubble.training.config.settings import Settings
 from tests.training.launch import PRETRAIN, ROOT, environment
 
@@ -143,15 +142,6 @@ def test_batch_and_data_parallelism() -> None:
         ),
         ("--num-layers-per-virtual-pipeline-stage 1", 4, "needs --pipeline-model-parallel-size of at least 2, got 1"),
         (P4, 6, r"6 rank\(s\), which is not divisible by .* 1 x .* 4 = 4"),
-        ("--rampup-batch-size 4 4", 4, "--rampup-batch-size 4 4 must be three numbers above 0"),
-        ("--rampup-batch-size 4 4 x", 4, "argument --rampup-batch-size: invalid int value: 'x'"),
-        ("--global-batch-size 8 --rampup-batch-size 8 4 9", 4, "must be less than --global-batch-size 8"),
-        ("--global-batch-size 16 --rampup-batch-size 4 8 9", 4, "8 does not divide the 12 samples up to --global-batch-size 16"),
-        (
-            "--global-batch-size 16 --rampup-batch-size 2 2 9",
-            4,
-            "divisible by --micro-batch-size x data-parallel size = 4; 4 and 4",
-        ),
         ("--global-batch-size 6", 4, "--global-batch-size 6 is not divisible by --micro-batch-size 1 x .* 4 = 4; 8 would be"),
         (P4 + EARLY, 4, "--enable-optimizer-post-validation needs a schedule of this package: add --enable-zero-bubble"),
         (P4 + V + EARLY + "--post-validation-patience -1", 4, "--post-validation-patience is -1; give 0 or a number of steps"),
@@ -201,7 +191,6 @@ def test_batch_and_data_parallelism() -> None:
         (P4 + V + TRACE + "2,x", 4, "--zero-bubble-trace-iterations '2,x' must be"),
         (P4 + V + TRACE + "11,12,3", 4, "--zero-bubble-trace-iterations: 11, 12 come after the last one .--train-iters 10."),
         (P4 + V + "--zero-bubble-trace /dev/null/x", 4, "--zero-bubble-trace /dev/null/x: /dev/null is not a writable directory"),
-        ("--wandb-exp-name first", 4, "--wandb-exp-name and --wandb-save-dir need --wandb-project NAME"),
         ("--tensor-model-parallel-size 2 --num-attention-heads 1", 2, "--num-attention-heads 1 is not divisible"),
         ("--sequence-parallel", 4, "--sequence-parallel needs --tensor-model-parallel-size"),
         ("--overlap-param-gather", 4, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
@@ -219,18 +208,13 @@ def test_batch_and_data_parallelism() -> None:
         ("--tokenizer-type NullTokenizer", 4, "NullTokenizer needs --vocab-size"),
         ("--tokenizer-type HuggingFaceTokenizer", 4, "needs --tokenizer-model"),
         ("--vocab-size 100", 4, "--vocab-size 100 is too small for ByteLevelTokenizer"),
-        ("--tokenizer-type GPT2BPETokenizer", 4, "needs --vocab-file vocab.json and --merge-file merges.txt"),
-        ("--vocab-file vocab.json", 4, "--vocab-file and --merge-file are GPT2BPETokenizer's; .* ByteLevelTokenizer has none"),
-        ("--special-tokens <a>", 4, "--special-tokens: --tokenizer-type ByteLevelTokenizer cannot add any"),
-        ("--tokenizer-type TikTokenizer --tiktoken-num-special-tokens 0", 4, "0 must be greater than 0"),
-        ("--train-data-path x", 4, "--mock-data and --train-data-path are both given"),
         ("--transformer-impl transformer_engine", 4, "needs the package transformer_engine, which is not installed"),
         ("--attention-backend local --transformer-impl transformer_engine", 4, "is megatron-core's own attention"),
         ("--attention-backend fused --distributed-backend gloo", 4, "fused needs CUDA.*choose auto"),
         ("--attention-backend flash --distributed-backend gloo", 4, "--attention-dropout 0.1 needs CUDA"),
         ("--attention-backend local --zero-bubble-torch-attention", 4, "leave one of them out"),
         ("--attention-backend slow", 4, "argument --attention-backend: invalid choice"),
-        ("--save-interval 5", 4, "--save-interval and --async-save need --save DIR"),
+        ("--save-interval 5", 4, "--save-interval needs --save DIR"),
         ("--split 90,ten", 4, "--split '90,ten' must be up to three proportions"),
         ("--data-path x", 4, "--mock-data and --data-path are both given"),
         ("--lr much", 4, "argument --lr: invalid float value: 'much'"),
@@ -238,17 +222,7 @@ def test_batch_and_data_parallelism() -> None:
         ("--context-parallel-size 0", 4, "--context-parallel-size 0 must be greater than 0"),
         (CP + "--seq-length 66", 4, "--seq-length 66 is not divisible by 2 x --context-parallel-size 2 = 4: .* 64 would be"),
         ("--context-parallel-size 3", 4, "4 rank.* x --context-parallel-size 3 = 3; start it with torchrun --nproc-per-node 3"),
-        ("--cp-comm-type p2p", 4, "--cp-comm-type needs --context-parallel-size of at least 2, got 1"),
-        (CP + "--cp-comm-type ring", 4, "--cp-comm-type ring: ring is not one of p2p, all_gather, a2a, a2a\\+p2p"),
-        (
-            CP + "--cp-comm-type a2a",
-            4,
-            "--cp-comm-type a2a is Transformer Engine's: with --transformer-impl local .* give all_gather",
-        ),
-        (CP + "--cp-comm-type all_gather all_gather all_gather", 4, "--cp-comm-type has 3 values; give one, or one for each of"),
         (CP + "--attention-backend local", 4, "--attention-backend local needs whole sequences; choose auto, flash, fused or"),
-        (CP + "--cp-comm-type a2a+p2p", 4, "a2a\\+p2p and --hierarchical-context-parallel-sizes need each other"),
-        (CP + "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4, "2 2 multiply to 4, --context-par.* is 2"),
         ("--layout-independent-dropout --tensor-model-parallel-size 2", 4, "tensor parallelism needs --attention-dropout 0"),
         (
             "--layout-independent-dropout --attention-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel",
@@ -282,7 +256,7 @@ def test_data_must_be_there(tmp_path: Path) -> None:
 
 def test_data_of_another_vocabulary_is_refused(corpus: str) -> None:
     base = BASE.replace("--mock-data", f"--data-path {corpus}")
-    assert settings(base=base).data.sources == Sources(divided=Blend((corpus,)))
+    assert settings(base=base).data.data_path == corpus
     with pytest.raises(DataError, match=r"--vocab-size 512 does not match the data.* 256; give --vocab-size 256"):
         settings("--vocab-size 512", base=base)
     with pytest.raises(DataError, match=r"--tokenizer-type NullTokenizer does not match the data.* ByteLevelTokenizer"):
@@ -309,24 +283,6 @@ def test_a_file_that_is_no_dataset_is_an_error(tmp_path: Path) -> None:
         (tmp_path / f"text{suffix}").write_bytes(b"text")
     with pytest.raises(DataError, match=r"text\.idx is not the index of a dataset"):
         settings(base=BASE.replace("--mock-data", f"--data-path {tmp_path}/text"))
-
-
-def test_weighted_data(corpus: str) -> None:
-    base = BASE.replace("--mock-data", f"--data-path 0.3 {corpus} 0.7 {corpus}")
-    assert settings(base=base).data.sources == Sources(divided=Blend((corpus, corpus), (0.3, 0.7)))
-
-
-def test_data_per_split(corpus: str) -> None:
-    train, valid, test = Blend((corpus, corpus), (1.0, 3.0)), Blend((corpus,)), Blend((corpus, corpus, corpus))
-    base = BASE.replace("--mock-data", f"--train-data-path 1 {corpus} 3 {corpus}")
-    flags = f"--valid-data-path {corpus} --test-data-path {corpus} {corpus} {corpus}"
-    assert settings(flags, base=base).data.sources == Sources(per_split=(train, valid, test))
-    with pytest.raises(ConfigError, match="no data to validate on: give --valid-data-path, or --eval-iters 0"):
-        settings(base=base)
-    with pytest.raises(ConfigError, match="--split divides --data-path; --train-data-path is divided already"):
-        settings(flags + " --split 1,1,1", base=base)
-    with pytest.raises(ConfigError, match="no data to train on: give --train-data-path, or --skip-train"):
-        settings(base=BASE.replace("--mock-data", f"--valid-data-path {corpus}"))
 
 
 def test_a_checkpoint_to_load_must_be_there(tmp_path: Path) -> None:

@@ -59,19 +59,8 @@ def test_a_malformed_layer_pattern(text: str) -> None:
         (EXPERTS + "--moe-router-enable-expert-bias", "needs --moe-router-score-function sigmoid"),
         (EXPERTS + "--moe-router-num-groups 2", "need each other"),
         (EXPERTS + "--moe-router-num-groups 3 --moe-router-group-topk 1", "3 must divide --num-experts 4"),
-        (EXPERTS + "--moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor"),
         (EXPERTS + "--moe-shared-expert-intermediate-size 32", "do not support biases: add --disable-bias-linear"),
         (EXPERTS + "--moe-grouped-gemm", "leave it out to run the experts one by one"),
-        (EXPERTS + "--moe-token-dispatcher-type flex", "every rank has all experts: give --expert-model-parallel-size"),
-        (
-            EXPERTS + "--moe-token-dispatcher-type flex --expert-model-parallel-size 2",
-            "needs the package deep_ep",
-        ),
-        (EXPERTS + "--moe-flex-dispatcher-backend hybridep", "hybridep needs --moe-token-dispatcher-type flex"),
-        (
-            EXPERTS + "--moe-token-dispatcher-type flex --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
-            "--moe-pad-expert-input-to-capacity does not go with --moe-flex-dispatcher-backend deepep",
-        ),
         (
             EXPERTS + "--tensor-model-parallel-size 2",
             "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel",

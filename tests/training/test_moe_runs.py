@@ -39,9 +39,9 @@ def test_experts_and_an_mtp_layer_under_zbv_and_stock_1f1b(corpus: str, tmp_path
     weights; gradients of the tied weight are summed in another order, which grows over the steps: 1e-4. Under the default --split
     the corpus has no document for testing."""
     flags = [*MODEL, *HEAD, "--data-path", corpus]
-    zbv, stock, events = tmp_path / "zbv.jsonl", tmp_path / "stock.jsonl", tmp_path / "events"
+    zbv, stock = tmp_path / "zbv.jsonl", tmp_path / "stock.jsonl"
     saves = ["--save", tmp_path / "save", "--save-interval", 2]
-    said = train([*flags, *EARLY_V, *saves, "--metrics-jsonl", zbv, "--tensorboard-dir", events])
+    said = train([*flags, *EARLY_V, *saves, "--metrics-jsonl", zbv])
     train([*flags, "--load", tmp_path / "save", "--ckpt-step", 2, "--metrics-jsonl", stock])
     _assert_equal(_told(stock), _told(zbv)[2:], rel=1e-4)
     assert _told(zbv)[-1]["loss"] < _told(zbv)[0]["loss"] - 0.3, "it learns"
@@ -53,17 +53,6 @@ def test_experts_and_an_mtp_layer_under_zbv_and_stock_1f1b(corpus: str, tmp_path
         assert 0.9 < float(over_all) < 2.0
         assert 0.0 < float(logits) < 10.0
         assert 3.0 < float(further) < 6.0
-    _assert_curves(events, _told(zbv))
-
-
-def _assert_curves(events: Path, logged: list[dict[str, float]]) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    curves = EventAccumulator(str(events))
-    curves.Reload()
-    for name in (*EXTRAS, "mtp_1 loss"):
-        points = [(event.step, event.value) for event in curves.Scalars(name)]
-        assert points == [(step, pytest.approx(each[name])) for step, each in enumerate(logged, start=1)], name
 
 
 @pytest.mark.slow

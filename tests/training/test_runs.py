@@ -157,7 +157,7 @@ def test_a_checkpoint_continues_with_another_schedule_and_optimizer_sharding(zb_
     the order of additions."""
     flags = ["--data-path", corpus, "--load", str(zb_h1.checkpoints), "--ckpt-step", "3", *ZB_H1[1:]]
     flags += ["--zero-bubble-balance-stages", "--zero-bubble-planning-seconds", "0.01"]
-    flags += ["--zero-bubble-trace", str(tmp_path / "trace"), "--tensorboard-dir", str(tmp_path / "events")]
+    flags += ["--zero-bubble-trace", str(tmp_path / "trace")]
     flags += ["--zero-bubble-pipeline-timers-start-iter", "1", "--zero-bubble-pipeline-timers-end-iter", "1"]
     continued = Job(tmp_path, [*flags, "--zero-bubble-v-schedule"])
     assert "training with the ZBV schedule" in continued.said
@@ -171,7 +171,6 @@ def test_a_checkpoint_continues_with_another_schedule_and_optimizer_sharding(zb_
     measured = seen["measured"]
     assert f"bubble: {measured['bubble_rate']:.1%} of iteration 5 ({measured['work_ms']:.0f} of " in continued.said
     assert f"  span {measured['span_ms']:.1f} ms, predicted {seen['predicted']['span_ms']:.1f}; " in continued.said
-    assert _curve(tmp_path / "events", "pipeline/span_ms") == [(5, pytest.approx(measured["span_ms"]))]
     assert losses(continued) == pytest.approx(losses(zb_h1, first=4), rel=1e-6)
     assert continued.metrics[6]["validation_loss"] == pytest.approx(zb_h1.metrics[6]["validation_loss"], rel=1e-6)
 
@@ -223,15 +222,6 @@ def _check_layers(folder: Path, *, num_layers: int) -> None:
     assert StageLayers.parse(found.layout.text).num_layers == num_layers
 
 
-def _curve(folder: Path, name: str) -> list[tuple[int, float]]:
-    """Steps and values of a TensorBoard curve."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(name)]
-
-
 @pytest.mark.sampled(0.4, group="whole jobs")
 def test_auto_equals_the_run_with_the_chosen_schedule(corpus: str, tmp_path: Path) -> None:
     """Profiling and planning change neither seeds nor data nor weights; with the layers of the stages chosen, too."""
@@ -264,10 +254,10 @@ def test_auto_equals_the_run_with_the_chosen_schedule(corpus: str, tmp_path: Pat
 
 @pytest.mark.sampled(0.4, group="whole jobs")
 def test_replanning_changes_no_result_and_the_plan_can_be_saved(corpus: str, tmp_path: Path) -> None:
-    """With dropout, optimistic steps, a batch size ramp-up and a new plan every second iteration; then a run with its last
+    """With dropout, optimistic steps and a new plan every second iteration; then a run with its last
     plan from the start."""
     flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]
-    flags += ["--rampup-batch-size", "4", "4", "16", "--post-validation-patience", "0", "--clip-grad", "1e-2"]
+    flags += ["--post-validation-patience", "0", "--clip-grad", "1e-2"]
     timed = ["--zero-bubble-pipeline-timers-start-iter", "2", "--zero-bubble-pipeline-timers-end-iter", "3"]
     measuring = [*timed, "--zero-bubble-replan-interval", "2", "--zero-bubble-planning-seconds", "0.1"]
     measuring += ["--zero-bubble-balance-stages"]
@@ -286,10 +276,8 @@ def test_replanning_changes_no_result_and_the_plan_can_be_saved(corpus: str, tmp
     assert "re-planned with profiled timings" not in loaded.said
     assert losses(loaded) == losses(measured)
     assert measured.said.count("clipped by post-validation") == 6, "forwards of timed iterations run again"
-    assert measured.said.count("4 microbatches from iteration 5 on") == 1, "so the first evaluation has more than training"
-    assert [fields["tokens_per_s"] * fields["iteration_ms"] / 1000 / 32 for _, fields in sorted(measured.metrics.items())] == [
-        pytest.approx(samples) for samples in (4, 4, 4, 4, 8, 8)
-    ]
+    for fields in measured.metrics.values():
+        assert fields["tokens_per_s"] * fields["iteration_ms"] / 1000 / 32 == pytest.approx(8)
     for iteration in (4, 6):
         assert loaded.metrics[iteration]["validation_loss"] == measured.metrics[iteration]["validation_loss"]
 
@@ -319,7 +307,6 @@ def test_optimistic_steps_change_no_result(corpus: str, tmp_path: Path) -> None:
     """ZBV with dropout, clipped in every step; progress lines, checkpoints and an evaluation between steps and their validation,
     and a kill there."""
     flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--clip-grad", "0.5", "--log-interval", "4"]
-    flags += ["--log-num-zeros-in-grad"]
     synchronous = Job(tmp_path / "synchronous", flags)
     early = [*flags, "--enable-optimizer-post-validation", "--post-validation-patience", "0"]
     folder, script = tmp_path / "early", tmp_path / "killed.py"

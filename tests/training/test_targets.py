@@ -16,13 +16,12 @@ BASE = (
     "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 --train-iters 10 "
     "--mock-data --pipeline-model-parallel-size 2 --zero-bubble-v-schedule "
 )
-DIRECTORIES = ("--save", "--tensorboard-dir", "--wandb-save-dir", "--data-cache-path", "--zero-bubble-trace")
+DIRECTORIES = ("--save", "--data-cache-path", "--zero-bubble-trace")
 FILES = ("--metrics-jsonl", "--zero-bubble-save-plan")
 
 
 def settings(flag: str, value: object, *more: str, rank: int = 0) -> Settings:
-    wandb = ["--wandb-project", "x"] if flag == "--wandb-save-dir" else []
-    return settings_from_argv([*BASE.split(), *wandb, flag, str(value), *more], world_size=2, rank=rank)
+    return settings_from_argv([*BASE.split(), flag, str(value), *more], world_size=2, rank=rank)
 
 
 def content(folder: Path) -> dict[str, bytes | None]:
@@ -128,7 +127,6 @@ def test_a_pipe_that_nobody_reads_is_not_opened(folder: Path) -> None:
 def test_other_ranks_and_dry_runs_try_nothing(folder: Path) -> None:
     settings("--save", folder / "file", rank=1)
     settings("--save", folder / "file", "--dry-run")
-    settings("--tensorboard-dir", "s3://bucket/folder")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

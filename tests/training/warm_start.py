@@ -24,7 +24,6 @@ from typing import Any
 
 MODULES = (
     "torch.distributed.run",
-    "torch.utils.tensorboard",
     "megatron.core.dist_checkpointing",
     "megatron.zerobubble.training.models.gpt",
     "megatron.zerobubble.training.loop",

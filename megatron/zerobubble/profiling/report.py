@@ -123,17 +123,6 @@ class PipelineReport:
             f"{max(rank.optimizer_ahead_ms for rank in self.ranks):.1f} ms before the last",
         ]
 
-    def scalars(self) -> dict[str, float]:
-        """The values to log as curves, by name."""
-        return {
-            "pipeline/bubble_rate": self.bubble_rate,
-            "pipeline/predicted_bubble_rate": self.simulation.bubble_rate,
-            "pipeline/span_ms": self.span_ms,
-            "pipeline/predicted_span_ms": self.simulation.span_ms,
-            "pipeline/wgrad_share": self.wgrad_share,
-            "pipeline/link_wait_ms": max(rank.causes.link_ms for rank in self.ranks),
-        }
-
     def to_json(self) -> dict[str, Any]:
         """One entry of `report.json`; docs/reading-the-trace.md explains every key."""
         plan, planned = self.simulation.plan, self.simulation

@@ -20,7 +20,6 @@ from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
-from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.mcore.replanner import Measured, budget_of, measured_costs
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
@@ -34,11 +33,10 @@ from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
-from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
-from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider
+from megatron.zerobubble.training.initialize import Job
 from megatron.zerobubble.training.planning.measured_layers import layer_kinds, measured_model
 from megatron.zerobubble.training.setup import build_training_state
-from megatron.zerobubble.training.step import TrainingState, run_passes
+from megatron.zerobubble.training.step import ForwardStepProvider, ModelProvider, TrainingState, run_passes
 
 __all__ = ["Choice", "balanced", "choose_schedule", "costs_from"]
 
@@ -72,11 +70,9 @@ def choose_schedule(
         ConfigError: with the measured memory, no schedule fits the memory limit.
     """
     probed = _probed(settings)
-    set_up_model_parallel(probed, **embedding_ranks(probed.placement))
     training_state = build_training_state(
         probed,
         job,
-        probed.schedule_spec,
         vocab_size=tokenizer.vocab_size,
         model_provider=model_provider,
         forward_step_provider=forward_step_provider,
@@ -84,7 +80,8 @@ def choose_schedule(
     profile = _profile(training_state, tokenizer, on_gpu=not job.host.enabled)
     own = Measured(profile=profile, link_ms=training_state.schedule.link_times())
     costs = measured_costs(own.gathered(), probed.placement)
-    _tear_down(training_state)
+    training_state.close()
+    destroy_model_parallel()
     del training_state
     gc.collect()
     if torch.cuda.is_available():
@@ -200,13 +197,6 @@ def _profile(training_state: TrainingState, tokenizer: Any, *, on_gpu: bool) -> 
         )
         run_passes(training_state, first_batch, num_microbatches=num_microbatches, forward_only=False)
     return profiler.profile()
-
-
-def _tear_down(training_state: TrainingState) -> None:
-    training_state.schedule.close()
-    if training_state.post_validation is not None:
-        training_state.post_validation.close()
-    destroy_model_parallel()
 
 
 def _choice(costs: CostModel, probed: Settings, settings: Settings) -> Choice | ConfigError:

@@ -6,8 +6,8 @@ iterate; evaluate; save; log a summary. User errors that need no other rank are 
 
 from __future__ import annotations
 
+import gc
 import logging
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import (
-    get_current_running_global_batch_size,
-    get_num_microbatches,
-    unset_num_microbatches_calculator,
-    update_num_microbatches,
-)
 
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.job.exit import exit_with_error
@@ -29,14 +23,13 @@ from megatron.zerobubble.job.failure import JobGuard
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.rendezvous import connect
 from megatron.zerobubble.job.watchdog import watchdog
-from megatron.zerobubble.mcore.compat import destroy_model_parallel, start_batch_size_ramp_up
-from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
+from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.auto import choose_schedule
-from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
+from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from megatron.zerobubble.training.checkpoint.shared import check_save_directory
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
@@ -44,21 +37,18 @@ from megatron.zerobubble.training.data.microbatch_lengths import num_tokens
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.early_exit import EarlyExit
 from megatron.zerobubble.training.estimate.flops import flops_per_sample
-from megatron.zerobubble.training.garbage import GarbageCollection
+from megatron.zerobubble.training.garbage import collecting_by_hand
 from megatron.zerobubble.training.initialize import (
     Job,
     announce_exit,
     choose_device,
     join_job,
     set_up_logging,
-    set_up_model_parallel,
 )
-from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
 from megatron.zerobubble.training.metrics.logger import MetricsLogger
-from megatron.zerobubble.training.metrics.rank_memory import log_memory
+from megatron.zerobubble.training.metrics.progress_line import IterationRecord
 from megatron.zerobubble.training.metrics.run_summary import description, summary_lines
 from megatron.zerobubble.training.metrics.trace_report import report_pipeline
-from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider
 from megatron.zerobubble.training.planning.announced_lengths import announce_lengths
 from megatron.zerobubble.training.planning.layers_file import write_layers_file
 from megatron.zerobubble.training.planning.layout_proposal import log_balance, log_layout
@@ -68,7 +58,7 @@ from megatron.zerobubble.training.restarts.attempt import Attempt, join_attempt,
 from megatron.zerobubble.training.restarts.resume import start_from
 from megatron.zerobubble.training.same_settings import check_same_settings
 from megatron.zerobubble.training.setup import build_training_state
-from megatron.zerobubble.training.step import StepResult, Trainer, TrainingState, evaluate
+from megatron.zerobubble.training.step import ForwardStepProvider, ModelProvider, StepResult, Trainer, TrainingState, evaluate
 
 __all__ = ["pretrain"]
 
@@ -89,14 +79,18 @@ class Progress:
     """Iteration of the last evaluation; -1 before the first."""
 
 
-class _Iteration(NamedTuple):
-    """An iteration that is not logged yet because its step may not be validated."""
+class _Action(NamedTuple):
+    """What is done at the end of some iterations, when no step is left to validate. All ranks do it."""
 
-    iteration: int
-    consumed_samples: int
-    samples: int
-    tokens: int
-    elapsed_ms: Callable[[], float]
+    act: Callable[[], object]
+    interval: int | None
+    """Iterations from one time to the next; None: not in between."""
+    at_end: bool = False
+    """Whether it is done after the last iteration, too."""
+
+    def is_due(self, iteration: int, *, is_last: bool) -> bool:
+        """Whether it is done at the end of this iteration."""
+        return (is_last and self.at_end) or (self.interval is not None and iteration % self.interval == 0)
 
 
 def pretrain(
@@ -153,40 +147,19 @@ def pretrain(
                     forward_step_provider=forward_step_provider,
                 )
         with watch.phase("builds the model"):
-            training_state = _build(settings, job, tokenizer, model_provider, forward_step_provider)
+            training_state = build_training_state(
+                settings,
+                job,
+                vocab_size=tokenizer.vocab_size,
+                model_provider=model_provider,
+                forward_step_provider=forward_step_provider,
+            )
         with watch.phase("prepares data, checkpoint and logs"):
             run = _Run(training_state, job, tokenizer, attempt)
         run.run()
         with watch.phase("leaves the job"):
             _tear_down(job)
             leave_attempt(attempt, launch)
-
-
-def _build(
-    settings: Settings,
-    job: Job,
-    tokenizer: Any,
-    model_provider: ModelProvider,
-    forward_step_provider: ForwardStepProvider,
-) -> TrainingState:
-    """Make the process groups, then the model and its optimizer."""
-    spec = settings.schedule_spec
-    set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
-    start_batch_size_ramp_up(
-        rank=job.launch.rank,
-        ramp_up=settings.batch.rampup_batch_size,
-        global_batch_size=settings.global_batch_size,
-        micro_batch_size=settings.batch.micro_batch_size,
-        data_parallel_size=settings.data_parallel_size,
-    )
-    return build_training_state(
-        settings,
-        job,
-        spec,
-        vocab_size=tokenizer.vocab_size,
-        model_provider=model_provider,
-        forward_step_provider=forward_step_provider,
-    )
 
 
 class _Run:
@@ -199,17 +172,16 @@ class _Run:
         self.replanner = make_replanner(training_state, self.plan_writer, ranks_on_host=job.launch.ranks_on_host)
         self.iterations_here = 0
         self.vocab_size = tokenizer.vocab_size
-        self.unvalidated: deque[_Iteration] = deque()
+        self.unvalidated: deque[Callable[..., IterationRecord]] = deque()
+        """Iterations that are not logged yet because their steps may not be validated: they make a record of the result."""
         self.marks = Marks(training_state.device)
         self.settings = training_state.settings
         self.job = job
         self.reads_by_chunk = [chunk_reads(chunk, training_state.settings) for chunk in training_state.chunks]
         self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=any(self.reads_by_chunk))
         run = self.settings.run
-        self.garbage = GarbageCollection(run)
         self.early_exit = EarlyExit(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
-        saves = self.settings.checkpoint.save is not None
-        self.saver = CheckpointSaver(training_state, job.store, run=attempt.job) if saves else None
+        self.run_id = attempt.job
         self.progress = Progress()
         with job.watch.phase("loads the checkpoint"):
             restored = start_from(training_state, attempt)
@@ -219,76 +191,61 @@ class _Run:
             self.settings,
             rank=job.launch.rank,
             start_iteration=self.progress.iteration,
-            timers=training_state.timers,
             flops_per_sample=None  # of documents they differ
             if self.settings.data.reads_documents
             else flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
         )
-        self.has_logged_memory = self.has_logged_layout = False
+        self.has_logged_layout = False
+        evaluates = run.eval_iters > 0
+        self.actions = (
+            _Action(self._evaluate, interval=run.eval_interval if evaluates else None, at_end=evaluates),
+            _Action(self.metrics.log, interval=self.settings.logging.log_interval, at_end=True),
+            _Action(self._save, interval=self.settings.checkpoint.save_interval),
+            _Action(gc.collect, interval=run.manual_gc_interval or None),
+        )
 
     def run(self) -> None:
         """Iterate, evaluate, save, log a summary."""
         _log.info("%s", description(self.settings, on_cpu=self.job.host.enabled))
         phase = self.job.watch.phase
         if not self.settings.run.skip_train:
-            with self.garbage, phase("trains, between the passes of two iterations"):
+            with collecting_by_hand(is_manual=self.settings.run.manual_gc), phase("trains, between the passes of two iterations"):
                 self._train()
         with phase("ends the run"):
             self._end()
 
     def _end(self) -> None:
-        if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration < 0 and not self.early_exit.is_urgent:
+        if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration < 0:
             self._evaluate()  # nothing was trained
         self._save()
-        self._test()
-        if self.saver is not None:
-            self.saver.finish()
         if self.settings.zero_bubble.schedule != "stock":
             self.plan_writer.finish(self.training_state.schedule, self.settings.num_microbatches)
         self._summarize()
         self.metrics.close()
         self.early_exit.close()
-        self.training_state.schedule.close()
-        if self.training_state.post_validation is not None:
-            self.training_state.post_validation.close()
+        self.training_state.close()
 
     def _train(self) -> None:
-        run, logs, progress = self.settings.run, self.settings.logging, self.progress
+        progress, num_iterations = self.progress, self.settings.run.train_iters
         self.training_state.schedule.recordings.choose(self.settings.zero_bubble.trace_iterations, done=progress.iteration)
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
-        while progress.iteration < self.settings.train_iters:
+        is_last = progress.iteration >= num_iterations
+        while not is_last:
             self._iterate(data_iterator)
-            self.garbage.after_iteration(progress.iteration)
             self._replan()
-            if self.saver is not None:
-                self.saver.poll(progress.iteration)
-            is_last = self._exits_early() or progress.iteration == self.settings.train_iters
-            interval = self.settings.checkpoint.save_interval
-            evaluates = run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0)
-            evaluates = evaluates and not self.early_exit.is_urgent
-            saves = interval is not None and progress.iteration % interval == 0
-            logs_progress = progress.iteration % logs.log_interval == 0
-            if is_last or evaluates or saves or logs_progress:
+            is_last = self._exits_early() or progress.iteration == num_iterations
+            due = [action for action in self.actions if action.is_due(progress.iteration, is_last=is_last)]
+            if due:
                 self._flush()
             if self.replanner is None and self.iterations_here == 2 and not is_last:  # the first one that is recorded
                 self._log_balance()
-            if evaluates:
-                self._evaluate()
-            elif is_last or logs_progress:
-                self.metrics.log()
-            if not self.has_logged_memory and (is_last or logs_progress):
-                self.has_logged_memory = True
-                log_memory(progress.iteration)
-            if saves:
-                self._save()
-            if is_last:
-                break
+            for action in due:
+                action.act()
 
     def _iterate(self, data_iterator: Any) -> None:
-        self._ramp_up()
         self.iterations_here += 1
         if self.replanner is not None:
-            self.replanner.before(self.iterations_here, get_num_microbatches())
+            self.replanner.before(self.iterations_here, self.settings.num_microbatches)
         announce_lengths(
             self.training_state.schedule.unequal,
             self.datasets.train,
@@ -300,30 +257,27 @@ class _Run:
         self.trainer.begin_dropout(self.progress.consumed_samples)
         results = self.trainer.iterate(data_iterator)
         end = self.marks.now()
-        samples = get_current_running_global_batch_size()
-        tokens = num_tokens(self.datasets.train, self.settings, consumed=self.progress.consumed_samples, samples=samples)
+        samples, consumed = self.settings.global_batch_size, self.progress.consumed_samples
+        tokens = num_tokens(self.datasets.train, self.settings, consumed=consumed, samples=samples)
         self.progress.iteration += 1
         self.progress.consumed_samples += samples
         progress = self.progress
-        elapsed_ms = partial(self.marks.elapsed_ms, begin, end)
-        self.unvalidated.append(_Iteration(progress.iteration, progress.consumed_samples, samples, tokens, elapsed_ms))
+        self.unvalidated.append(
+            partial(
+                IterationRecord,
+                iteration=progress.iteration,
+                consumed_samples=progress.consumed_samples,
+                tokens=tokens,
+                elapsed_ms=partial(self.marks.elapsed_ms, begin, end),
+            )
+        )
         self._add_metrics(results)
-
-    def _ramp_up(self) -> None:
-        """Set the number of microbatches for the samples consumed so far (--rampup-batch-size)."""
-        before = get_num_microbatches()
-        update_num_microbatches(self.progress.consumed_samples, consistency_check=True)
-        if get_num_microbatches() != before:
-            self._flush()  # planning for another number may take seconds; no validation may be pending meanwhile
-            _log.info("%d microbatches from iteration %d on", get_num_microbatches(), self.progress.iteration + 1)
-            if self.settings.zero_bubble.schedule != "stock":
-                self.training_state.schedule.plan(get_num_microbatches())
 
     def _replan(self) -> None:
         """At the end of a window of timed iterations, re-plan with the profiled timings, with no step left to validate."""
         if self.replanner is not None and self.replanner.is_due(self.iterations_here):
             self._flush()
-            self.replanner.after(self.iterations_here, get_num_microbatches())
+            self.replanner.after(self.iterations_here, self.settings.num_microbatches)
             self._log_balance()
 
     def _flush(self) -> None:
@@ -332,44 +286,31 @@ class _Run:
 
     def _add_metrics(self, results: list[StepResult]) -> None:
         for result in results:
-            done = self.unvalidated.popleft()
-            self.metrics.add(
-                IterationRecord(
-                    iteration=done.iteration,
-                    consumed_samples=done.consumed_samples,
-                    samples=done.samples,
-                    tokens=done.tokens,
-                    elapsed_ms=done.elapsed_ms,
-                    result=result,
-                )
-            )
+            self.metrics.add(self.unvalidated.popleft()(result=result))
 
     def _evaluate(self) -> None:
-        """Every evaluation reads the same samples, so that validation losses are comparable."""
-        with self.garbage.evaluation(), self.job.watch.phase("evaluates, between two passes"):
+        """Evaluate, unless little time is left. Always on the same samples, so that validation losses are comparable."""
+        if self.early_exit.is_urgent:
+            return
+        if self.settings.run.manual_gc:
+            gc.collect()
+        with self.job.watch.phase("evaluates, between two passes"):
             loss = evaluate(self.training_state, self._iterators(self.datasets.valid, consumed=0))
         self.progress.evaluated_iteration = self.progress.iteration
         self.metrics.log(validation_loss=loss, iteration=self.progress.iteration)
 
-    def _test(self) -> None:
-        """At the end, evaluate on --test-data-path."""
-        run, (_, _, test) = self.settings.run, self.settings.data.sources.per_split
-        if test is None or run.eval_iters == 0 or self.early_exit.is_urgent:
-            return
-        with self.garbage.evaluation(), self.job.watch.phase("evaluates on the test data, between two passes"):
-            loss = evaluate(self.training_state, self._iterators(self.datasets.test, consumed=0))
-        _log.info("test loss at iteration %d: %.4f (ppl %.2f)", self.progress.iteration, loss, math.exp(min(loss, 700.0)))
-        self.metrics.add_curves({"test_loss": loss}, self.progress.iteration)
-
     def _save(self) -> None:
-        progress = self.progress
-        if self.saver is None or progress.saved_iteration == progress.iteration:
-            return
-        if self.settings.run.skip_train:
+        progress, saves = self.progress, self.settings.checkpoint.save is not None and not self.settings.run.skip_train
+        if not saves or progress.saved_iteration == progress.iteration:
             return
         self.metrics.log()
         with self.job.watch.phase(f"saves the checkpoint of iteration {progress.iteration}"):
-            self.saver.save(iteration=progress.iteration, consumed_samples=progress.consumed_samples)
+            save_checkpoint(
+                self.training_state,
+                run=self.run_id,
+                iteration=progress.iteration,
+                consumed_samples=progress.consumed_samples,
+            )
         progress.saved_iteration = progress.iteration
 
     def _exits_early(self) -> bool:
@@ -380,7 +321,7 @@ class _Run:
             return True
         if not self.early_exit.is_due(self.progress.iteration):
             return False
-        if self.progress.iteration < self.settings.train_iters:  # scripts that start the job again look for this line
+        if self.progress.iteration < self.settings.run.train_iters:  # scripts that start the job again look for this line
             why = "on SIGTERM" if self.early_exit.is_urgent else "--exit-duration-in-mins"
             _log.info("exiting at iteration %d (%s)", self.progress.iteration, why)
         return True
@@ -402,7 +343,6 @@ class _Run:
         seen = report_pipeline(
             schedule,
             self.settings,
-            self.metrics,
             memory=memory,
             activations=None if replanner is None else replanner.activations,
             by_length=None if replanner is None else replanner.by_length,
@@ -440,7 +380,6 @@ class _Run:
 
 def _tear_down(job: Job) -> None:
     """Undo what `pretrain` set up, so that the process could train again."""
-    unset_num_microbatches_calculator()
     destroy_model_parallel()
     torch.distributed.destroy_process_group()
     job.host.uninstall()

@@ -8,7 +8,6 @@ below.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from megatron.zerobubble.flags.dataclass_flags import flag_of
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.rendezvous import Connection
 from megatron.zerobubble.mcore.agreement import Given, check_same, content_digest, refuse, text_digest, versions
-from megatron.zerobubble.training.config.data_blend import SPLITS, Blend
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import AGREEMENT, resolved_backend
 
@@ -26,20 +24,10 @@ __all__ = ["BY_CONTENT", "GIVEN_OR_NOT", "PER_HOST", "check_same_settings", "val
 PER_HOST = frozenset({"data_cache_path", "num_workers", "mmap_bin_files", "distributed_backend"})
 """Fields that may differ between hosts: how a host reads the same samples; and of the backend the one that is chosen counts."""
 
-GIVEN_OR_NOT = frozenset(
-    {
-        *("save", "load", "metrics_jsonl", "tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir"),
-        *("zero_bubble_save_plan", "zero_bubble_trace"),
-    }
-)
-"""Paths and names to write or load by, which may differ between hosts. All ranks have them, or none."""
+GIVEN_OR_NOT = frozenset({"save", "load", "metrics_jsonl", "zero_bubble_save_plan", "zero_bubble_trace"})
+"""Paths to write or load by, which may differ between hosts. All ranks have them, or none."""
 
-BY_CONTENT = frozenset(
-    {
-        *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path"),
-        *("zero_bubble_load_plan", "tokenizer_model", "vocab_file", "merge_file"),
-    }
-)
+BY_CONTENT = frozenset({"data_path", "zero_bubble_load_plan", "tokenizer_model"})
 """Files that may have another path on each host: their content counts."""
 
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".jinja", ".py")
@@ -82,8 +70,11 @@ def values_of(settings: Settings, launch: Launch) -> dict[str, Given]:
                 value = getattr(group, field.name)
                 values[flag_of(field)] = Given(_given_or_not(value) if field.name in GIVEN_OR_NOT else _text(value))
     try:
-        values |= {flag: _file(path) for flag, path in _files(settings) if path is not None}
-        values |= dict(_datasets(settings))
+        plan, tokenizer = settings.zero_bubble.zero_bubble_load_plan, settings.tokenizer.tokenizer_model
+        files = {"--zero-bubble-load-plan": plan, "--tokenizer-model": tokenizer}
+        values |= {flag: _file(path) for flag, path in files.items() if path is not None}
+        if settings.data.data_path is not None:
+            values["--data-path"] = _indexed(settings.data.data_path)
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
     values["the communication backend"] = Given(resolved_backend(settings))
@@ -101,15 +92,6 @@ def _given_or_not(value: Any) -> str:
     return "not given" if value is None else "given"
 
 
-def _files(settings: Settings) -> Iterator[tuple[str, str | None]]:
-    """(flag, path) of files that are compared by content."""
-    tokenizer = settings.tokenizer
-    yield "--zero-bubble-load-plan", settings.zero_bubble.zero_bubble_load_plan
-    yield "--tokenizer-model", tokenizer.tokenizer_model
-    yield "--vocab-file", tokenizer.vocab_file
-    yield "--merge-file", tokenizer.merge_file
-
-
 def _file(name: str) -> Given:
     """A file, the tokenizer's files in a directory, or the name of something that is not on this host."""
     path = Path(name)
@@ -121,21 +103,6 @@ def _file(name: str) -> Given:
 
 def _content(name: str, digest: str) -> Given:
     return Given(f"{name} (content {digest[:8]})", digest)
-
-
-def _datasets(settings: Settings) -> Iterator[tuple[str, Given]]:
-    """Each dataset by content, and the weights; of each split, or those that --split divides."""
-    sources, known = settings.data.sources, dict[str, Given]()
-    blends: dict[str, Blend | None] = {"--data-path": sources.divided}
-    blends |= {f"--{name}-data-path": blend for name, blend in zip(SPLITS, sources.per_split, strict=True)}
-    for flag, blend in blends.items():
-        if blend is None:
-            continue
-        yield f"the weights of {flag}", Given("none" if blend.weights is None else _text(blend.weights))
-        for number, prefix in enumerate(blend.prefixes, 1):
-            if prefix not in known:
-                known[prefix] = _indexed(prefix)
-            yield f"dataset {number} of {flag}", known[prefix]
 
 
 def _indexed(prefix: str) -> Given:

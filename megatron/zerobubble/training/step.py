@@ -18,20 +18,52 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size, get_num_microbatches
 
 from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
 from megatron.zerobubble.plan.timeline import Activity
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["LOSS", "ForwardStep", "MeanLoss", "StepResult", "Trainer", "TrainingState", "evaluate", "run_passes"]
+__all__ = [
+    "LOSS",
+    "ForwardStep",
+    "ForwardStepProvider",
+    "MeanLoss",
+    "ModelProvider",
+    "ModelSetup",
+    "StepResult",
+    "Trainer",
+    "TrainingState",
+    "evaluate",
+    "run_passes",
+]
 
 LOSS = "lm loss"
 """Key under which the loss function reports [sum of losses, number of tokens] of a microbatch."""
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
 """(data iterator, model chunk) -> (output, loss function), as megatron-core's schedules call it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSetup:
+    """Arguments of model providers and forward step providers."""
+
+    settings: Settings
+    """The checked flags."""
+    config: Any
+    """megatron-core's TransformerConfig."""
+    padded_vocab_size: int
+    """Vocabulary size after padding: the rows of the word embeddings over all tensor-parallel ranks."""
+    device: torch.device
+    """Device of this rank's parameters and activations."""
+
+
+ModelProvider = Callable[[ModelSetup, bool, bool, "int | None"], Any]
+"""(setup, pre_process, post_process, vp_stage) -> the module of one stage."""
+
+ForwardStepProvider = Callable[[ModelSetup], ForwardStep]
+"""setup -> the function that runs one microbatch through one model chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +84,18 @@ class TrainingState:
     """megatron-core's OptimizerParamScheduler."""
     forward_step: ForwardStep
     """Runs one microbatch through one model chunk."""
-    timers: Any
-    """megatron-core's Timers."""
     layout_dropout: LayoutDropout | None = None
     """Draws dropout masks by layer and sample; None: megatron-core's way."""
     device: torch.device
     """Device of this rank's parameters and activations."""
     on_host: Callable[[], AbstractContextManager[object]]
     """Context manager to enter around optimizer steps and checkpoints: the CPU stands in for CUDA (see `mcore.cpu.device`)."""
+
+    def close(self) -> None:
+        """End the threads and close the links of schedule and post-validation."""
+        self.schedule.close()
+        if self.post_validation is not None:
+            self.post_validation.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +109,6 @@ class StepResult:
     """False if a gradient overflowed and the optimizer skipped the step."""
     grad_norm: float | None
     """2-norm of all gradients before clipping; None if the optimizer did not report it."""
-    num_zeros: int | None
-    """Zeros in the gradients; None without --log-num-zeros-in-grad."""
     lr: float
     """Learning rate of this step."""
     loss_scale: torch.Tensor
@@ -88,7 +122,6 @@ class _PendingStep:
     """An iteration whose optimizer step is not validated yet."""
 
     loss: torch.Tensor
-    samples: int
     lr: float
     loss_scale: torch.Tensor
 
@@ -118,30 +151,27 @@ class Trainer:
         training_state = self._training_state
         if not self._optimistic:
             self._zero_gradients()
-        reports = run_passes(training_state, data_iterator, num_microbatches=get_num_microbatches(), forward_only=False)
+        reports = run_passes(training_state, data_iterator, forward_only=False)
         self._pending = _PendingStep(
             loss=_total(reports, training_state.device),
-            samples=get_current_running_global_batch_size(),
             lr=_learning_rate(training_state.optimizer),
             # A copy, because the step changes it. The host does not read it: it would wait here for all passes.
             loss_scale=training_state.optimizer.get_loss_scale().detach().clone(),
         )
-        training_state.timers("optimizer", log_level=1).start(barrier=False)
         watch = training_state.schedule.hooks.watch
         with (
             training_state.schedule.recorder.span(Activity.OPTIMIZER),
             nullcontext() if watch is None else watch.doing("waits for other ranks in the optimizer step"),
         ):
             self._step()
-        training_state.timers("optimizer").stop()
         return self._take_results()
 
     def _step(self) -> None:
         training_state = self._training_state
         if training_state.post_validation is None:
             with training_state.on_host():
-                is_stepped, norm, zeros = training_state.optimizer.step()
-            self._finish(bool(is_stepped), norm, zeros, rolled_back=None)
+                is_stepped, norm, _ = training_state.optimizer.step()
+            self._finish(bool(is_stepped), norm, rolled_back=None)
         else:
             training_state.post_validation.step()
             if not training_state.post_validation.is_unvalidated:
@@ -174,22 +204,19 @@ class Trainer:
 
     def _record_verdict(self, verdict: Verdict | None) -> None:
         if verdict is not None:
-            logs = self._training_state.settings.logging
-            zeros = verdict.zeros if logs.log_num_zeros_in_grad else None
             norm = verdict.norm if verdict.is_stepped else None
-            self._finish(verdict.is_stepped, norm, zeros, rolled_back=verdict.rolled_back if verdict.is_redone else None)
+            self._finish(verdict.is_stepped, norm, rolled_back=verdict.rolled_back if verdict.is_redone else None)
 
-    def _finish(self, is_stepped: bool, norm: float | None, zeros: float | None, *, rolled_back: tuple[int, ...] | None) -> None:
+    def _finish(self, is_stepped: bool, norm: float | None, *, rolled_back: tuple[int, ...] | None) -> None:
         pending, self._pending = self._pending, None
         assert pending is not None
         if is_stepped:
-            self._training_state.scheduler.step(increment=pending.samples)
+            self._training_state.scheduler.step(increment=self._training_state.settings.global_batch_size)
         self._results.append(
             StepResult(
                 loss=pending.loss,
                 is_stepped=is_stepped,
                 grad_norm=None if norm is None else float(norm),
-                num_zeros=None if zeros is None else int(zeros),
                 lr=pending.lr,
                 loss_scale=pending.loss_scale,
                 rolled_back=rolled_back,
@@ -208,18 +235,14 @@ class Trainer:
 
 @torch.no_grad()
 def evaluate(training_state: TrainingState, data_iterator: Any) -> float:
-    """The mean loss per token over --eval-iters global batches. All ranks must call this.
-
-    Batches have --global-batch-size samples even while --rampup-batch-size trains on smaller ones.
-    """
-    num_microbatches = training_state.settings.num_microbatches
+    """The mean loss per token over --eval-iters global batches. All ranks must call this."""
     for chunk in training_state.chunks:
         chunk.eval()
     total = torch.zeros(2, dtype=torch.float64, device=training_state.device)
     with parameters_in_place(training_state):
         for _ in range(training_state.settings.run.eval_iters):
             total += _total(
-                run_passes(training_state, data_iterator, num_microbatches=num_microbatches, forward_only=True),
+                run_passes(training_state, data_iterator, forward_only=True),
                 training_state.device,
             )
     for chunk in training_state.chunks:
@@ -259,15 +282,15 @@ def parameters_in_place(training_state: TrainingState) -> Iterator[None]:
 
 
 def run_passes(
-    training_state: TrainingState, data_iterator: Any, *, num_microbatches: int, forward_only: bool
+    training_state: TrainingState, data_iterator: Any, *, forward_only: bool, num_microbatches: int | None = None
 ) -> list[dict[str, torch.Tensor]]:
     """Run the forward (and backward) passes of one global batch, without an optimizer step. All ranks must call this.
 
     Args:
         training_state: model chunks and schedule of this rank.
         data_iterator: microbatches, as `data.samples.chunk_iterators` returns them.
-        num_microbatches: microbatches per data-parallel rank.
         forward_only: skip the backward passes.
+        num_microbatches: microbatches per data-parallel rank; None: those of an iteration.
 
     Returns:
         What the loss function reported for each microbatch; empty on ranks that do not compute the loss.
@@ -280,7 +303,7 @@ def run_passes(
                 forward_step_func=training_state.forward_step,
                 data_iterator=data_iterator,
                 model=training_state.chunks,
-                num_microbatches=num_microbatches,
+                num_microbatches=num_microbatches or settings.num_microbatches,
                 seq_length=settings.model.seq_length,
                 micro_batch_size=settings.batch.micro_batch_size,
                 decoder_seq_length=settings.model.seq_length,

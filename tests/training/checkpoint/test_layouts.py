@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.zerobubble.training.checkpoint.load import RestoredProgress, load_checkpoint
-from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
+from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
 from tests.support.ranks import RankPool
 from tests.support.training_states import VOCABULARY, train, training_state_of
@@ -31,9 +31,9 @@ CHAINS = {
     "fp32": [
         f"{INTERLEAVED} {DISTRIBUTED}",
         V2,
-        f"{V4} --async-save",
+        V4,
         f"{H1} {T2}",
-        f"--tensor-model-parallel-size 1 {DISTRIBUTED} --async-save",
+        f"--tensor-model-parallel-size 1 {DISTRIBUTED}",
         f"{INTERLEAVED} {DISTRIBUTED}",
     ],
     "bf16": [H1, f"{V2} {T2} {DISTRIBUTED}", V4, f"{DISTRIBUTED} {T2}", f"{V2} {DISTRIBUTED}", H1],
@@ -98,7 +98,7 @@ def walk(rank: int, chain: list[str], folder: str) -> Walk:
     seen, first = Walk(), Tensors()
     for number, flags in enumerate(chain):
         load = ["--load", f"{folder}/{number - 1}"] if number else []
-        with training_state_of(rank, [*flags.split(), "--save", f"{folder}/{number}", *load]) as (training_state, store):
+        with training_state_of(rank, [*flags.split(), "--save", f"{folder}/{number}", *load]) as training_state:
             if load:
                 restored = load_checkpoint(training_state)
                 assert restored == RestoredProgress(2, 16)
@@ -110,13 +110,11 @@ def walk(rank: int, chain: list[str], folder: str) -> Walk:
             first = first or state
             seen.differing.append([name for name in sorted(first.keys() | state.keys()) if not _same(name, first, state)])
             seen.states.append({name.partition("/")[2] for name, tensor in state.items() if tensor.any()})
-            saver = CheckpointSaver(training_state, store)
-            saver.save(iteration=2, consumed_samples=16)
+            save_checkpoint(training_state, run="a", iteration=2, consumed_samples=16)
             if number == 0:
                 seen.expected = train(training_state, first=3, last=4)
             if number == len(chain) - 1:
                 seen.actual = train(training_state, first=3, last=4)
-            saver.finish()
     return seen
 
 

@@ -15,7 +15,7 @@ from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint import load
 from megatron.zerobubble.training.checkpoint.directory import iteration_directory
 from megatron.zerobubble.training.checkpoint.manifest import MANIFEST
-from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
+from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from megatron.zerobubble.training.step import TrainingState
 from tests.support.training_states import train, training_state_of
 
@@ -27,9 +27,9 @@ ODD = [None, True, -1, 7, 2.5, "x", [], [None], {}, {"x": None}]
 @pytest.fixture
 def loading(tmp_path: Path) -> Iterator[tuple[TrainingState, dict[str, Any]]]:
     """A training state that loads a checkpoint without a manifest, and the checkpoint's common state."""
-    with training_state_of(0, ["--save", str(tmp_path), "--load", str(tmp_path)]) as (training_state, store):
+    with training_state_of(0, ["--save", str(tmp_path), "--load", str(tmp_path)]) as training_state:
         train(training_state, first=1, last=1)
-        CheckpointSaver(training_state, store).save(iteration=1, consumed_samples=8)
+        save_checkpoint(training_state, run="a", iteration=1, consumed_samples=8)
         directory = iteration_directory(tmp_path, 1)
         (directory / MANIFEST).unlink()
         common = load._load_common(directory)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.load import RestoredProgress, load_checkpoint
-from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
+from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from tests.support.training_states import train, training_state_of
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -17,13 +17,13 @@ DISTRIBUTED = ["--use-distributed-optimizer"]
 
 
 def saved(flags: list[str], folder: Path) -> None:
-    with training_state_of(0, [*flags, "--save", str(folder)]) as (training_state, store):
+    with training_state_of(0, [*flags, "--save", str(folder)]) as training_state:
         train(training_state, first=1, last=2)
-        CheckpointSaver(training_state, store).save(iteration=2, consumed_samples=16)
+        save_checkpoint(training_state, run="a", iteration=2, consumed_samples=16)
 
 
 def continued(flags: list[str], folder: Path) -> list[float]:
-    with training_state_of(0, [*flags, "--load", str(folder)]) as (training_state, _):
+    with training_state_of(0, [*flags, "--load", str(folder)]) as training_state:
         assert load_checkpoint(training_state) == RestoredProgress(2, 16)
         return train(training_state, first=3, last=4)
 

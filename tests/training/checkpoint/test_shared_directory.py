@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training.checkpoint.save import CheckpointSaver
+from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from megatron.zerobubble.training.checkpoint.shared import check_save_directory, wait_for_files
 from tests.support.ranks import RankPool
 from tests.support.training_states import train, training_state_of
@@ -103,11 +103,10 @@ def saved_apart(rank: int, folder: str) -> tuple[str, set[str]]:
     """The error of a save in a directory that rank 3 does not share, and the names in the directory that this rank sees."""
     arguments = ["--pipeline-model-parallel-size", "4", "--zero-bubble-v-schedule", "--save", "checkpoints"]
     with own_host(rank, folder, apart=3):
-        with training_state_of(rank, arguments) as (training_state, store):
+        with training_state_of(rank, arguments) as training_state:
             train(training_state, first=1, last=1)
-            saver = CheckpointSaver(training_state, store)
             with pytest.raises(CheckpointError) as caught:
-                saver.save(iteration=1, consumed_samples=8)
+                save_checkpoint(training_state, run="a", iteration=1, consumed_samples=8)
         return str(caught.value), {path.name for path in Path("checkpoints").iterdir()}
 
 

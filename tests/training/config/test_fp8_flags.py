@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training import validate as checks
+from megatron.zerobubble.training.config import model as checks
 from megatron.zerobubble.training.config.settings import Settings
 from tests.training.test_arguments import settings
 
@@ -32,43 +32,26 @@ def test_without_a_format_megatron_cores_defaults_stay() -> None:
 
 
 def test_what_the_flags_become() -> None:
-    options = parse(
-        "--fp8-format hybrid --fp8-margin 1 --fp8-amax-history-len 16 --fp8-amax-compute-algo max --no-fp8-wgrad "
-        "--tp-only-amax-red"
-    ).fp8.model_options()
-    expected = {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_margin": 1, "fp8_amax_history_len": 16, "fp8_wgrad": False}
-    expected |= {"fp8_amax_compute_algo": "max", "tp_only_amax_red": True, "fp8_param": False}
-    assert {name: options[name] for name in expected} == expected
+    options = parse("--fp8-format hybrid --fp8-amax-history-len 16 --fp8-amax-compute-algo max").fp8.model_options()
+    history = {"fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"}
+    assert options == {"fp8": "hybrid", "fp8_recipe": "delayed", **history}
     from megatron.core.transformer import TransformerConfig
 
     assert set(options) <= set(TransformerConfig.__dataclass_fields__)
-
-
-def test_layers_in_bf16() -> None:
-    flags = "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 2"
-    options = parse(f"{flags} --num-layers 8").fp8.model_options()
-    assert (options["first_last_layers_bf16"], options["num_layers_at_start_in_bf16"]) == (True, 2)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--fp8-recipe tensorwise", "--fp8-recipe needs --fp8-format e4m3 or hybrid"),
-        ("--fp8-param-gather", "--fp8-param-gather needs --fp8-format"),
-        ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-margin 2", "--fp8-margin has no effect with --fp8-recipe tensorwise"),
-        ("--fp8-format hybrid --first-last-layers-bf16", "does not go with --fp8-recipe delayed"),
-        ("--fp8-format hybrid --fp8-recipe custom", "--fp8-recipe custom and --fp8-quantizer-factory need each other"),
-        ("--fp8-format hybrid --fp8-quantizer-factory a.b", "--fp8-recipe custom and --fp8-quantizer-factory need each other"),
-        ("--fp8-format hybrid --num-layers-at-end-in-bf16 2", "--num-layers-at-end-in-bf16 needs --first-last-layers-bf16"),
+        (
+            "--fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 2",
+            "--fp8-amax-history-len has no effect with --fp8-recipe tensorwise",
+        ),
         ("--fp8-format hybrid --fp8-amax-history-len 0", "--fp8-amax-history-len 0 must be greater than 0"),
-        ("--fp8-format hybrid --fp8-param-gather", "--fp8-param-gather needs --use-distributed-optimizer"),
         (
             "--fp8-format hybrid --recompute-granularity selective --recompute-modules layernorm",
             "--recompute-modules layernorm does not go with --fp8-recipe delayed",
-        ),
-        (
-            "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 3",
-            r"with 3 layers at one end: at most the \d layer\(s\) of a pipeline rank stay in bf16",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Progress lines, JSON lines and curves of iterations."""
+"""Progress lines and JSON lines of iterations."""
 
 from __future__ import annotations
 
@@ -15,17 +15,14 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import ExecutionError
-from megatron.zerobubble.mcore.compat import destroy_model_parallel
-from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
+from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.initialize import set_up_model_parallel
 from tests.support.megatron_lm import LOGGED
 
 with quiet_third_parties():
-    from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
     from megatron.zerobubble.training.metrics.logger import MetricsLogger
-    from megatron.zerobubble.training.metrics.rank_memory import log_memory
+    from megatron.zerobubble.training.metrics.progress_line import IterationRecord
     from megatron.zerobubble.training.step import StepResult
 
 FLAGS = (
@@ -36,7 +33,6 @@ STEP = StepResult(
     loss=torch.tensor([6.0, 2.0], dtype=torch.float64),
     is_stepped=True,
     grad_norm=0.1,
-    num_zeros=None,
     lr=1 / 3,
     loss_scale=torch.tensor(1.0),
 )
@@ -50,7 +46,7 @@ def settings(flags: str = "") -> Settings:
 
 def record(iteration: int, **changes: Any) -> IterationRecord:
     return IterationRecord(
-        iteration=iteration, consumed_samples=2 * iteration, samples=2, result=replace(STEP, **changes), elapsed_ms=lambda: 500.0
+        iteration=iteration, consumed_samples=2 * iteration, tokens=32, result=replace(STEP, **changes), elapsed_ms=lambda: 500.0
     )
 
 
@@ -61,7 +57,7 @@ def jsonl(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def logger(jsonl: Path) -> Iterator[MetricsLogger]:
-    metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=0, start_iteration=0, timers=None)
+    metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=0, start_iteration=0)
     yield metrics
     metrics.close()
 
@@ -127,7 +123,7 @@ def test_a_progress_line(logger: MetricsLogger, caplog: pytest.LogCaptureFixture
 
 def test_a_parser_of_megatron_lms_lines_reads_ours(caplog: pytest.LogCaptureFixture) -> None:
     """With --log-throughput; 1.5e12 FLOPs a sample, two samples in half a second."""
-    metrics = MetricsLogger(settings("--log-throughput"), rank=0, start_iteration=0, timers=None, flops_per_sample=1.5e12)
+    metrics = MetricsLogger(settings("--log-throughput"), rank=0, start_iteration=0, flops_per_sample=1.5e12)
     metrics.add(record(7))
     with caplog.at_level(logging.INFO):
         metrics.log()
@@ -138,25 +134,11 @@ def test_a_parser_of_megatron_lms_lines_reads_ours(caplog: pytest.LogCaptureFixt
 
 def test_tflops_per_gpu_in_the_json_lines(jsonl: Path) -> None:
     flags = f"--metrics-jsonl {jsonl}"
-    metrics = MetricsLogger(settings(flags), rank=0, start_iteration=0, timers=None, flops_per_sample=1.5e12)
+    metrics = MetricsLogger(settings(flags), rank=0, start_iteration=0, flops_per_sample=1.5e12)
     metrics.add(record(1))
     metrics.log()
     metrics.close()
     assert read(jsonl)[0]["tflops_per_gpu"] == 6.0
-
-
-def test_memory_of_the_ranks(caplog: pytest.LogCaptureFixture) -> None:
-    """On the CPU, the resident memory of the processes."""
-    with HostDevice() as host, host.on_host(), caplog.at_level(logging.INFO):
-        set_up_model_parallel(settings())
-        try:
-            log_memory(3)
-        finally:
-            destroy_model_parallel()
-    (line,) = caplog.messages
-    found = re.fullmatch(r"\[Rank 0\] \(after 3 iterations\) memory \(MB\) \| max resident: ([0-9.]+)", line)
-    assert found, line
-    assert 100.0 < float(found[1]) < 20_000.0, "torch alone takes that much"
 
 
 def test_what_is_not_finite_becomes_null(logger: MetricsLogger, jsonl: Path) -> None:
@@ -189,7 +171,7 @@ def test_training_continues_where_no_token_counts(logger: MetricsLogger, jsonl: 
 
 
 def test_training_continues_with_no_check_for_nan() -> None:
-    metrics = MetricsLogger(settings("--no-check-for-nan-in-loss-and-grad"), rank=0, start_iteration=0, timers=None)
+    metrics = MetricsLogger(settings("--no-check-for-nan-in-loss-and-grad"), rank=0, start_iteration=0)
     metrics.add(record(1, grad_norm=math.nan))
     metrics.log()
 
@@ -197,7 +179,7 @@ def test_training_continues_with_no_check_for_nan() -> None:
 @pytest.mark.parametrize(("start", "lines"), [(0, 1), (1, 2)])
 def test_a_new_run_starts_the_file_and_a_continued_one_appends(jsonl: Path, start: int, lines: int) -> None:
     for start_iteration in (0, start):
-        metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=0, start_iteration=start_iteration, timers=None)
+        metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=0, start_iteration=start_iteration)
         metrics.add(record(start_iteration + 1))
         metrics.log()
         metrics.close()
@@ -205,7 +187,7 @@ def test_a_new_run_starts_the_file_and_a_continued_one_appends(jsonl: Path, star
 
 
 def test_only_rank_0_writes(jsonl: Path) -> None:
-    metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=1, start_iteration=0, timers=None)
+    metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=1, start_iteration=0)
     metrics.add(record(1))
     metrics.log()
     assert not jsonl.exists()
@@ -217,7 +199,7 @@ def test_speed_leaves_out_the_first_iteration(logger: MetricsLogger) -> None:
     assert logger.totals.num_timed == 0
     logger.add(record(2))
     logger.log()
-    assert (logger.totals.num_timed, logger.totals.seconds, logger.totals.samples_per_s) == (1, 0.5, 4.0)
+    assert (logger.totals.num_timed, logger.totals.seconds, logger.totals.tokens_per_s) == (1, 0.5, 64.0)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.errors import CheckpointError, ConfigError
 from megatron.zerobubble.flags.require import positive
 
 __all__ = ["CheckpointConfig"]
@@ -18,9 +19,6 @@ class CheckpointConfig:
     """Directory to write checkpoints to, every --save-interval iterations and at the end. Default: no checkpoints."""
     save_interval: int | None = None
     """Iterations between checkpoints. Default: one checkpoint, at the end."""
-    async_save: bool = False
-    """Save asynchronously: training continues while a process beside each rank writes the checkpoint from a copy in host memory.
-    The next save and the end of the run wait for an unfinished one."""
     load: str | None = field(default=None, metadata={"metavar": "DIR"})
     """Directory to load the latest checkpoint from. It may have none only if it is also the --save directory. Default: start from
     newly initialized weights."""
@@ -46,7 +44,19 @@ class CheckpointConfig:
                 "out, and convert others with Megatron-LM's tools/checkpoint/convert.py"
             )
         positive(self, "save_interval", "ckpt_step")
-        if self.save is None and (self.save_interval is not None or self.async_save):
-            raise ConfigError("--save-interval and --async-save need --save DIR")
+        if self.save is None and self.save_interval is not None:
+            raise ConfigError("--save-interval needs --save DIR")
         if self.load is None and (self.ckpt_step is not None or self.finetune):
             raise ConfigError("--ckpt-step and --finetune need --load DIR")
+
+    def check(self) -> None:
+        """Raise CheckpointError if the checkpoint to load does not exist."""
+        if self.load is None or self.ckpt_step is not None:
+            return
+        tracker = Path(self.load) / "latest_checkpointed_iteration.txt"
+        resumes_itself = self.save is not None and Path(self.save) == Path(self.load)
+        if not tracker.is_file() and not resumes_itself:
+            raise CheckpointError(
+                f"--load {self.load}: there is no checkpoint ({tracker.name} is missing); "
+                "leave --load out to start from newly initialized weights"
+            )

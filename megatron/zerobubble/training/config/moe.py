@@ -10,7 +10,12 @@ from typing import Literal
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import flag_of
 from megatron.zerobubble.flags.require import at_most, not_negative, one_of, positive
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.training.config.model import ModelConfig
+from megatron.zerobubble.training.config.parallel import ParallelConfig
 
 __all__ = ["MoeConfig", "layer_pattern"]
 
@@ -66,22 +71,15 @@ class MoeConfig:
     """Update rate of the expert bias of --moe-router-enable-expert-bias."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
     """Data type in which the router computes. Default: the model's."""
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
-    """Collective that dispatches tokens to the ranks of their experts; flex: the kernels of --moe-flex-dispatcher-backend, which
-    need GPUs."""
-    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = "deepep"
-    """Kernels of --moe-token-dispatcher-type flex, from the package DeepEP; hybridep is in its branch hybrid-ep."""
-    moe_expert_capacity_factor: float | None = None
-    """Capacity of each expert as a multiple of an even share of the tokens; tokens beyond it are dropped. Default: drop none."""
-    moe_pad_expert_input_to_capacity: bool = False
-    """Pad the input of each expert to its capacity. Needs --moe-expert-capacity-factor."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
+    """Collective that dispatches tokens to the ranks of their experts."""
     moe_grouped_gemm: bool = False
     """Compute all experts of a rank in one grouped GEMM. Needs --transformer-impl transformer_engine."""
 
     def __post_init__(self) -> None:
         positive(self, "num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size", "moe_ffn_hidden_size")
         positive(self, "moe_shared_expert_intermediate_size", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
-        positive(self, "moe_expert_capacity_factor", "moe_router_topk_scaling_factor", "moe_router_bias_update_rate")
+        positive(self, "moe_router_topk_scaling_factor", "moe_router_bias_update_rate")
         not_negative(self, "moe_z_loss_coeff")
         at_most(self, 2**16, "num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size")
         at_most(self, 2**24, "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
@@ -92,6 +90,41 @@ class MoeConfig:
             one_of(kind, _BALANCING, "--moe-router-load-balancing-type")
         self._check_balancing()
         self._check_routing(self.num_experts)
+
+    def check(self, model: ModelConfig, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig, *, world_size: int) -> None:
+        """Raise ConfigError unless the experts divide over the ranks and their options go with those of the model."""
+        if model.hybrid_layer_pattern is not None:
+            flag = f"--hybrid-layer-pattern {model.hybrid_layer_pattern!r}"
+            if self.moe_layer_freq != MoeConfig.moe_layer_freq:
+                raise ConfigError(f"{flag} has an {EXPERTS} for every layer with experts; leave out --moe-layer-freq")
+            if (EXPERTS in model.hybrid_layer_pattern) != (self.num_experts is not None):
+                raise ConfigError(f"{flag}: {EXPERTS} (a layer with experts) and --num-experts need each other")
+        if self.num_experts is None:
+            return
+        size = parallel.tensor_model_parallel_size
+        ranks, shared = world_size // parallel.pipeline_model_parallel_size, self.expert_tensor_parallel_size or size
+        if ranks % (shared * self.expert_model_parallel_size):
+            raise ConfigError(
+                f"--expert-model-parallel-size {self.expert_model_parallel_size} x --expert-tensor-parallel-size {shared} does "
+                f"not divide the {ranks} rank(s) that hold the same layers; change one of them, or the number of ranks"
+            )
+        if size > 1 and not parallel.sequence_parallel:
+            raise ConfigError(f"--num-experts with --tensor-model-parallel-size {size} needs --sequence-parallel")
+        if model.add_bias_linear and (self.moe_shared_expert_intermediate_size is not None or shared > 1):
+            raise ConfigError(
+                "--moe-shared-expert-intermediate-size and tensor-parallel experts do not support biases: add "
+                "--disable-bias-linear"
+            )
+        if self.moe_grouped_gemm and model.transformer_impl == "local":
+            raise ConfigError(
+                "--moe-grouped-gemm with --transformer-impl local is one weight for all experts, whose wgrad cannot be deferred: "
+                "leave it out to run the experts one by one, or use --transformer-impl transformer_engine"
+            )
+        kinds = set() if model.num_layers is None else set(layer_pattern(self.moe_layer_freq, model.num_layers))
+        if zero_bubble.schedule == AUTO and len(kinds) > 1:
+            raise ConfigError(
+                "--zero-bubble-schedule auto needs layers of one kind, and --moe-layer-freq makes two; choose a schedule by name"
+            )
 
     def _refuse_the_rest(self) -> None:
         for field in dataclasses.fields(self):
@@ -136,17 +169,6 @@ class MoeConfig:
                 f"--moe-router-num-groups {groups} must divide --num-experts {num_experts} and be at least "
                 f"--moe-router-group-topk {chosen}"
             )
-        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
-            raise ConfigError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor")
-        if self.moe_token_dispatcher_type == "flex":
-            if self.moe_pad_expert_input_to_capacity and self.moe_flex_dispatcher_backend == "deepep":
-                raise ConfigError("--moe-pad-expert-input-to-capacity does not go with --moe-flex-dispatcher-backend deepep")
-        elif self.moe_flex_dispatcher_backend != "deepep":
-            raise ConfigError(
-                f"--moe-flex-dispatcher-backend {self.moe_flex_dispatcher_backend} needs --moe-token-dispatcher-type flex"
-            )
-        if self.moe_expert_capacity_factor is not None and "sinkhorn" in self.moe_router_load_balancing_type:
-            raise ConfigError("--moe-expert-capacity-factor does not go with --moe-router-load-balancing-type sinkhorn")
 
 
 def layer_pattern(text: str, num_layers: int) -> tuple[int, ...]:

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.flags.require import at_most, not_negative, positive, within
+from megatron.zerobubble.flags.require import at_most, not_negative, positive, refuse, within
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.training.config.model import ModelConfig
+from megatron.zerobubble.training.config.parallel import ParallelConfig
 
 __all__ = ["OptimConfig"]
 
@@ -28,15 +31,10 @@ class OptimConfig:
     """Learning rate decay function."""
     lr_decay_iters: int | None = None
     """Number of iterations over which the learning rate decays. Default: --train-iters."""
-    lr_decay_samples: int | None = None
-    """With --train-samples: number of samples over which the learning rate decays. Default: --train-samples."""
     lr_warmup_iters: int = 0
     """Number of iterations of linear learning rate warm-up."""
-    lr_warmup_samples: int = 0
-    """With --train-samples: number of samples of linear learning rate warm-up."""
     lr_warmup_fraction: float | None = None
-    """Length of the learning rate warm-up as a fraction of --lr-decay-iters or --lr-decay-samples, instead of --lr-warmup-iters
-    or --lr-warmup-samples."""
+    """Length of the learning rate warm-up as a fraction of --lr-decay-iters, instead of --lr-warmup-iters."""
     weight_decay: float = 0.01
     """Weight decay coefficient; not applied to biases and normalization layers."""
     clip_grad: float = 1.0
@@ -54,13 +52,52 @@ class OptimConfig:
     """When loading a checkpoint, use the learning rate and weight decay schedule of the flags."""
 
     def __post_init__(self) -> None:
-        positive(self, "lr", "lr_decay_iters", "lr_decay_samples", "adam_eps")
-        not_negative(self, "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad")
+        positive(self, "lr", "lr_decay_iters", "adam_eps")
+        not_negative(self, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
         at_most(self, 2**31 - 1, "lr_decay_iters", "lr_warmup_iters")
-        at_most(self, 2**47, "lr_decay_samples", "lr_warmup_samples")
         within(self, 0.0, 1.0, "adam_beta1", "adam_beta2", "lr_warmup_fraction")
         if self.min_lr > self.lr:
             raise ConfigError(f"--min-lr {self.min_lr} is larger than --lr {self.lr}")
-        for flag, value in (("iters", self.lr_warmup_iters), ("samples", self.lr_warmup_samples)):
-            if self.lr_warmup_fraction is not None and value:
-                raise ConfigError(f"--lr-warmup-fraction and --lr-warmup-{flag} are both given; choose one")
+        if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
+            raise ConfigError("--lr-warmup-fraction and --lr-warmup-iters are both given; choose one")
+
+    def check(self, parallel: ParallelConfig, *, train_iters: int) -> None:
+        """Raise ConfigError unless the optimizer's state can be sharded as requested, and warm-up ends before the decay does."""
+        if self.optimizer == "sgd" and parallel.use_distributed_optimizer:
+            raise ConfigError("--use-distributed-optimizer shards Adam's state; leave it out with --optimizer sgd")
+        decay = self.lr_decay_iters or train_iters
+        warmup = self.lr_warmup_iters if self.lr_warmup_fraction is None else self.lr_warmup_fraction * decay
+        if warmup >= decay:
+            raise ConfigError(
+                f"the learning rate warm-up of {warmup:g} iterations must be shorter than the decay of {decay} "
+                "(--lr-decay-iters, by default --train-iters)"
+            )
+        if parallel.ddp_average_in_collective and self.calculate_per_token_loss:
+            raise ConfigError(
+                "--ddp-average-in-collective averages over ranks and --calculate-per-token-loss over tokens; "
+                "leave one of them out"
+            )
+
+    def check_sharding(self, parallel: ParallelConfig, model: ModelConfig, zero_bubble: ZeroBubbleConfig, *, ranks: int) -> None:
+        """Raise ConfigError unless --zero-bubble-shard-gradients can be done. `ranks`: over which a gradient is reduced."""
+        size = zero_bubble.zero_bubble_shard_gradients
+        if parallel.ddp_bucket_size is not None and not parallel.overlap_grad_reduce and size is None:
+            raise ConfigError("--ddp-bucket-size needs --overlap-grad-reduce")
+        problems = {
+            "needs --use-distributed-optimizer, which steps on shards": not parallel.use_distributed_optimizer,
+            f"shards over data-parallel ranks, and there is {ranks}": ranks < 2,
+            "needs --untie-embeddings-and-output-weights: tied weights all-reduce whole gradients over two stages": (
+                not model.untie_embeddings_and_output_weights
+            ),
+            "cannot be combined with --mtp-num-layers, whose embedding all-reduces whole gradients over two stages": (
+                model.mtp_num_layers
+            ),
+            "cannot be combined with --sequence-parallel, which all-reduces normalization gradients after the reduction": (
+                parallel.sequence_parallel
+            ),
+            "cannot be combined with --qk-layernorm and tensor parallelism, which all-reduce its gradients after the reduction": (
+                model.qk_layernorm and parallel.tensor_model_parallel_size > 1
+            ),
+        }
+        if size is not None:
+            refuse(f"--zero-bubble-shard-gradients {size}", problems)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.flags.require import at_most, positive
+from megatron.zerobubble.flags.require import at_most, positive, refuse
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
 __all__ = ["ParallelConfig"]
-
-_CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-"""What megatron-core's configuration takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +43,8 @@ class ParallelConfig:
     """Sequence parallelism: shard normalization and dropout over the tensor-parallel ranks along the sequence."""
     context_parallel_size: int = 1
     """Context-parallel size: ranks over which each sequence is sharded. Each holds two of 2 * N equal slices, an early and a late
-    one, so that all have the same work in causal attention."""
-    cp_comm_type: tuple[str, ...] = ()
-    """How context-parallel ranks exchange keys and values: p2p, all_gather, a2a or a2a+p2p; one, or one for each layer. With
-    --transformer-impl local only all_gather, its default. Transformer Engine, whose default is p2p, has them all."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
-    """Sizes of the two levels of --cp-comm-type a2a+p2p. Their product is --context-parallel-size."""
+    one, so that all have the same work in causal attention. Keys and values are all-gathered with --transformer-impl local, and
+    go around in a ring with Transformer Engine's layers."""
     use_distributed_optimizer: bool = False
     """Shard the optimizer state over the data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = False
@@ -92,7 +85,6 @@ class ParallelConfig:
                 "--num-layers-per-virtual-pipeline-stage interleaves pipeline ranks and needs "
                 "--pipeline-model-parallel-size of at least 2, got 1"
             )
-        self._check_context()
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size of at least 2, got 1")
         if self.eager_nccl_communicators and self.distributed_backend == "gloo":
@@ -100,32 +92,30 @@ class ParallelConfig:
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ConfigError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
 
-    def _check_context(self) -> None:
-        """Check --cp-comm-type and --hierarchical-context-parallel-sizes. Whether the model has them, `validate` checks."""
-        given, levels = " ".join(self.cp_comm_type), self.hierarchical_context_parallel_sizes
-        unknown = sorted(set(self.cp_comm_type) - set(_CP_COMM_TYPES))
-        if unknown:
-            raise ConfigError(f"--cp-comm-type {given}: {', '.join(unknown)} is not one of {', '.join(_CP_COMM_TYPES)}")
-        if (given or levels) and self.context_parallel_size == 1:
-            flag = "--cp-comm-type" if given else "--hierarchical-context-parallel-sizes"
-            raise ConfigError(f"{flag} needs --context-parallel-size of at least 2, got 1")
-        if bool(levels) != ("a2a+p2p" in self.cp_comm_type):
-            raise ConfigError("--cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes need each other")
-        if levels and math.prod(levels) != self.context_parallel_size:
+    def check(self, zero_bubble: ZeroBubbleConfig, *, world_size: int) -> None:
+        """Raise ConfigError unless the sizes divide the number of ranks, and go with the schedule."""
+        context, size = self.context_parallel_size, self.model_parallel_size
+        if world_size % size:
             raise ConfigError(
-                f"--hierarchical-context-parallel-sizes {' '.join(map(str, levels))} multiply to {math.prod(levels)}, "
-                f"--context-parallel-size is {self.context_parallel_size}"
+                f"the job has {world_size} rank(s), which is not divisible by --tensor-model-parallel-size "
+                f"{self.tensor_model_parallel_size} x --pipeline-model-parallel-size {self.pipeline_model_parallel_size}"
+                + (f" x --context-parallel-size {context}" if context > 1 else "")
+                + f" = {size}; start it with torchrun --nproc-per-node {size}, or a multiple of it"
+            )
+        gather = zero_bubble.zero_bubble_wgrad_gather
+        if gather is not None and (zero_bubble.schedule == "stock" or not self.sequence_parallel):
+            raise ConfigError(
+                f"--zero-bubble-wgrad-gather {gather} chooses what W gathers along the sequence: it needs --sequence-parallel "
+                "and a schedule of this package (--enable-zero-bubble); leave it out, or add those"
             )
 
     def _check_layout(self, text: str) -> None:
         others = {
             "--num-layers-per-virtual-pipeline-stage": self.num_layers_per_virtual_pipeline_stage,
             "--num-virtual-stages-per-pipeline-rank": self.num_virtual_stages_per_pipeline_rank,
-            "--allow-padding-num-layers": self.allow_padding_num_layers or None,
+            "--allow-padding-num-layers": self.allow_padding_num_layers,
         }
-        for flag, value in others.items():
-            if value is not None:
-                raise ConfigError(f"--pipeline-model-parallel-layout sets the layers of every stage; leave out {flag}")
+        refuse("--pipeline-model-parallel-layout sets the layers of every stage; leave out", others)
         if self.pipeline_model_parallel_size == 1:
             raise ConfigError(
                 "--pipeline-model-parallel-layout divides the layers over pipeline ranks and needs "
@@ -140,6 +130,11 @@ class ParallelConfig:
                 f"--pipeline-model-parallel-layout {text} has MTP layers (m) in stage {mtp[0]}: put them directly before the L; "
                 "in other stages they train with Megatron-LM's script under zerobubble run"
             )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks per data-parallel replica of the model: tensor-parallel size * pipeline size * context-parallel size."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
     def is_interleaved(self) -> bool:

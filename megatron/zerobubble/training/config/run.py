@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.require import at_most, not_negative, positive
+from megatron.zerobubble.training.config.model import ModelConfig
+from megatron.zerobubble.training.config.parallel import ParallelConfig
 
 __all__ = ["RunConfig"]
 
@@ -14,11 +16,8 @@ __all__ = ["RunConfig"]
 class RunConfig:
     """Run control."""
 
-    train_iters: int | None = None
-    """Number of iterations to train. Required, unless --train-samples is given."""
-    train_samples: int | None = None
-    """Number of samples to train, instead of --train-iters: whole iterations, of which --rampup-batch-size makes more. The
-    learning rate then follows --lr-decay-samples and --lr-warmup-samples."""
+    train_iters: int
+    """Number of iterations to train."""
     eval_interval: int = 1000
     """Iterations between evaluations on validation samples; the last iteration is always followed by one."""
     eval_iters: int = 100
@@ -44,12 +43,10 @@ class RunConfig:
     check_for_nan_in_loss_and_grad: bool = True
     """Continue training after a loss or gradient norm that is not finite. By default the run stops."""
     manual_gc: bool = False
-    """Collect Python's garbage only at the start, around evaluations and every --manual-gc-interval iterations, on all ranks at
+    """Collect Python's garbage only at the start, before evaluations and every --manual-gc-interval iterations, on all ranks at
     the same time. By default each rank collects whenever Python chooses, and the others wait for it."""
     manual_gc_interval: int = 0
     """With --manual-gc, the number of iterations from one collection to the next; 0: none between iterations."""
-    manual_gc_eval: bool = True
-    """With --manual-gc, do not collect before and after each evaluation. By default it does."""
 
     dry_run: bool = False
     """Check the flags, print the settings, the plan, the stages and the memory that each rank is predicted to need, and end. It
@@ -59,21 +56,28 @@ class RunConfig:
     data-parallel replica."""
 
     def __post_init__(self) -> None:
-        self._check_length()
         if self.dry_run_world_size is not None and not self.dry_run:
             raise ConfigError("--dry-run-world-size needs --dry-run; a job takes its number of ranks from torchrun")
-        positive(self, "train_samples", "dry_run_world_size")
-        positive(self, "train_iters", "eval_interval", "exit_interval", "exit_duration_in_mins", "seed")
+        positive(self, "train_iters", "dry_run_world_size", "eval_interval", "exit_interval", "exit_duration_in_mins", "seed")
         not_negative(self, "eval_iters", "manual_gc_interval")
         at_most(self, 4_000_000_000, "seed")  # numpy's generators take 32 bits, and every pipeline rank adds to it
         at_most(self, 2**31 - 1, "train_iters", "eval_iters", "eval_interval", "exit_interval")
-        at_most(self, 2**47, "train_samples")
         at_most(self, 10**6, "dry_run_world_size")
-        if not self.manual_gc and (self.manual_gc_interval or not self.manual_gc_eval):
-            raise ConfigError("--manual-gc-interval and --no-manual-gc-eval need --manual-gc: add it, or leave them out")
+        if not self.manual_gc and self.manual_gc_interval:
+            raise ConfigError("--manual-gc-interval needs --manual-gc: add it, or leave it out")
 
-    def _check_length(self) -> None:
-        if self.train_iters is None and self.train_samples is None:
-            raise ConfigError("--train-iters N is required (or --train-samples N, which counts samples instead)")
-        if self.train_iters is not None and self.train_samples is not None:
-            raise ConfigError("--train-iters and --train-samples are both given; choose one")
+    def check(self, model: ModelConfig, parallel: ParallelConfig) -> None:
+        """Raise ConfigError if --layout-independent-dropout cannot make masks so: each rank would draw its own."""
+        if not self.layout_independent_dropout:
+            return
+        if model.attention_dropout > 0 and parallel.tensor_model_parallel_size > 1:
+            raise ConfigError(
+                "--layout-independent-dropout with tensor parallelism needs --attention-dropout 0: each rank has other heads, "
+                "and draws masks of its own for them"
+            )
+        if model.hidden_dropout > 0 and (parallel.sequence_parallel or parallel.context_parallel_size > 1):
+            context = f"--context-parallel-size {parallel.context_parallel_size}"
+            raise ConfigError(
+                f"--layout-independent-dropout with {'--sequence-parallel' if parallel.sequence_parallel else context} needs "
+                "--hidden-dropout 0 and --attention-dropout 0: each rank has other tokens, and draws masks of its own for them"
+            )

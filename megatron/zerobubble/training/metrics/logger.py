@@ -1,4 +1,4 @@
-"""Logs iterations: progress lines, a progress bar, JSON lines, TensorBoard and Weights & Biases.
+"""Logs iterations: progress lines, JSON lines.
 
 Iterations are collected until the next progress line; then one all-reduce sums their losses, and rank 0 writes. So logging adds
 no synchronization to an iteration.
@@ -8,33 +8,21 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any
 
 import torch
 
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.metrics.aux_losses import AuxLosses
-from megatron.zerobubble.training.metrics.curves import Curves
-from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
 from megatron.zerobubble.training.metrics.json_lines import JsonLines
-from megatron.zerobubble.training.metrics.progress_line import progress_line
+from megatron.zerobubble.training.metrics.progress_line import IterationRecord, progress_line
 from megatron.zerobubble.training.metrics.run_summary import Totals
 from megatron.zerobubble.training.step import MeanLoss, StepResult, mean_losses
 
 __all__ = ["MetricsLogger"]
 
 _log = logging.getLogger(__name__)
-
-_TIMERS = (
-    *("forward-backward", "forward-compute", "backward-compute", "forward-recv", "forward-send", "backward-recv"),
-    *("backward-send", "forward-send-backward-recv", "backward-send-forward-recv", "all-grads-sync"),
-    *("embedding-grads-all-reduce", "non-tensor-parallel-grads-all-reduce", "params-all-gather", "optimizer"),
-)
-"""Names of the timers in the log, megatron-core's and this package's; the same list on all ranks, even where some do not run."""
 
 
 class MetricsLogger:
@@ -44,15 +32,11 @@ class MetricsLogger:
         settings: what to write, and where.
         rank: this rank.
         start_iteration: iterations done by earlier runs; above 0 an existing --metrics-jsonl file is appended to.
-        timers: megatron-core's Timers, logged with every progress line.
         flops_per_sample: FLOPs of one sample, for TFLOP/s; None leaves them out.
     """
 
-    def __init__(
-        self, settings: Settings, *, rank: int, start_iteration: int, timers: Any, flops_per_sample: float | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, *, rank: int, start_iteration: int, flops_per_sample: float | None = None) -> None:
         self._settings = settings
-        self._timers = timers
         self._flops_per_sample = flops_per_sample
         self._pending: list[IterationRecord] = []
         self._num_corrected = 0
@@ -60,32 +44,13 @@ class MetricsLogger:
         self.totals = Totals(flops_per_sample=flops_per_sample)
         """For the summary of the run."""
         self._aux_losses = AuxLosses(settings)
-        self._resources = ExitStack()
-        self._jsonl: JsonLines | None = None
-        self._curves: Curves | None = None
-        self._bar: Any | None = None
-        if rank == 0:
-            self._open(start_iteration)
-
-    def _open(self, start_iteration: int) -> None:
-        logs = self._settings.logging
-        if logs.metrics_jsonl is not None:
-            self._jsonl = JsonLines(logs.metrics_jsonl, is_continued=start_iteration > 0)
-            self._resources.callback(self._jsonl.close)
-        self._curves = Curves(self._settings, start_iteration=start_iteration)
-        self._resources.callback(self._curves.close)
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-            from tqdm.contrib.logging import logging_redirect_tqdm
-
-            self._resources.enter_context(logging_redirect_tqdm())
-            self._bar = self._resources.enter_context(
-                tqdm(total=self._settings.train_iters, initial=start_iteration, unit="it", desc="training")
-            )
+        path = settings.logging.metrics_jsonl
+        self._jsonl = None if path is None or rank != 0 else JsonLines(path, is_continued=start_iteration > 0)
 
     def close(self) -> None:
-        """Close files and the progress bar."""
-        self._resources.close()
+        """Close the file."""
+        if self._jsonl is not None:
+            self._jsonl.close()
 
     def add(self, record: IterationRecord) -> None:
         """Add an iteration, to be written by the next `log`.
@@ -97,8 +62,6 @@ class MetricsLogger:
         if record.result.rolled_back is not None:
             self._num_corrected += 1
             _log.info("%s", _correction(record.iteration, record.result))
-        if self._bar is not None:
-            self._bar.update(1)
         if record.result.is_stepped:
             self._check_finite("gradient norm", record.result.grad_norm, record.iteration)
 
@@ -119,12 +82,8 @@ class MetricsLogger:
             losses = mean_losses(torch.stack([record.result.loss for record in records]))
             for record, loss in zip(records, losses, strict=True):
                 record.loss, record.seconds = loss.value, record.elapsed_ms() / 1000.0
-                self.totals.add(
-                    samples=record.samples, tokens=record.num_tokens(self._settings), seconds=record.seconds, loss=loss.value
-                )
-            settings = self._settings
-            samples = sum(record.samples for record in records)
-            aux_losses = self._aux_losses.take(samples // (settings.batch.micro_batch_size * settings.data_parallel_size))
+                self.totals.add(tokens=record.tokens, seconds=record.seconds, loss=loss.value)
+            aux_losses = self._aux_losses.take(len(records) * self._settings.num_microbatches)
             self._log_progress(records, aux_losses)
         objects = [record.to_json(self._settings, flops_per_sample=self._flops_per_sample) for record in records]
         if objects:
@@ -136,18 +95,13 @@ class MetricsLogger:
             objects[-1]["validation_loss"] = validation_loss
             perplexity = math.exp(min(validation_loss, 700.0))
             _log.info("validation loss at iteration %d: %.4f (ppl %.2f)", iteration, validation_loss, perplexity)
-        self._write(objects)
+        if self._jsonl is not None:
+            self._jsonl.write(objects)
         for record, loss in zip(records, losses, strict=True):
             if not loss.has_tokens:
                 self._report_without_loss(record.iteration)
             elif record.result.is_stepped:
                 self._check_finite("loss", record.loss, record.iteration)
-
-    def add_curves(self, values: Mapping[str, float], iteration: int) -> None:
-        """Add scalars of `iteration` to TensorBoard and Weights & Biases only. Does nothing on ranks other than 0."""
-        if self._curves is not None:
-            self._curves.add(values, iteration)
-            self._curves.flush()
 
     def _log_progress(self, records: list[IterationRecord], aux_losses: Mapping[str, float]) -> None:
         settings = self._settings
@@ -161,18 +115,6 @@ class MetricsLogger:
                 num_corrected=self._num_corrected,
             ),
         )
-        if settings.logging.timing_log_level > 0:
-            text = self._timers.get_all_timers_string(list(_TIMERS), normalizer=len(records))
-            if text:
-                _log.info(text)
-
-    def _write(self, objects: list[dict[str, Any]]) -> None:
-        if self._jsonl is not None:
-            self._jsonl.write(objects)
-        if self._curves is not None:
-            for fields in objects:
-                self._curves.add({key: value for key, value in fields.items() if key != "iteration"}, fields["iteration"])
-            self._curves.flush()
 
     def _report_without_loss(self, iteration: int) -> None:
         """Log the first iteration in which no token counts, whose loss is NaN."""

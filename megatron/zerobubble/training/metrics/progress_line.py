@@ -1,4 +1,4 @@
-"""Progress lines in the log, field by field as Megatron-LM's training loop prints them, so that its parsers read ours::
+"""Records of iterations, and progress lines of them as Megatron-LM's training loop prints them, so that its parsers read ours::
 
     [2026-01-31 12:00:00] iteration      200/   1000 | consumed samples:         3200 | elapsed time per iteration (ms): 812.5 |
     throughput per GPU (TFLOP/s/GPU): 140.2 | learning rate: 1.000000E-04 | global batch size:    16 | lm loss: 5.554300E+00 |
@@ -12,14 +12,53 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.estimate.flops import tflops_per_gpu
-from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
+from megatron.zerobubble.training.step import StepResult
 
-__all__ = ["progress_line", "time_left"]
+__all__ = ["IterationRecord", "progress_line", "time_left"]
+
+
+@dataclass(kw_only=True)
+class IterationRecord:
+    """One iteration, to be logged. `loss` and `seconds` are filled in with the losses' all-reduce, which waits for the device."""
+
+    iteration: int
+    """From 1."""
+    consumed_samples: int
+    """Samples consumed by the end of this iteration."""
+    result: StepResult
+    """Loss and optimizer step of this rank."""
+    tokens: int
+    """Tokens of this iteration, without padding."""
+    elapsed_ms: Callable[[], float]
+    """Reads the iteration time in milliseconds, once the device has done the iteration."""
+    seconds: float = field(default=math.nan)
+    """Iteration time in seconds."""
+    loss: float = field(default=math.nan)
+    """Mean loss per token over all ranks."""
+
+    def to_json(self, settings: Settings, *, flops_per_sample: float | None = None) -> dict[str, Any]:
+        """The JSON object of this iteration in --metrics-jsonl; with TFLOP/s if the FLOPs of a sample are given."""
+        flops = None if flops_per_sample is None else flops_per_sample * settings.global_batch_size
+        rate = {} if flops is None else {"tflops_per_gpu": tflops_per_gpu(flops, self.seconds, world_size=settings.world_size)}
+        return {
+            "iteration": self.iteration,
+            "loss": self.loss,
+            "lr": self.result.lr,
+            "grad_norm": self.result.grad_norm,
+            "skipped": not self.result.is_stepped,
+            "amended": self.result.rolled_back is not None,
+            "tokens_per_s": self.tokens / self.seconds,
+            "iteration_ms": self.seconds * 1000.0,
+            "schedule": settings.zero_bubble.schedule,
+            **rate,
+        }
 
 
 def progress_line(
@@ -39,11 +78,10 @@ def progress_line(
         flops_per_sample: FLOPs of one sample; None leaves out the throughput, which --log-throughput asks for.
         num_corrected: optimistic steps that validation has corrected since the run began.
     """
-    last, train_iters = records[-1], settings.train_iters
+    last, train_iters = records[-1], settings.run.train_iters
     losses = [record.loss for record in records if record.result.is_stepped and math.isfinite(record.loss)] or [last.loss]
     seconds = sum(record.seconds for record in records) / len(records)
-    samples = sum(record.samples for record in records) / len(records)
-    tokens_per_s = sum(record.num_tokens(settings) for record in records) / len(records) / seconds
+    tokens_per_s = sum(record.tokens for record in records) / len(records) / seconds
     result = last.result
     parts = [
         f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {last.iteration:8d}/{train_iters:8d}",
@@ -51,19 +89,17 @@ def progress_line(
         f"elapsed time per iteration (ms): {seconds * 1000.0:.1f}",
     ]
     if settings.logging.log_throughput and flops_per_sample is not None:
-        rate = tflops_per_gpu(flops_per_sample * samples, seconds, world_size=settings.world_size)
+        rate = tflops_per_gpu(flops_per_sample * settings.global_batch_size, seconds, world_size=settings.world_size)
         parts.append(f"throughput per GPU (TFLOP/s/GPU): {rate:.{1 if rate >= 1.0 else 6}f}")
     parts += [
         f"learning rate: {result.lr:.6E}",
-        f"global batch size: {last.samples:5d}",
+        f"global batch size: {settings.global_batch_size:5d}",
         f"lm loss: {sum(losses) / len(losses):.6E}",
         *(f"{name}: {value:.6E}" for name, value in aux_losses.items()),
         f"loss scale: {float(result.loss_scale) if settings.precision.fp16 else 1.0:.1f}",
     ]
     if result.grad_norm is not None:
         parts.append(f"grad norm: {result.grad_norm:.3f}")
-    if result.num_zeros is not None:
-        parts.append(f"num zeros: {result.num_zeros}")
     parts += [
         f"number of skipped iterations: {sum(not record.result.is_stepped for record in records):3d}",
         f"number of nan iterations: {sum(not math.isfinite(record.loss) for record in records):3d}",

@@ -21,7 +21,6 @@ from megatron.zerobubble.plan.render.svg import render_comparison
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.profiling.report import PipelineReport, RankMemory, memory_line, report, reports_to_json
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.metrics.logger import MetricsLogger
 
 __all__ = ["picture", "report_pipeline", "write_trace"]
 
@@ -31,20 +30,18 @@ _log = logging.getLogger(__name__)
 def report_pipeline(
     schedule: Any,
     settings: Settings,
-    metrics: MetricsLogger,
     *,
     memory: Sequence[RankMemory] | None = None,
     activations: Activations | None = None,
     by_length: LengthModel | None = None,
 ) -> PipelineReport | None:
-    """Log the pipeline's bubble, add it to the curves, and with --zero-bubble-trace write the trace.
+    """Log the pipeline's bubble, and with --zero-bubble-trace write the trace.
 
     Every rank must call it; rank 0 writes.
 
     Args:
         schedule: the `PipelineSchedule` of the run.
         settings: whether and where to write the trace.
-        metrics: receives the curves.
         memory: memory per rank, if it was measured.
         activations: activation memory per stage, if it was measured; the reports and plans then have it.
         by_length: costs fitted to the lengths of unequal microbatches, for ``report.json``.
@@ -65,8 +62,6 @@ def report_pipeline(
         _log.info("%s", line)
     if memory is not None:
         _log.info("%s", memory_line(memory))
-    for each in reports:
-        metrics.add_curves(each.scalars(), each.iteration)
     if directory is not None:
         chosen = settings.zero_bubble.trace_iterations
         missing = sorted(chosen - {timeline.iteration for timeline in timelines})

@@ -60,7 +60,8 @@ def transformer_config(settings: Settings, *, on_gpu: bool, layout: Any | None) 
         virtual_pipeline_model_parallel_size=settings.virtual_pipeline_size,
         pipeline_model_parallel_layout=layout,
         sequence_parallel=parallel.sequence_parallel,
-        **_context(settings),
+        context_parallel_size=parallel.context_parallel_size,
+        cp_comm_type="all_gather" if model.transformer_impl == "local" else "p2p",
         params_dtype=dtype,
         pipeline_dtype=dtype,
         fp16=settings.precision.fp16,
@@ -104,17 +105,6 @@ def _lengths(settings: Settings) -> dict[str, Any]:
     return {"variable_seq_lengths": True, **others}
 
 
-def _context(settings: Settings) -> dict[str, Any]:
-    parallel = settings.parallel
-    kinds = list(parallel.cp_comm_type) or ["all_gather" if settings.model.transformer_impl == "local" else "p2p"]
-    return {
-        "context_parallel_size": parallel.context_parallel_size,
-        "hierarchical_context_parallel_sizes": list(parallel.hierarchical_context_parallel_sizes) or None,
-        # megatron-core takes a string for all layers and a list for each.
-        "cp_comm_type": kinds[0] if len(kinds) == 1 else kinds,
-    }
-
-
 def _latent_attention(settings: Settings) -> dict[str, Any]:
     mla = settings.mla
     if not mla.multi_latent_attention:
@@ -132,8 +122,7 @@ def _experts(settings: Settings) -> dict[str, Any]:
         *("expert_model_parallel_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk"),
         *("moe_z_loss_coeff", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
         *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
-        *("moe_router_dtype", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_expert_capacity_factor"),
-        *("moe_pad_expert_input_to_capacity", "moe_grouped_gemm"),
+        *("moe_router_dtype", "moe_token_dispatcher_type", "moe_grouped_gemm"),
     )
     return {
         **{name: getattr(moe, name) for name in names},
@@ -202,7 +191,7 @@ def wgrad_policy(settings: Settings) -> WgradPolicy:
     return policy if given is None else replace(policy, gather=WgradGather(given))
 
 
-def optimizer_config(settings: Settings, *, timers: Any) -> OptimizerConfig:
+def optimizer_config(settings: Settings) -> OptimizerConfig:
     """megatron-core's configuration of the optimizer, gradient clipping and loss scaling."""
     optim, precision = settings.optim, settings.precision
     names = (*("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),)
@@ -216,8 +205,6 @@ def optimizer_config(settings: Settings, *, timers: Any) -> OptimizerConfig:
         params_dtype=parameter_dtype(settings),
         use_distributed_optimizer=settings.parallel.use_distributed_optimizer,
         overlap_param_gather=settings.parallel.overlap_param_gather,
-        log_num_zeros_in_grad=settings.logging.log_num_zeros_in_grad,
-        timers=timers,
     )
 
 
@@ -234,7 +221,7 @@ def scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
         lr_decay_style=optim.lr_decay_style,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,
-        wd_incr_steps=settings.run.train_samples or settings.train_iters * settings.global_batch_size,
+        wd_incr_steps=settings.run.train_iters * settings.global_batch_size,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=optim.override_opt_param_scheduler,

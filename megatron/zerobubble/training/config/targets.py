@@ -1,4 +1,4 @@
-"""Checks that what a run writes can be written, before any rank waits for another. `validate.check_settings` calls it.
+"""Checks that what a run writes can be written, before any rank waits for another. `check.check_settings` calls it.
 
 A run of hours should not end at its first checkpoint because --save names a file. Nothing is left behind: directories that do not
 exist are not made, existing files keep their content, and what is written to try a directory is deleted at once.
@@ -53,7 +53,7 @@ def check_targets(settings: Settings, *, tries: bool) -> None:
         if not target.given.strip():
             kind = "file" if target.is_file else "directory"
             raise ConfigError(f"{target.flag} {target.given!r} is empty; give the {kind} to write, or leave it out")
-        if tries and not settings.run.dry_run and "://" not in target.given:  # TensorBoard takes s3:// and gs://
+        if tries and not settings.run.dry_run:
             _check(target, Path(os.path.realpath(target.given)))
 
 
@@ -62,8 +62,6 @@ def _targets(settings: Settings) -> list[_Target]:
     return [
         _Target("--save", settings.checkpoint.save),
         _Target("--metrics-jsonl", logs.metrics_jsonl, is_file=True),
-        _Target("--tensorboard-dir", logs.tensorboard_dir),
-        _Target("--wandb-save-dir", logs.wandb_save_dir),
         _Target("--data-cache-path", settings.data.data_cache_path, is_also_read=True),
         _Target("--zero-bubble-save-plan", zero_bubble.zero_bubble_save_plan, is_file=True, is_replaced=True),
         _Target("--zero-bubble-trace", zero_bubble.zero_bubble_trace),

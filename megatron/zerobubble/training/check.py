@@ -1,0 +1,117 @@
+"""Checks all flags, before torch is loaded or a process group exists: each group's own, and the dataset that they name."""
+
+from __future__ import annotations
+
+from megatron.zerobubble.errors import ConfigError, DataError
+from megatron.zerobubble.training.config import schedule
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.config.targets import check_targets
+from megatron.zerobubble.training.data.corpus import read_corpus_info, split_documents
+from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset, file_bytes
+
+__all__ = ["check_settings"]
+
+
+def check_settings(settings: Settings, *, is_first: bool = True) -> None:
+    """Raise unless a job with these settings can run.
+
+    Args:
+        settings: the flags.
+        is_first: whether to do, too, what takes longer and one rank of a job does for all: read the whole index of the dataset,
+            and try to write where the run will write.
+
+    Raises:
+        ConfigError: flags contradict each other, do not fit the number of ranks, or name a file that cannot be written.
+        DataError: the dataset is missing or damaged, has a split without documents, or was made with another tokenizer or
+            vocabulary.
+        CheckpointError: the checkpoint to load does not exist.
+    """
+    model, parallel, zero_bubble, data = settings.model, settings.parallel, settings.zero_bubble, settings.data
+    parallel.check(zero_bubble, world_size=settings.world_size)
+    schedule.check_schedule(settings)
+    model.check(parallel, zero_bubble)
+    schedule.check_layers(settings)
+    schedule.check_batch(settings)
+    schedule.check_plan(settings)
+    settings.run.check(model, parallel)
+    settings.mla.check(model, parallel)
+    settings.moe.check(model, parallel, zero_bubble, world_size=settings.world_size)
+    settings.fp8.check(model, settings.precision)
+    _check_documents(settings)
+    data.check_lengths(model, settings.moe, parallel, zero_bubble)
+    data.check_packing(model, settings.mla, parallel, micro_batch_size=settings.batch.micro_batch_size)
+    settings.tokenizer.check()
+    settings.optim.check(parallel, train_iters=settings.run.train_iters)
+    settings.optim.check_sharding(parallel, model, zero_bubble, ranks=settings.gradient_reduction_size)
+    check_data(settings, reads_all=is_first)
+    settings.checkpoint.check()
+    schedule.check_trace(settings)
+    check_targets(settings, tries=is_first)
+    schedule.check_watchdog(settings)
+
+
+def _check_documents(settings: Settings) -> None:
+    """Raise for flags that do not go with samples that are documents."""
+    flag = settings.data.document_flag
+    if flag is None:
+        return
+    if not settings.optim.calculate_per_token_loss:
+        raise ConfigError(
+            f"{flag} needs --calculate-per-token-loss: microbatches have unequal numbers of tokens that count, and without it "
+            "they weigh the same; add it"
+        )
+    if settings.logging.log_throughput:
+        raise ConfigError(
+            f"--log-throughput counts the FLOPs of samples of --seq-length tokens, and with {flag} they differ; leave it out"
+        )
+
+
+def check_data(settings: Settings, *, reads_all: bool) -> None:
+    """Raise unless the dataset is whole, was made with the tokenizer of the run, and every split that is read has samples.
+
+    Args:
+        settings: the flags.
+        reads_all: whether to read the whole index.
+    """
+    prefix = settings.data.data_path
+    if prefix is None:
+        return
+    index = check_dataset(prefix, reads_all=reads_all)
+    info = read_corpus_info(prefix)
+    if info is not None:
+        info.check_matches(settings.tokenizer.tokenizer_type, settings.tokenizer.known_vocab_size)
+        info.check_index(index, bin_bytes=file_bytes(index.bin_path))
+    splits = split_documents(index.num_sequences, settings.data.split_weights)
+    _check_splits(settings, prefix, splits)
+    if reads_all and settings.data.reads_documents:
+        _check_labels(settings, index, splits)
+
+
+def _check_labels(settings: Settings, index: DatasetIndex, splits: tuple[range, ...]) -> None:
+    """Raise if the documents of a split that the run reads have one token each: there is nothing to predict."""
+    lengths, _, _ = index.entries()
+    is_read = {"train": not settings.run.skip_train, "valid": settings.run.eval_iters > 0}
+    for (name, reads), documents in zip(is_read.items(), splits, strict=False):
+        own = lengths[documents.start : documents.stop]
+        if reads and len(own) and own.max() < 2:
+            raise DataError(
+                f"{index.prefix}: none of the {len(own)} document(s) for {name} has a second token, to predict from the first; "
+                "give more documents"
+            )
+
+
+def _check_splits(settings: Settings, prefix: str, splits: tuple[range, ...]) -> None:
+    """Raise if a split that the run reads has no documents: megatron-core would search for its samples forever."""
+    data, run = settings.data, settings.run
+    counts = [len(documents) for documents in splits]
+
+    def check(name: str, count: int, is_read: bool, remedy: str) -> None:
+        if is_read and count == 0:
+            raise DataError(
+                f"--split {data.split_text!r} leaves none of the {sum(counts)} document(s) of {prefix} for {name}; give a larger "
+                f"share, such as --split 90,10,0, {remedy}or more documents"
+            )
+
+    training, validation, _ = counts
+    check("training", training, not run.skip_train or data.split_weights[0] > 0.0, "a share of 0, " if run.skip_train else "")
+    check("validation", validation, run.eval_iters > 0, "--eval-iters 0, ")
