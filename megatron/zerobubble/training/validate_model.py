@@ -110,12 +110,6 @@ def _check_rotary(settings: Settings) -> None:
 
 def check_tensor_parallel(settings: Settings) -> None:
     """Raise unless heads, widths and the vocabulary divide over the tensor-parallel ranks."""
-    gather = settings.zero_bubble.zero_bubble_wgrad_gather
-    if gather is not None and (settings.zero_bubble.schedule == "stock" or not settings.parallel.sequence_parallel):
-        raise ConfigError(
-            f"--zero-bubble-wgrad-gather {gather} chooses what W gathers along the sequence: it needs --sequence-parallel and a "
-            "schedule of this package (--enable-zero-bubble); leave it out, or add those"
-        )
     model, size = settings.model, settings.parallel.tensor_model_parallel_size
     needs = {"--num-attention-heads": model.num_attention_heads}
     if settings.mla.multi_latent_attention and model.transformer_impl == "local":

@@ -28,7 +28,7 @@ _INSTEAD = {
     "--checkpoint-activations": "give --recompute-granularity full, --recompute-method and --recompute-num-layers",
     "--recompute-activations": "give --recompute-granularity selective",
     "--DDP-impl": "gradients are reduced by megatron-core's DDP; leave it out",
-    "--no-async-tensor-model-parallel-allreduce": "give --no-zero-bubble-overlap-tensor-parallel",
+    "--no-async-tensor-model-parallel-allreduce": "B's all-reduce overlaps with a deferred wgrad GEMM; leave it out",
     "--use-rotary-position-embeddings": "give --position-embedding-type rope",
     "--no-position-embedding": "give --position-embedding-type none",
     "--batch-size": "give --micro-batch-size and --global-batch-size",
