@@ -31,7 +31,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## create .venv and install the pinned requirements
-$(STAMP): requirements/base.txt requirements/playground.txt requirements/dev.txt pyproject.toml setup.py $(wildcard megatron/zerobubble/plan/search/*pp)
+$(STAMP): requirements/base.txt requirements/dev.txt pyproject.toml setup.py $(wildcard megatron/zerobubble/plan/search/*pp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .

@@ -30,18 +30,6 @@ def test_usage_errors_are_exit_code_2(argv: list[str], capsys: pytest.CaptureFix
     assert "zerobubble" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_playground_without_its_packages_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("megatron.zerobubble.playground")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["playground"]) == 2
-    assert capsys.readouterr().err == (
-        "zerobubble playground: error: uvicorn is not installed: pip install 'megatron-zerobubble[playground]'\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

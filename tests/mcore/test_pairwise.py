@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
-from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
 from tests.support.covering import Constraint, Row, covering_array
 from tests.support.gpt import Case, Difference, Outcome, Tensors, Trainer, difference, unpipelined
 from tests.support.ranks import RankPool
@@ -33,8 +32,6 @@ FEATURES: dict[str, list[Any]] = {
     "recompute": [None, "full", "selective"],
     "tensor_parallel": [1, 2],
     "sequence_parallel": [False, True],
-    "gather": list(WgradGather),
-    "runs_ahead": [True, False],
     "different_data": [False, True],
     "distributed_optimizer": [False, True],
     "overlap_grad_reduce": [False, True],
@@ -51,8 +48,6 @@ CONSTRAINTS = [
     Constraint(("num_ranks", "tensor_parallel"), lambda p, t: p * t <= WORLD),
     Constraint(("num_ranks", "tensor_parallel", "different_data"), lambda p, t, differs: not differs or p * t < WORLD),
     Constraint(("tensor_parallel", "sequence_parallel"), lambda t, splits: not splits or t > 1),
-    Constraint(("sequence_parallel", "gather"), lambda splits, gather: splits or gather is WgradGather.INPUT),
-    Constraint(("tensor_parallel", "runs_ahead"), lambda t, ahead: ahead or t > 1),
     Constraint(("dtype", "reduce_in_fp32"), lambda dtype, fp32: fp32 or dtype is not torch.float32),
     Constraint(("distributed_optimizer", "optimizer"), lambda shards, optimizer: not shards or optimizer == "adam"),
 ]
@@ -99,14 +94,12 @@ def case_of(row: Row) -> PairCase:
     num_chunks = 2 if schedule in ("zb-interleaved", "1f1b-v", "zbv", "v-half", "v-min") else 1
     num_microbatches = {"few": 2, "odd": num_ranks + 1, "many": 2 * num_ranks}[values.pop("microbatches")]
     layout = _UNEVEN[num_ranks * num_chunks] if values.pop("layers") == "uneven" else None
-    wgrad = WgradPolicy(gather=values.pop("gather"), runs_ahead=values.pop("runs_ahead"))
     return PairCase(
         **values,
         num_microbatches=num_microbatches,
         num_chunks=num_chunks,
         layout=layout,
         max_pending_backward=num_ranks + 1 if schedule == "zb" else None,
-        wgrad=wgrad,
         num_steps=2,
         initial_loss_scale=32.0,  # fp16 sums over tokens and replicas overflow with more
         # The usual one would blow a last-bit difference of a tiny gradient up to a whole step; with one as large as for fp32,

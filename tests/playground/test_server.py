@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import http.client
 import json
@@ -18,7 +17,7 @@ import pytest
 
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.registry import build_plan
-from megatron.zerobubble.playground.limits import HEAD_SECONDS, MAX_BODY_BYTES
+from megatron.zerobubble.playground.limits import MAX_BODY_BYTES
 from tests.playground.conftest import ROOT, Server, end, start
 
 D3_SHA256 = "912111098ea99503a6f4967361d2bbdc9dbf58cf9c678c8e27e5b02d1a07f0c1"
@@ -99,9 +98,9 @@ def test_the_page_and_its_files_are_served_and_nothing_else(server: Server) -> N
     library = ask(server, "/vendor/d3.min.js", method="GET", headers={})[2]
     assert hashlib.sha256(library).hexdigest() == D3_SHA256
     for path in (
-        "/../app.py",
-        "/js/../../app.py",
-        "/js/%2e%2e/%2e%2e/app.py",
+        "/../server.py",
+        "/js/../../server.py",
+        "/js/%2e%2e/%2e%2e/server.py",
         "//etc/passwd",
         "/js/",
         "/api/worker",
@@ -167,8 +166,7 @@ def silent(server: Server, count: int, first: bytes = b"") -> list[socket.socket
     """Connections that send `first` and then nothing."""
     connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(count)]
     for connection in connections:
-        with contextlib.suppress(OSError):  # closed already, in favor of later ones
-            connection.sendall(first)
+        connection.sendall(first)
     return connections
 
 
@@ -178,35 +176,9 @@ def test_connections_that_send_nothing_do_not_stop_the_page(server: Server, firs
     try:
         for _ in range(3):
             assert ask(server, "/", method="GET", headers={})[0] == 200
-        with contextlib.suppress(ConnectionResetError):
-            assert connections[0].recv(1) == b"", "the one that has waited longest is closed"
     finally:
         for connection in connections:
             connection.close()
-
-
-def test_the_head_of_a_request_has_a_time_limit(server: Server) -> None:
-    """A letter every second does not extend it, neither at first nor after a response."""
-    whole = b"GET /api/choices HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    fresh, used = silent(server, 2)
-    with fresh, used:
-        used.sendall(whole)
-        assert b" 200 " in used.recv(2**20)
-        deadline, open_ones = time.monotonic() + 6 * HEAD_SECONDS, {fresh, used}
-        for connection in open_ones:
-            connection.sendall(b"GET / HTTP/1.1\r\nx: ")
-            connection.settimeout(0.2)
-        while open_ones and time.monotonic() < deadline:
-            for connection in tuple(open_ones):
-                try:
-                    connection.sendall(b"y")
-                    if not connection.recv(2**20):
-                        open_ones.remove(connection)
-                except TimeoutError:
-                    continue
-                except OSError:  # reset
-                    open_ones.remove(connection)
-        assert not open_ones
 
 
 def test_hanging_up_ends_the_search(server: Server) -> None:

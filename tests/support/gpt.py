@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.registry import schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.training.models.layer_specs import stage_layers
-from megatron.zerobubble.wgrad.sharing import WgradPolicy
 
 SEQUENCE = 12
 MICRO_BATCH = 2
@@ -79,7 +78,6 @@ class Case:
     """False leaves attention out of the layers."""
     own_attention: bool = False
     """Whether layers have megatron-core's own attention in place of torch's."""
-    wgrad: WgradPolicy = field(default_factory=WgradPolicy)
     reduce_in_fp32: bool = True
     """Whether main gradients are float32, whatever the dtype."""
     loss_scale: float | None = None
@@ -103,7 +101,6 @@ class Case:
             extras.append(f"cp{self.context_parallel}")
         if self.sequence_parallel:
             extras.append("sp")
-            extras.append(self.wgrad.gather.value)
         if self.clip_grad:
             extras.append("clip")
         if self.layout:
@@ -177,7 +174,6 @@ class Trainer:
                 config=self.config,
                 ddp_config=self._ddp_config(),
                 spec=spec,
-                wgrad=case.wgrad,
                 weights_seed=self.weights_seed,
             )
             if initial is not None:

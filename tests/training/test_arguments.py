@@ -230,8 +230,6 @@ def test_batch_and_data_parallelism() -> None:
             "with --sequence-parallel needs --hidden-dropout 0 and --attention-dropout 0",
         ),
         (CP + "--layout-independent-dropout", 4, "with --context-parallel-size 2 needs --hidden-dropout 0"),
-        ("--zero-bubble-wgrad-gather some", 4, "--zero-bubble-wgrad-gather"),
-        (P4 + "--zero-bubble-wgrad-gather keep --enable-zero-bubble", 4, "it needs --sequence-parallel"),
         ("--zero-bubble-v", 4, "unrecognized arguments: --zero-bubble-v"),
     ],
 )

@@ -19,8 +19,8 @@ SEQUENCE_PARALLEL = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 ON_FOUR = [
     "",
     "--zero-bubble-v-schedule",
-    "--zero-bubble-max-pending-backward 2p --zero-bubble-wgrad-gather both",
-    "--zero-bubble-v-schedule --enable-optimizer-post-validation --zero-bubble-wgrad-gather keep",
+    "--zero-bubble-max-pending-backward 2p",
+    "--zero-bubble-v-schedule --enable-optimizer-post-validation",
     "--zero-bubble-schedule v-half --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 ]
 RELATIVE = 2e-5

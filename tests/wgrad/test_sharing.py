@@ -1,4 +1,4 @@
-"""Whether B or W all-gathers W's operands, and deferred wgrad GEMMs that overlap a tensor-parallel all-reduce."""
+"""W all-gathers a sharded input, and deferred wgrad GEMMs that overlap a tensor-parallel all-reduce."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.linear import LinearSplit, split_linear
-from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.support.ranks import RankPool
@@ -37,8 +36,8 @@ def put(store: WeightGradStore, splits: list[SplitWeight], microbatch: int, *, c
     store.end()
 
 
-def make(num_weights: int = 2, policy: WgradPolicy | None = None) -> tuple[WeightGradStore, list[SplitWeight]]:
-    store = WeightGradStore(PLAIN, policy=policy)
+def make(num_weights: int = 2) -> tuple[WeightGradStore, list[SplitWeight]]:
+    store = WeightGradStore(PLAIN)
     return store, [SplitWeight(f"w{index}", torch.nn.Parameter(torch.zeros(3, 2))) for index in range(num_weights)]
 
 
@@ -91,9 +90,6 @@ def test_nothing_runs_ahead_where_it_must_not() -> None:
     store.begin(0, 1, fused=True)
     assert not store.run_ahead(6), "a full backward has wgrad GEMMs of its own"
     store.end()
-    off, splits = make(policy=WgradPolicy(runs_ahead=False))
-    put(off, splits, 0)
-    assert not off.run_ahead(6)
 
 
 def test_a_b_runs_its_own_gemms_ahead_only_if_its_w_is_next() -> None:
@@ -198,7 +194,7 @@ class _Flight:
 
 @dataclass(frozen=True)
 class Gathering:
-    """What one policy did with one microbatch of a linear."""
+    """What one microbatch of a linear did."""
 
     collectives_in_b: int
     collectives_in_w: int
@@ -207,52 +203,32 @@ class Gathering:
     input_grad: Tensor
 
 
-@pytest.fixture(scope="module")
-def gatherings(four_ranks: RankPool) -> list[dict[tuple[str, WgradGather, bool], Gathering]]:
-    return four_ranks.run(run_gatherings)
-
-
-KEEP, INPUT, BOTH = WgradGather
-FULL_X, FULL_DY = TOKENS * IN, TOKENS * OUT
-
-
 @pytest.mark.parametrize(
-    ("linear", "gather", "fused", "in_b", "in_w", "held"),
+    ("linear", "fused", "in_b", "in_w", "held"),
     [
-        ("column", KEEP, False, 2, 0, FULL_X + FULL_DY),
-        ("column", INPUT, False, 1, 1, FULL_X // RANKS + FULL_DY),
-        ("column", BOTH, False, 1, 1, FULL_X // RANKS + FULL_DY),
-        ("column", BOTH, True, 2, 0, 0),
-        ("row", KEEP, False, 0, 0, FULL_X + FULL_DY),
-        ("row", INPUT, False, 0, 0, FULL_X + FULL_DY),
-        ("row", BOTH, False, 0, 1, FULL_X + FULL_DY // RANKS),
-        ("row", BOTH, True, 0, 0, 0),
+        ("column", False, 1, 1, TOKENS * IN // RANKS + TOKENS * OUT),
+        ("column", True, 2, 0, 0),
+        ("row", False, 0, 0, TOKENS * IN + TOKENS * OUT),
+        ("row", True, 0, 0, 0),
     ],
 )
-def test_collectives_and_what_is_held(
-    gatherings: Any, linear: str, gather: WgradGather, fused: bool, in_b: int, in_w: int, held: int
-) -> None:
-    for rank in gatherings:
-        result, kept = rank[linear, gather, fused], rank[linear, KEEP, False]
+def test_collectives_and_what_is_held(four_ranks: RankPool, linear: str, fused: bool, in_b: int, in_w: int, held: int) -> None:
+    for result, whole in four_ranks.run(run_gathering, linear, fused):
         assert (result.collectives_in_b, result.collectives_in_w, result.held_floats) == (in_b, in_w, held)
-        assert torch.equal(result.gradient, kept.gradient)
-        assert torch.equal(result.input_grad, kept.input_grad)
+        assert torch.equal(result.gradient, whole.gradient)
+        assert torch.equal(result.input_grad, whole.input_grad)
 
 
-def run_gatherings(rank: int) -> dict[tuple[str, WgradGather, bool], Gathering]:
+def run_gathering(rank: int, linear: str, fused: bool) -> tuple[Gathering, Gathering]:
+    """Of a linear, and of the same one with the full backward."""
     with tensor_parallel_group() as group:
-        return {
-            (linear, gather, fused): _gathering(linear, gather, fused, group)
-            for linear in ("column", "row")
-            for gather in WgradGather
-            for fused in (False, True)
-        }
+        return _gathering(linear, fused, group), _gathering(linear, True, group)
 
 
-def _gathering(linear: str, gather: WgradGather, fused: bool, group: dist.ProcessGroup) -> Gathering:
-    store = WeightGradStore(PLAIN, policy=WgradPolicy(gather=gather))
+def _gathering(linear: str, fused: bool, group: dist.ProcessGroup) -> Gathering:
+    store = WeightGradStore(PLAIN)
     weight = torch.nn.Parameter(torch.randn(OUT, IN, generator=torch.Generator().manual_seed(1)))
-    how = LinearSplit(SplitWeight("weight", weight), store, group if linear == "row" else None)
+    how = LinearSplit(SplitWeight("weight", weight), store)
     x = _input(group, SEQUENCE // RANKS if linear == "column" else SEQUENCE).requires_grad_()
     output = split_linear(x * 1, weight, None, how, sequence_parallel=linear == "column", group=group)
     gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))  # gathered: the same on all ranks

@@ -67,16 +67,8 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _playground(argv: list[str]) -> int:
-    try:
-        from megatron.zerobubble.playground.__main__ import main as run
-    except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn"):
-            raise
-        print(
-            f"zerobubble playground: error: {error.name} is not installed: pip install 'megatron-zerobubble[playground]'",
-            file=sys.stderr,
-        )
-        return 2
+    from megatron.zerobubble.playground.__main__ import main as run
+
     return run(argv)
 
 

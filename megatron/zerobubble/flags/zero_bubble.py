@@ -100,13 +100,6 @@ class ZeroBubbleConfig:
     it is doing, and the job exits. The first iteration may take longer. 0 disables the watchdog. Default: half of
     --distributed-timeout-minutes."""
 
-    zero_bubble_wgrad_gather: str | None = field(default=None, metadata={"metavar": "keep|input|both"})
-    """With --sequence-parallel: which tensors W all-gathers over the tensor-parallel ranks, instead of keeping them from B to W.
-    keep: none. input: the inputs of column-parallel layers, which B then does not gather; the same traffic, less activation
-    memory. both: also the output gradients of row-parallel layers, a second time; least memory, more traffic. Default: input."""
-    zero_bubble_overlap_tensor_parallel: bool = True
-    """Do not overlap B's tensor-parallel all-reduce of the input gradient with a deferred wgrad GEMM. By default they overlap;
-    the results are bit-identical."""
     zero_bubble_torch_attention: bool = False
     """In a training loop of your own: replace megatron-core's own attention, which keeps the scores of every query and key, by
     torch's fused attention in the model that the loop builds. pretrain_gpt.py does so anyway; see --attention-backend."""
@@ -126,8 +119,6 @@ class ZeroBubbleConfig:
     """Memory that holds the snapshot of --post-validation-rollback exact: the device's, or host memory."""
 
     def __post_init__(self) -> None:
-        if self.zero_bubble_wgrad_gather is not None:
-            one_of(self.zero_bubble_wgrad_gather, ("keep", "input", "both"), "--zero-bubble-wgrad-gather")
         one_of(self.post_validation_rollback, ("exact", "inverse"), "--post-validation-rollback")
         one_of(self.post_validation_snapshot, ("device", "host"), "--post-validation-snapshot")
         not_negative(self, "zero_bubble_watchdog_seconds")

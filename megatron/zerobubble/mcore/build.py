@@ -28,7 +28,6 @@ from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w, fusio
 from megatron.zerobubble.mcore.model.wgrad_split import split_weight_gradients
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.wgrad.gemm import choose_kernel
-from megatron.zerobubble.wgrad.sharing import WgradPolicy
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,6 @@ def build_chunks(
     config: Any,
     ddp_config: DistributedDataParallelConfig,
     spec: ScheduleSpec,
-    wgrad: WgradPolicy | None = None,
     weights_seed: int | None = None,
 ) -> ModelChunks:
     """Build this rank's chunks and prepare `config` for the schedule.
@@ -66,7 +64,6 @@ def build_chunks(
         config: TransformerConfig of the model.
         ddp_config: how gradients are accumulated and reduced. Not mutated; the chunks get a copy.
         spec: the schedule.
-        wgrad: how wgrad GEMMs overlap with tensor-parallel communication. Must be the same on every rank.
         weights_seed: draw each weight by this seed and its name (`named_weights`), so that every layout begins with the same
             weights; None: as megatron-core does, by rank.
 
@@ -95,7 +92,7 @@ def build_chunks(
     tie_chunks(models)
     store = None
     if not spec.is_stock:
-        store = make_store(config, ddp_config, torch.device(device), wgrad)
+        store = make_store(config, ddp_config, torch.device(device))
         for model in models:
             split_weight_gradients(model, store)
         ddp_config = dataclasses.replace(ddp_config, delay_wgrad_compute=True)
@@ -124,16 +121,13 @@ def _build(model_provider: ModelProvider, spec: ScheduleSpec, chunk: int) -> nn.
     return model
 
 
-def make_store(
-    config: Any, ddp_config: DistributedDataParallelConfig, device: torch.device, policy: WgradPolicy | None = None
-) -> WeightGradStore:
+def make_store(config: Any, ddp_config: DistributedDataParallelConfig, device: torch.device) -> WeightGradStore:
     """The store of deferred weight gradients for this rank's chunks.
 
     Args:
         config: TransformerConfig of the chunks.
         ddp_config: with which DDP wraps them; decides the dtype of main gradients.
         device: of the weights.
-        policy: how wgrad GEMMs overlap with tensor-parallel communication.
     """
     accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
     kernel = choose_kernel(
@@ -142,7 +136,7 @@ def make_store(
         accumulator_dtype=accumulator,
         allow_apex=config.gradient_accumulation_fusion,
     )
-    return WeightGradStore(kernel, rank=parallel_state.get_pipeline_model_parallel_rank(), policy=policy)
+    return WeightGradStore(kernel, rank=parallel_state.get_pipeline_model_parallel_rank())
 
 
 def check_config(config: Any, spec: ScheduleSpec, *, knows_lengths: bool = False) -> None:

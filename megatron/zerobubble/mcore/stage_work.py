@@ -228,7 +228,10 @@ class ChunkWork:
         group = wgrad_group(op.microbatch, self._wgrad_group_size, self._iteration.num_microbatches)
         if group[-1] == self._iteration.num_microbatches - 1:  # each part of the last group completes some gradients
             self._sync[chunk].allow()
-        self._store.run_together(chunk, group, part=op.microbatch - group[0])
+        if len(group) == 1:
+            self._store.run(chunk, op.microbatch)
+        else:
+            self._store.run_together(chunk, group, part=op.microbatch - group[0])
 
     def abandon(self) -> None:
         """Free the activations of forwards that will be rerun or whose backward will not run."""

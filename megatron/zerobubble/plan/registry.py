@@ -3,83 +3,29 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.generators.building_blocks import v_seed_orders
 from megatron.zerobubble.plan.generators.interleaved_1f1b import interleaved_1f1b
 from megatron.zerobubble.plan.generators.one_f_one_b import one_f_one_b
-from megatron.zerobubble.plan.generators.one_f_one_b_v import one_f_one_b_v, one_f_one_b_v_memory
-from megatron.zerobubble.plan.generators.v_half import v_half, v_half_memory
-from megatron.zerobubble.plan.generators.v_min import v_min, v_min_memory
-from megatron.zerobubble.plan.generators.zb import timed_zb, zb
+from megatron.zerobubble.plan.generators.one_f_one_b_v import one_f_one_b_v
+from megatron.zerobubble.plan.generators.request import Request
+from megatron.zerobubble.plan.generators.v_half import v_half
+from megatron.zerobubble.plan.generators.v_min import v_min
+from megatron.zerobubble.plan.generators.zb import zb
 from megatron.zerobubble.plan.generators.zb_h1 import zb_h1
 from megatron.zerobubble.plan.generators.zb_h2 import zb_h2
-from megatron.zerobubble.plan.generators.zb_interleaved import zb_interleaved, zb_interleaved_memory
+from megatron.zerobubble.plan.generators.zb_interleaved import zb_interleaved
 from megatron.zerobubble.plan.generators.zb_w import zb_w
 from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
-from megatron.zerobubble.plan.search.orders import seed_order_of
-from megatron.zerobubble.plan.search.search import search
-from megatron.zerobubble.plan.search.search_options import SearchOptions, memory_of, smallest_memory
+from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.transforms import group_weight_gradients
 from megatron.zerobubble.plan.validate import validate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The arguments of a generator: schedule, number of microbatches, costs and search options."""
-
-    spec: ScheduleSpec
-    """The schedule with its placement and limits."""
-    num_microbatches: int
-    """m."""
-    costs: CostModel | None = None
-    """None: uniform stages, F=B=W and free links."""
-    options: SearchOptions | None = None
-    """None: the hand-written pattern, or for a schedule without one a search without a budget."""
-
-    @property
-    def num_ranks(self) -> int:
-        """p."""
-        return self.spec.num_ranks
-
-    @property
-    def num_chunks(self) -> int:
-        """v."""
-        return self.spec.num_chunks
-
-    @property
-    def pending(self) -> int:
-        """Most microbatches between F and W per rank, p by default."""
-        return self.num_ranks if self.spec.max_pending_backward is None else self.spec.max_pending_backward
-
-    @property
-    def stage_costs(self) -> CostModel:
-        """The requested costs, or uniform ones with F=B=W and free links."""
-        return CostModel.uniform(self.spec.placement) if self.costs is None else self.costs
-
-    def options_within(self, memory_limit: float) -> SearchOptions:
-        """The search options, with a memory limit.
-
-        Args:
-            memory_limit: the schedule's own limit, for requests without one; 1.0 is 1F1B's rank 0. With uneven stages it is
-                scaled to the rank with the most activation memory per microbatch.
-        """
-        options = self.options or SearchOptions(budget=0.0)
-        if options.memory_limit is not None:
-            return options
-        placement, costs = self.spec.placement, self.stage_costs.reserved
-        costs.check_fits(placement)
-        fullest = max(math.fsum(costs.activation[stage] for stage in stages) for stages in placement.rank_to_stages)
-        least = smallest_memory(placement, self.num_microbatches, costs)
-        return replace(options, memory_limit=max(memory_limit * fullest, least))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,95 +38,23 @@ class ScheduleInfo:
     """The name in the paper that published it."""
     placement: str
     """`linear`, `loop`, `V` or `W`."""
-    num_chunks: int | None
-    """Virtual stages (VPP) per rank; None: any number."""
-    default_num_chunks: int
-    """Virtual stages (VPP) per rank by default."""
-    takes_max_pending_backward: bool
-    """Whether the number of pending microbatches can be chosen."""
-    is_searched: bool
-    """Whether costs and search options change the order of ops; otherwise it is one hand-written pattern."""
     description: str
     """One line for help texts."""
     reference: str
     """The paper and section that published it."""
     generate: Callable[[Request], Plan]
     """Builds the plan, without validating it."""
+    num_chunks: int | None = 1
+    """Virtual stages (VPP) per rank; None: any number."""
+    takes_max_pending_backward: bool = False
+    """Whether the number of pending microbatches can be chosen."""
+    is_searched: bool = False
+    """Whether costs and search options change the order of ops; otherwise it is one hand-written pattern."""
 
-
-def _info(
-    name: str,
-    title: str,
-    placement: str,
-    description: str,
-    reference: str,
-    generate: Callable[[Request], Plan],
-    *,
-    num_chunks: int | None = 1,
-    takes_max_pending_backward: bool = False,
-    is_searched: bool = False,
-) -> ScheduleInfo:
-    return ScheduleInfo(
-        name=name,
-        title=title,
-        placement=placement,
-        num_chunks=num_chunks,
-        default_num_chunks=2 if num_chunks is None else num_chunks,
-        takes_max_pending_backward=takes_max_pending_backward,
-        is_searched=is_searched,
-        description=description,
-        reference=reference,
-        generate=generate,
-    )
-
-
-def _zb(request: Request) -> Plan:
-    """The hand-written pattern; with search options, the best plan found from the patterns of several memory points."""
-    p, m = request.num_ranks, request.num_microbatches
-    if request.options is None:
-        return zb(p, m, request.pending)
-    limit = None if request.spec.max_pending_backward is None else request.pending / min(p, m)
-    costs, options = request.stage_costs, request.options_within(limit or 1.0)
-    costs.check_fits(request.spec.placement)
-    memory = memory_of(options, request.spec.placement, m)
-    pendings = [k for k in (1, -(-p // 2), p, -(-3 * p // 2), 2 * p) if k <= memory][-2:]
-    seed_orders = [seed_order_of(partial(zb, p, max_pending_backward=k)) for k in {*pendings, request.pending}]
-    seed_orders += map(seed_order_of, timed_zb(p, costs, memory))
-    return search("zb", request.spec.placement, m, costs, options, seed_orders=seed_orders)
-
-
-def _zbv(request: Request) -> Plan:
-    p, m = request.num_ranks, request.num_microbatches
-    if request.options is None:
-        return zbv(p, m)
-    options = request.options_within(1.0)
-    seed_orders = v_seed_orders(p, memory_of(options, request.spec.placement, m))
-    return search("zbv", request.spec.placement, m, request.stage_costs, options, seed_orders=seed_orders)
-
-
-def _v_half(request: Request) -> Plan:
-    p, m = request.num_ranks, request.num_microbatches
-    return v_half(p, m, request.stage_costs, request.options_within(v_half_memory(p, m)))
-
-
-def _v_min(request: Request) -> Plan:
-    p, m = request.num_ranks, request.num_microbatches
-    return v_min(p, m, request.stage_costs, request.options_within(v_min_memory(p, m)))
-
-
-def _one_f_one_b_v(request: Request) -> Plan:
-    p, m = request.num_ranks, request.num_microbatches
-    return one_f_one_b_v(p, m, request.stage_costs, request.options_within(one_f_one_b_v_memory(p, m)))
-
-
-def _zb_interleaved(request: Request) -> Plan:
-    p, m, v = request.num_ranks, request.num_microbatches, request.num_chunks
-    options = request.options_within(zb_interleaved_memory(p, m, v))
-    return zb_interleaved(p, m, v, request.stage_costs, options)
-
-
-def _zb_w(request: Request) -> Plan:
-    return zb_w(request.num_ranks, request.num_microbatches, request.stage_costs, request.options_within(1.0))
+    @property
+    def default_num_chunks(self) -> int:
+        """Virtual stages (VPP) per rank by default."""
+        return 2 if self.num_chunks is None else self.num_chunks
 
 
 _MOST = 10**6
@@ -189,108 +63,108 @@ MAX_OPS = 4_000_000
 """Most ops of a plan. 786,432 of them, of 256 ranks with 1,024 microbatches, take 39 s and 0.4 GB with a hand-written pattern."""
 
 _ALL = (
-    _info(
-        "1f1b",
-        "1F1B",
-        "linear",
-        "full backward (B+W), one stage per rank",
-        "arXiv 2104.04473, section 2.2.1",
-        lambda request: one_f_one_b(request.num_ranks, request.num_microbatches),
+    ScheduleInfo(
+        name="1f1b",
+        title="1F1B",
+        placement="linear",
+        description="full backward (B+W), one stage per rank",
+        reference="arXiv 2104.04473, section 2.2.1",
+        generate=lambda request: one_f_one_b(request.num_ranks, request.num_microbatches),
     ),
-    _info(
-        "interleaved-1f1b",
-        "interleaved 1F1B",
-        "loop",
-        "full backward (B+W), several stages per rank, interleaved (round-robin) placement",
-        "arXiv 2104.04473, section 2.2.2",
-        lambda request: interleaved_1f1b(request.num_ranks, request.num_microbatches, request.num_chunks),
+    ScheduleInfo(
+        name="interleaved-1f1b",
+        title="interleaved 1F1B",
+        placement="loop",
         num_chunks=None,
+        description="full backward (B+W), several stages per rank, interleaved (round-robin) placement",
+        reference="arXiv 2104.04473, section 2.2.2",
+        generate=lambda request: interleaved_1f1b(request.num_ranks, request.num_microbatches, request.num_chunks),
     ),
-    _info(
-        "zb-h1",
-        "ZB-H1",
-        "linear",
-        "ZB-1p: a third of 1F1B's bubble at its memory",
-        "arXiv 2401.10241, section 2.1",
-        lambda request: zb_h1(request.num_ranks, request.num_microbatches),
+    ScheduleInfo(
+        name="zb-h1",
+        title="ZB-H1",
+        placement="linear",
+        description="ZB-1p: a third of 1F1B's bubble at its memory",
+        reference="arXiv 2401.10241, section 2.1",
+        generate=lambda request: zb_h1(request.num_ranks, request.num_microbatches),
     ),
-    _info(
-        "zb-h2",
-        "ZB-H2",
-        "linear",
-        "ZB-2p: no bubble at twice 1F1B's memory",
-        "arXiv 2401.10241, section 2.2",
-        lambda request: zb_h2(request.num_ranks, request.num_microbatches),
+    ScheduleInfo(
+        name="zb-h2",
+        title="ZB-H2",
+        placement="linear",
+        description="ZB-2p: no bubble at twice 1F1B's memory",
+        reference="arXiv 2401.10241, section 2.2",
+        generate=lambda request: zb_h2(request.num_ranks, request.num_microbatches),
     ),
-    _info(
-        "zb",
-        "ZB",
-        "linear",
-        "zero bubble for any number of pending microbatches per rank",
-        "arXiv 2401.10241, section 3",
-        _zb,
+    ScheduleInfo(
+        name="zb",
+        title="ZB",
+        placement="linear",
         takes_max_pending_backward=True,
         is_searched=True,
+        description="zero bubble for any number of pending microbatches per rank",
+        reference="arXiv 2401.10241, section 3",
+        generate=zb,
     ),
-    _info(
-        "zbv",
-        "ZBV",
-        "V",
-        "no bubble at 1F1B's memory, two stages per rank in a V",
-        "arXiv 2401.10241, section 6",
-        _zbv,
+    ScheduleInfo(
+        name="zbv",
+        title="ZBV",
+        placement="V",
         num_chunks=2,
         is_searched=True,
+        description="no bubble at 1F1B's memory, two stages per rank in a V",
+        reference="arXiv 2401.10241, section 6",
+        generate=zbv,
     ),
-    _info(
-        "v-half",
-        "V-Half",
-        "V",
-        "about half of 1F1B's memory, two stages per rank in a V",
-        "arXiv 2405.15362, section 3",
-        _v_half,
+    ScheduleInfo(
+        name="v-half",
+        title="V-Half",
+        placement="V",
         num_chunks=2,
         is_searched=True,
+        description="about half of 1F1B's memory, two stages per rank in a V",
+        reference="arXiv 2405.15362, section 3",
+        generate=v_half,
     ),
-    _info(
-        "v-min",
-        "V-Min",
-        "V",
-        "about a third of 1F1B's memory, two stages per rank in a V",
-        "arXiv 2405.15362, section 3",
-        _v_min,
+    ScheduleInfo(
+        name="v-min",
+        title="V-Min",
+        placement="V",
         num_chunks=2,
         is_searched=True,
+        description="about a third of 1F1B's memory, two stages per rank in a V",
+        reference="arXiv 2405.15362, section 3",
+        generate=v_min,
     ),
-    _info(
-        "1f1b-v",
-        "1F1B-V",
-        "V",
-        "full backward (B+W) at two thirds of 1F1B's memory, two stages per rank in a V",
-        "arXiv 2405.15362, section 3",
-        _one_f_one_b_v,
+    ScheduleInfo(
+        name="1f1b-v",
+        title="1F1B-V",
+        placement="V",
         num_chunks=2,
         is_searched=True,
+        description="full backward (B+W) at two thirds of 1F1B's memory, two stages per rank in a V",
+        reference="arXiv 2405.15362, section 3",
+        generate=one_f_one_b_v,
     ),
-    _info(
-        "zb-interleaved",
-        "zero-bubble interleaved",
-        "loop",
-        "B and W split, several stages per rank, interleaved (round-robin) placement",
-        "arXiv 2104.04473 and 2401.10241",
-        _zb_interleaved,
+    ScheduleInfo(
+        name="zb-interleaved",
+        title="zero-bubble interleaved",
+        placement="loop",
         num_chunks=None,
         is_searched=True,
+        description="B and W split, several stages per rank, interleaved (round-robin) placement",
+        reference="arXiv 2104.04473 and 2401.10241",
+        generate=zb_interleaved,
     ),
-    _info(
-        "zb-w",
-        "ZB-W",
-        "W",
-        "B and W split, four stages per rank in two Vs",
-        "arXiv 2401.10241, section 6, with two Vs",
-        _zb_w,
+    ScheduleInfo(
+        name="zb-w",
+        title="ZB-W",
+        placement="W",
         num_chunks=4,
         is_searched=True,
+        description="B and W split, four stages per rank in two Vs",
+        reference="arXiv 2401.10241, section 6, with two Vs",
+        generate=zb_w,
     ),
 )
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ipaddress
+import signal
 import socket
 import sys
 import webbrowser
-from types import FrameType
 from typing import NoReturn
 
-import uvicorn
-
 from megatron.zerobubble.messages import one_line, shown
-from megatron.zerobubble.playground.app import create_app
-from megatron.zerobubble.playground.limits import MAX_CONNECTIONS
-from megatron.zerobubble.playground.pool import Pool
-from megatron.zerobubble.playground.slow_connections import PromptProtocol
+from megatron.zerobubble.playground.server import Server
 
 DEFAULT_PORT = 8321
 
@@ -68,32 +63,11 @@ def main(argv: list[str] | None = None) -> int:
         print("playground: everyone who can reach this address can run searches on this machine; there is no login", flush=True)
     if args.open:
         webbrowser.open(address)
-    app = create_app(search_seconds=args.search_seconds, allowed_hosts=[*args.allow_host, args.host])
-    config = uvicorn.Config(
-        app,
-        http=PromptProtocol,
-        log_level="warning",
-        limit_concurrency=MAX_CONNECTIONS,
-        timeout_keep_alive=5,
-        timeout_graceful_shutdown=5,
-        server_header=False,
-    )
-    with contextlib.suppress(KeyboardInterrupt):  # the normal way to end the server
-        _Server(config, app.state.pool).run(sockets=[listener])
+    server = Server(listener, search_seconds=args.search_seconds, allowed_hosts=[*args.allow_host, args.host])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt), server:  # the normal way to end the server
+        server.serve_forever()
     return 0
-
-
-class _Server(uvicorn.Server):
-    """Stops the running searches on exit; uvicorn would wait for them."""
-
-    def __init__(self, config: uvicorn.Config, pool: Pool) -> None:
-        super().__init__(config)
-        self._pool = pool
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop all searches, then the server. Called on Ctrl-C and SIGTERM."""
-        self._pool.stop()
-        super().handle_exit(sig, frame)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -16,14 +16,8 @@ MAX_MEMORY = 64.0
 MAX_POINTS = 12
 """Points of a Pareto front."""
 MAX_BODY_BYTES = 32 * 2**20
-BODY_SECONDS = 20.0
-"""Time in which the body of a request must arrive."""
-HEAD_SECONDS = 5.0
-"""Time in which the head of a request must arrive: from the start of a connection, or the end of its last response."""
-MAX_WAITING = 64
-"""Connections without a request; one more ends the one that has waited longest."""
-MAX_CONNECTIONS = 200
-"""Connections with and without a request; more are answered with 503."""
+SILENT_SECONDS = 20.0
+"""Longest pause within a request."""
 TASK_SECONDS = 60.0
 """Time limit of tasks other than searches: reading a file, drawing, exporting."""
 WORKER_BYTES = 6 * 2**30

@@ -27,7 +27,7 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
         CheckpointError: the checkpoint to load does not exist.
     """
     model, parallel, zero_bubble, data = settings.model, settings.parallel, settings.zero_bubble, settings.data
-    parallel.check(zero_bubble, world_size=settings.world_size)
+    parallel.check(world_size=settings.world_size)
     schedule.check_schedule(settings)
     model.check(parallel, zero_bubble)
     schedule.check_layers(settings)

@@ -59,7 +59,6 @@ def build_training_state(
             config=setup.config,
             ddp_config=mcore_config.ddp_config(settings),
             spec=spec,
-            wgrad=mcore_config.wgrad_policy(settings),
             weights_seed=None if settings.run.init_by_rank else settings.run.seed,
         )
         optimizer = get_megatron_optimizer(mcore_config.optimizer_config(settings), built.chunks, use_gloo_process_groups=False)

@@ -2,8 +2,8 @@
 
 Shapes: input x_sbi [sequence, batch, in] (any leading dimensions), weight [out, in], output y_sbo [sequence, batch, out]. Under
 tensor parallelism ``in`` or ``out`` is the rank's shard. Under sequence parallelism the input is sharded along its first
-dimension: forward all-gathers it, B reduce-scatters the input gradient. The all-gather of the input for W is either in B,
-overlapped with the dgrad GEMM, so that W itself communicates nothing, or in W, which then receives the shard (`sharing`).
+dimension: forward all-gathers it, B reduce-scatters the input gradient, and W all-gathers it again (`sharing`). A fused backward
+has no W: there the all-gather overlaps with the dgrad GEMM.
 
 During the tensor-parallel all-reduce of the input gradient the rest of this B has to wait: it needs the result. The fused
 backward overlaps the all-reduce with its own wgrad GEMM; this one overlaps it with a deferred wgrad GEMM from the store, if there
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.zerobubble.wgrad.sharing import Gathered, WgradGather, own_slice, reduce_scatter
+from megatron.zerobubble.wgrad.sharing import Gathered, reduce_scatter
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
@@ -34,13 +34,10 @@ class LinearSplit:
     Attributes:
         split: the weight and its hooks.
         store: receives the operands of the weight gradient in B.
-        scattered_over: the tensor-parallel group if the output is scattered over it along dimension 0 afterwards (row-parallel
-            linears under sequence parallelism), so that the output gradient was all-gathered over it; otherwise None.
     """
 
     split: SplitWeight
     store: WeightGradStore
-    scattered_over: dist.ProcessGroup | None = None
 
 
 def split_linear(
@@ -119,7 +116,7 @@ class _SplitLinear(torch.autograd.Function):
         input_, weight = ctx.saved_tensors
         how: LinearSplit = ctx.how
         grad_output = grad_output.to(input_.dtype)
-        w_gathers_input = ctx.sequence_parallel and how.store.w_gathers(WgradGather.INPUT)
+        w_gathers_input = ctx.sequence_parallel and how.store.defers
         gathering = Gathered(input_, ctx.group) if ctx.sequence_parallel and not w_gathers_input else None
         grad_input = grad_output.matmul(weight)
         reducing = None
@@ -135,13 +132,7 @@ class _SplitLinear(torch.autograd.Function):
         grad_output = grad_output.detach().reshape(-1, grad_output.shape[-1])
         grad_bias = grad_output.sum(dim=0) if ctx.has_bias else None
         input_ = input_.detach().reshape(-1, input_.shape[-1])
-        if w_gathers_input:
-            how.store.put(how.split, grad_output, input_, gather_input_over=ctx.group)
-        elif how.scattered_over is not None and how.store.w_gathers(WgradGather.BOTH):
-            part = own_slice(grad_output, how.scattered_over)
-            how.store.put(how.split, part, input_, gather_grad_over=how.scattered_over)
-        else:
-            how.store.put(how.split, grad_output, input_)
+        how.store.put(how.split, grad_output, input_, gather_over=ctx.group if w_gathers_input else None)
         if reducing is not None:
             how.store.run_ahead(weight.numel())
             # On CUDA this blocks the stream, not the host: the wgrad GEMM runs after the dgrad GEMM and overlaps the all-reduce.

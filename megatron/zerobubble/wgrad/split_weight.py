@@ -1,10 +1,12 @@
-"""A weight whose gradient is computed in W instead of in autograd's backward pass."""
+"""A weight whose gradient is computed in W instead of in autograd's backward pass, and what B leaves for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -61,3 +63,15 @@ class SplitWeight:
             hook()
         if stands_in:
             parameter.grad = None
+
+
+class DeferredGemm(NamedTuple):
+    """One weight gradient that B has left for W: ``grad_output^T @ input``."""
+
+    split: SplitWeight
+    grad_output: Tensor
+    """[tokens, out]."""
+    input: Tensor
+    """[tokens, in], or this rank's slice of the tokens."""
+    gather_over: dist.ProcessGroup | None = None
+    """If `input` is a slice: the group whose ranks hold the other slices."""

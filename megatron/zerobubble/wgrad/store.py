@@ -1,7 +1,8 @@
 """The store of deferred weight gradients.
 
-B leaves, for every split linear of a stage, what its weight gradient needs; W takes it and computes. The store belongs to one
-rank and is an argument wherever it is needed. Entries are keyed by (chunk, microbatch) and freed as soon as their W has run.
+B leaves, for every split linear of a stage, what its weight gradient needs (`put`); W takes it and computes (`run`). The store
+belongs to one rank and is an argument wherever it is needed. Entries are keyed by (chunk, microbatch) and freed as soon as their
+W has run.
 
 Invariants: W only runs what B has put, once; an iteration ends with an empty store; a weight gradient is computed exactly once.
 
@@ -14,6 +15,7 @@ ascending order, to the same bits, and its hooks are called in its W as always.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,9 +27,9 @@ from torch.autograd import Variable
 from megatron.zerobubble.errors import WeightGradStoreError
 from megatron.zerobubble.wgrad.deferring import DeferringModule
 from megatron.zerobubble.wgrad.gemm import WgradKernel
-from megatron.zerobubble.wgrad.grouping import DeferredGemm, Operands, WgradGroup
-from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
-from megatron.zerobubble.wgrad.split_weight import SplitWeight
+from megatron.zerobubble.wgrad.grouping import WgradGroup
+from megatron.zerobubble.wgrad.sharing import Gathered
+from megatron.zerobubble.wgrad.split_weight import DeferredGemm, SplitWeight
 
 _OUTSIDE = (-1, -1)
 """In place of a (chunk, microbatch): a backward pass outside of any B."""
@@ -39,13 +41,11 @@ class WeightGradStore:
     Args:
         kernel: how to accumulate.
         rank: pipeline rank, for messages.
-        policy: what W gathers under sequence parallelism, and whether GEMMs may run before their W.
     """
 
-    def __init__(self, kernel: WgradKernel, *, rank: int = 0, policy: WgradPolicy | None = None) -> None:
+    def __init__(self, kernel: WgradKernel, *, rank: int = 0) -> None:
         self.kernel = kernel
         self.rank = rank
-        self.policy = WgradPolicy() if policy is None else policy
         self.keeps_order = False
         """While True no GEMM runs before its W: for iterations that measure the time and memory of each op."""
         self.due_at_once: frozenset[tuple[int, int]] = frozenset()
@@ -75,7 +75,7 @@ class WeightGradStore:
         """Bytes of the tensors held for W; a storage that several GEMMs share counts once. Without what deferring modules hold in
         queues of their own."""
         storages = {}
-        for entries in (*self._entries.values(), *(each.gemms for group in self._groups.values() for each in group.left)):
+        for entries in (*self._entries.values(), *(group.left for group in self._groups.values())):
             for entry in entries:
                 for tensor in (entry.grad_output, entry.input):
                     storage = tensor.untyped_storage()
@@ -109,11 +109,10 @@ class WeightGradStore:
             self._entries[key] = entries
             self._modules[key] = modules
 
-    def w_gathers(self, what: WgradGather) -> bool:
-        """Whether the B that is open leaves the gathering of `what` (INPUT or BOTH) to W. A fused B has no W to leave it to."""
-        if self._fused or self._open is None or self.policy.gather is WgradGather.KEEP:
-            return False
-        return what is WgradGather.INPUT or self.policy.gather is WgradGather.BOTH
+    @property
+    def defers(self) -> bool:
+        """Whether a B is open that leaves its weight gradients to a W. A fused B has none."""
+        return self._open is not None and not self._fused
 
     def put(
         self,
@@ -121,8 +120,7 @@ class WeightGradStore:
         grad_output: Tensor,
         input_: Tensor,
         *,
-        gather_grad_over: dist.ProcessGroup | None = None,
-        gather_input_over: dist.ProcessGroup | None = None,
+        gather_over: dist.ProcessGroup | None = None,
     ) -> None:
         """Leave one weight gradient for W. Called from the backward of a split linear; outside of a B, computes it at once.
 
@@ -130,8 +128,7 @@ class WeightGradStore:
             split: whose gradient.
             grad_output: [tokens, out], any strides.
             input_: [tokens, in].
-            gather_grad_over: `grad_output` is this rank's slice of the tokens, which W gathers over this group.
-            gather_input_over: the same for `input_`.
+            gather_over: `input_` is this rank's slice of the tokens, which W gathers over this group.
         """
         if self._open is None:
             self._run_at_once(split, grad_output, input_)
@@ -139,7 +136,7 @@ class WeightGradStore:
         if self._fused:
             self._accumulate(split, grad_output, input_)
             grad_output = input_ = grad_output.new_empty(0)
-        self._open.append(DeferredGemm(split, grad_output, input_, gather_grad_over, gather_input_over))
+        self._open.append(DeferredGemm(split, grad_output, input_, gather_over))
 
     def defer(self, module: DeferringModule) -> None:
         """Queue a module that stores its own weight-gradient inputs; its W runs with the others of this microbatch.
@@ -169,7 +166,7 @@ class WeightGradStore:
         Returns:
             Whether a GEMM ran.
         """
-        if self._fused or self.keeps_order or not self.policy.runs_ahead:
+        if self._fused or self.keeps_order:
             return False
         waiting = [*self._entries.items()]  # in the order of their Bs, and so per chunk in that of their Ws
         if self._open is not None and self._open_key in self.due_at_once:
@@ -178,53 +175,67 @@ class WeightGradStore:
             for index, entry in enumerate(entries):
                 # All three hold for every GEMM of a weight or for none, so no older one of this weight is passed over. A weight
                 # that is given an accumulator for the time of its W has none now.
-                if entry.is_whole and entry.split.weight.numel() <= most and not entry.split.before:
+                if entry.gather_over is None and entry.split.weight.numel() <= most and not entry.split.before:
                     del entries[index]
                     self._accumulate(entry.split, entry.grad_output, entry.input)
                     self._ahead.setdefault(key, []).append(entry.split)
                     return True
         return False
 
+    @torch.no_grad()
     def run(self, chunk: int, microbatch: int) -> None:
         """W: compute what B of (chunk, microbatch) left, free it, and call each weight's hooks once."""
-        self.run_together(chunk, (microbatch,), part=0)
+        key = (chunk, microbatch)
+        gemms = sorted(self._take(key), key=lambda gemm: gemm.split.position)
+        left = {id(gemm.split) for gemm in gemms}
+        for split in {id(each): each for each in self._ahead.pop(key, ())}.values():
+            if id(split) not in left:
+                split.notify()
+        self._run(gemms)
+        self._compute_modules(key)
 
     @torch.no_grad()
     def run_together(self, chunk: int, microbatches: Sequence[int], *, part: int) -> None:
-        """One part of the Ws of several microbatches: all GEMMs of some of the weights, one microbatch after another.
+        """One part of the Ws of several microbatches, for ZeRO-2: all GEMMs of some weights, one microbatch after another.
 
         There are as many parts as microbatches, so that a part takes about as long as the W of one microbatch. Call it for part
         0, 1, ... in turn, after the Bs of all the microbatches have run.
         """
         if part == 0:
-            keys = [(chunk, microbatch) for microbatch in microbatches]
-            taken = [self._take(key) for key in keys]
-            ahead = [split for key in keys for split in self._ahead.pop(key, ())]
-            self._groups[chunk] = WgradGroup(microbatches, taken, ahead)
-            del taken
+            self._groups[chunk] = WgradGroup(microbatches, [self._take((chunk, microbatch)) for microbatch in microbatches])
         group = self._groups.get(chunk)
         if group is None or group.microbatches != tuple(microbatches):
             raise WeightGradStoreError(
                 f"{self._where((chunk, microbatches[part]))}: W is part {part + 1} of the group {list(microbatches)}, which has "
                 "not begun. The plan's order of ops is wrong."
             )
-        steps = group.take(part)
-        upcoming = Operands(steps.pop()) if steps else None
-        while upcoming is not None:  # one by one, so that each one's tensors are free before the GEMM after the next
-            (split, _, is_first, is_last), operands = upcoming.step, upcoming.wait()
-            upcoming = Operands(steps.pop()) if steps else None  # its gathers overlap with this GEMM
-            if is_first:
-                split.prepare()
-            if operands is not None:
-                self._accumulate(split, *operands)
-            del operands
-            if is_last:
-                split.notify()
+        self._run(group.take(part))
         if part == group.num_parts - 1:
             del self._groups[chunk]
             for microbatch in microbatches:
-                for module in self._modules.pop((chunk, microbatch), ()):
-                    module.compute((chunk, microbatch))
+                self._compute_modules((chunk, microbatch))
+
+    def _run(self, gemms: list[DeferredGemm]) -> None:
+        """Compute GEMMs in their order, and call each weight's hooks after its last one. Empties the list."""
+        left = Counter(id(gemm.split) for gemm in gemms)
+        prepared: set[int] = set()
+        gemms.reverse()
+        upcoming = _started(gemms)
+        while upcoming is not None:  # one by one, so that each one's tensors are free before the GEMM after the next
+            split, grad_output, input_ = upcoming
+            upcoming = _started(gemms)  # its gather overlaps with this GEMM
+            if id(split) not in prepared:
+                prepared.add(id(split))
+                split.prepare()
+            self._accumulate(split, grad_output, input_.wait() if isinstance(input_, Gathered) else input_)
+            del grad_output, input_
+            left[id(split)] -= 1
+            if not left[id(split)]:
+                split.notify()
+
+    def _compute_modules(self, key: tuple[int, int]) -> None:
+        for module in self._modules.pop(key, ()):
+            module.compute(key)
 
     def _take(self, key: tuple[int, int]) -> list[DeferredGemm]:
         entries = self._entries.pop(key, None)
@@ -279,6 +290,14 @@ class WeightGradStore:
 
     def _where(self, key: tuple[int, int]) -> str:
         return f"rank {self.rank}, chunk {key[0]}, microbatch {key[1]}"
+
+
+def _started(gemms: list[DeferredGemm]) -> tuple[SplitWeight, Tensor, Tensor | Gathered] | None:
+    """Take the last GEMM of a list, and start to gather its input if that is a slice; None if the list is empty."""
+    if not gemms:
+        return None
+    split, grad_output, input_, group = gemms.pop()
+    return split, grad_output, input_ if group is None else Gathered(input_, group)
 
 
 def _compute(module: DeferringModule) -> None:

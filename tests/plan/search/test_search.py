@@ -12,7 +12,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.generators import building_blocks
 from megatron.zerobubble.plan.generators.building_blocks import grid_blocks
-from megatron.zerobubble.plan.generators.zbv import zbv
+from megatron.zerobubble.plan.generators.zbv import zbv_pattern
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import build_plan, schedule_info
@@ -165,10 +165,10 @@ def test_the_same_seed_gives_the_same_plan_and_more_budget_no_worse_a_start() ->
         return search("x", placement, 8, costs, SearchOptions(memory_limit=0.75, seed=seed, budget=3e5))
 
     assert plan_of(3) == plan_of(3)
-    pattern = zbv(4, 8)
+    pattern = zbv_pattern(4, 8)
     for objective in Objective:
         options = SearchOptions(memory_limit=1.0, objective=objective, budget=3e5)
-        found = search("x", placement, 8, costs, options, seed_orders=[seed_order_of(lambda m: zbv(4, m))])
+        found = search("x", placement, 8, costs, options, seed_orders=[seed_order_of(lambda m: zbv_pattern(4, m))])
         assert objective.of(simulate(found, costs)) <= objective.of(simulate(pattern, costs)) + 1e-9
 
 

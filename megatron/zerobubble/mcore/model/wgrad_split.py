@@ -99,7 +99,7 @@ def split_weight_gradients(chunk: nn.Module, store: WeightGradStore) -> list[str
         split = SplitWeight(name, owner.weight)
         owner.weight.skip_backward_post_hook = True
         owner.register_wgrad_accumulation_and_reduce_hooks = split.hooks.append
-        linear._forward_impl = _SplitForward(LinearSplit(split, store, _scattered_over(linear)))
+        linear._forward_impl = _SplitForward(LinearSplit(split, store))
         if owner is not linear:
             setattr(linear, _SHARE_OF_B, owner.weight.register_post_accumulate_grad_hook(_add_share_of_b))
         names.append(split.name)
@@ -242,13 +242,6 @@ def _add_share_of_b(weight: Tensor) -> None:
     if main_grad is not None and weight.grad is not None:
         main_grad.add_(weight.grad)
         weight.grad = None
-
-
-def _scattered_over(linear: Any) -> torch.distributed.ProcessGroup | None:
-    """The group over which the linear's output is reduce-scattered along the sequence, and its gradient all-gathered, if any."""
-    scatters = isinstance(linear, RowParallelLinear) and linear.sequence_parallel and not linear.explicit_expert_comm
-    group: torch.distributed.ProcessGroup | None = linear.tp_group if scatters else None
-    return group
 
 
 def deferring_modules(chunk: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 
-from megatron.zerobubble.plan.generators.zbv import zbv
 from megatron.zerobubble.plan.search.interface import Order
-from megatron.zerobubble.plan.search.orders import SeedOrder, seed_order_of
+from megatron.zerobubble.plan.search.orders import SeedOrder
 
 _PERIOD = 6
 _STRIDES = (1, 2, 3)
@@ -46,8 +45,8 @@ class GridBlock:
         return [_row(ticks, num_microbatches) for ticks in self.ticks]
 
 
-def v_seed_orders(num_ranks: int, memory: float) -> list[SeedOrder]:
-    """The seed orders of a search on the V placement: the hand-written ZB-V and grid blocks of about the given memory.
+def grid_seed_orders(num_ranks: int, memory: float) -> list[SeedOrder]:
+    """The blocks of about the given memory, as seed orders of a search on the V placement.
 
     Args:
         num_ranks: p.
@@ -56,7 +55,7 @@ def v_seed_orders(num_ranks: int, memory: float) -> list[SeedOrder]:
     fitting = [block for block in grid_blocks(num_ranks) if block.residence <= _MOST_SHARE * memory]
     most = max((block.residence for block in fitting), default=0.0)
     blocks = [block for block in fitting if block.residence >= _LEAST_SHARE * most]
-    return [seed_order_of(partial(zbv, num_ranks)), *(block.order for block in blocks)]
+    return [block.order for block in blocks]
 
 
 @lru_cache(maxsize=8)

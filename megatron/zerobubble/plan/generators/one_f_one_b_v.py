@@ -12,18 +12,11 @@ Activation memory per rank: 2p/3 microbatches rounded up, plus half a microbatch
 
 from __future__ import annotations
 
-from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search.search import search
-from megatron.zerobubble.plan.search.search_options import SearchOptions
+from megatron.zerobubble.plan.generators.request import Request
+from megatron.zerobubble.plan.ir import Plan
 
 
-def one_f_one_b_v_memory(num_ranks: int, num_microbatches: int) -> float:
-    """The memory limit of 1F1B-V; 1.0 is 1F1B's rank 0."""
-    unit = min(num_ranks, num_microbatches)
-    return min(-(-2 * num_ranks // 3) + 0.5, unit) / unit
-
-
-def one_f_one_b_v(num_ranks: int, num_microbatches: int, costs: CostModel, options: SearchOptions) -> Plan:
-    """1F1B-V for any p >= 1 and m >= 1, within the memory limit of the search options."""
-    return search("1f1b-v", Placement.v(num_ranks), num_microbatches, costs, options, fused=True)
+def one_f_one_b_v(request: Request) -> Plan:
+    """1F1B-V for any p >= 1 and m >= 1."""
+    unit = min(request.num_ranks, request.num_microbatches)
+    return request.searched(min(-(-2 * request.num_ranks // 3) + 0.5, unit) / unit, fused=True)

@@ -14,21 +14,14 @@ Activation memory per rank: p//2 + 1 microbatches, which is 1/2 + 1/p of 1F1B's 
 
 from __future__ import annotations
 
-from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.generators.building_blocks import v_seed_orders
-from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search.search import search
-from megatron.zerobubble.plan.search.search_options import SearchOptions, memory_of
+from functools import partial
+
+from megatron.zerobubble.plan.generators.request import Request
+from megatron.zerobubble.plan.generators.zbv import v_seed_orders
+from megatron.zerobubble.plan.ir import Plan
 
 
-def v_half_memory(num_ranks: int, num_microbatches: int) -> float:
-    """The memory limit of V-Half; 1.0 is 1F1B's rank 0."""
-    unit = min(num_ranks, num_microbatches)
-    return min(num_ranks // 2 + 1, unit) / unit
-
-
-def v_half(num_ranks: int, num_microbatches: int, costs: CostModel, options: SearchOptions) -> Plan:
-    """V-Half for any p >= 1 and m >= 1, within the memory limit of the search options."""
-    placement = Placement.v(num_ranks)
-    seed_orders = v_seed_orders(num_ranks, memory_of(options, placement, num_microbatches))
-    return search("v-half", placement, num_microbatches, costs, options, seed_orders=seed_orders)
+def v_half(request: Request) -> Plan:
+    """V-Half for any p >= 1 and m >= 1."""
+    unit = min(request.num_ranks, request.num_microbatches)
+    return request.searched(min(request.num_ranks // 2 + 1, unit) / unit, partial(v_seed_orders, request.num_ranks))

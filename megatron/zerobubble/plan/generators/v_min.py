@@ -14,21 +14,14 @@ Activation memory per rank: p/3 microbatches rounded up, and one more unless p m
 
 from __future__ import annotations
 
-from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.generators.building_blocks import v_seed_orders
-from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search.search import search
-from megatron.zerobubble.plan.search.search_options import SearchOptions, memory_of
+from functools import partial
+
+from megatron.zerobubble.plan.generators.request import Request
+from megatron.zerobubble.plan.generators.zbv import v_seed_orders
+from megatron.zerobubble.plan.ir import Plan
 
 
-def v_min_memory(num_ranks: int, num_microbatches: int) -> float:
-    """The memory limit of V-Min; 1.0 is 1F1B's rank 0."""
-    unit = min(num_ranks, num_microbatches)
-    return min(-(-num_ranks // 3) + (num_ranks % 3 != 1), unit) / unit
-
-
-def v_min(num_ranks: int, num_microbatches: int, costs: CostModel, options: SearchOptions) -> Plan:
-    """V-Min for any p >= 1 and m >= 1, within the memory limit of the search options."""
-    placement = Placement.v(num_ranks)
-    seed_orders = v_seed_orders(num_ranks, memory_of(options, placement, num_microbatches))
-    return search("v-min", placement, num_microbatches, costs, options, seed_orders=seed_orders)
+def v_min(request: Request) -> Plan:
+    """V-Min for any p >= 1 and m >= 1."""
+    p, unit = request.num_ranks, min(request.num_ranks, request.num_microbatches)
+    return request.searched(min(-(-p // 3) + (p % 3 != 1), unit) / unit, partial(v_seed_orders, p))

@@ -27,13 +27,31 @@ from functools import partial
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.generators.deferral import deferred_wgrad_row
 from megatron.zerobubble.plan.generators.greedy import greedy_plan
+from megatron.zerobubble.plan.generators.request import Request
 from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.search.orders import SeedOrder, seed_order_of
 
 _EXTRA_FORWARDS = (-2, -1, 0, 1)
 _DELAY_SHARES = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)
 
 
-def zb(num_ranks: int, num_microbatches: int, max_pending_backward: int) -> Plan:
+def zb(request: Request) -> Plan:
+    """The hand-written pattern; with search options, the best plan found from the patterns of several memory points."""
+    p, m, pending = request.num_ranks, request.num_microbatches, request.pending
+    if request.options is None:
+        return zb_pattern(p, m, pending)
+    costs = request.stage_costs
+    costs.check_fits(request.spec.placement)
+
+    def seed_orders(memory: float) -> list[SeedOrder]:
+        pendings = [k for k in (1, -(-p // 2), p, -(-3 * p // 2), 2 * p) if k <= memory][-2:]
+        patterns = [partial(zb_pattern, p, max_pending_backward=k) for k in {*pendings, pending}]
+        return [*map(seed_order_of, patterns), *map(seed_order_of, timed_zb(p, costs, memory))]
+
+    return request.searched(1.0 if request.spec.max_pending_backward is None else pending / min(p, m), seed_orders)
+
+
+def zb_pattern(num_ranks: int, num_microbatches: int, max_pending_backward: int) -> Plan:
     """ZB for any p >= 1, m >= 1 and k = `max_pending_backward` >= 1, one stage per rank."""
     p, pending = num_ranks, min(max_pending_backward, 2 * num_ranks - 1)
     if pending < p:

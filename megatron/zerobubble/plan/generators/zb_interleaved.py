@@ -13,21 +13,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.generators.interleaved_1f1b import interleaved_1f1b
-from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.generators.request import Request
+from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.search.orders import seed_order_of
-from megatron.zerobubble.plan.search.search import search
-from megatron.zerobubble.plan.search.search_options import SearchOptions
 
 
-def zb_interleaved_memory(num_ranks: int, num_microbatches: int, num_chunks: int) -> float:
-    """The default memory limit, that of interleaved 1F1B; 1.0 is 1F1B's rank 0."""
-    return (num_ranks + (num_ranks - 1) / num_chunks) / min(num_ranks, num_microbatches)
-
-
-def zb_interleaved(num_ranks: int, num_microbatches: int, num_chunks: int, costs: CostModel, options: SearchOptions) -> Plan:
-    """Zero-bubble interleaved for any p >= 1, v >= 1 and m >= 1, within the memory limit of the search options."""
-    seed_orders = [seed_order_of(partial(interleaved_1f1b, num_ranks, num_chunks=num_chunks))]
-    placement = Placement.loop(num_ranks, num_chunks)
-    return search("zb-interleaved", placement, num_microbatches, costs, options, seed_orders=seed_orders)
+def zb_interleaved(request: Request) -> Plan:
+    """Zero-bubble interleaved for any p >= 1, v >= 1 and m >= 1."""
+    p, v = request.num_ranks, request.num_chunks
+    seed_order = seed_order_of(partial(interleaved_1f1b, p, num_chunks=v))
+    return request.searched((p + (p - 1) / v) / min(p, request.num_microbatches), lambda _: [seed_order])

@@ -13,12 +13,10 @@ Activation memory without a limit of its own: 1F1B's.
 
 from __future__ import annotations
 
-from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Placement, Plan
-from megatron.zerobubble.plan.search.search import search
-from megatron.zerobubble.plan.search.search_options import SearchOptions
+from megatron.zerobubble.plan.generators.request import Request
+from megatron.zerobubble.plan.ir import Plan
 
 
-def zb_w(num_ranks: int, num_microbatches: int, costs: CostModel, options: SearchOptions) -> Plan:
-    """ZB-W for any p >= 1 and m >= 1, within the memory limit of the search options."""
-    return search("zb-w", Placement.w(num_ranks), num_microbatches, costs, options)
+def zb_w(request: Request) -> Plan:
+    """ZB-W for any p >= 1 and m >= 1."""
+    return request.searched(1.0)

@@ -25,12 +25,34 @@ are removed.
 
 from __future__ import annotations
 
+from functools import partial
+
+from megatron.zerobubble.plan.generators.building_blocks import grid_seed_orders
+from megatron.zerobubble.plan.generators.request import Request
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
+from megatron.zerobubble.plan.search.orders import SeedOrder, seed_order_of
 from megatron.zerobubble.plan.transforms import first_microbatches
 
 
-def zbv(num_ranks: int, num_microbatches: int) -> Plan:
-    """ZB-V for any p >= 1 and m >= 1, two stages per rank."""
+def zbv(request: Request) -> Plan:
+    """ZB-V for any p >= 1 and m >= 1: the hand-written pattern, or with search options the best plan found."""
+    if request.options is None:
+        return zbv_pattern(request.num_ranks, request.num_microbatches)
+    return request.searched(1.0, partial(v_seed_orders, request.num_ranks))
+
+
+def v_seed_orders(num_ranks: int, memory: float) -> list[SeedOrder]:
+    """The seed orders of a search on the V placement: the hand-written ZB-V and grid blocks of about the given memory.
+
+    Args:
+        num_ranks: p.
+        memory: the limit per rank, in activations of microbatches.
+    """
+    return [seed_order_of(partial(zbv_pattern, num_ranks)), *grid_seed_orders(num_ranks, memory)]
+
+
+def zbv_pattern(num_ranks: int, num_microbatches: int) -> Plan:
+    """The seven phases for any p >= 1 and m >= 1, two stages per rank."""
     p = num_ranks
     m = max(num_microbatches, 2 * p)
     rows = [_row(rank, p, m) for rank in range(p)]

@@ -7,7 +7,6 @@ from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.require import at_most, positive, refuse
-from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
 __all__ = ["ParallelConfig"]
@@ -92,8 +91,8 @@ class ParallelConfig:
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ConfigError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
 
-    def check(self, zero_bubble: ZeroBubbleConfig, *, world_size: int) -> None:
-        """Raise ConfigError unless the sizes divide the number of ranks, and go with the schedule."""
+    def check(self, *, world_size: int) -> None:
+        """Raise ConfigError unless the sizes divide the number of ranks."""
         context, size = self.context_parallel_size, self.model_parallel_size
         if world_size % size:
             raise ConfigError(
@@ -101,12 +100,6 @@ class ParallelConfig:
                 f"{self.tensor_model_parallel_size} x --pipeline-model-parallel-size {self.pipeline_model_parallel_size}"
                 + (f" x --context-parallel-size {context}" if context > 1 else "")
                 + f" = {size}; start it with torchrun --nproc-per-node {size}, or a multiple of it"
-            )
-        gather = zero_bubble.zero_bubble_wgrad_gather
-        if gather is not None and (zero_bubble.schedule == "stock" or not self.sequence_parallel):
-            raise ConfigError(
-                f"--zero-bubble-wgrad-gather {gather} chooses what W gathers along the sequence: it needs --sequence-parallel "
-                "and a schedule of this package (--enable-zero-bubble); leave it out, or add those"
             )
 
     def _check_layout(self, text: str) -> None:

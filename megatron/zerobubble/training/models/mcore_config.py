@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron.zerobubble.training.config.model import ModelConfig
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.wgrad.sharing import WgradGather, WgradPolicy
 
 __all__ = [
     "ddp_config",
@@ -27,7 +25,6 @@ __all__ = [
     "parameter_dtype",
     "scheduler",
     "transformer_config",
-    "wgrad_policy",
 ]
 
 
@@ -181,14 +178,6 @@ def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
         bucket_size=parallel.ddp_bucket_size,
         average_in_collective=parallel.ddp_average_in_collective,
     )
-
-
-def wgrad_policy(settings: Settings) -> WgradPolicy:
-    """What W gathers over the tensor-parallel ranks, and whether deferred wgrad GEMMs overlap B's all-reduce."""
-    zero_bubble = settings.zero_bubble
-    policy = WgradPolicy(runs_ahead=zero_bubble.zero_bubble_overlap_tensor_parallel)
-    given = zero_bubble.zero_bubble_wgrad_gather
-    return policy if given is None else replace(policy, gather=WgradGather(given))
 
 
 def optimizer_config(settings: Settings) -> OptimizerConfig:

@@ -1,0 +1,80 @@
+"""What a generator is asked for, and the search that most of them leave the order of ops to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.ir import Plan
+from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.plan.search.orders import SeedOrder
+from megatron.zerobubble.plan.search.search import search
+from megatron.zerobubble.plan.search.search_options import SearchOptions, memory_of, smallest_memory
+
+__all__ = ["Request"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The arguments of a generator: schedule, number of microbatches, costs and search options."""
+
+    spec: ScheduleSpec
+    """The schedule with its placement and limits."""
+    num_microbatches: int
+    """m."""
+    costs: CostModel | None = None
+    """None: uniform stages, F=B=W and free links."""
+    options: SearchOptions | None = None
+    """None: the hand-written pattern, or for a schedule without one a search without a budget."""
+
+    @property
+    def num_ranks(self) -> int:
+        """p."""
+        return self.spec.num_ranks
+
+    @property
+    def num_chunks(self) -> int:
+        """v."""
+        return self.spec.num_chunks
+
+    @property
+    def pending(self) -> int:
+        """Most microbatches between F and W per rank, p by default."""
+        return self.num_ranks if self.spec.max_pending_backward is None else self.spec.max_pending_backward
+
+    def searched(
+        self, memory_limit: float, seed_orders: Callable[[float], Sequence[SeedOrder]] = lambda _: (), *, fused: bool = False
+    ) -> Plan:
+        """The best plan that a search finds.
+
+        Args:
+            memory_limit: the schedule's own limit, see `options_within`.
+            seed_orders: from the limit, in activations of microbatches, to the orders that the search starts from.
+            fused: build plans of F and BW only.
+        """
+        placement, m, options = self.spec.placement, self.num_microbatches, self.options_within(memory_limit)
+        seeds = seed_orders(memory_of(options, placement, m))
+        return search(self.spec.name, placement, m, self.stage_costs, options, seed_orders=seeds, fused=fused)
+
+    @property
+    def stage_costs(self) -> CostModel:
+        """The requested costs, or uniform ones with F=B=W and free links."""
+        return CostModel.uniform(self.spec.placement) if self.costs is None else self.costs
+
+    def options_within(self, memory_limit: float) -> SearchOptions:
+        """The search options, with a memory limit.
+
+        Args:
+            memory_limit: the schedule's own limit, for requests without one; 1.0 is 1F1B's rank 0. With uneven stages it is
+                scaled to the rank with the most activation memory per microbatch.
+        """
+        options = self.options or SearchOptions(budget=0.0)
+        if options.memory_limit is not None:
+            return options
+        placement, costs = self.spec.placement, self.stage_costs.reserved
+        costs.check_fits(placement)
+        fullest = max(math.fsum(costs.activation[stage] for stage in stages) for stages in placement.rank_to_stages)
+        least = smallest_memory(placement, self.num_microbatches, costs)
+        return replace(options, memory_limit=max(memory_limit * fullest, least))

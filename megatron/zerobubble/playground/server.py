@@ -1,0 +1,271 @@
+"""The playground's server: one page, its static files, and one endpoint per task. It keeps no state between requests.
+
+A search streams a line of JSON whenever it has a better plan; the page stops it by closing the connection. All planning and
+parsing happens in worker processes.
+
+A server on a loopback address is reachable from any page that the browser has open. Such a page can point a host name of its own
+at our address (DNS rebinding): so the Host header must be an address, `localhost`, or a name that was allowed at start. It can
+post to us without reading the response (CSRF): so the origin of a request must be our own page, and its body JSON, which another
+page cannot send without a CORS preflight. Our own page runs no scripts from elsewhere (Content-Security-Policy).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import mimetypes
+import re
+import socket
+from collections.abc import Iterable
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
+from megatron.zerobubble.plan.registry import known_schedules
+from megatron.zerobubble.plan.render.svg import COLORS, SPAN_COLORS
+from megatron.zerobubble.plan.search.core import PythonCore
+from megatron.zerobubble.plan.search.search import best_core
+from megatron.zerobubble.plan.search.search_options import Effort
+from megatron.zerobubble.playground import limits
+from megatron.zerobubble.playground.drawing import KINDS
+from megatron.zerobubble.playground.tasks import SEARCHES, TASKS
+from megatron.zerobubble.playground.workers import Workers, is_error, num_searches
+from megatron.zerobubble.version import __version__
+
+__all__ = ["Server"]
+
+_STATIC = Path(__file__).parent / "static"
+_TICK = b'{"event":"tick"'
+_STARTING = b'{"event":"tick","state":"running"'
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/@\s]+)(:\d{1,5})?")
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the page, with a thread per connection.
+
+    Args:
+        listener: the listening socket.
+        search_seconds: time limit of a search, in seconds; the page keeps its best plan so far.
+        allowed_hosts: host names besides `localhost` that browsers may use for this server.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, listener: socket.socket, *, search_seconds: float = 600.0, allowed_hosts: Iterable[str] = ()) -> None:
+        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.workers = Workers(search_seconds=search_seconds)
+        self.allowed = frozenset(name.lower() for name in allowed_hosts) | {"localhost"}
+        # Only these are served: no request path is used as a file path.
+        files = sorted(path for path in _STATIC.rglob("*") if path.is_file())
+        self.files = {f"/{path.relative_to(_STATIC).as_posix()}": (path.read_bytes(), _kind(path)) for path in files}
+        self.files["/"] = self.files["/index.html"]
+        self.files["/api/choices"] = json.dumps(_choices()).encode(), "application/json"
+
+    def server_close(self) -> None:
+        """End all searches, and stop to listen."""
+        self.workers.stop()
+        super().server_close()
+
+
+def _kind(path: Path) -> str:
+    kind = mimetypes.guess_type(path.name)[0] or "text/plain"
+    return f"{kind}; charset=utf-8" if kind.startswith("text/") else kind
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection, which ends with its response."""
+
+    server: Server
+    timeout: ClassVar[float] = limits.SILENT_SECONDS
+    server_version, sys_version = "zerobubble", ""
+
+    def handle(self) -> None:
+        """Answer the request; a page that hangs up ends it."""
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            super().handle()
+
+    def do_GET(self) -> None:
+        """Serve the page, one of its files, or what it offers."""
+        if self._is_refused():
+            return
+        path = self._path
+        if path in self.server.files:
+            content, kind = self.server.files[path]
+            self._begin(200, kind, len(content))
+            self.wfile.write(content)
+        elif path.removeprefix("/api/") in TASKS:
+            self._fail(405, "the task takes a POST")
+        else:
+            self._fail(404, "there is no such page")
+
+    def do_POST(self) -> None:
+        """Run a task."""
+        if self._is_refused():
+            return
+        task = self._path.removeprefix("/api/")
+        if task not in TASKS or not self._path.startswith("/api/"):
+            known = self._path in self.server.files
+            self._fail(405 if known else 404, "the page takes a GET" if known else "there is no such task")
+            return
+        length = self.headers.get("content-length", "")
+        if not (length.isascii() and length.isdecimal() and len(length) < 20):
+            self._fail(400, "the request needs a content-length")
+            return
+        if int(length) > limits.MAX_BODY_BYTES:
+            self._fail(413, f"the request is larger than the maximum of {limits.MAX_BODY_BYTES // 2**20} MiB")
+            return
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            self._fail(400, "the request ended early")
+        elif task in SEARCHES:
+            self._stream(task, body)
+        else:
+            self._answer(task, body)
+
+    @property
+    def _path(self) -> str:
+        return self.path.partition("?")[0]
+
+    def _stream(self, task: str, body: bytes) -> None:
+        """Stream the lines of a search. An error in the request is the worker's first event, and becomes an HTTP status."""
+        with contextlib.closing(self.server.workers.events(task, body)) as events:
+            first = next((line for line in events if not line.startswith(_STARTING)), b"")
+            if not first or is_error(first):
+                self._begin(400, "application/json", len(first))
+                self.wfile.write(first)
+                return
+            self._begin(200, "application/x-ndjson")
+            self.wfile.write(first)
+            for line in events:
+                self.wfile.write(line)
+
+    def _answer(self, task: str, body: bytes) -> None:
+        """The single answer of a short task."""
+        with contextlib.closing(self.server.workers.events(task, body)) as events:
+            line = next((line for line in events if not line.startswith(_TICK)), None)
+        if line is None:
+            self._fail(500, "the worker process ended without an answer")
+            return
+        self._begin(200 if line.startswith(b'{"event":"done"') else 400, "application/json", len(line))
+        self.wfile.write(line)
+
+    def _begin(self, status: int, kind: str, length: int | None = None) -> None:
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        if length is not None:
+            self.send_header("content-length", str(length))
+        self.end_headers()
+
+    def end_headers(self) -> None:
+        """End the head of any response, with the security headers."""
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        super().end_headers()
+
+    def _fail(self, status: int, message: str) -> None:
+        content = json.dumps({"event": "error", "message": message}).encode()
+        self._begin(status, "application/json", len(content))
+        self.wfile.write(content)
+
+    def _is_refused(self) -> bool:
+        """Refuse what does not come from our own page."""
+        refusal = _refusal(self.command, self.headers, self.server.allowed)
+        if refusal is not None:
+            self._fail(*refusal)
+        return refusal is not None
+
+    def log_message(self, *_: object) -> None:
+        """Log no request."""
+
+
+def _refusal(method: str, headers: Message, allowed: frozenset[str]) -> tuple[int, str] | None:
+    """Status and message for a request that is not from our own page; None: it is."""
+    host = headers.get("host", "")
+    if not _is_ours(host, allowed):
+        return 421, f"the server does not answer to the name {host[:80]!r}; start it with --allow-host to change that"
+    origin = headers.get("origin")
+    if origin is not None and origin.lower() != f"http://{host}".lower():
+        return 403, f"a page of {origin[:80]!r} may not ask this server"
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return 403, "a page of another site may not ask this server"
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if method == "POST" and kind != "application/json":
+        return 415, f"the content type is {kind[:80]!r}; send application/json"
+    return None
+
+
+def _is_ours(host: str, allowed: frozenset[str]) -> bool:
+    match = _HOST.fullmatch(host)
+    if match is None:
+        return False
+    name = match[1].lower()
+    if name in allowed:
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _choices() -> dict[str, Any]:
+    """The schedules, objectives, efforts, colors and limits that the page offers."""
+    schedules = [
+        {
+            "name": info.name,
+            "title": info.title,
+            "placement": info.placement,
+            "num_chunks": info.num_chunks,
+            "is_searched": info.is_searched,
+            "takes_max_pending_backward": info.takes_max_pending_backward,
+            "description": info.description,
+        }
+        for info in known_schedules()
+    ]
+    auto = {
+        "name": AUTO,
+        "title": AUTO,
+        "placement": "",
+        "num_chunks": 0,
+        "is_searched": True,
+        "takes_max_pending_backward": False,
+        "description": "the best of all schedules within the memory limit, 1F1B's if none is given, as in a run",
+    }
+    objectives = [
+        {"name": objective.value, "label": objective.label.removeprefix("with ").removeprefix("the ")}
+        for objective in reversed(Objective)
+    ]
+    return {
+        "version": __version__,
+        "schedules": [*schedules, auto],
+        "objectives": objectives,
+        "auto_memory_limit": AUTO_MEMORY_LIMIT,
+        "num_searches": num_searches(),
+        "efforts": ["drawn", *(effort.value for effort in Effort)],
+        "kinds": [{"name": kind.value, "colors": COLORS[kind]} for kind in KINDS],
+        "spans": {activity.value: color for activity, color in SPAN_COLORS.items()},
+        "is_compiled": best_core() is not PythonCore,
+        "limits": {
+            "ranks": limits.MAX_RANKS,
+            "microbatches": limits.MAX_MICROBATCHES,
+            "chunks": limits.MAX_STAGES_PER_RANK,
+            "body_bytes": limits.MAX_BODY_BYTES,
+        },
+    }
