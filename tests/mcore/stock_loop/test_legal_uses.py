@@ -6,7 +6,6 @@ is summed in another order. The baseline is megatron-core's 1F1B.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,6 @@ _LEFT_OUT = {
 """Uses that are not legal under a schedule, with the page that says so."""
 _BASELINES = {"an_error_in_the_first_microbatch_of_an_evaluation": "an_error_in_the_last_microbatch_of_an_evaluation"}
 """Uses that stock cannot go on from: it leaves messages of the failed call behind, which other ranks wait for."""
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.stop()
 
 
 @pytest.fixture(scope="module")
