@@ -21,8 +21,8 @@ from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.transforms import forward_only
 from tests.plan.test_communication import placements, random_plan
 from tests.support.hazards import COMPUTE, Queues, finishes, first_ops, ops_of, single
+from tests.support.program_checker import check
 from tests.support.programs import FAMILIES
-from tests.support.rendezvous import check
 
 
 def plans(name: str, most_ranks: int) -> Iterator[Plan]:
