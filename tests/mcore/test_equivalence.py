@@ -1,4 +1,4 @@
-"""Every schedule against the unpipelined model: same loss, same gradients, same weights after three optimizer steps.
+"""Every schedule against the unpipelined model: same loss, same gradients, same weights after two optimizer steps.
 
 fp32, and bit for bit (`torch.equal`): each weight's gradient is accumulated over the microbatches in the same ascending order on
 both sides, by the same operations. Where a sum is taken in another order the tolerance is 1e-6 and the test states which sum.

@@ -69,7 +69,7 @@ class Case:
     """`full`, `block`, `selective`, or the modules of the last."""
     different_data: bool = False
     dtype: torch.dtype = torch.float32
-    num_steps: int = 3
+    num_steps: int = 2
     clip_grad: float = 0.0
     optimizer: str = "adam"
     adam_eps: float = 1e-8
@@ -502,7 +502,7 @@ def difference(actual: Outcome, expected: Outcome) -> Difference:
 def _largest(actual: Tensors, expected: Tensors) -> tuple[float, str]:
     """Relative to the tensor's largest entry, or to its dtype's smallest normal number where that is larger.
 
-    Below it the last bit is worth the same everywhere; in float16 a quarter of a bias that has taken three steps from zero.
+    Below it the last bit is worth the same everywhere; in float16 a quarter of a bias that has taken a few steps from zero.
     """
     worst = (0.0, "")
     for name, tensor in actual.items():

@@ -1,4 +1,4 @@
-"""`HybridModel` under every schedule against the unpipelined one: same loss, same gradients, same weights after three steps.
+"""`HybridModel` under every schedule against the unpipelined one: same loss, same gradients, same weights after two steps.
 
 fp32, and bit for bit, as in `test_equivalence`.
 """
