@@ -94,6 +94,12 @@ def four_ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankPool]:
+    """Two gloo ranks, started once."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
 def engine_wheel() -> None:
     """Skips what needs Transformer Engine's Python where it was not fetched; in CI that is a failure."""
     if unpacked() is None:
@@ -103,9 +109,9 @@ def engine_wheel() -> None:
         pytest.skip(reason)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def engine_ranks(engine_wheel: None) -> Iterator[RankPool]:
-    """Four gloo ranks with Transformer Engine's Python, started once per file."""
+    """Four gloo ranks with Transformer Engine's Python, started once."""
     yield from _pool(4, prepare="tests.support.transformer_engine")
 
 

@@ -77,6 +77,7 @@ def test_what_is_measured_and_predicted(done: tuple[subprocess.CompletedProcess[
     assert found["interleaved-1f1b:8"]["failure"].startswith("--num-layers 8")
 
 
+@pytest.mark.sampled(0.4, group="whole jobs")
 def test_of_documents_nothing_is_claimed_that_differs_by_iteration(tmp_path: Path) -> None:
     """Tokens, FLOPs and passes of --seq-length would be too many."""
     documents = write_documents(tmp_path / "some", random_documents([2, 5, 9, 17, 32, 33, 12, 7]))

@@ -63,7 +63,7 @@ def test_times_that_are_all_0_or_as_large_and_as_small_as_they_may_be(capsys: py
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-interleaved", "auto"])
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1_000_000, 8), (4, 1_000_000), (3000, 3000), (10**6, 10**6)])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(100_000, 100), (4, 1_000_000), (3000, 3000)])
 def test_a_plan_of_too_many_ops_is_refused_before_it_is_made(
     num_ranks: int, num_microbatches: int, schedule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

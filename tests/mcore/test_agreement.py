@@ -251,6 +251,7 @@ def _install(rank: int, of_all: dict[str, Any], of_last: dict[str, Any], version
     ],
     ids=["schedule", "memory_limit", "max_pending_backward", "weights_seed", "microbatch_tokens"],
 )
+@pytest.mark.sampled(0.4)
 def test_other_options_of_install_are_refused_on_all_ranks(
     four_ranks: RankPool, of_all: dict[str, Any], of_last: dict[str, Any], values: tuple[str, str, str]
 ) -> None:

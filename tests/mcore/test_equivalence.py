@@ -1,4 +1,4 @@
-"""Every schedule against the unpipelined model: same loss, same gradients, same weights after three optimizer steps.
+"""Every schedule against the unpipelined model: same loss, same gradients, same weights after two optimizer steps.
 
 fp32, and bit for bit (`torch.equal`): each weight's gradient is accumulated over the microbatches in the same ascending order on
 both sides, by the same operations. Where a sum is taken in another order the tolerance is 1e-6 and the test states which sum.
@@ -34,7 +34,7 @@ def _grid() -> list[Case]:
 
 
 @pytest.mark.parametrize("case", _grid(), ids=str)
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.2)
 def test_same_bits_as_the_unpipelined_model(four_ranks: RankPool, case: Case) -> None:
     _assert_equal(four_ranks.run(compare, case), case)
 
@@ -54,7 +54,7 @@ UNEVEN = [
 
 
 @pytest.mark.parametrize("case", UNEVEN, ids=str)
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.3)
 def test_same_bits_with_uneven_stages(four_ranks: RankPool, case: Case) -> None:
     """Stages of any number of layers, ends without a layer, odd layers per rank under V: each layer keeps its global index."""
     _assert_equal(four_ranks.run(compare, case), case)
@@ -77,7 +77,7 @@ FEATURES = [
 
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(f"{k}={v}" for k, v in features.items()))
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.25)
 def test_same_bits_with(four_ranks: RankPool, base: Case, features: dict[str, object]) -> None:
     case = replace(base, **features)  # type: ignore[arg-type]
     _assert_equal(four_ranks.run(compare, case), case)
@@ -117,6 +117,7 @@ def test_tied_embeddings(four_ranks: RankPool, base: Case, distributed_optimizer
 
 
 @pytest.mark.parametrize("base", [ZBV, ZB_H2, pytest.param(Case("zbv", 4, 8, num_chunks=2), marks=pytest.mark.smoke)], ids=str)
+@pytest.mark.sampled(0.5)
 def test_clipping(four_ranks: RankPool, base: Case) -> None:
     """The norm is summed over the ranks' parameters in another order than over the whole model's: 1e-6."""
     case = replace(base, clip_grad=0.1, optimizer="sgd")

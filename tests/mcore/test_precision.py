@@ -25,7 +25,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 0.0), (FP16, 2.0**-10)])
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.25)
 def test_main_gradients_in_the_weights_precision(four_ranks: RankPool, base: Case, dtype: torch.dtype, tolerance: float) -> None:
     """Every addition is rounded to 16 bits on both sides, microbatch by microbatch in one order. In fp16 the smallest numbers
     have fewer bits, and dividing by the number of data-parallel replicas (2, and 4 in the reference) loses some: a last bit,
@@ -39,10 +39,10 @@ def test_main_gradients_in_the_weights_precision(four_ranks: RankPool, base: Cas
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
 @pytest.mark.parametrize(
     ("scale", "scales"),
-    [(64.0, [64.0] * 3), (None, [FIRST_SCALE / 2, FIRST_SCALE / 4, FIRST_SCALE / 8])],
+    [(64.0, [64.0] * 2), (None, [FIRST_SCALE / 2, FIRST_SCALE / 4])],
     ids=["constant", "dynamic"],
 )
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.25)
 def test_loss_scales(four_ranks: RankPool, base: Case, scale: float | None, scales: list[float]) -> None:
     """A constant scale stays. A dynamic one that is far too large halves at every step, and such a step leaves weights alone."""
     case = replace(base, dtype=FP16, loss_scale=scale, initial_loss_scale=FIRST_SCALE)
@@ -77,7 +77,7 @@ def steps_of(case: Case, initial: Tensors | None = None) -> tuple[list[float], T
 
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.25)
 def test_kernels_that_accumulate_inside(four_ranks: RankPool, base: Case, dtype: torch.dtype) -> None:
     """As fused kernels on a GPU: the wgrad GEMM accumulates in the fp32 main gradient before rounding. In fp32 only the order of
     the sum differs; in bf16 a result that the reference rounds to 8 bits is not rounded: 2^-8 of it."""

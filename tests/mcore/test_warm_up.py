@@ -77,6 +77,7 @@ def _first_uses(rank: int, case: Case) -> tuple[list[str], set[str], set[str]]:
     ],
     ids=str,
 )
+@pytest.mark.sampled(0.42)
 def test_every_group_of_a_pass_has_been_used_before_the_first_transfer(
     four_ranks: RankPool, case: Case, expected: list[str]
 ) -> None:

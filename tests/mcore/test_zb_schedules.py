@@ -135,7 +135,7 @@ def _memory(rank: int, case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), ALL)
 @pytest.mark.parametrize("num_microbatches", [2, 12])
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 def test_memory_is_what_the_plan_predicts(four_ranks: RankPool, schedule: str, num_chunks: int, num_microbatches: int) -> None:
     case = Case(schedule, 4, num_microbatches, num_chunks=num_chunks)
     for rank, result in enumerate(four_ranks.run(_memory, case)):
@@ -158,7 +158,7 @@ def _evaluate(rank: int, case: Case) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), ALL)
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 def test_evaluation_under_every_placement(four_ranks: RankPool, schedule: str, num_chunks: int) -> None:
     case = Case(schedule, 4, 6, num_chunks=num_chunks)
     results = four_ranks.run(_evaluate, case)
@@ -229,6 +229,7 @@ def _replay(reference: Trainer, states: dict[tuple[int, int], RngState], num_sta
 
 
 @pytest.mark.parametrize("case", [Case("zbv", 4, 4, num_chunks=2, dropout=0.2), Case("zb-h1", 4, 4, dropout=0.2)], ids=str)
+@pytest.mark.sampled(0.5)
 def test_dropout(four_ranks: RankPool, case: Case) -> None:
     """With the randomness each F really drew, the unpipelined model has the same gradients bit for bit: B uses its own F's masks.
     And no two forward passes drew the same: ZBV's second chunk does not reuse the first one's."""

@@ -1,18 +1,26 @@
 """Optimistic steps equal synchronous steps, to the bit: weights, optimizer state, loss scale, learning rate, norms, losses.
 
 Twelve iterations of a real GPT with dropout on gloo ranks; the table below lists what goes wrong in them.
+
+With experts there is one optimizer for dense weights and one for experts, whose ranks have different gradients: the gradient that
+is clipped or overflows is that of an expert on one of two expert-parallel ranks. Both must come to the same verdict, because the
+forwards that are rerun contain collectives between them. Losses of routers and of MTP layers follow the loss scale, which falls
+between the first forwards of an iteration and their backwards; forwards that run again count once.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.optimizer.support import BASE, ITERATIONS, Scenario, compare, compare_nearly, compare_with_stock
+from tests.support import moe, mtp
 from tests.support.gpt import Case
+from tests.support.moe import MoeCase
 from tests.support.ranks import RankPool
 
 EVERY = tuple(range(ITERATIONS))
@@ -25,6 +33,15 @@ LATE = {(4, 1): 1e3, (5, 1): 1e6, (11, 1): 1e4}
 GATHERED = replace(REDUCED, overlap_param_gather=True)
 GATHERED_V = replace(GATHERED, schedule="zbv", num_chunks=2)
 INF = math.inf
+
+
+def _experts(base: MoeCase, **features: Any) -> MoeCase:
+    common = {"dropout": 0.1, "clip_grad": 1e3, "expert_parallel": 2, "different_data": True, "z_loss_coeff": 0.1}
+    return replace(base, **common, **features)
+
+
+EXPERTS_FP16, EXPERTS_V = _experts(moe.ZB_H2, dtype=torch.float16), _experts(moe.ZBV, expert_bias=True)
+MTP, MTP_V = (replace(base, tied=True, dropout=0.1, clip_grad=1e3, num_mtp_layers=1) for base in (mtp.ZB_H2, mtp.ZBV))
 
 SCENARIOS = (
     # what happens, in which training, where exactly, which optimistic steps have to be redone
@@ -62,6 +79,18 @@ SCENARIOS = (
     Scenario("clipped, one microbatch", replace(P4, num_microbatches=1), spikes={(2, 3): 1e4}, redone=(2,)),
     # two pipeline ranks of two tensor ranks
     Scenario("clipped", replace(BASE, tensor_parallel=2, schedule="1f1b"), spikes={(3, 1): 1e4}, redone=(3,)),
+    # experts, on expert-parallel ranks
+    Scenario("overflow", EXPERTS_FP16, spikes={(2, 1): INF, (3, 0): INF, (8, 1): math.nan}, redone=(2, 3, 8)),
+    Scenario("clipped", EXPERTS_V, spikes={(3, 1): 1e4, (4, 0): 1e4}, redone=(3, 4)),
+    Scenario(
+        "a rank without experts",
+        _experts(moe.ZB_H2, layer_freq=(1, 1, 0, 0)),
+        spikes={(3, 0): 1e5, (11, 0): 1e5},
+        redone=(3, 11),
+    ),
+    # MTP layers
+    Scenario("overflow", replace(MTP, dtype=torch.float16), spikes={(2, 1): INF, (3, 0): INF}, redone=(2, 3)),
+    Scenario("clipped", MTP_V, spikes={(3, 1): 1e4, (4, 0): 1e4}, redone=(3, 4)),
 )
 
 

@@ -1,6 +1,7 @@
-"""`place_communication`, against an independent checker and executor (`tests/support/rendezvous.py`).
+"""`place_communication`, against an independent checker (`program_checker`) and a model of links without any buffer (`hazards`).
 
-Deliberate violations of each rule are caught by one of the two.
+Deliberate violations of each rule are caught by one of the two. That sends must not block their rank (rule 3) is in
+`tests/runtime/test_ordering.py` and `tests/runtime/test_rules_on_fake_nccl.py`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.transforms import forward_only
 from megatron.zerobubble.plan.validate import validate
+from tests.support.hazards import finishes
+from tests.support.program_checker import check, check_posts, check_retires
 from tests.support.programs import FAMILIES, post_at_take, post_one_later, rewrite
-from tests.support.rendezvous import BrokenError, Rendezvous, StuckError, check, check_posts, check_retires
 
 
 def plans(name: str, p: int, m: int) -> Iterator[Plan]:
@@ -54,6 +56,7 @@ def zbv(p: int, m: int, lookahead: int = 1) -> Program:
 
 @pytest.mark.parametrize("p", range(2, 7))
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(0.34)
 def test_an_iteration_can_be_discarded_at_the_fence(name: str, p: int) -> None:
     """Ops before it need no message from behind it, no receive behind it is posted before it, and unread messages are known."""
     for m in {1, 2, p, 2 * p + 1}:
@@ -63,7 +66,7 @@ def test_an_iteration_can_be_discarded_at_the_fence(name: str, p: int) -> None:
             assert all(0 < count <= p - rank for rank, count in enumerate(fence[:-1]))
             program = place_communication(plan, fence=fence)
             check(program)
-            Rendezvous(program, seed=p + m).run()
+            assert finishes(program)
             before = [steps[:count] for steps, count in zip(program.steps, fence, strict=True)]
             sent = {step.send for steps in before for step in steps}
             for rank, steps in enumerate(before):
@@ -79,19 +82,14 @@ def test_an_iteration_can_be_discarded_at_the_fence(name: str, p: int) -> None:
 
 @pytest.mark.parametrize("p", range(2, 7))
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(0.34)
 def test_every_family_keeps_its_promises_and_ends_without_buffers(name: str, p: int) -> None:
     for m in range(1, 2 * p + 2):
-        for index, plan in enumerate(plans(name, p, m)):
+        for plan in plans(name, p, m):
             for lookahead in (None, 0, 1, 3):
                 program = place_communication(plan, lookahead=lookahead)
                 check(program)
-                Rendezvous(program, seed=index + m + (lookahead or 0)).run()
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_whatever_the_adversary_does(seed: int) -> None:
-    for name in FAMILIES:
-        Rendezvous(place_communication(build_plan(name, num_ranks=4, num_microbatches=9)), seed).run()
+                assert finishes(program)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -100,8 +98,7 @@ def test_evaluation(name: str) -> None:
         plan = forward_only(build_plan(name, num_ranks=p, num_microbatches=2 * p))
         program = place_communication(plan)
         check(program)
-        for seed in range(3):
-            Rendezvous(program, seed).run()
+        assert finishes(program)
 
 
 @pytest.mark.parametrize("p", range(2, 9))
@@ -226,8 +223,7 @@ def placements(draw: st.DrawFn) -> Placement:
 def test_random_plans(placement: Placement, num_microbatches: int, seed: int, lookahead: int | None) -> None:
     program = place_communication(random_plan(placement, num_microbatches, seed), lookahead=lookahead)
     check(program)
-    for offset in range(3):
-        Rendezvous(program, seed + offset).run()
+    assert finishes(program)
 
 
 @given(placements(), st.integers(1, 4), st.integers(0, 10**6))
@@ -248,39 +244,19 @@ def test_a_send_is_retired_by_the_first_reply_that_proves_it(placement: Placemen
 # -- tests that the tests can fail --------------------------------------------------------------------------------------
 
 
-def fails(program: Program, error: type[Exception], seeds: range = range(30)) -> bool:
-    """Whether an adversary exists under whom the model raises `error`."""
-    for seed in seeds:
-        try:
-            Rendezvous(program, seed).run()
-        except error:
-            return True
-    return False
-
-
 def test_rule_1_receives_posted_in_the_order_they_are_taken_mix_messages_up() -> None:
     broken = rewrite(zbv(2, 4), post_at_take)
     with pytest.raises(AssertionError):
         check_posts(broken)
-    with pytest.raises(BrokenError, match="lands in the buffer of"):
-        Rendezvous(broken, seed=1).run()
 
 
 def test_rule_2_a_receive_posted_after_its_taking_op_deadlocks() -> None:
     good = zbv(3, 5, lookahead=0)
-    Rendezvous(good, seed=1).run()
+    assert finishes(good)
     broken = rewrite(good, post_one_later)
     with pytest.raises(AssertionError, match="not posted yet"):
         check_posts(broken)
-    with pytest.raises(StuckError, match="rank 1 at"):
-        Rendezvous(broken, seed=1).run()
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"])
-def test_rule_3_a_send_that_blocks_its_rank_deadlocks(name: str) -> None:
-    program = place_communication(build_plan(name, num_ranks=4, num_microbatches=8), lookahead=0)
-    with pytest.raises(StuckError):
-        Rendezvous(program, seed=1, blocking_sends=True).run()
+    assert not finishes(broken)
 
 
 def test_rule_4_a_send_retired_one_take_earlier_is_still_under_way() -> None:
@@ -293,12 +269,8 @@ def test_rule_4_a_send_retired_one_take_earlier_is_still_under_way() -> None:
                 retires[earlier[-1] if earlier else index].append(message)
         return [replace(step, retire=tuple(messages)) for step, messages in zip(row, retires, strict=True)]
 
-    good = zbv(3, 6)
-    assert not fails(good, BrokenError)
-    broken = rewrite(good, retire_early)
     with pytest.raises(AssertionError, match="may not have arrived"):
-        check_retires(broken)
-    assert fails(broken, BrokenError)
+        check_retires(rewrite(zbv(3, 6), retire_early))
 
 
 def test_the_checker_sees_a_lost_and_a_doubled_post() -> None:

@@ -1,4 +1,4 @@
-"""Work whose values prove what reached where, links between threads that an adversary delays, and ends that a test holds."""
+"""Work whose values prove what reached where, links that move nothing, and a backend that is done when a test says so."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import random
 import threading
 import time
 import weakref
-from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -16,8 +14,6 @@ from torch import Tensor
 
 from megatron.zerobubble.plan.communication import Message, Payload, Program
 from megatron.zerobubble.plan.ir import Op, OpKind
-from megatron.zerobubble.runtime.executor import Executor
-from megatron.zerobubble.runtime.recording import Recorder
 
 PATIENCE_S = 90.0
 """How long a transfer may take before a test calls it a deadlock."""
@@ -106,151 +102,6 @@ class LabelWork:
             time.sleep(self._random.random() * self._max_sleep_s)
             if self._device.type == "cuda":
                 torch.cuda._sleep(int(self._random.random() * self._max_sleep_s * CYCLES_PER_S))
-
-
-Event = tuple[str, Message | Op]
-"""What a rank did: ("post" | "take" | "retire" | "send", message) or ("op", op)."""
-
-
-@dataclass(eq=False)
-class Transfer:
-    """One end of a transfer; the `Handle` that the executor holds."""
-
-    message: Message
-    tensor: Tensor
-    sends: bool
-    log: list[Event]
-    waits: list[Message]
-    done: threading.Event = field(default_factory=threading.Event)
-
-    def wait(self) -> None:
-        """Wait, and note for a send whether that was needed at all."""
-        if self.sends and not self.done.is_set():
-            self.waits.append(self.message)
-        assert self.done.wait(PATIENCE_S), f"deadlock: {self.message} is still under way"
-        self.log.append(("retire" if self.sends else "take", self.message))
-
-
-class Fabric:
-    """Links between threads without any buffer: a transfer needs both ends, in the order in which each end posted.
-
-    A courier of its own carries them, one at a time, choosing among the links at random; the k-th send of a link goes into the
-    k-th receive, whatever the two are called.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._change = threading.Condition()
-        self._ends: dict[tuple[int, int], tuple[deque[Transfer], deque[Transfer]]] = {}
-        self._closed = False
-        self._courier = threading.Thread(target=self._carry, daemon=True)
-        self._courier.start()
-
-    def post(self, transfer: Transfer) -> None:
-        """One end is there."""
-        link = transfer.message.source, transfer.message.target
-        with self._change:
-            self._ends.setdefault(link, (deque(), deque()))[not transfer.sends].append(transfer)
-            self._change.notify()
-
-    def close(self) -> None:
-        """End the courier; nothing may be under way."""
-        with self._change:
-            assert not any(end for ends in self._ends.values() for end in ends)
-            self._closed = True
-            self._change.notify()
-        self._courier.join()
-
-    def _carry(self) -> None:
-        while True:
-            with self._change:
-                while not (ready := [ends for ends in self._ends.values() if ends[0] and ends[1]]) and not self._closed:
-                    self._change.wait()
-                if self._closed:
-                    return
-                sends, receives = self._random.choice(ready)
-                send, receive = sends.popleft(), receives.popleft()
-            if self._random.random() < 0.2:
-                time.sleep(self._random.random() * 1e-3)
-            receive.tensor.copy_(send.tensor)
-            done = send.done, receive.done
-            del send, receive  # the courier must not be what keeps a tensor alive
-            for event in done:  # the sender's first: who has received may rely on it
-                event.set()
-
-
-class ThreadLinks:
-    """One rank's `Links` on a fabric."""
-
-    def __init__(self, fabric: Fabric) -> None:
-        self._fabric = fabric
-        self.log: list[Event] = []
-        self.waits: list[Message] = []
-        """The sends that were waited for before they were done."""
-        self.sent: list[weakref.ref[Tensor]] = []
-
-    def send(self, message: Message, tensor: Tensor) -> Transfer:
-        self.sent.append(weakref.ref(tensor))
-        return self._start("send", message, tensor)
-
-    def receive(self, message: Message, buffer: Tensor) -> Transfer:
-        return self._start("post", message, buffer)
-
-    def _start(self, verb: str, message: Message, tensor: Tensor) -> Transfer:
-        self.log.append((verb, message))
-        transfer = Transfer(message, tensor, verb == "send", self.log, self.waits)
-        self._fabric.post(transfer)
-        return transfer
-
-
-class Watch(Recorder):
-    """A recorder that counts, when an op starts, the sent tensors still alive."""
-
-    def __init__(self, links: ThreadLinks) -> None:
-        self._links = links
-        self.alive: list[int] = []
-
-    def start(self, op: Op) -> None:
-        self._links.log.append(("op", op))
-        self.alive.append(sum(tensor() is not None for tensor in self._links.sent))
-
-
-@dataclass
-class RankRun:
-    """One rank of a run in threads, and what it saw."""
-
-    executor: Executor
-    work: LabelWork
-    links: ThreadLinks
-    watch: Watch
-
-
-def run_in_threads(program: Program, seed: int, *, max_sleep_s: float = 0.0) -> list[RankRun]:
-    """Execute a program with a thread for each rank; raises what a rank raises."""
-    fabric = Fabric(seed)
-    runs = []
-    for rank in range(program.plan.num_ranks):
-        links, work = ThreadLinks(fabric), LabelWork(program, max_sleep_s=max_sleep_s, seed=seed + rank)
-        watch = Watch(links)
-        runs.append(RankRun(Executor(program, rank, links, work, watch), work, links, watch))
-    errors: list[BaseException] = []
-
-    def target(run: RankRun) -> None:
-        try:
-            run.executor.run()
-        except BaseException as error:  # noqa: BLE001 - raised again in the test's own thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=target, args=(run,), daemon=True) for run in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive() and not errors:
-            thread.join(0.1)
-    if errors:
-        raise errors[0]
-    fabric.close()
-    return runs
 
 
 class NoLinks:

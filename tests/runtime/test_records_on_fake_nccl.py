@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -88,6 +90,26 @@ def test_the_clock_of_each_rank(skews: list[float]) -> None:
             expected = skews[0] - skews[rank]
             assert abs(offset - expected) < 1000.0 * rank + 1e-6, (seed, rank)
             assert expected or offset == 0.0, "ranks that share a clock stay aligned"
+
+
+def measure_clock_by_readings(rank: int, skews: list[float], readings: Iterator[int]) -> float:
+    links = links_of(Placement.linear(len(skews)), rank)
+    clock = lambda: next(readings) + skews[rank]  # noqa: E731
+    offset = clock_offset_ms(links, rank=rank, num_ranks=len(skews), device=CPU, clock=clock)
+    links.close()
+    return offset
+
+
+@pytest.mark.parametrize(
+    ("skews", "expected"),
+    [([0.0], [0.0]), ([0.0, 1.0, 0.0], [0.0, 0.0, 0.0]), ([7.0, 5000.0, -300.0, 12.5], [0.0, -4993.0, 307.0, -5.5])],
+)
+def test_the_offset_undoes_the_skew(skews: list[float], expected: list[float]) -> None:
+    """A clock for all ranks that advances by a millisecond whenever one of them reads its own: in the shortest round trip, three
+    readings in a row, the reply lies exactly in the middle. A late rank makes earlier trips long, and they do not count. A skew
+    of no more than half a trip could be the trip's own, and is left."""
+    for seed in SEEDS:
+        assert run_ranks(len(skews), measure_clock_by_readings, skews, itertools.count(), seed=seed) == expected
 
 
 def measure_links(rank: int) -> dict[tuple[int, int], float]:

@@ -68,7 +68,7 @@ class Case:
     """`full`, `block`, `selective`, or the modules of the last."""
     different_data: bool = False
     dtype: torch.dtype = torch.float32
-    num_steps: int = 3
+    num_steps: int = 2
     clip_grad: float = 0.0
     optimizer: str = "adam"
     adam_eps: float = 1e-8
@@ -146,6 +146,7 @@ class Outcome:
 class Trainer:
     """A rank's model, optimizer and schedule for one case. Creates and destroys megatron-core's parallel state."""
 
+    config_type = TransformerConfig
     weights_seed: int | None = None
     """See `build_chunks`."""
 
@@ -227,38 +228,49 @@ class Trainer:
             modules = None if case.recompute == "selective" else case.recompute.split()
             shape |= {"recompute_granularity": "selective", "recompute_modules": modules}
         placement = case.spec.placement
-        layers = StageLayers.parse(case.layout) if case.layout else StageLayers.spread(case.num_layers, placement)
-        return TransformerConfig(
-            num_layers=case.num_layers,
-            hidden_size=32,
-            num_attention_heads=4,
-            transformer_impl="local",
-            tensor_model_parallel_size=case.tensor_parallel,
-            sequence_parallel=case.sequence_parallel,
-            context_parallel_size=case.context_parallel,
-            pipeline_model_parallel_size=case.num_ranks,
-            virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
-            pipeline_model_parallel_layout=pipeline_layout(layers, placement),
-            pipeline_dtype=case.dtype,
-            params_dtype=case.dtype,
-            bf16=case.dtype is torch.bfloat16,
-            fp16=case.dtype is torch.float16,
-            hidden_dropout=case.dropout,
-            attention_dropout=case.dropout,
-            calculate_per_token_loss=case.per_token_loss,
-            use_cpu_initialization=True,
-            gradient_accumulation_fusion=False,
-            bias_activation_fusion=False,
-            bias_dropout_fusion=False,
-            masked_softmax_fusion=False,
-            persist_layer_norm=False,
+        options: dict[str, Any] = {
+            "num_layers": case.num_layers,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "transformer_impl": "local",
+            "tensor_model_parallel_size": case.tensor_parallel,
+            "sequence_parallel": case.sequence_parallel,
+            "context_parallel_size": case.context_parallel,
+            "pipeline_model_parallel_size": case.num_ranks,
+            "virtual_pipeline_model_parallel_size": case.num_chunks if case.num_chunks > 1 else None,
+            "pipeline_model_parallel_layout": pipeline_layout(self._stage_layers(), placement),
+            "pipeline_dtype": case.dtype,
+            "params_dtype": case.dtype,
+            "bf16": case.dtype is torch.bfloat16,
+            "fp16": case.dtype is torch.float16,
+            "hidden_dropout": case.dropout,
+            "attention_dropout": case.dropout,
+            "calculate_per_token_loss": case.per_token_loss,
+            "use_cpu_initialization": True,
+            "gradient_accumulation_fusion": False,
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+            "masked_softmax_fusion": False,
+            "persist_layer_norm": False,
             # On gloo megatron-core's overlapped sends read an output after it was deallocated, and report wrong losses.
-            deallocate_pipeline_outputs=not (case.schedule == "stock" and case.num_chunks > 1),
+            "deallocate_pipeline_outputs": not (case.schedule == "stock" and case.num_chunks > 1),
             # Without overlap megatron-core's interleaved schedule mixes up the two directions between two ranks.
-            overlap_p2p_comm=case.schedule == "stock" and case.num_chunks > 1,
-            batch_p2p_comm=not (case.schedule == "stock" and case.num_chunks > 1),
-            **shape,
-        )
+            "overlap_p2p_comm": case.schedule == "stock" and case.num_chunks > 1,
+            "batch_p2p_comm": not (case.schedule == "stock" and case.num_chunks > 1),
+        }
+        return self.config_type(**(options | shape | self._config_changes()))
+
+    def _stage_layers(self) -> StageLayers:
+        case = self.case
+        return StageLayers.parse(case.layout) if case.layout else StageLayers.spread(case.num_layers, case.spec.placement)
+
+    def _config_changes(self) -> dict[str, Any]:
+        """More fields of the configuration."""
+        return {}
+
+    def _model_options(self, vp_stage: int | None) -> dict[str, Any]:
+        """More keywords for the model."""
+        return {"position_embedding_type": "rope" if self.case.llama else "learned_absolute"}
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(
@@ -293,7 +305,6 @@ class Trainer:
         )
 
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
-        case = self.case
         return GPTModel(
             config=self.config,
             transformer_layer_spec=self._layers(vp_stage),
@@ -301,9 +312,9 @@ class Trainer:
             max_sequence_length=SEQUENCE,
             pre_process=pre_process,
             post_process=post_process,
-            share_embeddings_and_output_weights=case.tied,
-            position_embedding_type="rope" if case.llama else "learned_absolute",
+            share_embeddings_and_output_weights=self.case.tied,
             vp_stage=vp_stage,
+            **self._model_options(vp_stage),
         )
 
     def _layers(self, vp_stage: int | None) -> Any:
@@ -487,7 +498,7 @@ def difference(actual: Outcome, expected: Outcome) -> Difference:
 def _largest(actual: Tensors, expected: Tensors) -> tuple[float, str]:
     """Relative to the tensor's largest entry, or to its dtype's smallest normal number where that is larger.
 
-    Below it the last bit is worth the same everywhere; in float16 a quarter of a bias that has taken three steps from zero.
+    Below it the last bit is worth the same everywhere; in float16 a quarter of a bias that has taken a few steps from zero.
     """
     worst = (0.0, "")
     for name, tensor in actual.items():

@@ -69,14 +69,12 @@ class HybridTrainer(MoeTrainer):
         self.kernels.close()
         super().close()
 
-    def _config(self) -> Any:
+    def _config_changes(self) -> dict[str, Any]:
         layers = self.case.stages.layers
-        config = super()._config() if EXPERTS in layers else Trainer._config(self)
-        given = {name: getattr(config, name) for name in config.__dataclass_fields__}
-        changes: dict[str, Any] = {"pipeline_model_parallel_layout": None, "is_hybrid_model": True}
+        changes = super()._config_changes() if EXPERTS in layers else {}
         if MAMBA in layers:
             changes |= {"mamba_state_dim": 8, "mamba_head_dim": 16, "mamba_num_groups": 2}
-        return type(config)(**(given | changes))
+        return changes | {"pipeline_model_parallel_layout": None, "is_hybrid_model": True}
 
     def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
         from megatron.core.models.hybrid.hybrid_model import HybridModel

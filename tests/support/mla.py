@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig
 
 from megatron.zerobubble.mcore.attention.latent_attention import LatentDotProductAttention
 from megatron.zerobubble.training.models.layer_specs import stage_layers
-from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
+from tests.support.gpt import Case, Tensors, Trainer
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,11 @@ class MlaTrainer(Trainer):
 
     case: MlaCase
 
-    def _config(self) -> Any:
+    config_type = MLATransformerConfig
+
+    def _config_changes(self) -> dict[str, Any]:
         case = self.case
-        is_own = "mla_up_proj" in (case.recompute or "")  # megatron-core takes it for no other attention
-        self.case = replace(case, recompute=None) if is_own else case
-        config, self.case = super()._config(), case
-        fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
-        changes = {
+        return {
             "multi_latent_attention": True,
             "q_lora_rank": case.q_lora_rank,
             "kv_lora_rank": 16,
@@ -59,25 +56,15 @@ class MlaTrainer(Trainer):
             "original_max_position_embeddings": 8,
             "mscale_all_dim": 0.5,
         }
-        if is_own:
-            changes |= {"recompute_granularity": "selective", "recompute_modules": (case.recompute or "").split()}
-        return MLATransformerConfig(**(fields | changes))
 
-    def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+    def _layers(self, vp_stage: int | None) -> Any:
         layers = stage_layers(self.config, vp_stage=vp_stage)
         for layer in layers.layer_specs if self.case.own_attention else ():
             layer.submodules.self_attention.submodules.core_attention = LatentDotProductAttention
-        return GPTModel(
-            config=self.config,
-            transformer_layer_spec=layers,
-            vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=self.case.tied,
-            position_embedding_type="rope",
-            vp_stage=vp_stage,
-        )
+        return layers
+
+    def _model_options(self, vp_stage: int | None) -> dict[str, Any]:
+        return {"position_embedding_type": "rope"}
 
 
 def own_part(whole: Any, parameter: Any) -> Any:

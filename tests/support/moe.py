@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
 from megatron.zerobubble.mcore.compat import router_loss_entries
 from megatron.zerobubble.training.models.layer_specs import stage_layers
-from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
+from tests.support.gpt import Case, Tensors, Trainer
 
 
 @dataclass(frozen=True)
@@ -77,12 +76,10 @@ class MoeTrainer(Trainer):
             "expert_tensor_parallel_size": self.case.expert_tensor_parallel,
         }
 
-    def _config(self) -> Any:
+    def _config_changes(self) -> dict[str, Any]:
         case = self.case
-        config = super()._config()
-        fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
         balancing, coeff = case.balancing, case.aux_loss_coeff
-        changes: dict[str, Any] = {
+        return {
             "num_moe_experts": case.num_experts,
             "moe_ffn_hidden_size": 40,
             "moe_router_topk": case.topk,
@@ -102,7 +99,6 @@ class MoeTrainer(Trainer):
             "expert_tensor_parallel_size": case.expert_tensor_parallel or case.tensor_parallel,
             "add_bias_linear": False,
         }
-        return type(config)(**(fields | changes))
 
     def _layers(self, vp_stage: int | None) -> Any:
         if self.case.sequence_parallel or self.case.context_parallel > 1:
@@ -111,18 +107,8 @@ class MoeTrainer(Trainer):
             self.config, use_transformer_engine=False, normalization=self.config.normalization, vp_stage=vp_stage
         )
 
-    def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
-        return GPTModel(
-            config=self.config,
-            transformer_layer_spec=self._layers(vp_stage),
-            vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=self.case.tied,
-            position_embedding_type="rope",
-            vp_stage=vp_stage,
-        )
+    def _model_options(self, vp_stage: int | None) -> dict[str, Any]:
+        return {"position_embedding_type": "rope"}
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         first = parallel_state.get_expert_model_parallel_rank() * (self.case.num_experts // self.case.expert_parallel)

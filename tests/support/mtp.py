@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from megatron.core.models.gpt import GPTModel
-
 from megatron.zerobubble.mcore.compat import mtp_entries, mtp_loss_sums
 from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
-from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.training.models.layer_specs import mtp_layers, stage_layers
-from tests.support.gpt import SEQUENCE, VOCABULARY, Case, Tensors, Trainer
+from tests.support.gpt import Case, Tensors, Trainer
 
 
 @dataclass(frozen=True)
@@ -49,27 +46,16 @@ class MtpTrainer(Trainer):
         sums = mtp_loss_sums()
         return [] if sums is None else list(map(float, sums))
 
-    def _config(self) -> Any:
-        case, config = self.case, super()._config()
-        placement = case.spec.placement
-        layers = StageLayers.parse(case.layout) if case.layout else StageLayers.spread(case.num_layers, placement)
-        fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
-        layout = pipeline_layout(layers, placement, num_mtp_layers=case.num_mtp_layers)
-        return type(config)(**(fields | {"mtp_num_layers": case.num_mtp_layers, "pipeline_model_parallel_layout": layout}))
+    def _config_changes(self) -> dict[str, Any]:
+        number = self.case.num_mtp_layers
+        layout = pipeline_layout(self._stage_layers(), self.case.spec.placement, num_mtp_layers=number)
+        return {"mtp_num_layers": number, "pipeline_model_parallel_layout": layout}
 
-    def _provide(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
-        return GPTModel(
-            config=self.config,
-            transformer_layer_spec=stage_layers(self.config, vp_stage=vp_stage),
-            vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=self.case.tied,
-            position_embedding_type="rope",
-            mtp_block_spec=mtp_layers(self.config, vp_stage=vp_stage),
-            vp_stage=vp_stage,
-        )
+    def _layers(self, vp_stage: int | None) -> Any:
+        return stage_layers(self.config, vp_stage=vp_stage)
+
+    def _model_options(self, vp_stage: int | None) -> dict[str, Any]:
+        return {"position_embedding_type": "rope", "mtp_block_spec": mtp_layers(self.config, vp_stage=vp_stage)}
 
 
 ZBV = MtpCase("zbv", 2, 4, num_chunks=2, num_layers=4, adam_eps=1.0)

@@ -3,6 +3,10 @@
 `RankPool.run(function, *args)` calls `function(rank, *args)` on every rank and returns the results in rank order. The function
 must be importable. If any rank raises, the pool is torn down (the others may be waiting for it) and the first rank's traceback
 is raised here; the next call starts fresh ranks.
+
+Ranks are forked from a process that has imported what they need (`rank_imports`), so that fresh ones take half a second. All of
+them then hash strings with one seed: what depends on the order of a set is seen by the pools that cannot be forked, and by jobs
+that start cold. With a GPU, or where another module is installed before megatron-core is imported, each rank starts by itself.
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +120,7 @@ class RankPool:
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        context = multiprocessing.get_context("spawn")
+        context = _spawning() if self._on_gpu or self._prepare else _forking()
         self._crashes = tempfile.TemporaryDirectory()
         # Here, not on rank 0: a port that is free when asked for may be taken when rank 0 has started.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -137,29 +141,34 @@ class RankPool:
         return pipe, rank, self.size, self._store.port, str(self._crash_file(rank)), self._backend, self._on_gpu, self._prepare
 
 
+def _spawning() -> BaseContext:
+    """Starts ranks that import everything themselves."""
+    return multiprocessing.get_context("spawn")
+
+
+@functools.cache
+def _forking() -> BaseContext:
+    """Forks ranks from one process that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.rank_imports"])
+    return context
+
+
 def _serve(
     pipe: Connection, rank: int, size: int, port: int, crash_file: str, backend: str, on_gpu: bool, prepare: str | None = None
 ) -> None:
-    os.environ.update(
-        OMP_NUM_THREADS="1",
-        TORCHDYNAMO_DISABLE="1",
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-    )
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     faulthandler.enable(open(crash_file, "w"))  # noqa: SIM115 -- open as long as the process
     faulthandler.register(signal.SIGUSR1)
     if prepare is not None:
         importlib.import_module(prepare).install()
+    importlib.import_module("tests.support.rank_imports")
     import torch
     import torch.distributed as dist
 
     from megatron.zerobubble.mcore.cpu.device import HostDevice
 
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", module=r"megatron\.core\.")  # Apex and Transformer Engine are missing, five times per rank
-    importlib.import_module("tests.support.gpt")
-    gc.collect()
-    gc.freeze()  # tests collect garbage to free process groups; scanning all objects of torch each time took most of a test
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     if on_gpu:
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -167,6 +176,7 @@ def _serve(
     HostDevice(enabled=not on_gpu).install()
     pipe.send("ready")
     while True:
+        num_modules = len(sys.modules)
         try:
             function, args = pipe.recv()
         except EOFError:
@@ -177,6 +187,8 @@ def _serve(
             pipe.send((False, traceback.format_exc()))
         del function, args
         _forget_groups()
+        if len(sys.modules) > num_modules:
+            gc.freeze()  # what was imported since
 
 
 def _forget_groups() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.support.fake_cuda import streams
-from tests.support.fake_cuda.clocks import FakeCudaError, Machine
 from tests.support.fake_cuda.install import FakeCuda, fake_cuda
+from tests.support.fake_cuda.machine import FakeCudaError, Machine
 from tests.support.fake_cuda.module import REAL, FakeTorchCuda, fake_names
 from tests.support.fake_cuda.tensors import DeviceMemory, attributes
 
@@ -24,7 +24,7 @@ _ATTRIBUTES = attributes(_MEMORY)
 
 @pytest.fixture
 def fake() -> Iterator[FakeCuda]:
-    with fake_cuda() as installed:
+    with fake_cuda(num_devices=2) as installed:
         torch.cuda.set_device(0)
         yield installed
 
@@ -70,9 +70,8 @@ def test_a_name_or_a_parameter_that_torch_lacks_would_be_found() -> None:
 def test_streams_and_events_have_methods_of_torchs(kind: str) -> None:
     real, ours = getattr(REAL, kind), getattr(streams, kind)
     bases = (real, getattr(torch, kind))
-    extra = {"unfinished", "enqueue"}  # for other doubles
     for name, method in vars(ours).items():
-        if name.startswith("_") or name in extra or not callable(method):
+        if name.startswith("_") or not callable(method):
             continue
         assert any(hasattr(base, name) for base in bases), f"torch.cuda.{kind} has no {name}"
         if hasattr(real, name):
@@ -234,30 +233,6 @@ def test_a_wait_names_its_place(fake: FakeCuda) -> None:
     assert sync.part == "start"
 
 
-def test_ops_run_on_the_current_stream_after_what_it_waits_for(fake: FakeCuda) -> None:
-    stamps: list[Any] = []
-    fake.launched.append(lambda stream, op, given, result: stamps.append((stream, op._schema.name)))
-    side = torch.cuda.Stream()
-    x = torch.ones(2, device="cuda")
-    with torch.cuda.stream(side):
-        x.add_(1.0)
-    assert stamps == [(torch.cuda.default_stream(), "aten::ones"), (side, "aten::add_")]
-    work = side.enqueue("a transfer")
-    blocked = threading.Thread(target=_add_on, args=(side, x))
-    blocked.start()
-    blocked.join(0.05)
-    assert blocked.is_alive()
-    work.finish()
-    blocked.join()
-    assert x.tolist() == [3.0, 3.0]
-
-
-def _add_on(stream: Any, x: torch.Tensor) -> None:
-    torch.cuda.set_device(0)
-    with torch.cuda.stream(stream):
-        x.add_(1.0)
-
-
 def test_a_thread_without_a_device_fails_the_whole_block() -> None:
     with pytest.raises(FakeCudaError, match=r"thread 'reader' calls torch\.cuda\.current_stream"):
         _read_on_a_thread()
@@ -278,12 +253,45 @@ def _quiet_add(x: torch.Tensor) -> None:
         return
 
 
-def test_a_thread_knows_what_its_starter_knew(fake: FakeCuda) -> None:
-    side = torch.cuda.Stream()
-    stamp = fake.machine.launch(side)
-    side.synchronize()
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(stamp.is_before(fake.machine.thread().clock)))
-    thread.start()
-    thread.join()
-    assert found == [True]
+# -- streams and events ----------------------------------------------------------------------------------------------------
+
+
+def test_synchronizing_is_reported_and_waiting_on_the_device_is_not(fake: FakeCuda) -> None:
+    calls: list[str] = []
+    fake.machine.host_syncs.append(calls.append)
+    one, event = torch.cuda.Stream(), torch.cuda.Event()
+    event.record(one)
+    one.wait_stream(torch.cuda.current_stream())
+    event.wait()
+    assert event.query()
+    assert calls == []
+    one.synchronize()
+    event.synchronize()
+    torch.cuda.synchronize()
+    assert calls == ["Stream.synchronize", "Event.synchronize", "torch.cuda.synchronize"]
+
+
+def test_times_are_those_of_timing_events_that_were_recorded(fake: FakeCuda) -> None:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with pytest.raises(ValueError, match="must be recorded"):
+        start.elapsed_time(end)
+    start.record()
+    end.record()
+    assert start.elapsed_time(end) >= 0.0
+    with pytest.raises(ValueError, match="enable_timing"):
+        start.elapsed_time(torch.cuda.Event())
+
+
+def test_the_current_stream_is_of_one_thread_and_one_device(fake: FakeCuda) -> None:
+    mine, elsewhere = torch.cuda.Stream(), torch.cuda.Stream(device=1)
+    with torch.cuda.stream(mine):
+        assert torch.cuda.current_stream() is mine
+        with torch.cuda.stream(elsewhere):
+            assert torch.cuda.current_device() == 1
+            assert torch.cuda.current_stream() is elsewhere
+        assert torch.cuda.current_device() == 0
+        assert torch.cuda.current_stream() is mine
+        assert torch.cuda.current_stream(1).stream_id == 0
+    assert torch.cuda.current_stream().stream_id == 0
+    torch.cuda.set_stream(mine)
+    assert torch.cuda.current_stream() is mine

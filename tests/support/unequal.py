@@ -37,6 +37,7 @@ class UnequalCase(Case):
     """Whether lengths are announced an iteration ahead, or exchanged when it begins."""
     multiple: int = 1
     """Lengths are multiples of this."""
+    num_steps: int = 3
 
     def trainer(self, initial: Tensors | None = None) -> UnequalTrainer:
         """What trains this case."""

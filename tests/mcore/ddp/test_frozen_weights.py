@@ -88,6 +88,7 @@ ZB_H1, ZBV = Case("zb-h1", 4, 4), Case("zbv", 2, 4, num_chunks=2)
     ],
     ids=str,
 )
+@pytest.mark.sampled(0.5)
 def test_frozen_weights_get_no_gradient_and_the_others_the_same_bits(four_ranks: RankPool, case: Case) -> None:
     assert four_ranks.run(_unequal, case) == [[]] * 4
 
@@ -105,6 +106,7 @@ def _unequal_engine(rank: int, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["zb-h1", "zbv", "experts"])
+@pytest.mark.sampled(0.33)
 def test_modules_that_defer_weight_gradients_themselves_are_left_out_while_they_are_frozen(
     engine_ranks: RankPool, kind: str
 ) -> None:
@@ -150,6 +152,7 @@ def _freeze_copies(trainer: Trainer, frozen: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("frozen", [(), ("embedding",), ("embedding", "output_layer")], ids=len)
 @pytest.mark.parametrize("case", [replace(ZBV, tied=True), replace(ZB_H1, tied=True)], ids=str)
+@pytest.mark.sampled(0.33)
 def test_both_copies_of_a_tied_embedding_get_one_gradient(four_ranks: RankPool, case: Case, frozen: tuple[str, ...]) -> None:
     """1e-6: the unpipelined model adds the two shares in another order."""
     for differences in four_ranks.run(_tied, case, frozen):
@@ -188,6 +191,7 @@ def _named(chunk: Any) -> Iterator[tuple[str, nn.Parameter]]:
 @pytest.mark.parametrize(
     ("flags", "schedule"), [("", "zb-h1"), ("--virtual-pipeline-model-parallel-size 2", "zbv")], ids=["zb-h1", "zbv"]
 )
+@pytest.mark.sampled(0.5)
 def test_a_stock_loop_that_freezes_weights_has_the_losses_of_megatron_cores_own_schedule(
     four_ranks: RankPool, flags: str, schedule: str
 ) -> None:
@@ -247,6 +251,7 @@ def _adapted(rank: int, case: Case) -> list[str]:
 
 
 @pytest.mark.parametrize("case", [ZB_H1, ZBV], ids=str)
+@pytest.mark.sampled(0.5)
 def test_adapters_on_a_frozen_base_get_the_same_bits(four_ranks: RankPool, case: Case) -> None:
     assert four_ranks.run(_adapted, case) == [[]] * 4
 

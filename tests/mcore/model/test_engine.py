@@ -32,7 +32,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("case", SCHEDULES, ids=str)
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.12)
 def test_same_bits_as_the_unpipelined_model(engine_ranks: RankPool, case: EngineCase) -> None:
     _assert_equal(engine_ranks, case)
 
@@ -59,7 +59,7 @@ FEATURES = [
 
 
 @pytest.mark.parametrize("case", FEATURES, ids=str)
-@pytest.mark.sampled(0.15)
+@pytest.mark.sampled(0.07)
 def test_same_bits_with(engine_ranks: RankPool, case: EngineCase) -> None:
     _assert_equal(engine_ranks, case)
 
@@ -163,7 +163,7 @@ OPTIMISTIC = [
 
 
 @pytest.mark.parametrize("scenario", OPTIMISTIC, ids=str)
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.33)
 def test_optimistic_steps_equal_synchronous_steps(engine_ranks: RankPool, scenario: Scenario) -> None:
     """A rollback also restores the scales, which forwards that are rerun would advance twice."""
     for rank, (differences, redone, _, _) in enumerate(engine_ranks.run(compare, scenario)):

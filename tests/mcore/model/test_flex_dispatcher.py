@@ -23,6 +23,7 @@ def _compare(rank: int, case: MoeCase, reference: MoeCase) -> tuple[Difference, 
 
 @pytest.mark.parametrize("features", [{}, {"recompute": "full"}], ids=["", "recompute"])
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
+@pytest.mark.sampled(0.5)
 def test_it_trains_as_the_all_to_all_dispatcher(four_ranks: RankPool, base: MoeCase, features: dict[str, Any]) -> None:
     """Without a pipeline there are four replicas instead of two, and experts get their tokens in another order: 1e-6."""
     case = replace(base, expert_parallel=2, dispatcher="flex", different_data=True, adam_eps=1.0, shared=True, **features)

@@ -1,4 +1,4 @@
-"""`HybridModel` under every schedule against the unpipelined one: same loss, same gradients, same weights after three steps.
+"""`HybridModel` under every schedule against the unpipelined one: same loss, same gradients, same weights after two steps.
 
 fp32, and bit for bit, as in `test_equivalence`.
 """
@@ -35,7 +35,7 @@ def _grid() -> list[HybridCase]:
 
 
 @pytest.mark.parametrize("case", _grid(), ids=str)
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.2)
 def test_same_bits_as_the_unpipelined_model(four_ranks: RankPool, case: HybridCase) -> None:
     _assert_equal(four_ranks.run(compare, case), case)
 
@@ -57,7 +57,7 @@ FEATURES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(f"{k}={v}" for k, v in features.items()))
 @pytest.mark.parametrize("base", [ZBV, ZB_H1], ids=str)
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.1)
 def test_same_bits_with(four_ranks: RankPool, base: HybridCase, features: dict[str, Any]) -> None:
     case = replace(base, **features)
     _assert_equal(four_ranks.run(compare, case), case)
@@ -72,7 +72,7 @@ def test_stages_without_layers_at_the_ends(four_ranks: RankPool, base: HybridCas
 
 @pytest.mark.parametrize("base", [ZBV, ZB_H1], ids=str)
 @pytest.mark.parametrize("distributed_optimizer", [False, True], ids=["adam", "zero1"])
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 def test_tied_embeddings(four_ranks: RankPool, base: HybridCase, distributed_optimizer: bool) -> None:
     """The embedding's gradient is the sum of two tensors here, and one running sum over microbatches in the reference: 1e-6."""
     case = replace(base, tied=True, adam_eps=1.0, distributed_optimizer=distributed_optimizer)

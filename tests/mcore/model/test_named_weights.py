@@ -96,6 +96,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
+@pytest.mark.sampled(0.3)
 def test_every_layout_begins_with_the_same_weights(four_ranks: RankPool, case: Case) -> None:
     one = replace(case.unpipelined, tensor_parallel=1, sequence_parallel=False)
     if isinstance(one, MoeCase):

@@ -35,6 +35,7 @@ CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
         (f"{CHUNKS} --bf16 --tie-embeddings-and-output-weights", "v-half"),
     ],
 )
+@pytest.mark.sampled(0.4)
 def test_a_model_without_ddp_has_the_losses_of_megatron_cores_schedule(four_ranks: RankPool, flags: str, schedule: str) -> None:
     """Bit for bit, between training steps of another model whose losses do not change either."""
     expected, actual = (four_ranks.run(_train_with_reference, flags, name) for name in (None, schedule))

@@ -275,7 +275,7 @@ def _merged(results: list[dict[str, Any]]) -> tuple[list[Any], dict[str, torch.T
         "interleaved-text",
     ],
 )
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 def test_the_losses_and_gradients_of_an_even_model(
     four_ranks: RankPool, flags: str, schedule: str, given: dict[str, Any]
 ) -> None:
@@ -299,6 +299,7 @@ def _train_mtp(rank: int, flags: str, options: dict[str, Any], layout: Any) -> A
     [(CHUNKS, "zbv", _listed([1, 2, 2, 1], mtp=1)), (CHUNKS, "zbv", "Ett|tt|tt|mL"), (TWO, "zb-h1", "Etttt|ttmL")],
     ids=["list", "text", "zb-h1"],
 )
+@pytest.mark.sampled(0.33)
 def test_the_losses_with_mtp_layers_in_the_layout(four_ranks: RankPool, flags: str, schedule: str, layout: Any) -> None:
     """1e-6: the gradients of embedding and output layer are summed in another order."""
     expected = [history for history in four_ranks.run(_train_mtp, TWO, {}, None) if history]

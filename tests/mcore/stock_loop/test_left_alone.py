@@ -49,6 +49,7 @@ def _train_on_one_rank(rank: int, flags: str, options: dict[str, Any]) -> tuple[
     ],
     ids=["zb-h1", "zbv", "post-validation"],
 )
+@pytest.mark.sampled(0.33)
 def test_a_pipeline_of_one_rank_trains_as_without_install(four_ranks: RankPool, flags: str, options: dict[str, Any]) -> None:
     flags = f"{SIZES} --train-iters 3 {flags}"
     expected = four_ranks.run(_train_on_one_rank, flags, {})
@@ -125,6 +126,7 @@ def _run_stage(loop: ModuleType, args: Any, chunk: Any, microbatch: int) -> None
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
+@pytest.mark.sampled(0.5)
 def test_a_stage_that_the_loop_runs_itself_has_its_gradients(four_ranks: RankPool, schedule: str, overlaps: bool) -> None:
     """Bit for bit. Such a model was split when DDP wrapped it, and never saw the schedule."""
     expected, actual = (four_ranks.run(_stage_by_hand, TWO, name, overlaps) for name in (None, schedule))

@@ -6,7 +6,6 @@ is summed in another order. The baseline is megatron-core's 1F1B.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,13 +24,6 @@ _BASELINES = {"an_error_in_the_first_microbatch_of_an_evaluation": "an_error_in_
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.stop()
-
-
-@pytest.fixture(scope="module")
 def stock() -> dict[str, dict[str, Any]]:
     """What each use comes to under megatron-core's 1F1B, once it has run."""
     return {}
@@ -39,6 +31,7 @@ def stock() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.parametrize("schedule", _SCHEDULES)
+@pytest.mark.sampled(0.2)
 def test_a_legal_use_comes_to_the_same_as_under_1f1b(
     two_ranks: RankPool, stock: dict[str, dict[str, Any]], name: str, schedule: str
 ) -> None:

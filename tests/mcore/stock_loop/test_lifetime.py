@@ -87,9 +87,10 @@ def _rebuilds(rank: int, flags: str, options: dict[str, Any], count: int) -> lis
     ],
     ids=["zb-h1", "zbv", "zb-h1-optimistic", "zbv-optimistic", "unequal", "limit"],
 )
-def test_twenty_models_need_what_one_needs(four_ranks: RankPool, flags: str, options: dict[str, Any]) -> None:
-    for states in four_ranks.run(_rebuilds, flags, options, 20):
-        assert [each["models"] for each in states] == [0] * 20
+@pytest.mark.sampled(0.5)
+def test_eight_models_need_what_one_needs(four_ranks: RankPool, flags: str, options: dict[str, Any]) -> None:
+    for states in four_ranks.run(_rebuilds, flags, options, 8):
+        assert [each["models"] for each in states] == [0] * 8
         assert states[-1] == states[1], "the first one's groups are destroyed when the second one starts"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,6 @@ TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 
 CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 UNTIED = "--untie-embeddings-and-output-weights"
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.stop()
 
 
 def _run(ranks: RankPool, flags: str, zero_bubble: str = "") -> dict[str, tuple[str, ...]]:

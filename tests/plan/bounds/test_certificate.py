@@ -4,6 +4,7 @@ import ast
 import copy
 import io
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,9 +21,11 @@ from megatron.zerobubble.cli.main import main
 from megatron.zerobubble.plan.bounds.certificate import _prices, certificate
 from megatron.zerobubble.plan.bounds.instance import Instance
 from megatron.zerobubble.plan.bounds.relaxations import derivations
+from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
+from megatron.zerobubble.plan.costs.microbatch_costs import MicrobatchCosts
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
@@ -80,7 +83,7 @@ def test_the_checker_proves_every_bound_not_only_the_largest(
 
 @st.composite
 def tiny_problems(draw: st.DrawFn) -> tuple[list[int], int, dict[str, Any]]:
-    """Any placement of a few stages, with odd costs: times of 0, more memory after B than before, unequal microbatches."""
+    """Any placement of a few stages, with odd costs: times of 0, more memory after B than before, unequal microbatches, links."""
     rank_of = draw(st.sampled_from([[0], [0, 0], [0, 1], [1, 0], [0, 1, 0], [0, 1, 1], [0, 1, 2], [0, 1, 1, 0], [0, 1, 0, 1]]))
     m = draw(st.integers(1, 5 // len(rank_of)))
     is_equal = draw(st.booleans())
@@ -89,7 +92,27 @@ def tiny_problems(draw: st.DrawFn) -> tuple[list[int], int, dict[str, Any]]:
     for name in verify.NAMES:
         rows = [draw(st.lists(numbers, min_size=m, max_size=m)) for _ in rank_of]
         tables[name] = [[rows[0][0]] * m for _ in rank_of] if is_equal else rows
-    return rank_of, m, {"microbatches": tables, "comm_ms": draw(st.sampled_from([0.0, 1.0, 4.0]))}
+    p = max(rank_of) + 1
+    if p == 1 or draw(st.booleans()):
+        return rank_of, m, {"microbatches": tables, "comm_ms": draw(st.sampled_from([0.0, 1.0, 4.0]))}
+    latency, speed = ([[draw(each) for _ in range(p)] for _ in range(p)] for each in (numbers, st.sampled_from([0.5, 1.0, 4.0])))
+    sizes = [1e6 * draw(numbers) for _ in range(m)]
+    return (
+        rank_of,
+        m,
+        {
+            "microbatches": tables,
+            "links": {"latency_ms": latency, "gigabytes_per_s": speed, "message_bytes": sizes},
+        },
+    )
+
+
+def _model(body: dict[str, Any]) -> CostModel:
+    """The costs of a tiny problem, as the planner has them."""
+    costs = MicrobatchCosts(**{name: tuple(map(tuple, rows)) for name, rows in body["microbatches"].items()})
+    if "links" in body:
+        return CostModel.of_microbatches(costs, links=Links.from_json(body["links"]))
+    return CostModel.of_microbatches(costs, comm_ms=body["comm_ms"])
 
 
 def _equal(rank_of: list[int], m: int, *values: float) -> tuple[list[int], int, dict[str, Any]]:
@@ -110,7 +133,7 @@ def _equal(rank_of: list[int], m: int, *values: float) -> tuple[list[int], int, 
 def test_no_plan_takes_less_than_any_bound_at_any_price(
     problem: tuple[list[int], int, dict[str, Any]], times: float, price: float, objective: Objective
 ) -> None:
-    """Every bound of the checker against the best of all orders, found by trying them all."""
+    """Every bound of the checker, and that of the planner, against the best of all orders, found by trying them all."""
     rank_of, m, body = problem
     costs = verify.read_costs(body, rank_of, m)
     limit = times * max(max(row) for name in verify.NAMES[3:] for row in costs[name]) + 1e-9
@@ -119,6 +142,10 @@ def test_no_plan_takes_less_than_any_bound_at_any_price(
     for rank in set(rank_of):
         for name, bound in verify.bounds(costs, rank_of, rank, limit, prices, objective.value).items():
             assert bound <= best + 1e-6, name
+    if best < math.inf:
+        placement = Placement(tuple(rank_of))
+        planned = lower_bound(placement, m, _model(body), limit / min(placement.num_ranks, m))
+        assert objective.of(planned) <= best + 1e-6
 
 
 @pytest.mark.parametrize("name", ["zbv", "zb-h1", "1f1b", "interleaved-1f1b"])

@@ -18,7 +18,6 @@ from megatron.zerobubble.plan.search.search_options import SearchOptions, smalle
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan import optima
 from tests.plan.exact import optimum
-from tests.plan.periods import is_possible
 from tests.plan.search.test_search import COMPILED, problems
 
 
@@ -233,13 +232,3 @@ def test_against_the_exact_solver(
     found = objective.of(simulate(plan, costs))
     assert math.floor(objective.of(bound)) <= best <= found + 1e-6
     assert found <= 1.02 * best
-
-
-def test_periods_of_v_min_are_what_its_paper_says() -> None:
-    """For F=B=W on four ranks its block has no gaps at the memory of two microbatches, and no shorter one exists."""
-    pytest.importorskip("ortools")
-    placement = Placement.v(4)
-    costs = CostModel.uniform(placement)
-    assert is_possible(placement, costs, 2.0, 3.0, 1, seconds=30) is True
-    assert is_possible(placement, costs, 2.0, 2.9, 1, seconds=30) is False
-    assert is_possible(placement, costs, 1.0, 3.0, 1, seconds=30) is False, "a microbatch alone takes longer"

@@ -328,6 +328,10 @@ def test_an_assigned_plan_is_not_cut() -> None:
         (lambda: Links(latency_ms=((0, math.inf), (1, 0))), "from rank 0 to rank 1 is inf"),
         (lambda: Links(latency_ms=((0, 1), (1, 0)), gigabytes_per_s=((0, 0), (1, 0))), "give a bandwidth above 0"),
         (lambda: Links(latency_ms=((0, 1), (1, 0)), gigabytes_per_s=((1,),)), "gigabytes_per_s has 1 rows"),
+        (
+            lambda: Links(latency_ms=((0, 1e12), (1, 0)), gigabytes_per_s=((0, 1), (1, 0)), message_bytes=(1e6,)),
+            "the time in ms of the largest message from rank 0 to rank 1 is 1000000000001.0",
+        ),
         (lambda: Links(latency_ms=()), "at least one rank"),
         (lambda: Links(latency_ms=((0,),), message_bytes=(-1,)), "message_bytes of microbatch 0 is -1"),
         (lambda: of_lengths(Placement.linear(2), (100, 0)), "microbatch 1 has 0 tokens"),

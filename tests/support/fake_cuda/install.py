@@ -27,8 +27,8 @@ import torch._dynamo  # else the first op imports it, which reads all of torch.c
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves
 
-from tests.support.fake_cuda import clocks
-from tests.support.fake_cuda.clocks import FakeCudaError, Machine
+from tests.support.fake_cuda import machine as machines
+from tests.support.fake_cuda.machine import FakeCudaError, Machine
 from tests.support.fake_cuda.module import REAL, FakeTorchCuda, fake_names
 from tests.support.fake_cuda.nccl_by_gloo import nccl_by_gloo
 from tests.support.fake_cuda.syncs import SyncLog
@@ -45,16 +45,14 @@ class FakeCuda:
     """What a test asks the installed fake.
 
     Attributes:
-        machine: devices, streams and clocks.
+        machine: devices, streams and threads.
         memory: which tensors are on a device.
         log: the host synchronizations.
-        launched: listeners, called with (stream, op, (args, kwargs), result) for every kernel.
     """
 
     machine: Machine
     memory: DeviceMemory
     log: SyncLog
-    launched: list[Callable[..., None]]
 
 
 @contextmanager
@@ -74,10 +72,10 @@ def fake_cuda(*, num_devices: int = 1, serves_nccl: bool = True, one_generator: 
     generators = (torch.default_generator,) * num_devices
     if not one_generator:
         generators = tuple(torch.Generator().manual_seed(0) for _ in range(num_devices))
-    fake = FakeCuda(machine, memory, log, [])
+    fake = FakeCuda(machine, memory, log)
 
     def mode() -> DeviceMode:
-        return DeviceMode(memory, None if one_generator else generators, fake.launched)
+        return DeviceMode(memory, None if one_generator else generators)
 
     module = FakeTorchCuda(fake_names(memory, generators))
     replaced: list[tuple[Any, str, Any]] = [
@@ -88,12 +86,12 @@ def fake_cuda(*, num_devices: int = 1, serves_nccl: bool = True, one_generator: 
         *_factories(memory),
         *_types(),
         (torch._C._nn, "_parse_to", _with_device_numbers(torch._C._nn._parse_to)),
-        (threading.Thread, "start", _start_in_mode(threading.Thread.start, machine, mode)),
+        (threading.Thread, "start", _start_in_mode(threading.Thread.start, mode)),
         *(nccl_by_gloo() if serves_nccl else []),
     ]
-    before = clocks.install(machine)
+    before = machines.install(machine)
     with ExitStack() as undo:
-        undo.callback(clocks.install, before)
+        undo.callback(machines.install, before)
         for owner, name, value in replaced:
             _replace(undo, owner, name, value)
         undo.callback(sys.modules.__setitem__, "torch.cuda", REAL)
@@ -205,15 +203,14 @@ def _types() -> list[tuple[Any, str, Any]]:
 # -- threads -------------------------------------------------------------------------------------------
 
 
-def _start_in_mode(start: Callable[[threading.Thread], None], machine: Machine, mode: Callable[[], DeviceMode]) -> Any:
-    """`Thread.start`: the new thread knows what this one knows, and its ops run in the mode."""
+def _start_in_mode(start: Callable[[threading.Thread], None], mode: Callable[[], DeviceMode]) -> Any:
+    """`Thread.start`: ops of the new thread run in the mode."""
 
     @functools.wraps(start)
     def start_in_mode(self: threading.Thread) -> None:
-        known, run = machine.handed_over(), self.run
+        run = self.run
 
         def run_in_mode() -> None:
-            machine.take_over(known)
             with mode():
                 run()
 

@@ -1,4 +1,4 @@
-"""The names of `torch.cuda`, answered as CUDA would, on the clocks, streams and tensors of this package.
+"""The names of `torch.cuda`, answered as CUDA would, on the streams and tensors of this package.
 
 A name that the installed torch.cuda has and this one lacks fails when it is used, with its name: nothing is answered by accident.
 Every name here exists in the installed torch, with the same parameters (`tests/support/test_fake_cuda.py`). A call that would
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tests.support.fake_cuda import streams
-from tests.support.fake_cuda.clocks import FakeCudaError
+from tests.support.fake_cuda.machine import FakeCudaError
 from tests.support.fake_cuda.streams import device_index
 from tests.support.fake_cuda.tensors import DeviceMemory
 
@@ -86,7 +86,8 @@ def _devices(memory: DeviceMemory) -> dict[str, Any]:
             machine.thread().device = self.prev_idx
 
     def synchronize(device: Any = None) -> None:
-        machine.synchronize(device_index(device, machine.called("torch.cuda.synchronize").device))
+        device_index(device, machine.called("torch.cuda.synchronize").device)
+        machine.host_waits("torch.cuda.synchronize")
 
     def get_device_properties(device: Any = None) -> Any:
         return types.SimpleNamespace(
@@ -122,8 +123,8 @@ def _memory(memory: DeviceMemory) -> dict[str, Any]:
 
     def empty_cache() -> None:
         """cudaFree waits for the device."""
-        index = machine.called("torch.cuda.empty_cache").device
-        machine.synchronize(device_index(None, index), "torch.cuda.empty_cache")
+        machine.called("torch.cuda.empty_cache")
+        machine.host_waits("torch.cuda.empty_cache")
 
     def counter(name: str, attribute: str) -> Callable[..., int]:
         def read(device: Any = None) -> int:

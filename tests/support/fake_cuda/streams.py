@@ -1,18 +1,8 @@
-"""`torch.cuda.Stream`, `torch.cuda.Event` and the current stream of each thread, on the clocks of `clocks`.
+"""`torch.cuda.Stream`, `torch.cuda.Event` and the current stream of each thread. All work has ended when it is queued.
 
-Another double, for example of NCCL, queues work that ends later on a stream of its own:
-
-    stream = Stream(priority=-1)
-    stream.wait_event(current_stream().record_event())     # the transfer begins after what was computed so far
-    work = stream.enqueue("recv from rank 1")              # a `Pending`: on the stream now, unfinished
-    done = stream.record_event()                           # unfinished with it
-    ...                                                    # on a thread: work.wait_turn(); transfer; work.finish()
-    current_stream().wait_event(done)                      # `Work.wait`: the next computation blocks until `finish`
-
-`Event.query()` is False until `finish`, `synchronize()` blocks until then, and so does `torch.cuda.synchronize()`.
-
-What these cannot show: torch hands out 32 streams per priority in turn, so that the 33rd is the first again; here each is new.
-Priorities change nothing. Events of other processes and CUDA graphs are missing.
+What these cannot show: order between streams, and work that ends later (`tests.support.fake_nccl` has both); torch hands out 32
+streams per priority in turn, so that the 33rd is the first again, here each is new. Priorities change nothing. Events of other
+processes and CUDA graphs are missing.
 """
 
 from __future__ import annotations
@@ -22,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.support.fake_cuda.clocks import Clock, FakeCudaError, Machine, Pending, machine
+from tests.support.fake_cuda.machine import FakeCudaError, Machine, machine
 
 __all__ = ["Event", "Stream", "StreamContext", "current_stream", "default_stream", "device_index", "set_stream", "stream"]
 
@@ -44,7 +34,7 @@ def device_index(device: Any, current: int | None) -> int:
 
 
 class Stream:
-    """As `torch.cuda.Stream`. `clock` is what comes before the next work on it."""
+    """As `torch.cuda.Stream`."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         if kwargs:
@@ -54,14 +44,9 @@ class Stream:
 
     def _set_up(self, owner: Machine, index: int, priority: int, *, is_default: bool) -> None:
         self._owner = owner
-        self._unfinished: list[Pending] = []
-        self.timeline = owner.new_timeline()
-        self.clock: Clock = {}
         self.device = torch.device("cuda", index)
         self.priority = priority
-        self.stream_id = self.cuda_stream = 0 if is_default else self.timeline
-        with owner.lock:
-            owner.streams.append(self)
+        self.stream_id = self.cuda_stream = 0 if is_default else next(owner.stream_ids)
 
     @classmethod
     def _default(cls, owner: Machine, index: int) -> Stream:
@@ -79,20 +64,6 @@ class Stream:
     def device_index(self) -> int:
         """Index of its device."""
         return int(self.device.index)
-
-    def unfinished(self) -> tuple[Pending, ...]:
-        """Work that has not ended, on this stream or on another one whose event this stream waits for."""
-        with self._owner.lock:
-            self._unfinished = [pending for pending in self._unfinished if not pending.is_over]
-            return tuple(self._unfinished)
-
-    def enqueue(self, name: str) -> Pending:
-        """Queue work that ends when `Pending.finish` is called. Never blocks, and may be called on a thread without a device."""
-        with self._owner.lock:
-            stamp = self._owner.step(self)
-            pending = Pending(name, stamp, dict(self.clock), self.unfinished(), self._owner.timeout_s)
-            self._unfinished.append(pending)
-            return pending
 
     def wait_event(self, event: Event) -> None:
         """Order all later work on this stream after the event. Never blocks."""
@@ -115,21 +86,16 @@ class Stream:
     def query(self) -> bool:
         """Whether everything on it has ended."""
         self._owner.called("Stream.query")
-        if self.unfinished():
-            return False
-        self._owner.host_knows([self.clock])
         return True
 
     def synchronize(self) -> None:
         """Block until everything on it has ended."""
         self._owner.called("Stream.synchronize")
-        with self._owner.lock:
-            clock = dict(self.clock)
-        self._owner.host_waits("Stream.synchronize", [clock], self.unfinished())
+        self._owner.host_waits("Stream.synchronize")
 
 
 class Event:
-    """As `torch.cuda.Event`. `clock` is that of the last record, None before the first."""
+    """As `torch.cuda.Event`."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
@@ -138,14 +104,8 @@ class Event:
             raise FakeCudaError("the fake torch.cuda.Event is of one process, and of no CUDA graph")
         self._owner = machine()
         self._times = enable_timing
-        self._recorded_s = 0.0
-        self._captured: tuple[Pending, ...] = ()
-        self.clock: Clock | None = None
+        self._recorded_s: float | None = None
         self.device: torch.device | None = None
-
-    def unfinished(self) -> tuple[Pending, ...]:
-        """Work before the last record that has not ended."""
-        return tuple(pending for pending in self._captured if not pending.is_over)
 
     def record(self, stream: Stream | None = None) -> None:
         """Mark this point of a stream, by default of the current one. Never blocks."""
@@ -153,49 +113,30 @@ class Event:
         stream = current_stream() if stream is None else stream
         if self.device is not None and self.device != stream.device:
             raise RuntimeError(f"Event device {self.device} does not match recording stream's device {stream.device}")
-        with self._owner.lock:
-            self._owner.step(stream)
-            self.clock, self.device, self._captured = dict(stream.clock), stream.device, stream.unfinished()
-        self._recorded_s = time.perf_counter()
+        self.device, self._recorded_s = stream.device, time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
         """Order all later work on a stream, by default the current one, after this event. Never blocks."""
         self._owner.called("Event.wait")
-        stream = current_stream() if stream is None else stream
-        if self.clock is None:  # as in CUDA: an event that was never recorded is over
-            return
-        with self._owner.lock:
-            self._owner.step(stream)
-            for timeline, step in self.clock.items():
-                stream.clock[timeline] = max(stream.clock.get(timeline, 0), step)
-            stream._unfinished.extend(self.unfinished())
 
     def query(self) -> bool:
         """Whether everything before the last record has ended."""
         self._owner.called("Event.query")
-        if self.unfinished():
-            return False
-        self._owner.host_knows([] if self.clock is None else [self.clock])
         return True
 
     def synchronize(self) -> None:
         """Block until everything before the last record has ended."""
         self._owner.called("Event.synchronize")
-        self._owner.host_waits("Event.synchronize", [] if self.clock is None else [self.clock], self.unfinished())
+        self._owner.host_waits("Event.synchronize")
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds from this event to a later one, of the host's clock."""
         self._owner.called("Event.elapsed_time")
         if not (self._times and end_event._times):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-        if self.clock is None or end_event.clock is None:
+        if self._recorded_s is None or end_event._recorded_s is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
-        if self.unfinished() or end_event.unfinished():
-            raise RuntimeError("Both events must be completed before calculating elapsed time.")
-        return (end_event._passed_s() - self._passed_s()) * 1000.0
-
-    def _passed_s(self) -> float:
-        return max([self._recorded_s, *(pending.ended_s or 0.0 for pending in self._captured)])
+        return (end_event._recorded_s - self._recorded_s) * 1000.0
 
 
 # -- the current stream ---------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Tensors of a fake CUDA device: ordinary CPU tensors whose storage is registered as device memory.
 
 Least magic that works: kernels, views, `.data`, autograd and gloo see plain CPU tensors. A dispatch mode on every thread turns
-``device="cuda"`` into the CPU, registers what is made there and what ops make from it, queues each kernel on the current
-stream, and refuses what CUDA refuses: kernels over tensors of both places. `attributes` replaces those attributes of
-`torch.Tensor` that answer where a tensor is or move it (`device`, `is_cuda`, `to`, `cpu`, `type` ...).
+``device="cuda"`` into the CPU, registers what is made there and what ops make from it, and refuses what CUDA refuses: kernels
+over tensors of both places. `attributes` replaces those attributes of `torch.Tensor` that answer where a tensor is or move it
+(`device`, `is_cuda`, `to`, `cpu`, `type` ...).
 
 The host waits, and it is recorded, in: `.item()` and what comes down to it (`bool`, `float`, `int`, formatting), `.tolist()`,
 `.cpu()`, copies to host memory that is not pinned or not `non_blocking`, copies from host memory that are not `non_blocking`
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.support.fake_cuda.clocks import FakeCudaError, Machine
+from tests.support.fake_cuda.machine import FakeCudaError, Machine
 from tests.support.fake_cuda.streams import Stream, current_stream, device_index
 
 __all__ = ["DeviceMemory", "DeviceMode", "attributes"]
@@ -94,8 +94,8 @@ class DeviceMemory:
 
     def host_waits(self, call: str) -> None:
         """The host waits for the current stream."""
-        stream = current_stream()
-        self.machine.host_waits(call, [dict(stream.clock)], stream.unfinished())
+        self.machine.called(call)
+        self.machine.host_waits(call)
 
 
 class _Target(threading.local):
@@ -112,7 +112,6 @@ class DeviceMode(TorchDispatchMode):
     Args:
         memory: shared by all threads.
         generators: of each device, as `torch.cuda.default_generators`; None: that of the host serves the devices too.
-        launched: called with (stream, op, arguments, results) for every kernel.
     """
 
     target = _Target()
@@ -121,10 +120,9 @@ class DeviceMode(TorchDispatchMode):
         self,
         memory: DeviceMemory,
         generators: tuple[torch.Generator, ...] | None,
-        launched: Iterable[Callable[[Stream, Any, Any, Any], None]] = (),
     ) -> None:
         super().__init__()
-        self._memory, self._generators, self._launched = memory, generators, launched
+        self._memory, self._generators = memory, generators
 
     @classmethod
     @contextmanager
@@ -165,8 +163,7 @@ class DeviceMode(TorchDispatchMode):
             self._check_places(name, given, places, args)
         if getattr(func, "is_view", False) or name.startswith("prim"):
             return func(*args, **kwargs)
-        stream = current_stream()
-        self._memory.machine.launch(stream)
+        current_stream()  # a kernel needs one, and so a device
         self._record_waits(name, args, kwargs, given, places)
         result = self._run(func, args, kwargs)
         if result_index is not None:
@@ -174,8 +171,6 @@ class DeviceMode(TorchDispatchMode):
             for each in tree_leaves(result):
                 if isinstance(each, Tensor) and each.untyped_storage()._cdata not in inputs:
                     self._memory.add(each, result_index)
-        for listener in self._launched:
-            listener(stream, func, (args, kwargs), result)
         return result
 
     def _result_index(self, name: str, kwargs: dict[str, Any], index: int | None) -> int | None:
@@ -289,7 +284,6 @@ def attributes(memory: DeviceMemory) -> dict[str, Any]:
 
     def tolist(self: Tensor) -> Any:
         if memory.index_of(self) is not None:
-            memory.machine.launch(current_stream())
             memory.host_waits("Tensor.tolist")
         return real["tolist"](self)
 

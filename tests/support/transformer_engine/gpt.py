@@ -85,9 +85,7 @@ class EngineMlaCase(MlaCase):
         return EngineMlaTrainer(self, initial)
 
 
-def _engine_config(config: Any, **changes: Any) -> Any:
-    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    return type(config)(**(fields | {"transformer_impl": "transformer_engine"} | changes))
+ENGINE = {"transformer_impl": "transformer_engine"}
 
 
 class EngineTrainer(Trainer):
@@ -95,13 +93,13 @@ class EngineTrainer(Trainer):
 
     case: EngineCase
 
-    def _config(self) -> Any:
+    def _config_changes(self) -> dict[str, Any]:
         case = self.case
-        options: dict[str, Any] = {"gradient_accumulation_fusion": case.fuses, "tp_comm_overlap": case.userbuffers}
+        options: dict[str, Any] = {"gradient_accumulation_fusion": case.fuses, "tp_comm_overlap": case.userbuffers} | ENGINE
         if case.fp8 is not None:
             options |= {"fp8": case.fp8, "fp8_recipe": case.fp8_recipe, "fp8_param": case.fp8_param}
             options |= {"fp8_amax_history_len": case.fp8_history, "fp8_amax_compute_algo": "max"}
-        return _engine_config(super()._config(), **options)
+        return options
 
     def _layers(self, vp_stage: int | None) -> Any:
         return stage_layers(self.config, vp_stage=vp_stage)
@@ -120,8 +118,8 @@ class EngineMlaTrainer(MlaTrainer):
 
     case: EngineMlaCase
 
-    def _config(self) -> Any:
-        return _engine_config(super()._config(), gradient_accumulation_fusion=self.case.fuses)
+    def _config_changes(self) -> dict[str, Any]:
+        return super()._config_changes() | ENGINE | {"gradient_accumulation_fusion": self.case.fuses}
 
 
 class EngineMoeTrainer(MoeTrainer):
@@ -129,9 +127,10 @@ class EngineMoeTrainer(MoeTrainer):
 
     case: EngineMoeCase
 
-    def _config(self) -> Any:
+    def _config_changes(self) -> dict[str, Any]:
         case = self.case
-        return _engine_config(super()._config(), gradient_accumulation_fusion=case.fuses, moe_grouped_gemm=case.grouped)
+        own = {"gradient_accumulation_fusion": case.fuses, "moe_grouped_gemm": case.grouped}
+        return super()._config_changes() | ENGINE | own
 
     def _layers(self, vp_stage: int | None) -> Any:
         return stage_layers(self.config, vp_stage=vp_stage)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,6 @@ TWO = (
 BYTES = "--vocab-size 255 --make-vocab-size-divisible-by 128 --eval-interval 100"
 """A tokenizer of Megatron-LM with as many tokens as ours for bytes."""
 RUN = [*TINY_MODEL, *TINY_BATCH, *TWO.split(), "--hidden-dropout", "0", "--attention-dropout", "0", "--eval-iters", "0"]
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.stop()
 
 
 def theirs(ranks: RankPool, flags: str) -> dict[int, float]:

@@ -6,6 +6,7 @@ message of `n` bytes takes ``latency + n / bandwidth``; bytes grow with the toke
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +60,9 @@ class Links:
                     _check(f"gigabytes_per_s from rank {source} to rank {target}", value, positive=True)
         for microbatch, value in enumerate(self.message_bytes):
             _check(f"message_bytes of microbatch {microbatch}", value, positive=False)
+        for source, target in itertools.permutations(range(self.num_ranks), 2):
+            time = self._time(source, target, max(self.message_bytes))
+            _check(f"the time in ms of the largest message from rank {source} to rank {target}", time, positive=False)
 
     @property
     def num_ranks(self) -> int:

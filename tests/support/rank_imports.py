@@ -1,0 +1,18 @@
+"""What the ranks of a pool import, in the process that they are forked from.
+
+That process does nothing else: it has no threads, no process group and no CUDA, none of which survives a fork.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+
+os.environ.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")  # read when torch is imported
+warnings.filterwarnings("ignore", module=r"megatron\.core\.")  # Apex and Transformer Engine are missing, five times per rank
+
+import tests.support.gpt  # noqa: E402, F401
+
+gc.collect()
+gc.freeze()  # tests collect garbage to free process groups; scanning all objects of torch each time took most of a test
