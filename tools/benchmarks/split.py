@@ -52,16 +52,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repeats", type=int, default=31, help="rounds that count (default %(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="rounds before them (default %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON, for tools/benchmarks/predict_gpu.py")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
     parser.add_argument("--markdown", metavar="FILE", help="write the tables to a file, too")
     parser.add_argument("--strict", action="store_true", help="exit 1 if a target is missed")
     return parser
 
 
-def choose_device(name: str | None, *, trial: str = "--device cpu --scale 0.05") -> torch.device:
-    """Choose the device; raises ConfigError if there is no such device. `trial`: options with which the tool runs on a CPU."""
+def choose_device(name: str | None) -> torch.device:
+    """Choose the device; raises ConfigError if there is no such device."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device cuda is given and torch sees no GPU here; give {trial} to try the tool")
+        raise ConfigError("--device cuda is given and torch sees no GPU here; give --device cpu --scale 0.05 to try the tool")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
