@@ -105,7 +105,7 @@ def main() -> None:
     (config,) = read_configs(str(DATA / "published.json"), str(args.row))
     placement = Placement.v(config.num_ranks)
     costs = config.costs_of(placement)
-    points = json.loads((DATA / "planner.json").read_text(encoding="utf-8"))["sections"]["points"]["rows"]
+    points = json.loads((DATA / "planner.json").read_text(encoding="utf-8"))["sections"]["points"]
     (limit,) = (row["limit"] for row in points if (row["row"], row["point"]) == (args.row, args.point))
     work = 2 * sum(getattr(costs, name)[0] for name in _LISTS)
     for ratio in map(float, args.ratios.split(",")):
