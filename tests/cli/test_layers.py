@@ -23,6 +23,14 @@ from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.search import best_core
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "`zerobubble plan --layers`: the memory of every rank counted op by op; partitions of small models against all "
+    "partitions; the bound over all layouts against all assignments of layers and against exact optima",
+    "works",
+    also=("plan/partition",),
+)
+
 COSTS = {"forward_ms": 1.0, "backward_ms": 1.0, "wgrad_ms": 1.0, "activation_bytes": 2**29, "after_backward_bytes": 2**28}
 KINDS = {
     "layer": COSTS | {"static_bytes": 2**30},

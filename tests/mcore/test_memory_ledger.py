@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest import mock
 
+import pytest
+
 from tests.support import gpt
 from tests.support.gpt import Case
 from tests.support.memory_ledger import Held, RankLedger, table, train_watched
@@ -41,6 +43,11 @@ def test_what_a_cpu_does_not_know_is_left_out() -> None:
     assert table([unknown]).splitlines()[-1].endswith("| 0.00 | 0.00 | - | - | - | - |")
 
 
+@pytest.mark.claims(
+    "Planning and measuring",
+    "memory per rank over many iterations: nothing grows, the peak of activation memory is within 5 % of the plan's",
+    "works, live tensors on the CPU",
+)
 def test_nothing_grows_and_the_plan_knows_the_peak(four_ranks: RankPool) -> None:
     for rank, found in enumerate(four_ranks.run(train_watched, ZBV, 3, 1)):
         assert found.complaints() == [], rank
@@ -55,6 +62,12 @@ def _train_long(rank: int, case: Case) -> RankLedger:
         return train_watched(rank, case, 3, 1)
 
 
+@pytest.mark.claims(
+    "Planning and measuring",
+    "the planner's peak of activation memory with torch's attention and with megatron-core's own, whose scores are twice as "
+    "large as the rest, within 5 %",
+    "works, live tensors on the CPU",
+)
 def test_the_plan_knows_that_the_scores_are_gone(four_ranks: RankPool) -> None:
     """Within 5 % of what is measured, with torch's attention and with megatron-core's own."""
     peaks = []

@@ -16,6 +16,12 @@ from tests.optimizer.support import ITERATIONS, Scenario, compare
 from tests.support.moe import ZB_H2, ZBV, MoeCase
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Layers",
+    "optimistic steps with experts: chained optimizers, an overflow on one expert rank, a rank without experts",
+    "works, bit for bit",
+)
+
 INF = math.inf
 
 

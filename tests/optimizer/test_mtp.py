@@ -12,6 +12,8 @@ from tests.optimizer.support import Scenario, compare
 from tests.support.mtp import ZB_H2, ZBV
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims("Layers", "multi-token prediction with optimistic steps", "works, bit for bit as synchronous")
+
 SCENARIOS = (
     # The loss scale falls between the first forwards of an iteration and their backwards.
     Scenario(

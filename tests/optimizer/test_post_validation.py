@@ -15,6 +15,14 @@ from tests.optimizer.support import BASE, ITERATIONS, Scenario, compare, compare
 from tests.support.gpt import Case
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Precision and the optimizer",
+    "post-validation (`--enable-optimizer-post-validation`): clipping, NaN, Inf, overflows, two redone steps in a row; fp32, "
+    "fp16, bf16, SGD, distributed optimizer, sharded gradients, chains, tied, frozen, tensor and data parallel, p 2 and 4, "
+    "linear and V",
+    "works, bit for bit the synchronous step",
+)
+
 EVERY = tuple(range(ITERATIONS))
 P4 = replace(BASE, num_ranks=4, num_microbatches=8, num_layers=8)
 ZBV = replace(BASE, schedule="zbv", num_chunks=2)

@@ -26,6 +26,14 @@ from megatron.zerobubble.playground.opened_files import open_file, plan_result
 from megatron.zerobubble.playground.problem import Problem, read_problem
 from megatron.zerobubble.playground.tasks import run_task
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "lengths and links in the playground: form, address, drawing and table of slots, comparison with the data as it came, "
+    "files of version 2 out and in, bad input in one line",
+    "works, Chromium",
+    also=("playground/test_unequal_page.py",),
+)
+
 TOKENS = [512, 4096, 700, 1800, 1024, 96]
 GOOD: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 6, "schedule": "zbv", "microbatch_tokens": TOKENS}
 LINKS = {"latency_ms": [[0, 0.5], [1.0, 0]]}

@@ -9,6 +9,12 @@ import pytest
 
 from tools.benchmarks import layouts
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "layouts of five model shapes against even ones under interleaved 1F1B, times by formula",
+    "simulated, [numbers](benchmarks/layouts.md)",
+)
+
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 

@@ -15,6 +15,13 @@ import torch
 from megatron.zerobubble.training import loop
 from megatron.zerobubble.training.early_exit import EarlyExit
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "early exit on SIGTERM, at a time limit, at an iteration; a rank that raises ends the job",
+    "works",
+    also=("job/test_failure.py",),
+)
+
 
 @pytest.fixture
 def store() -> torch.distributed.HashStore:

@@ -11,6 +11,8 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.config.run import RunConfig
 from megatron.zerobubble.training.garbage import GarbageCollection
 
+pytestmark = pytest.mark.claims("Long runs", "`--manual-gc`, `--manual-gc-interval`, `--no-manual-gc-eval`", "works")
+
 
 @pytest.fixture
 def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:

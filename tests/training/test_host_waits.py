@@ -16,6 +16,12 @@ from megatron.zerobubble.training import step
 from megatron.zerobubble.training.step import LOSS, Trainer, TrainingState
 from tests.training.launch import TINY_BATCH, TINY_MODEL, launch_warm
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "an iteration without a wait for the device: no timer that synchronizes, the loss scale read with the losses",
+    "works; **not run on a GPU**",
+)
+
 READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__"}
 
 

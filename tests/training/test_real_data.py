@@ -28,6 +28,14 @@ with quiet_third_parties():
     from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
     from megatron.zerobubble.training.data.samples import build_datasets
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "blends with weights, data per split, test data, `--data-args-path`, `--per-split-data-args-path`; whole jobs on two "
+    "corpora with a Hugging Face and with a SentencePiece tokenizer",
+    "works",
+    also=("training/config/test_data_blend.py",),
+)
+
 RUN = [*TINY_MODEL, *TINY_BATCH, "--train-iters", "8", "--eval-interval", "8", "--eval-iters", "1"]
 ZERO_BUBBLE = ["--pipeline-model-parallel-size", "2", "--enable-zero-bubble"]
 

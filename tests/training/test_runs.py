@@ -112,6 +112,12 @@ def test_a_run_learns_and_logs(stock: Job) -> None:
         assert part in stock.said, stock.said
 
 
+@pytest.mark.claims(
+    "Planning and measuring",
+    "measured activation memory in a run's `report.json`, `plan-N.json` and `trace.json`",
+    "works",
+    also=("profiling", "playground"),
+)
 def test_the_baseline_is_traced_and_drawn(stock: Job) -> None:
     folder = stock.checkpoints.parent / "trace"
     assert {path.name for path in folder.iterdir()} == {"trace.json", "report.json", "timeline-4.svg", "plan-4.json"}
@@ -232,6 +238,12 @@ def _curve(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
+@pytest.mark.claims(
+    "Planning and measuring",
+    "`--zero-bubble-schedule auto`: bit for bit the run of the schedule it takes; with `--zero-bubble-balance-stages` also of"
+    " the layout",
+    "works",
+)
 @pytest.mark.sampled(0.4, group="whole jobs")
 def test_auto_equals_the_run_with_the_chosen_schedule(corpus: str, tmp_path: Path) -> None:
     """Profiling and planning change neither seeds nor data nor weights; with the layers of the stages chosen, too."""

@@ -73,6 +73,12 @@ def _assert_equal(found: list[Tensor], expected: list[Tensor], tolerance: float 
 # -- shapes and masks ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.claims(
+    "Layers",
+    "torch's attention in place of megatron-core's own: causal, GQA, any boolean mask, padding, windows, packed sequences "
+    "(`cu_seqlens`, with padding between), dropout, scales, bf16, values of another head size than keys; output and gradients",
+    "works, 1e-6 (fp32) of megatron-core's own; dropout draws the same mask",
+)
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize(("length", "batch"), [(1, 1), (7, 3), (130, 2)])
 def test_causal_attention_is_megatron_cores(length: int, batch: int, groups: int) -> None:
@@ -452,6 +458,7 @@ def test_where_no_kernel_takes_fewer_heads_of_keys_they_are_repeated(groups: int
     assert heads == [(HEADS, HEADS, False)]
 
 
+@pytest.mark.claims("Layers", "softmax offsets, `qk_clip`, an attention bias, with torch's attention", "rejected")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

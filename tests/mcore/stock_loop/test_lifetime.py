@@ -20,6 +20,13 @@ from tests.support.gpt import _destroy_groups
 from tests.support.ranks import RankPool
 from tests.support.stock import example
 
+pytestmark = pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: twenty models made and dropped, ZB-H1, ZBV, post-validation, unequal lengths, memory limits: no "
+    "model, process group or thread more than after the second",
+    "works",
+)
+
 TWO = "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --train-iters 2 --num-microbatches 2 --seq-length 8"
 CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
 

@@ -31,6 +31,11 @@ def test_without_a_format_megatron_cores_defaults_stay() -> None:
     assert parse("").fp8.model_options() == {}
 
 
+@pytest.mark.claims(
+    "Layers",
+    "`--fp8-recipe mxfp8`, `blockwise`, `custom`; `--fp8-param-gather`; `--first-last-layers-bf16`; experts in FP8",
+    "the flags arrive at megatron-core; **not run here**",
+)
 def test_what_the_flags_become() -> None:
     options = parse(
         "--fp8-format hybrid --fp8-margin 1 --fp8-amax-history-len 16 --fp8-amax-compute-algo max --no-fp8-wgrad "
@@ -50,6 +55,12 @@ def test_layers_in_bf16() -> None:
     assert (options["first_last_layers_bf16"], options["num_layers_at_start_in_bf16"]) == (True, 2)
 
 
+@pytest.mark.claims(
+    "Layers",
+    "FP8 flags that contradict each other; Transformer Engine missing, too old, or with `--distributed-backend gloo`",
+    "rejected",
+    also=("training/config/test_transformer_engine_flag.py",),
+)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
