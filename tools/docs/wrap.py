@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 _MARKER = re.compile(r"\s*(?:[-*+]|\d+\.)\s+")
 _VERBATIM = re.compile(r"\s*(?:\||#|<!--|<|\[[^\]]+\]: |!\[)| {4,}(?![-*+] |\d+\. )")
 """The start of a line that is no prose: a table, a heading, HTML, a link's target, an image, indented code."""
-_WHOLE = re.compile(r"`[^`]+`| (?=%|(?:[-*+#|>]|\d+[.)])(?:\s|$))")
-"""What no line break may split: code, a percentage, and a word that would begin a list, a heading, a table or a quotation."""
+_WHOLE = re.compile(r"`[^`]+`|\[[^\]]{1,40}\](?=\()| (?=%|(?:[-*+#|>]|\d+[.)])(?:\s|$))")
+"""What no line break may split: code, the text of a link, a percentage, and a word that would begin a list, a heading, a table or a quotation."""
 _GLUE = "\x00"
 
 
