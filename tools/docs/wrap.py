@@ -24,7 +24,7 @@ _MARKER = re.compile(r"\s*(?:[-*+]|\d+\.)\s+")
 _VERBATIM = re.compile(r"\s*(?:\||#|<!--|<|\[[^\]]+\]: |!\[)| {4,}(?![-*+] |\d+\. )")
 """The start of a line that is no prose: a table, a heading, HTML, a link's target, an image, indented code."""
 _WHOLE = re.compile(r"`[^`]+`|\[[^\]]{1,40}\](?=\()| (?=%|(?:[-*+#|>]|\d+[.)])(?:\s|$))")
-"""What no line break may split: code, a link's text, a percentage, a word that would begin a list, heading, table or quotation."""
+"""What no line break may split: code, a link's text, a percentage, a word that would begin a list, heading, table or quote."""
 _GLUE = "\x00"
 
 
