@@ -42,8 +42,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megatron.zerobubble.cli.layers import parse_bytes
 from megatron.zerobubble.cli.parser import Parser
+from megatron.zerobubble.cli.plan_layers import parse_bytes
 from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.plan.ir import Placement

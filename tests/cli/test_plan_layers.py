@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble import verify
-from megatron.zerobubble.cli import layers as cli_layers
-from megatron.zerobubble.cli.layers import parse_bytes
+from megatron.zerobubble.cli import plan_layers as cli_layers
 from megatron.zerobubble.cli.main import main
+from megatron.zerobubble.cli.plan_layers import parse_bytes
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.partition.joint import plan_layout
