@@ -16,7 +16,7 @@ from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
 from megatron.zerobubble.plan.search.search_options import Effort
-from megatron.zerobubble.playground.lengths_and_links import KEYS, read_unequal
+from megatron.zerobubble.playground.length_fields import KEYS, read_unequal
 from megatron.zerobubble.playground.limits import (
     MAX_MEMORY,
     MAX_MICROBATCHES,

@@ -21,7 +21,7 @@ from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.exports import Export, export
-from megatron.zerobubble.playground.lengths_and_links import as_it_came, log_normal_lengths
+from megatron.zerobubble.playground.length_fields import as_it_came, log_normal_lengths
 from megatron.zerobubble.playground.opened_files import open_file, plan_result
 from megatron.zerobubble.playground.problem import Problem, read_problem
 from megatron.zerobubble.playground.tasks import run_task
