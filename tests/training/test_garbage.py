@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.config.run import RunConfig
+from megatron.zerobubble.training.config.run_control import RunConfig
 from megatron.zerobubble.training.garbage import GarbageCollection
 
 pytestmark = pytest.mark.claims("Long runs", "`--manual-gc`, `--manual-gc-interval`, `--no-manual-gc-eval`", "works")

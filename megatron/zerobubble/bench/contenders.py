@@ -11,7 +11,7 @@ from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import known_schedules, schedule_info
 from megatron.zerobubble.plan.schedule_spec import STOCK
-from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
+from megatron.zerobubble.training.config.checkpoints import CheckpointConfig
 from megatron.zerobubble.training.config.logging import LoggingConfig
 from megatron.zerobubble.training.config.optim import OptimConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig

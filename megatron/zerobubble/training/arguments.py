@@ -17,7 +17,7 @@ from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.messages import one_line, shown
 from megatron.zerobubble.training.config.batch import BatchConfig
-from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
+from megatron.zerobubble.training.config.checkpoints import CheckpointConfig
 from megatron.zerobubble.training.config.data import DataConfig
 from megatron.zerobubble.training.config.fp8 import Fp8Config
 from megatron.zerobubble.training.config.logging import LoggingConfig
@@ -26,7 +26,7 @@ from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConf
 from megatron.zerobubble.training.config.moe import MoeConfig
 from megatron.zerobubble.training.config.optim import OptimConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
-from megatron.zerobubble.training.config.run import RunConfig
+from megatron.zerobubble.training.config.run_control import RunConfig
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.suggestions import unknown_flags_message
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from megatron.zerobubble.training.config.run import RunConfig
+from megatron.zerobubble.training.config.run_control import RunConfig
 
 __all__ = ["GarbageCollection"]
 
