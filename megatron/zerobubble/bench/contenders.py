@@ -16,7 +16,7 @@ from megatron.zerobubble.training.config.logging import LoggingConfig
 from megatron.zerobubble.training.config.optim import OptimConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.validate import check_settings
+from megatron.zerobubble.training.validate_groups import check_settings
 
 __all__ = ["DEFAULT", "PROFILED", "WARM_UP", "Contender", "parse_contenders"]
 

@@ -30,7 +30,7 @@ from megatron.zerobubble.training.config.run_control import RunConfig
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.suggestions import unknown_flags_message
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
-from megatron.zerobubble.training.validate import check_settings
+from megatron.zerobubble.training.validate_groups import check_settings
 
 __all__ = ["build_parser", "parse_arguments", "settings_from_argv"]
 
