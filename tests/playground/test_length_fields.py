@@ -23,7 +23,7 @@ from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.exports import Export, export
 from megatron.zerobubble.playground.length_fields import as_it_came, log_normal_lengths
 from megatron.zerobubble.playground.opened_files import open_file, plan_result
-from megatron.zerobubble.playground.problem import Problem, read_problem
+from megatron.zerobubble.playground.problem import PlanRequest, read_problem
 from megatron.zerobubble.playground.tasks import run_task
 
 pytestmark = pytest.mark.claims(
@@ -40,7 +40,7 @@ LINKS = {"latency_ms": [[0, 0.5], [1.0, 0]]}
 FASTER = LINKS | {"gigabytes_per_s": [[0, 1], [2, 0]]}
 
 
-def read(**changes: Any) -> Problem:
+def read(**changes: Any) -> PlanRequest:
     return read_problem(json.dumps(GOOD | changes).encode())
 
 

@@ -180,7 +180,7 @@ class Fabric:
 
 
 class ThreadLinks:
-    """One rank's `Links` on a fabric."""
+    """One rank's `P2PLinks` on a fabric."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric

@@ -37,7 +37,7 @@ from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.runtime.executor import Executor
-from megatron.zerobubble.runtime.p2p import Links, ProcessGroupLinks
+from megatron.zerobubble.runtime.p2p import P2PLinks, ProcessGroupLinks
 
 FORMAT = "zerobubble-executor-benchmark/1"
 SHAPE = (4, 1, 8)
@@ -58,7 +58,7 @@ class Measurement:
 
 
 class InstantLinks:
-    """`Links` whose transfers complete at once; also their handle."""
+    """`P2PLinks` whose transfers complete at once; also their handle."""
 
     def send(self, message: Message, tensor: Tensor) -> InstantLinks:
         """Transfer nothing."""
@@ -105,7 +105,9 @@ def timed(run: Callable[[], Any], repeats: int) -> list[float]:
     return samples
 
 
-def measure_executor(program: Program, rank: int, links: Links, layer: str, repeats: int, *, times: bool = False) -> Measurement:
+def measure_executor(
+    program: Program, rank: int, links: P2PLinks, layer: str, repeats: int, *, times: bool = False
+) -> Measurement:
     """Measure the executor with empty ops; with `times` a `Profiler` times each of them."""
     profiler = None
     if times:

@@ -52,7 +52,7 @@ _REMEDY = "zerobubble plan takes larger ones"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class PlanRequest:
     """One schedule to plan, or with `memory_limits` a Pareto front."""
 
     num_ranks: int
@@ -99,7 +99,7 @@ class Problem:
         return None if given == placement.num_stages else given
 
 
-def read_problem(body: bytes) -> Problem:
+def read_problem(body: bytes) -> PlanRequest:
     """Read a request.
 
     Raises:
@@ -116,7 +116,7 @@ def read_problem(body: bytes) -> Problem:
         schedule_info(shown(name))
     num_microbatches = _whole(given, "num_microbatches", 1, MAX_MICROBATCHES)
     unequal = read_unequal(given, num_ranks, num_microbatches)
-    return Problem(
+    return PlanRequest(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         schedule=str(name),

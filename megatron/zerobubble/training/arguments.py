@@ -56,7 +56,7 @@ _PROG = "pretrain_gpt.py"
 """Program name in the usage and in error lines, unless the caller passes another."""
 
 
-class _Parser(argparse.ArgumentParser):
+class _TrainingParser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
@@ -69,7 +69,7 @@ def build_parser(*, prog: str = _PROG) -> argparse.ArgumentParser:
     Args:
         prog: program name in the usage.
     """
-    parser = _Parser(
+    parser = _TrainingParser(
         prog=prog,
         description="Train a GPT through zero-bubble pipeline schedules on megatron-core. Start it with torchrun.",
         allow_abbrev=False,

@@ -76,7 +76,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far training is. Updated after every iteration."""
 
     iteration: int = 0
@@ -210,11 +210,11 @@ class _Run:
         self.early_exit = EarlyExit(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
         saves = self.settings.checkpoint.save is not None
         self.saver = CheckpointSaver(training_state, job.store, run=attempt.job) if saves else None
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         with job.watch.phase("loads the checkpoint"):
             restored = start_from(training_state, attempt)
         if restored is not None:
-            self.progress = Progress(restored.iteration, restored.consumed_samples)
+            self.progress = TrainingProgress(restored.iteration, restored.consumed_samples)
         self.metrics = MetricsLogger(
             self.settings,
             rank=job.launch.rank,

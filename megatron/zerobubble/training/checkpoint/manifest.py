@@ -26,7 +26,7 @@ from megatron.zerobubble.files import replace_text
 
 __all__ = [
     "MANIFEST",
-    "Block",
+    "FileBlock",
     "FileRecord",
     "Manifest",
     "blocks_of_rank",
@@ -60,7 +60,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Block:
+class FileBlock:
     """A part of a file, and what it held when it was saved."""
 
     file: str
@@ -140,10 +140,10 @@ class Manifest:
         """Size of all files together."""
         return sum(each.num_bytes for each in self.files.values())
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[FileBlock]:
         """All blocks of all files, in the order of names and offsets."""
         return [
-            Block(name, offset, min(self.block_bytes, each.num_bytes - offset), digest)
+            FileBlock(name, offset, min(self.block_bytes, each.num_bytes - offset), digest)
             for name, each in sorted(self.files.items())
             for offset, digest in zip(range(0, each.num_bytes, self.block_bytes), each.digests, strict=True)
         ]
@@ -167,7 +167,7 @@ def record_of(path: Path, *, block_bytes: int = _BLOCK_BYTES) -> FileRecord:
     return FileRecord(num_bytes, tuple(digests))
 
 
-def blocks_of_rank(blocks: Sequence[Block], *, rank: int, world_size: int) -> list[Block]:
+def blocks_of_rank(blocks: Sequence[FileBlock], *, rank: int, world_size: int) -> list[FileBlock]:
     """The blocks that a rank verifies: neighbors, of about the same number of bytes on each rank.
 
     Args:
@@ -204,7 +204,7 @@ def damaged_names(directory: Path, manifest: Manifest) -> dict[str, str]:
 
 def damaged_blocks(
     directory: Path,
-    blocks: Sequence[Block],
+    blocks: Sequence[FileBlock],
     *,
     num_threads: int,
     shown: Callable[[Sequence[Future[str | None]]], Iterable[Future[str | None]]] = iter,
@@ -236,7 +236,7 @@ def first_damage(damage: Mapping[str, str]) -> str:
     return ", ".join(named[:_NUM_NAMED]) + (f", and {more} more files" if more > 0 else "")
 
 
-def _difference(directory: Path, block: Block) -> str | None:
+def _difference(directory: Path, block: FileBlock) -> str | None:
     try:
         with (directory / block.file).open("rb", buffering=0) as stream:
             stream.seek(block.offset)
