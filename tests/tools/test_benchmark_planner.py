@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -14,11 +13,10 @@ import pytest
 
 from megatron.zerobubble.cli.published import read_configs
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.planner import make_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
-from tools.benchmarks.planner import LIMITS, POINTS, SECTIONS, Settings, at_bound, findings, main, markdown, summary, uneven
+from tools.benchmarks.planner import LIMITS, POINTS, SECTIONS, Settings, at_bound, findings, main, markdown, summary
 from tools.benchmarks.reports import PUBLISHED, ROOT
 
 TIMES = {"forward_ms": 10.0, "backward_ms": 9.0, "wgrad_ms": 6.0, "comm_ms": 0.5, "activation_after_backward": 0.5}
@@ -28,7 +26,7 @@ CONFIGS = [
     {"model": "tiny", "num_ranks": 2, "num_microbatches": 4, **TIMES, "reference": REFERENCE},
     {"model": "small", "num_ranks": 3, "num_microbatches": 6, **TIMES, "reference": {"ZBV": REFERENCE["ZBV"]}},
 ]
-SIZES = Settings(ideal=(2,), uneven=((2, 4), (16, 48)))
+SIZES = Settings(ideal=(2,))
 BUDGET = 20000.0
 LITTLE = ["--budget", str(BUDGET)]
 
@@ -101,40 +99,6 @@ def test_ideal_has_no_bubble(report: dict[str, Any]) -> None:
     assert all(row["ours"] <= 1e-9 for row in rows)
 
 
-def test_uneven_runs_both_orders_under_the_true_times(report: dict[str, Any]) -> None:
-    def true(placement: Placement) -> CostModel:
-        return uneven(lambda placement: CostModel.uniform(placement, **TIMES), placement)
-
-    def flat(placement: Placement) -> CostModel:
-        return uneven(lambda placement: CostModel.uniform(placement, **TIMES), placement, flat=True)
-
-    rows = rows_of(report, "uneven")
-    assert [row["point"] for row in rows] == ["zb@1", "zbv@1", "v-half"]
-    for row in rows:
-        for key, costs_of in (("ours", true), ("flattened", flat)):
-            problem: dict[str, Any] = {
-                "num_ranks": row["p"],
-                "num_microbatches": row["m"],
-                "options": options(row["limit"]),
-            }
-            plan = make_plan(row["point"].partition("@")[0], costs_of=costs_of, **problem).simulation.plan
-            assert row[key] == pytest.approx(simulate(plan, true(plan.placement)).bubble_rate, abs=1e-9)
-
-
-def test_uneven_costs() -> None:
-    placement = Placement.v(3)
-    even = CostModel.uniform(placement, **TIMES)
-    true, flat = (uneven(lambda _: even, placement, flat=flat) for flat in (False, True))
-    shares = [a / b for a, b in zip(true.forward_ms, even.forward_ms, strict=True)]
-    assert shares == pytest.approx([a / b for a, b in zip(true.wgrad_ms, even.wgrad_ms, strict=True)])
-    assert 0.72 <= shares[0] <= 0.88
-    assert 1.26 <= shares[-1] <= 1.54
-    assert all(0.9 <= share <= 1.1 for share in shares[1:-1])
-    assert len(set(flat.backward_ms)) == 1
-    assert math.fsum(flat.backward_ms) == pytest.approx(math.fsum(true.backward_ms))
-    assert (true.comm_ms, true.activation, flat.activation) == (even.comm_ms, even.activation, even.activation)
-
-
 def test_efforts() -> None:
     assert [Settings().options(p, 1.0).budget for p in (16, 17)] == [Effort.DEFAULT.budget, Effort.MAX.budget]
     assert {Settings(effort="fast").options(p, 1.0).budget for p in (16, 17)} == {Effort.FAST.budget}
@@ -192,13 +156,13 @@ def test_the_page_is_rendered_from_the_json(folder: Path, tmp_path: Path) -> Non
 
 def test_two_processes_find_the_same(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "two.json"
-    some = ["--sections", "uneven,ideal", "--rows", "0", "--jobs", "2"]
+    some = ["--sections", "ideal", "--rows", "0", "--jobs", "2"]
     assert main([str(folder / "configs.json"), *LITTLE, *some, "--json", str(path)], SIZES) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("uneven, row 0 (tiny), p=2, m=4, zb@1: ours ")
+    assert lines[0].startswith("ideal, p=2, m=4, zbv@1: ours 0.0000")
     ours = json.loads(path.read_text())["sections"]
     theirs = json.loads((folder / "result.json").read_text())["sections"]
-    assert list(ours) == ["uneven", "ideal"]
+    assert list(ours) == ["ideal"]
     for name in ours:
         pairs = zip(ours[name], theirs[name], strict=True)
         assert all(a | {"seconds": 0} == b | {"seconds": 0} for a, b in pairs)
@@ -212,7 +176,7 @@ def test_two_processes_find_the_same(folder: Path, tmp_path: Path, capsys: pytes
         (["{folder}/result.md"], "no readable configs"),
         (["{folder}/configs.json", "--rows", "2"], "--rows is '2'"),
         (["--rows", "first"], "0 to 20"),
-        (["--sections", "points,speed"], "points,auto,ideal,uneven"),
+        (["--sections", "points,speed"], "points,auto,ideal"),
         (["--points", "v-min,v-max"], "choose from zb@1,zb@2,zbv@1,v-half,v-min,zbv@0.75,zbv@1.25"),
         (["--json", "/no/such/folder/result.json"], "No such file"),
         (["--from-json", "{folder}/configs.json", "--markdown", "unused.md"], "not written by --json"),

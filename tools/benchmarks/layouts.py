@@ -53,7 +53,7 @@ from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.version import __version__
-from tools.benchmarks.reports import ROOT, Row, read_json, write_json
+from tools.benchmarks.reports import ROOT, Row, markdown_table, read_json, write_json
 from tools.docs.wrap import wrapped
 
 FORMAT = "zerobubble-layout-benchmark/1"
@@ -203,17 +203,20 @@ def markdown(body: Row) -> str:
         *_about(),
         "## Results",
         "",
-        "| model | p, m | even | first/last | partition | ours | speed over even | over first/last | over partition | gap |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
+    heads = ("model", "p, m", "even", "first/last", "partition", "ours", "over even", "over first/last", "over partition", "gap")
+    cells = []
     for _, row in rows:
+        found = [_cell(row[key]) for key in ("even", "first_last", "partition", "ours")]
         gap = row["ours"]["makespan_ms"] / row["bound_makespan_ms"] - 1
-        lines.append(
-            f"| {row['title']} | {row['num_ranks']}, {row['num_microbatches']} | {_cell(row['even'])} | "
-            f"{_cell(row['first_last'])} | {_cell(row['partition'])} | {_cell(row['ours'])} | {_ratio(row, 'even')} | "
-            f"{_ratio(row, 'first_last')} | {_ratio(row, 'partition')} | {100 * gap:.2f} % |"
-        )
-    lines += ["", "Makespan / span in ms, schedule with its virtual stages (VPP) per rank, and the largest peak of a rank.", ""]
+        speeds = [_ratio(row, key) for key in ("even", "first_last", "partition")]
+        cells.append([row["title"], f"{row['num_ranks']}, {row['num_microbatches']}", *found, *speeds, f"{100 * gap:.2f} %"])
+    lines += markdown_table(heads, cells)
+    lines += [
+        "",
+        "*Over* is the speed of ours over theirs. Makespan / span in ms, schedule with its virtual stages (VPP) per rank, and the largest peak of a rank.",
+        "",
+    ]
     lines += ["## The layouts", ""]
     for name, row in rows:
         shape = shape_named(name)

@@ -5,7 +5,6 @@ It prints one line per plan. Bubble rates are compared as published, with four d
   points   published schedules at their memory; zbv between and beyond
   auto     the best within a memory limit, against the best published schedule that fits
   ideal    F=B=W and free links: the bubble vanishes
-  uneven   planned for a short first stage, a long last one and noise, against planned for their mean
 
 examples:
   python -m tools.benchmarks.planner --jobs 2 --json docs/benchmarks/data/planner.json --markdown docs/benchmarks/planner.md
@@ -22,23 +21,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.published import Config, read_configs
 from megatron.zerobubble.errors import PlanError, UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.planner import AUTO, CostsOf, make_plan
+from megatron.zerobubble.plan.planner import AUTO, make_plan
 from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
-from megatron.zerobubble.plan.simulate import simulate
 from tools.benchmarks.reports import PUBLISHED, Row, markdown_table, mean_and_range, origin, read_json, write_json
 from tools.docs.wrap import wrapped
 
@@ -69,14 +63,13 @@ POINTS = (
 
 
 class Settings(NamedTuple):
-    """Search effort, points, and the sizes of the last two sections: p, and (p, m) with one config each."""
+    """Search effort, points, and the numbers of ranks of the last section."""
 
     effort: str | None = None
     points: tuple[Point, ...] = POINTS
     budget: float | None = None
     seed: int = 0
     ideal: tuple[int, ...] = (4, 8, 16, 32)
-    uneven: tuple[tuple[int, int], ...] = ((8, 24), (16, 48))
 
     def options(self, num_ranks: int, memory_limit: float) -> SearchOptions:
         """Search options for p ranks under a memory limit."""
@@ -93,8 +86,6 @@ class Task(NamedTuple):
     schedule: str
     options: SearchOptions
     labels: Row
-    rival_costs_of: CostsOf | None = None
-    """Also plan for these costs, and simulate that plan under the config's costs."""
 
 
 def measure(task: Task) -> Row:
@@ -109,10 +100,6 @@ def measure(task: Task) -> Row:
     row |= {"schedule": result.name, "ours": round(simulation.bubble_rate, 9), "bound": round(result.bound.bubble_rate, 9)}
     row["gap"] = round(result.bound.gap(simulation.span_ms), 7) + 0.0  # a plan at its bound is not below it by a rounding error
     row["seconds"] = round(seconds, 3)
-    if task.rival_costs_of is not None:
-        rival = make_plan(task.schedule, num_ranks=p, num_microbatches=m, costs_of=task.rival_costs_of, options=options)
-        plan = rival.simulation.plan
-        row["flattened"] = round(simulate(plan, config.costs_of(plan.placement)).bubble_rate, 9)
     return row
 
 
@@ -159,43 +146,17 @@ def ideal_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
     ]
 
 
-def uneven(costs_of: CostsOf, placement: Placement, *, flat: bool = False) -> CostModel:
-    """Costs with a short first stage (embedding), a long last one (head) and noise; with `flat`, their mean on every stage."""
-    costs, random = costs_of(placement), Random(0)
-    shares = [random.uniform(0.9, 1.1) for _ in range(placement.num_stages)]
-    shares[0] *= 0.8
-    shares[-1] *= 1.4
-    times: dict[str, Any] = {}
-    for name in ("forward_ms", "backward_ms", "wgrad_ms"):
-        true = tuple(value * share for value, share in zip(getattr(costs, name), shares, strict=True))
-        times[name] = (statistics.fmean(true),) * len(true) if flat else true
-    return replace(costs, **times)
-
-
-def uneven_tasks(configs: Iterable[Config], settings: Settings) -> list[Task]:
-    """Planning for uneven times against planning for their mean."""
-    tasks = []
-    for size in settings.uneven:
-        those = [config for config in configs if (config.num_ranks, config.num_microbatches) == size]
-        chosen = settings._replace(points=tuple(point for point in POINTS if point.name in ("zb@1", "zbv@1", "v-half")))
-        for config, schedule, options, labels, _ in point_tasks(those[:1], chosen):
-            true, flat = partial(uneven, config.costs_of), partial(uneven, config.costs_of, flat=True)
-            tasks.append(Task(config._replace(costs_of=true), schedule, options, {"point": labels["point"]}, flat))
-    return tasks
-
-
 SECTIONS: dict[str, Callable[[list[Config], Settings], list[Task]]] = {
     "points": point_tasks,
     "auto": auto_tasks,
     "ideal": ideal_tasks,
-    "uneven": uneven_tasks,
 }
 
 
 def shown(row: Row) -> str:
     """One row as a line."""
     config = f"row {row['row']} ({row['model']}), " if row["model"] else ""
-    rates = [f"{key} {row[key]:.4f}" for key in ("ours", "bound", "reference", "flattened") if row.get(key) is not None]
+    rates = [f"{key} {row[key]:.4f}" for key in ("ours", "bound", "reference") if row.get(key) is not None]
     return f"{config}p={row['p']}, m={row['m']}, {row['point']}: {', '.join(rates)}, {row['seconds']:.1f} s"
 
 
@@ -226,7 +187,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 def findings(sections: dict[str, list[Row]]) -> list[str]:
     """What the table does not show, one sentence per finding."""
-    points, auto, ideal, unequal = (sections.get(name, []) for name in SECTIONS)
+    points, auto, ideal = (sections.get(name, []) for name in SECTIONS)
     above = [row for row in (*points, *auto) if row["reference"] is not None and not not_above(row)]
     found = [f"Above the published rate: {shown(row)}." for row in above]
     pairs = [(a, b) for a, b in pairwise(auto) if a["row"] == b["row"]]
@@ -235,11 +196,6 @@ def findings(sections: dict[str, list[Row]]) -> list[str]:
     if ideal:
         none = sum(row["ours"] <= EXACT for row in ideal)
         found.append(f"F=B=W, free links, zbv at 1F1B's memory, zb at twice that: {none} of {len(ideal)} plans have no bubble.")
-    if unequal:
-        rates = ", ".join(f"{row['ours']:.3f} instead of {row['flattened']:.3f} ({row['point']})" for row in unequal)
-        text = "A short first stage, a long last one and noise, planned for these times instead of their mean"
-        sizes = " and ".join(dict.fromkeys(f"p = {row['p']}" for row in unequal))
-        found.append(f"{text}, {sizes}: {rates}.")
     return [f"- {line}" for line in found]
 
 
