@@ -214,7 +214,7 @@ def markdown(body: Row) -> str:
     lines += markdown_table(heads, cells)
     lines += [
         "",
-        "*Over* is the speed of ours over theirs. Makespan / span in ms, schedule with its virtual stages (VPP) per rank, and the largest peak of a rank.",
+        "Makespan / span in ms, schedule with its virtual stages (VPP) per rank, largest peak of a rank; *over*: speed of ours.",
         "",
     ]
     lines += ["## The layouts", ""]
