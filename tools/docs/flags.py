@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from megatron.zerobubble.training.arguments import build_parser
 from tools.docs.generated import DOCS, write_or_check
+from tools.docs.wrap import wrapped
 
 __all__ = ["COMMAND", "PAGE", "main", "page"]
 
@@ -43,7 +44,7 @@ def page() -> str:
     groups = [group for group in build_parser()._action_groups if group.title and _flags(group._group_actions)]
     groups.sort(key=lambda group: group.title != _FIRST)
     sections = [_section(group.title or "", group.description, _flags(group._group_actions)) for group in groups]
-    return "\n".join([_INTRODUCTION, *sections])
+    return wrapped("\n".join([_INTRODUCTION, *sections]))
 
 
 def _flags(actions: Iterable[argparse.Action]) -> list[argparse.Action]:

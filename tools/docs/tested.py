@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.docs.generated import DOCS, write_or_check
+from tools.docs.wrap import wrapped
 
 __all__ = ["COMMAND", "PAGE", "Claim", "claims_of", "main", "page"]
 
@@ -87,7 +88,7 @@ def page() -> str:
         lines += [*HEAD, *(claim.row for claim in found.pop(section, []))] if line == PLACE else [line]
     if found:
         raise ValueError(f"{PROSE.name} has no section with the line {PLACE} that is called {', '.join(found)}")
-    return "\n".join([*lines, ""])
+    return wrapped("\n".join([*lines, ""]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
