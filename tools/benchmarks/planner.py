@@ -68,15 +68,12 @@ class Settings(NamedTuple):
     effort: str | None = None
     points: tuple[Point, ...] = POINTS
     budget: float | None = None
-    seed: int = 0
     ideal: tuple[int, ...] = (4, 8, 16, 32)
 
     def options(self, num_ranks: int, memory_limit: float) -> SearchOptions:
         """Search options for p ranks under a memory limit."""
         effort = Effort(self.effort or ("max" if num_ranks > 16 else "default"))
-        return SearchOptions(
-            memory_limit=memory_limit, seed=self.seed, budget=effort.budget if self.budget is None else self.budget
-        )
+        return SearchOptions(memory_limit=memory_limit, budget=effort.budget if self.budget is None else self.budget)
 
 
 class Task(NamedTuple):
@@ -237,7 +234,6 @@ def build_parser() -> argparse.ArgumentParser:
     efforts = [effort.value for effort in Effort]
     parser.add_argument("--effort", choices=efforts, help="default: default, and max beyond 16 ranks")
     parser.add_argument("--budget", type=float, help="op evaluations of a search, instead of any effort")
-    parser.add_argument("--seed", type=int, default=0, help="random seed of the search (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; rewritten after every section")
     parser.add_argument("--markdown", metavar="FILE", help="write the result as Markdown")
     parser.add_argument("--from-json", metavar="FILE", help="measure nothing: read a result from this file and write --markdown")
@@ -275,7 +271,7 @@ def main(argv: Sequence[str] | None = None, settings: Settings | None = None) ->
         parser.error("--jobs must be 1 or more and --budget 0 or more")
     if args.from_json and not args.markdown:
         parser.error("--from-json takes --markdown")
-    settings = (settings or Settings())._replace(effort=args.effort, budget=args.budget, seed=args.seed)
+    settings = (settings or Settings())._replace(effort=args.effort, budget=args.budget)
     try:
         command = shlex.join(["python", "-m", "tools.benchmarks.planner", *words])
         report = read_json(args.from_json, FORMAT) if args.from_json else run(args, command, settings)

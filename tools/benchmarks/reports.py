@@ -37,15 +37,15 @@ def write_json(body: Row, target: str) -> None:
     Path(target).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
-def read_json(file: str, formats: str) -> Row:
+def read_json(file: str, fmt: str) -> Row:
     """Read a report of this format. Raises ConfigError on any other file."""
     try:
         body = json.loads(Path(file).read_text(encoding="utf-8"))
-        if body["format"] == formats:
+        if body["format"] == fmt:
             return dict(body)
     except (ValueError, LookupError, TypeError):
         pass
-    raise ConfigError(f"{file} was not written by --json of this tool (format {formats})")
+    raise ConfigError(f"{file} was not written by --json of this tool (format {fmt})")
 
 
 def markdown_table(heads: Sequence[str], lines: Iterable[Iterable[str]]) -> list[str]:

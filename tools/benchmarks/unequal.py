@@ -213,12 +213,9 @@ def markdown(report: Row) -> str:
         *("", "## Speed of `zbv planned` over the others", "", *markdown_table(("p", "lengths", *others), speed)),
         *("", "## Peak activation memory, and the time to plan", ""),
         *markdown_table(("p", "lengths", "measured deviation", *names, "ms to plan"), memory),
-        *(
-            "",
-            "*ms to plan* is the median, and in parentheses the longest, CPU time from the lengths to the validated plan: costs,",
-        ),
-        f"assignment, order and checks, on one core (Python {report['python']}, {report['core']} core). It differs between",
-        "machines; the plans do not.",
+        "",
+        "*ms to plan* is the median (and the longest) CPU time from the lengths to the validated plan, on one core "
+        f"(Python {report['python']}, {report['core']} core). It differs between machines; the plans do not.",
         *("", "## One link ten times slower", ""),
         *markdown_table(("p", "schedule@memory limit", "objective", "does not know, ms", "knows, ms", "ratio"), slow),
         *("", "## How to reproduce", "", "```", report["command"], "```", ""),
