@@ -1,4 +1,4 @@
-"""The command line: tools/benchmarks/executor.py. That it measures; not what."""
+"""The command line: tools/benchmarks/executor.py measures every layer; the times are not tested."""
 
 from __future__ import annotations
 
