@@ -105,6 +105,8 @@ playground: setup  ## plan schedules in the browser, on this machine only
 docs: setup  ## build the documentation site into site/; warnings are errors
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	$(BIN)/python -m tools.docs.flags --check
+	$(BIN)/python -m tools.docs.tested --check
+	$(BIN)/python -m tools.docs.wrap --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 dist: setup  ## build the sdist and this Python's wheel into dist/

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from megatron.zerobubble.bench.bench_progress import Progress, duration_text
+from megatron.zerobubble.bench.bench_progress import BenchProgress, duration_text
 
 
 class Terminal(io.StringIO):
@@ -20,7 +20,7 @@ def test_a_log_gets_lines_from_the_start(monkeypatch: pytest.MonkeyPatch) -> Non
     now = [100.0]
     monkeypatch.setattr("megatron.zerobubble.bench.bench_progress.time.monotonic", lambda: now[0])
     stream = io.StringIO()
-    with Progress(10, is_quiet=False, stream=stream) as progress:
+    with BenchProgress(10, is_quiet=False, stream=stream) as progress:
         progress.say("begin")
         progress.block("zbv, round 1 of 3")
         for _ in range(4):
@@ -37,7 +37,7 @@ def test_a_log_gets_lines_from_the_start(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_terminal_gets_a_bar() -> None:
     stream = Terminal()
-    with Progress(4, is_quiet=False, stream=stream) as progress:
+    with BenchProgress(4, is_quiet=False, stream=stream) as progress:
         progress.block("zbv, round 1 of 3")
         progress.tick()
         progress.say("a line above it")
@@ -47,7 +47,7 @@ def test_a_terminal_gets_a_bar() -> None:
 
 def test_other_ranks_are_quiet() -> None:
     stream = Terminal()
-    with Progress(4, is_quiet=True, stream=stream) as progress:
+    with BenchProgress(4, is_quiet=True, stream=stream) as progress:
         progress.say("begin")
         progress.tick()
     assert stream.getvalue() == ""

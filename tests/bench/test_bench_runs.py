@@ -16,6 +16,13 @@ import pytest
 from tests.support.datasets import random_documents, write_documents
 from tests.training.launch import ROOT, environment, launch_warm
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "`zerobubble bench`: whole comparisons on two ranks (stock 1F1B, ZBV with post-validation, `auto`) with equal losses; a "
+    "contender that cannot run, fails, is killed or hangs is a row; interruption; all ranks end with the cause",
+    "works; **not run on a GPU**, not under Slurm",
+)
+
 MODEL = ["--pipeline-model-parallel-size", "2", "--num-layers", "8", "--hidden-size", "32", "--num-attention-heads", "4"]
 MODEL += ["--seq-length", "32", "--micro-batch-size", "1", "--global-batch-size", "4", "--lr", "1e-2", "--mock-data"]
 MODEL += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "64", "--hidden-dropout", "0", "--attention-dropout", "0"]

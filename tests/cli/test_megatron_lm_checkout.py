@@ -23,6 +23,12 @@ _STOCK = "--zero-bubble-schedule stock"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not _CHECKOUT, reason="MEGATRON_LM names no checkout of Megatron-LM"),
+    pytest.mark.claims(
+        "Your own script",
+        "Megatron-LM's `pretrain_gpt.py` from the checkout that MEGATRON_LM names, unedited, with `zerobubble run --cpu` "
+        "(`make test-slow`)",
+        "works, as `pretrain()`",
+    ),
 ]
 
 

@@ -26,6 +26,12 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not _CHECKOUT, reason="MEGATRON_LM names no checkout of Megatron-LM"),
+    pytest.mark.claims(
+        "Your own script",
+        "Megatron-LM's own tests of its schedules from the checkout that MEGATRON_LM names, on two CPU ranks: ZB-H1, "
+        "interleaved ZB, ZBV (`make test-slow`)",
+        "works, but for tests of mocked 1F1B internals, and under V of models that do not say which stage they are (rejected)",
+    ),
 ]
 
 _MOCKS = "its model, communicator and passes are mocks, and it looks at the order of calls inside of 1F1B"

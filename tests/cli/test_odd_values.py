@@ -12,6 +12,10 @@ from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import MAX_OPS, build_plan
 
+pytestmark = pytest.mark.claims(
+    "Long runs", "plans of more than 4,000,000 ops, such as 1,000,000 ranks", "rejected in one line before anything is planned"
+)
+
 PLAN = ["plan", "--schedule", "zbv", "--num-ranks", "2", "--num-microbatches", "4"]
 COSTS = ("--forward-ms", "--backward-ms", "--wgrad-ms", "--comm-ms", "--activation-after-backward")
 ODD = ("5e-324", "1e308", "9" * 400, "9" * 5000, "inf", "nan", "-1", "x" * 5000, "a\nb", "\udcff" * 90)

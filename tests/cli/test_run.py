@@ -14,6 +14,12 @@ from megatron.zerobubble.cli import run
 from megatron.zerobubble.cli.main import main
 from tests.training.launch import ROOT, environment, launch
 
+pytestmark = pytest.mark.claims(
+    "Your own script",
+    "`zerobubble run`: a script as `python SCRIPT` runs it, flags anywhere, a rank that fails ends with its reason",
+    "works",
+)
+
 SCRIPT = """
 import json, os, sys
 from beside import HERE

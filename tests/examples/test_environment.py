@@ -11,6 +11,13 @@ from megatron.zerobubble.bench.bench_options import parse_options
 from megatron.zerobubble.training.arguments import settings_from_argv
 from tests.support.cluster import ROOT, Cluster
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "the torchrun script: what it starts, and the environment on GPUs; every shell script passes shellcheck",
+    "works, nvidia-smi and torchrun are doubles; **not run on a GPU**",
+    also=("examples/test_lint.py",),
+)
+
 SCRIPT = "pretrain_zero_bubble.sh"
 VARIABLES = ("CUDA_MODULE_LOADING", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
 

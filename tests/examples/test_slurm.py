@@ -15,6 +15,14 @@ from tests.support.cluster import ROOT, Cluster
 from tests.training.conftest import corpus  # noqa: F401 -- a fixture
 from tests.training.launch import environment as rank_environment
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "the Slurm script: addresses and ranks; after a signal a checkpoint and a requeue; a failure keeps its exit code; a "
+    "finished run is not requeued",
+    "works on doubles of Slurm's commands, with real ranks in `make test-slow`; by hand under Slurm 22.05 on one machine "
+    "without GPUs: time limit, requeue twice, failure, killed rank, `scancel`, end",
+)
+
 SCRIPT = "pretrain_zero_bubble.slurm"
 HEAD = re.findall(r"^#SBATCH (.*)$", (ROOT / "examples" / SCRIPT).read_text(), re.MULTILINE)
 

@@ -20,7 +20,16 @@ from tests.training.launch import launch
 NUM = int(os.environ.get("ZB_TEST_FAULTS_NUM", "30"))
 NUM_FLIPS = 60
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sends signals and reads /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="sends signals and reads /proc"),
+    pytest.mark.claims(
+        "Long runs",
+        "a rank that is stopped, stuck, killed, cut off or slow, in any phase: it is named first, the others log their op, "
+        "message or phase, and the job ends (`make test-faults`: [the fault laboratory](reliability.md))",
+        "works",
+        also=("job",),
+    ),
+]
 
 
 @pytest.mark.parametrize("number", range(NUM))

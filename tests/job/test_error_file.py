@@ -17,6 +17,13 @@ from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.failure import JobGuard
 from megatron.zerobubble.job.launch import launcher_environment, read_launch
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "the reason of a failure as the root cause in torchrun's summary, before and after the process group exists",
+    "works",
+    also=("cli/test_main.py",),
+)
+
 
 def summary(*files: Path) -> str:
     """What torchrun prints about ranks with these error files that failed now."""

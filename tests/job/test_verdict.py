@@ -15,7 +15,7 @@ import torch
 from megatron.zerobubble.job.heartbeats import Beat, Process, departed, kill, publish, published, this_process
 from megatron.zerobubble.job.stragglers import Stragglers
 from megatron.zerobubble.job.tcp_connections import Connections
-from megatron.zerobubble.job.verdict import Verdict, decide
+from megatron.zerobubble.job.verdict import HangVerdict, decide
 
 
 def beat(doing: str | None = "runs 1F0", **changes: Any) -> Beat:
@@ -38,7 +38,7 @@ def beat(doing: str | None = "runs 1F0", **changes: Any) -> Beat:
 WAITS = {"is_waiting": True}
 
 
-def decided(beats: dict[int, Beat], silent_s: dict[int, float] | None = None, *, world_size: int | None = None) -> Verdict:
+def decided(beats: dict[int, Beat], silent_s: dict[int, float] | None = None, *, world_size: int | None = None) -> HangVerdict:
     world = len(beats) if world_size is None else world_size
     return decide(beats, silent_s=silent_s or {}, world_size=world, least_still_s=5.0, waited_s=60.0)
 

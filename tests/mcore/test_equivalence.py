@@ -33,6 +33,24 @@ def _grid() -> list[Case]:
     return sorted(cases, key=lambda case: case.num_microbatches)  # neighbors share their reference
 
 
+@pytest.mark.claims(
+    "Schedules",
+    "stock 1F1B; 1F1B, interleaved 1F1B, ZB-H1, ZB-H2, ZB, ZBV through our executor, p 2 and 4, m from 1 to 3p; V-Half, "
+    "V-Min, 1F1B-V, zero-bubble interleaved, m = p+1; ZB-W with uneven stages",
+    "works, bit for bit",
+)
+@pytest.mark.claims(
+    "Schedules",
+    "megatron-core's own 1F1B and interleaved 1F1B, the baselines (on gloo the interleaved one keeps its outputs: freed early"
+    " they were seen to be sent wrong)",
+    "works",
+)
+@pytest.mark.claims(
+    "Layers",
+    "torch's attention under schedules, as the attention of nearly all tests: recomputation, dropout, every placement",
+    "works, bit for bit",
+    also=("mcore/model/test_recompute.py",),
+)
 @pytest.mark.parametrize("case", _grid(), ids=str)
 @pytest.mark.sampled(0.2)
 def test_same_bits_as_the_unpipelined_model(four_ranks: RankPool, case: Case) -> None:
@@ -53,6 +71,11 @@ UNEVEN = [
 ]
 
 
+@pytest.mark.claims(
+    "Schedules",
+    "uneven stages (linear, stock interleaved, V, two Vs), any stage without a layer, an odd number of layers per rank under V",
+    "works, bit for bit",
+)
 @pytest.mark.parametrize("case", UNEVEN, ids=str)
 @pytest.mark.sampled(0.3)
 def test_same_bits_with_uneven_stages(four_ranks: RankPool, case: Case) -> None:
@@ -75,6 +98,7 @@ FEATURES = [
 ]
 
 
+@pytest.mark.claims("Layers", "GQA, SwiGLU, RMSNorm; rotary and learned positions; per-token loss", "works, bit for bit")
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(f"{k}={v}" for k, v in features.items()))
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
 @pytest.mark.sampled(0.25)
@@ -102,6 +126,7 @@ def test_data_parallel_2(four_ranks: RankPool, base: Case, overlap: bool, distri
             assert difference.gradients < 1e-6, (rank, difference)
 
 
+@pytest.mark.claims("Layers", "tied embeddings", "works, 1e-6")
 @pytest.mark.parametrize("base", [ZBV, ZB_H2, replace(ZBV, layout="E|t*4|t*4|L")], ids=str)
 @pytest.mark.parametrize("distributed_optimizer", [False, True], ids=["adam", "zero1"])
 @pytest.mark.sampled(0.34)
@@ -116,6 +141,7 @@ def test_tied_embeddings(four_ranks: RankPool, base: Case, distributed_optimizer
             assert difference.gradient_name in ("", "embedding.word_embeddings.weight"), "only the tied weight may differ"
 
 
+@pytest.mark.claims("Precision and the optimizer", "gradient clipping", "works, 1e-6")
 @pytest.mark.parametrize("base", [ZBV, ZB_H2, pytest.param(Case("zbv", 4, 8, num_chunks=2), marks=pytest.mark.smoke)], ids=str)
 @pytest.mark.sampled(0.5)
 def test_clipping(four_ranks: RankPool, base: Case) -> None:

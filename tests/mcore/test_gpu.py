@@ -7,13 +7,14 @@ atomic additions.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.support.gpt import Case, Difference, compare
-from tests.support.memory_ledger import train_watched
+from tests.support.memory_ledger import table, train_watched
 from tests.support.ranks import RankPool
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -81,7 +82,9 @@ def test_memory_over_200_iterations(four_ranks_on_gpus: RankPool, base: Case) ->
     """No memory leaks from iteration to iteration, the allocator's pool does not fragment (what it has reserved after 20
     iterations is enough for all later ones), and the plan predicts the peak to 5 %."""
     case = replace(base, num_ranks=4, num_microbatches=8, dtype=torch.bfloat16)
-    for rank, ledger in enumerate(four_ranks_on_gpus.run(train_watched, case, 200, 20)):
+    ledgers = four_ranks_on_gpus.run(train_watched, case, 200, 20)
+    sys.stdout.write(f"{case}\n\n{table(ledgers)}\n")
+    for rank, ledger in enumerate(ledgers):
         assert ledger.complaints() == [], (rank, ledger.predicted, ledger.held[20:])
         assert ledger.fragmentation is not None
         assert all(each.inactive_split is not None for each in ledger.held)

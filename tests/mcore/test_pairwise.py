@@ -20,6 +20,12 @@ from tests.support.covering import Constraint, Row, covering_array
 from tests.support.gpt import Case, Difference, Outcome, Tensors, Trainer, difference, unpipelined
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Precision and the optimizer",
+    "features in pairs: 40 cases; a random half per run, its seed printed, all with `make test-slow`",
+    "works",
+)
+
 FEATURES: dict[str, list[Any]] = {
     "schedule": ["1f1b", "zb-h1", "zb-h2", "zb", "zb-interleaved", "1f1b-v", "zbv", "v-half", "v-min"],
     "num_ranks": [2, 4],

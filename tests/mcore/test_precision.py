@@ -16,6 +16,12 @@ from tests.support.gpt import Case, Tensors, Trainer, compare, unpipelined
 from tests.support.ranks import RankPool
 from tests.training.test_arguments import settings
 
+pytestmark = pytest.mark.claims(
+    "Precision and the optimizer",
+    "fp32, bf16, fp16; main gradients in fp32 or the weights' precision; constant and dynamic loss scale with overflows",
+    "works, bit for bit",
+)
+
 ZBV = Case("zbv", 2, 4, num_chunks=2)
 ZB_H2 = Case("zb-h2", 2, 4)
 FIRST_SCALE = 2.0**30

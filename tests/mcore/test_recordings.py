@@ -15,6 +15,13 @@ from tests.support.gpt import Case, Trainer
 from tests.support.ranks import RankPool
 from tests.support.traces import check_trace
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "passes of megatron-core's own 1F1B (p 2 and 4) and interleaved 1F1B (p 4) recorded: every pass in the plan's order",
+    "works",
+    also=("training/test_runs.py",),
+)
+
 CASES = [Case("zbv", 4, 5, num_chunks=2, num_steps=3), Case("interleaved-1f1b", 4, 4, num_chunks=2, num_steps=3)]
 
 

@@ -22,6 +22,14 @@ from megatron.zerobubble.profiling.profiler import Profiler
 from tests.support.gpt import Case, Trainer
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "re-planned with profiled timings in the middle of a run, with optimistic steps and dropout: not one "
+    "bit of the run changes; saved and loaded plans",
+    "works",
+    also=("training/test_runs.py",),
+)
+
 ZBV = Case("zbv", 4, 6, num_chunks=2, dropout=0.1, num_steps=4)
 
 

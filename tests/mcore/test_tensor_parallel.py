@@ -30,6 +30,11 @@ CASES = [
 ]
 
 
+@pytest.mark.claims(
+    "Parallelism",
+    "sequence parallelism; W gathers its input again",
+    "works, bit for bit",
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.sampled(0.25)
 def test_sequence_parallel_has_the_bits_of_the_unpipelined_model(four_ranks: RankPool, case: Case) -> None:
@@ -57,6 +62,13 @@ def _assert_same_bits(differences: list[Difference]) -> None:
 # -- wgrad GEMMs beside B's all-reduce ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.claims(
+    "Parallelism",
+    "tensor parallel 2; B's tensor-parallel all-reduce overlaps with a deferred wgrad GEMM (in flight on gloo; time on a GPU "
+    "not measured)",
+    "works, bit for bit",
+    also=("wgrad/test_sharing.py",),
+)
 @pytest.mark.parametrize("case", [ZBV, ZB_H2, sequence_parallel(ZBV)], ids=str)
 @pytest.mark.sampled(0.33)
 def test_wgrad_gemms_of_other_microbatches_overlap_with_all_reduces_of_b(four_ranks: RankPool, case: Case) -> None:

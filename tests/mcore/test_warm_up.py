@@ -19,6 +19,13 @@ from tests.support.gpt import Case
 from tests.support.moe import MoeCase
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "groups with collectives inside passes are used once before the first transfer: TP, SP, experts, overlapped and sharded "
+    "gradients",
+    "works with gloo, which opens nothing at first use; **not run on a GPU**",
+)
+
 
 class _GroupsUsed(TorchDispatchMode):
     """The groups of the collectives that run inside; transfers between two ranks do not count."""

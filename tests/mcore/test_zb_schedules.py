@@ -61,6 +61,9 @@ def _gemms_per_op(rank: int, case: Case) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.claims(
+    "Schedules", "B runs no wgrad GEMM, W runs all; live microbatches and receive buffers are the plan's", "works"
+)
 @pytest.mark.parametrize("case", [Case("zbv", 4, 3, num_chunks=2), Case("zb-h1", 2, 3)], ids=str)
 def test_b_computes_no_weight_gradient_and_w_computes_all(four_ranks: RankPool, case: Case) -> None:
     stages = case.num_ranks * case.num_chunks
@@ -228,6 +231,9 @@ def _replay(reference: Trainer, states: dict[tuple[int, int], RngState], num_sta
         layer.register_forward_pre_hook(lambda *_, stage=stage: _set_rng_state(states[stage, microbatch]))
 
 
+@pytest.mark.claims(
+    "Layers", "dropout (attention's, too), evaluation, frozen layers", "works", also=("mcore/model/test_wgrad_split.py",)
+)
 @pytest.mark.parametrize("case", [Case("zbv", 4, 4, num_chunks=2, dropout=0.2), Case("zb-h1", 4, 4, dropout=0.2)], ids=str)
 @pytest.mark.sampled(0.5)
 def test_dropout(four_ranks: RankPool, case: Case) -> None:

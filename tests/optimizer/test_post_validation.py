@@ -23,6 +23,21 @@ from tests.support.gpt import Case
 from tests.support.moe import MoeCase
 from tests.support.ranks import RankPool
 
+_STEPS = pytest.mark.claims(
+    "Precision and the optimizer",
+    "post-validation (`--enable-optimizer-post-validation`): clipping, NaN, Inf, overflows, two redone steps in a row; fp32, "
+    "fp16, bf16, SGD, distributed optimizer, sharded gradients, chains, tied, frozen, tensor and data parallel, p 2 and 4, "
+    "linear and V",
+    "works, bit for bit the synchronous step",
+)
+_EXPERTS = pytest.mark.claims(
+    "Layers",
+    "optimistic steps with experts: chained optimizers, an overflow on one expert rank, a rank without experts",
+    "works, bit for bit",
+)
+_MTP = pytest.mark.claims("Layers", "multi-token prediction with optimistic steps", "works, bit for bit as synchronous")
+pytestmark = [_STEPS, _EXPERTS, _MTP]
+
 EVERY = tuple(range(ITERATIONS))
 P4 = replace(BASE, num_ranks=4, num_microbatches=8, num_layers=8)
 ZBV = replace(BASE, schedule="zbv", num_chunks=2)

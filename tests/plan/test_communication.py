@@ -36,6 +36,14 @@ from tests.support.hazards import finishes
 from tests.support.program_checker import check, check_posts, check_retires
 from tests.support.programs import FAMILIES, post_at_take, post_one_later, rewrite
 
+pytestmark = pytest.mark.claims(
+    "Schedules",
+    "transfers: order, buffers, no deadlock, random delays on both ends, every schedule; each of three rules broken on "
+    "purpose is noticed",
+    "works, gloo and a model without buffers; not tried on NCCL",
+    also=("runtime/test_ordering.py",),
+)
+
 
 def plans(name: str, p: int, m: int) -> Iterator[Plan]:
     """The plans of one family; `zb` at several numbers of pending microbatches."""

@@ -24,6 +24,13 @@ from tests.support.hazards import COMPUTE, Queues, finishes, first_ops, ops_of, 
 from tests.support.program_checker import check
 from tests.support.programs import FAMILIES
 
+pytestmark = pytest.mark.claims(
+    "Schedules",
+    "one hardware queue, any streams in one queue, a device-wide synchronization in any op, in all, in the first of each "
+    "kind: no plan can deadlock, generated, searched or random",
+    "works, in a model; **not run on a GPU**",
+)
+
 
 def plans(name: str, most_ranks: int) -> Iterator[Plan]:
     for num_ranks in range(2, most_ranks + 1):

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.playground.lengths_and_links import log_normal_lengths
+from megatron.zerobubble.playground.length_fields import log_normal_lengths
 from tests.playground.pages import SMALL, Open, cells, drop
 
 TOKENS = [512, 4096, 700, 1800, 1024, 96]

@@ -70,6 +70,17 @@ def _measure(rank: int, case: Case) -> dict[str, Any]:
     return {"plan": plan, "ranks": everybody}
 
 
+@pytest.mark.claims(
+    "Planning and measuring",
+    "activation memory measured under one plan predicts the peak of others within 5 %, also with full and block recomputation",
+    "works",
+)
+@pytest.mark.claims(
+    "Layers",
+    "activation memory of multi-latent attention measured under ZB-H1 predicts the peak of 1F1B and ZB-H2 within 5 %, with "
+    "`mla_up_proj` recomputed too (`make test-slow`)",
+    "works",
+)
 @pytest.mark.parametrize(
     "measured",
     [

@@ -17,7 +17,7 @@ from megatron.zerobubble.errors import TransferError
 from megatron.zerobubble.plan.communication import Message, Program
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.runtime.executor import Executor
-from megatron.zerobubble.runtime.p2p import Handle, Links, ProcessGroupLinks
+from megatron.zerobubble.runtime.p2p import Handle, P2PLinks, ProcessGroupLinks
 from tests.runtime.support import PATIENCE_S, LabelWork
 
 MAX_SLEEP_S = 2e-3
@@ -38,7 +38,7 @@ class Late:
 class WaitingLinks:
     """Links that wait for every send where it is issued: what rule 3 forbids."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: P2PLinks) -> None:
         self._links = links
 
     def send(self, message: Message, tensor: Tensor) -> Handle:
@@ -81,7 +81,7 @@ def run_under_delays(
     return wrong
 
 
-def _iterate(rank: int, program: Program, links: Links, seed: int) -> str:
+def _iterate(rank: int, program: Program, links: P2PLinks, seed: int) -> str:
     """One iteration. Nothing is left of it when it returns: transfers under way would keep the links' sockets open."""
     device = torch.device(torch.cuda.current_device())
     work = LabelWork(program, max_sleep_s=MAX_SLEEP_S, seed=10 * seed + rank, device=device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.zerobubble.plan.communication import Message, Program
 from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.runtime.executor import Executor
-from megatron.zerobubble.runtime.p2p import Links, ProcessGroupLinks
+from megatron.zerobubble.runtime.p2p import P2PLinks, ProcessGroupLinks
 from megatron.zerobubble.runtime.recording import Recorder
 from tests.runtime.support import LabelWork
 from tests.support.fake_nccl.device import Device
@@ -122,7 +122,7 @@ class Setup:
     """
 
     make_links: Callable[..., ProcessGroupLinks] = ProcessGroupLinks
-    links: Callable[[Links], Links] = lambda links: links
+    links: Callable[[P2PLinks], P2PLinks] = lambda links: links
     executor: Callable[..., Executor] = Executor
     work: Callable[..., ArenaWork] = ArenaWork
     recorder: Callable[[], Recorder | None] = lambda: None

@@ -18,6 +18,17 @@ from tests.runtime.on_fake_nccl import Hazard, Setup, run_program
 from tests.support.fake_nccl.engine import FakeNcclError, StuckError
 from tests.support.programs import FAMILIES
 
+pytestmark = pytest.mark.claims(
+    "Schedules",
+    "every schedule on a double of NCCL (sends without a buffer, work on streams behind events, communicators made at first "
+    "use or eagerly, memory handed out again at once, clocks that find accesses which nothing orders), 1,000 random orders "
+    "with p = 2 and 200 with p = 4, with a device-wide synchronization or a new communicator inside ops, and with one "
+    "hardware queue; discarded first forwards; every rule for order, buffers and streams broken once is noticed; receives "
+    "posted one op early deadlock",
+    "works on the double; **not run on a GPU**",
+    also=("runtime/test_rules_on_fake_nccl.py", "support/test_fake_nccl.py"),
+)
+
 HAZARDS = list(Hazard)
 
 

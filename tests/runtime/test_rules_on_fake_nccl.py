@@ -19,7 +19,7 @@ from megatron.zerobubble.plan.communication import Message, place_communication,
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.runtime import p2p
 from megatron.zerobubble.runtime.executor import Executor
-from megatron.zerobubble.runtime.p2p import Handle, Links, ProcessGroupLinks
+from megatron.zerobubble.runtime.p2p import Handle, P2PLinks, ProcessGroupLinks
 from tests.runtime.delays import WaitingLinks
 from tests.runtime.on_fake_nccl import Setup, run_program
 from tests.runtime.test_on_fake_nccl import outcomes, program_of
@@ -70,7 +70,7 @@ def test_rule_4_a_send_that_is_retired_before_it_is_proven_to_have_arrived() -> 
 class Forgetful:
     """Links whose handles keep no tensor."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: P2PLinks) -> None:
         self._links = links
 
     def send(self, message: Message, tensor: Tensor) -> Handle:

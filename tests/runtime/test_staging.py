@@ -26,6 +26,12 @@ from megatron.zerobubble.runtime.staging import Staging
 from tests.runtime.support import LabelWork, Taken
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "CUDA tensors over gloo through host memory, copied to the device as they arrive",
+    "works with a device made of lists; not tried on a GPU",
+)
+
 CPU = torch.device("cpu")
 PATIENCE_S = 20.0
 

@@ -22,6 +22,19 @@ from tests.runtime.test_on_fake_nccl import outcomes, program_of
 from tests.runtime.test_rules_on_fake_nccl import Forgetful
 from tests.support.programs import FAMILIES
 
+pytestmark = pytest.mark.claims(
+    "Schedules",
+    "on the double of NCCL: staging, with each of its events and kept tensors left out once; recorder, memory meter, clock, "
+    "link times; post-validation; real training steps with DDP, the distributed optimizer and sharded gradients, every torch "
+    "op traced",
+    "works on the double; **not run on a GPU**",
+    also=(
+        "runtime/test_records_on_fake_nccl.py",
+        "optimizer/test_post_validation_on_fake_nccl.py",
+        "mcore/ddp/test_zero2_on_fake_nccl.py",
+    ),
+)
+
 CUDA = torch.device("cuda", 0)
 SEEDS = range(6)
 

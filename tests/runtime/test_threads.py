@@ -21,6 +21,12 @@ from megatron.zerobubble.runtime.threads import start_thread
 from megatron.zerobubble.runtime.watch import Watch
 from tests.support.fake_cuda.install import FakeCuda, fake_cuda
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "every thread makes its rank's GPU the current one before it calls CUDA",
+    "works, on a double of what CUDA keeps per thread; **not run on a GPU**",
+)
+
 PACKAGE = Path(__file__).parents[2] / "megatron" / "zerobubble"
 GPU = torch.device("cuda", 3)
 

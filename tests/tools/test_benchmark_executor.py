@@ -1,4 +1,4 @@
-"""The command line: tools/benchmarks/executor.py. That it measures; not what."""
+"""The command line: tools/benchmarks/executor.py measures every layer; the times are not tested."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from tools.benchmarks import executor
 
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools" / "benchmark_executor.py"
 SMALL = ["--num-ranks", "3", "--num-microbatches", "2", "--repeats", "2"]
 MEASUREMENT = {"schedule", "layer", "rank", "num_ops", "min_us", "median_us", "max_us"}
 
@@ -22,14 +21,10 @@ def tool() -> ModuleType:
     return executor
 
 
-def test_json_dash_prints_json_and_nothing_else(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main([*SMALL, "--schedule", "zb-h1", "--schedule", "zbv", "--json", "-"]) == 0
-    captured = capsys.readouterr()
-    body = json.loads(captured.out)
-    assert captured.err == ""
-    assert set(body) == {
-        *("format", "num_ranks", "num_microbatches", "repeats", "clock", "python", "torch", "slowest", "ranks"),
-    }
+def test_every_layer_is_measured_on_every_rank(tool: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    assert tool.main([*SMALL, "--schedule", "zb-h1", "--schedule", "zbv", "--json", str(path)]) == 0
+    body = json.loads(path.read_text())
     assert body["format"] == "zerobubble-executor-benchmark/1"
     assert all(set(row) == MEASUREMENT for row in body["slowest"] + body["ranks"])
     layers = ["executor", "timed", "process group", "model"]
@@ -47,11 +42,6 @@ def test_the_table_and_the_file(tool: ModuleType, tmp_path: Path, capsys: pytest
     assert head.split() == ["schedule", "layer", "rank", "ops", "min", "median", "max", "us/op"]
     assert [row.split("  ")[0] for row in rows] == ["1f1b"] * 3
     assert len(json.loads(path.read_text())["ranks"]) == 9
-
-
-def test_a_limit_that_nothing_keeps(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main([*SMALL, "--schedule", "1f1b", "--without-model", "--limit-us", "0.0001"]) == 1
-    assert "us per op is more than 0.0001" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,12 @@ from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
 from tools.benchmarks import interleaved
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "ZBV against interleaved 1F1B on the published rows",
+    "simulated, [numbers](benchmarks/interleaved.md)",
+)
+
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 REPORT: dict[str, Any] = json.loads((DOCS / "data" / "interleaved.json").read_text(encoding="utf-8"))
 AT_PUBLISHED_LINKS = [row for row in REPORT["rows"] if row["link"] == 1.0]

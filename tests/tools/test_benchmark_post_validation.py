@@ -1,4 +1,4 @@
-"""The command line of tools/benchmarks/post_validation.py: that it measures, whatever the times."""
+"""The command line of tools/benchmarks/post_validation.py: it measures both kinds of steps."""
 
 from __future__ import annotations
 

@@ -7,16 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.benchmarks.unequal import (
-    ATTENTION_SHARE,
-    DISTRIBUTIONS,
-    LINK_CASES,
-    interval,
-    library_lengths,
-    main,
-    markdown,
-    verdicts,
-)
+from tools.benchmarks.unequal import ATTENTION_SHARE, DISTRIBUTIONS, LINK_CASES, interval, library_lengths, main, markdown
 
 KEPT = Path(__file__).parents[2] / "docs" / "benchmarks"
 
@@ -30,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_report_has_every_row_and_its_page_is_made_from_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_every_row_and_its_page_is_made_from_it(folder: Path) -> None:
     report = json.loads((folder / "result.json").read_text())
     assert [row["lengths"] for row in report["unequal"]] == list(DISTRIBUTIONS)
     assert len(report["links"]) == 2 * len(LINK_CASES)
@@ -47,25 +38,25 @@ def test_the_report_has_every_row_and_its_page_is_made_from_it(folder: Path, cap
     assert main(["--from-json", str(folder / "result.json"), "--markdown", str(again)]) == 0
     assert again.read_text() == (folder / "result.md").read_text() == markdown(report)
     assert "**Simulated**, 2 batches per row." in again.read_text()
-    assert "never slower than ZBV as it comes or sorted" in capsys.readouterr().out
 
 
-def test_a_missed_target_is_reported(folder: Path) -> None:
-    report = json.loads((folder / "result.json").read_text())
-    report["links"][0]["ratio"] = 0.9
-    assert verdicts(report)[-1][2] is False
-    assert "**missed**" in markdown(report)
-    kept = json.loads((KEPT / "data" / "unequal.json").read_text())
-    next(row for row in kept["unequal"] if row["p"] == 8)["most_seconds"] = 0.06
-    assert [found for found in verdicts(kept) if not found[2]] == [
-        ("p=8, log-normal 0.3: planned within 50 ms", "at most 60 ms", False)
-    ]
-
-
-def test_the_kept_report_meets_its_targets_and_is_the_page() -> None:
+def test_the_kept_report_is_the_page_and_no_plan_is_slower_than_the_data_as_it_comes_or_sorted() -> None:
     report = json.loads((KEPT / "data" / "unequal.json").read_text())
-    assert all(met for _, _, met in verdicts(report))
     assert (KEPT / "unequal.md").read_text() == markdown(report)
+    for row in report["unequal"]:
+        for name in ("zbv as it comes", "zbv sorted"):
+            assert row["contenders"][name]["least_speedup_of_planned"] >= 1 - 1e-9
+    assert min(row["ratio"] for row in report["links"]) >= 1 - 1e-9
+    assert max(row["most_seconds"] for row in report["unequal"] if row["p"] == 8) <= 0.05
+
+
+def test_readme_says_what_the_results_say() -> None:
+    rows = json.loads((KEPT / "data" / "unequal.json").read_text())["unequal"]
+    (row,) = [row for row in rows if row["p"] == 8 and row["lengths"] == "log-normal 0.6"]
+    gains = {name: contender["speedup_of_planned"]["value"] for name, contender in row["contenders"].items()}
+    readme = " ".join((KEPT.parents[1] / "README.md").read_text(encoding="utf-8").split())
+    assert f"{gains['interleaved sorted']:.2f} times as fast as interleaved 1F1B sorted by length" in readme
+    assert f"by length, {gains['1f1b sorted']:.2f} as 1F1B sorted" in readme
 
 
 def test_documents_are_the_standard_library() -> None:

@@ -1,4 +1,4 @@
-"""The documentation: tests that it names exist, and plans that it shows are what the command prints."""
+"""The documentation: plans that it shows are what the command prints."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ import pytest
 from megatron.zerobubble.cli.main import main
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-def test_the_tests_that_the_page_names_exist() -> None:
-    page = (DOCS / "tested.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`((?:\w+/)+test_\w+\.py)`", page))
-    assert len(named) > 30
-    assert not [name for name in sorted(named) if not (DOCS.parent / "tests" / name).is_file()]
 
 
 def test_the_plan_on_the_planner_page_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

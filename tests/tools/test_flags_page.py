@@ -29,7 +29,7 @@ def test_every_row_has_three_cells_and_a_text() -> None:
             assert cells[2].strip(), line
 
 
-def test_check_names_the_command_that_mends_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_names_the_command_that_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "flags.md"
     assert flags.main(["--check", "--output", str(page)]) == 1
     page.write_text("something old")

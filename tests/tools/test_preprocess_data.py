@@ -19,6 +19,13 @@ from tools.preprocess_data import main
 with quiet_third_parties():
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "`tools/preprocess_data.py`: several processes make the same dataset as one; `.gz`; damaged, non-UTF-8 and other bad "
+    "input is one line",
+    "works",
+)
+
 TEXTS = ["first document", "second é", "", "last"]
 
 

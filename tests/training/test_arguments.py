@@ -94,6 +94,25 @@ def test_batch_and_data_parallelism() -> None:
     assert settings("--micro-batch-size 3", world_size=2).global_batch_size == 6
 
 
+@pytest.mark.claims(
+    "Schedules",
+    "`--zero-bubble-v-schedule` with layers that do not divide over the ranks (and no layout), with interleaving, with p = 1",
+    "rejected",
+)
+@pytest.mark.claims(
+    "Planning and measuring",
+    "`--layout-independent-dropout` with sequence or context parallelism, attention dropout with tensor parallelism",
+    "rejected",
+)
+@pytest.mark.claims(
+    "Layers",
+    "`--attention-backend fused`, `flash` with dropout",
+    "rejected on a CPU; **not run on a GPU**, as are torch's CUDA kernels",
+    also=("mcore/attention/test_torch_attention.py",),
+)
+@pytest.mark.claims(
+    "Long runs", "data from text; flags and their checks: a bad one is a one-line error before any process group", "works"
+)
 @pytest.mark.parametrize(
     ("flags", "world_size", "message"),
     [
@@ -261,6 +280,7 @@ def test_data_of_another_vocabulary_is_refused(corpus: str) -> None:
         settings("--tokenizer-type NullTokenizer --vocab-size 256", base=base)
 
 
+@pytest.mark.claims("Long runs", "a dataset whose `--split` leaves no document for what is read", "rejected")
 def test_a_split_that_is_read_has_documents(corpus: str) -> None:
     """megatron-core would search an empty split for samples forever. Test samples are never read."""
     base = BASE.replace("--mock-data", f"--data-path {corpus}")

@@ -15,6 +15,12 @@ from megatron.zerobubble.training.models.mcore_config import transformer_config
 from tests.training.launch import TINY_BATCH, TINY_MODEL, metrics, train
 from tests.training.test_arguments import settings
 
+pytestmark = pytest.mark.claims(
+    "Layers",
+    "`--attention-backend flash`, `unfused`, `local`, `auto`; whole jobs with `auto` and `local`, masked by document",
+    "works, 1e-5 after six steps",
+)
+
 
 @pytest.mark.parametrize("name", ["auto", "flash", "fused", "unfused", "local"])
 def test_the_flag_reaches_the_layers(name: str) -> None:

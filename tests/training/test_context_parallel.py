@@ -9,6 +9,13 @@ import pytest
 
 from tests.training.test_runs import LAYER, NO_DROPOUT, Job
 
+pytestmark = pytest.mark.claims(
+    "Parallelism",
+    "whole jobs with context parallelism: stock 1F1B and a searched schedule with a new plan and optimistic steps on shared "
+    "sequences, a checkpoint that whole ones continue, loss masks of unequal numbers of tokens",
+    "works, losses and norms within 1e-6",
+)
+
 FLAGS = [*NO_DROPOUT, *LAYER, "--disable-bias-linear", "--eod-mask-loss", "--clip-grad", "0.5", "--use-distributed-optimizer"]
 SHARED = ["--context-parallel-size", "2"]
 OPTIMISTIC = ["--zero-bubble-schedule", "zb", "--enable-optimizer-post-validation", "--post-validation-patience", "0"]

@@ -51,6 +51,12 @@ def numbers(documents: str, folder: Path, flags: list[str]) -> list[float]:
     return [first["loss"], first["grad_norm"], second["loss"], second["grad_norm"], second["validation_loss"]]
 
 
+@pytest.mark.claims(
+    "Long runs",
+    "documents one by one, padded, packed, packed under ZB-H1; learned and rotary positions; stock 1F1B with unequal shapes: "
+    "loss, gradient norm and validation loss of two epochs",
+    "works, 1e-6",
+)
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -69,6 +75,12 @@ def test_documents_apart_and_packed_are_the_same_training(
 PROFILED = ["--zero-bubble-pipeline-timers-start-iter", "1", "--zero-bubble-pipeline-timers-end-iter", "1"]
 
 
+@pytest.mark.claims(
+    "Long runs",
+    "documents at their own lengths, padded and packed, in whole jobs under ZB-H1 with re-planning, ZBV, and ZBV with "
+    "post-validation, against megatron-core's own 1F1B; runs under 1F1B and ZBV continued from a checkpoint",
+    "works, 1e-6; continued bit for bit",
+)
 @pytest.mark.parametrize(
     ("first", "second"),
     [

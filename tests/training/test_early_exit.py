@@ -15,6 +15,13 @@ import torch
 from megatron.zerobubble.training import loop
 from megatron.zerobubble.training.early_exit import EarlyExit
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "early exit on SIGTERM, at a time limit, at an iteration; a rank that raises ends the job",
+    "works",
+    also=("job/test_failure.py",),
+)
+
 
 @pytest.fixture
 def store() -> torch.distributed.HashStore:
@@ -78,7 +85,7 @@ def test_an_exit_is_logged_only_if_iterations_are_left(
     exits = []
     with caplog.at_level(logging.INFO):
         for iteration in range(5 - left, 7 - left):
-            run.progress = loop.Progress(iteration, 0)
+            run.progress = loop.TrainingProgress(iteration, 0)
             exits.append(run._exits_early())
     assert exits == [False, True]
     assert signalled.is_urgent

@@ -11,6 +11,14 @@ from packaging.version import Version
 from tests.support.transformer_engine import chosen_version
 from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, launch, metrics
 
+pytestmark = pytest.mark.claims(
+    "Layers",
+    "whole jobs in FP8 with delayed scaling and Transformer Engine's Adam: ZB-H1 is saved, and continues under ZB-H1 and on "
+    "one rank without a pipeline, with the scales and their histories; ZBV, also with optimistic steps, with tensorwise "
+    "scaling (`make test-slow`)",
+    "works, the losses bit for bit (norms without a pipeline 1e-5)",
+)
+
 SCRIPT = ROOT / "tests" / "support" / "transformer_engine" / "pretrain.py"
 ENGINE = [*TINY_MODEL, *TINY_BATCH, "--transformer-impl", "transformer_engine", "--bf16", "--mock-data", "--eval-iters", "0"]
 ENGINE += [

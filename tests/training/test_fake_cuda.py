@@ -12,6 +12,17 @@ import pytest
 
 from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, launch_warm, metrics
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "whole jobs on a double of `torch.cuda` (ZB-H1, ZBV; fp32, bf16, fp16; post-validation, exact and inverse; NCCL's groups "
+    "served by gloo, and gloo through host memory; checkpoints, evaluation, traces, re-planning): the losses and norms of the"
+    " CPU; in an iteration the host waits for the device once, in the step, and never in the passes; names and parameters are"
+    " those of the installed torch",
+    "works, bit for bit; kernels are the CPU's; **not run on a GPU**; [the "
+    "waits](benchmarks/gpu.md#how-often-the-host-waits-for-the-device)",
+    also=("support/test_fake_cuda.py",),
+)
+
 SCRIPT = ROOT / "tests" / "support" / "fake_cuda" / "pretrain.py"
 ITERATIONS = 4
 RUN = [*TINY_MODEL, *TINY_BATCH, "--pipeline-model-parallel-size", "2", "--mock-data", "--eval-iters", "0"]

@@ -17,6 +17,13 @@ from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.messages import MOST_SHOWN
 from megatron.zerobubble.training.arguments import build_parser, parse_arguments, settings_from_argv
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "every flag with `inf`, 5,000 digits, 300-character paths, line breaks, lone surrogates; odd costs, plans and requests",
+    "taken, or rejected in one line",
+    also=("cli/test_odd_values.py", "playground/test_odd_requests.py"),
+)
+
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --lr 1e-3 --train-iters 10 "
     "--mock-data "

@@ -7,8 +7,10 @@ import gc
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.config.run import RunConfig
+from megatron.zerobubble.training.config.run_control import RunConfig
 from megatron.zerobubble.training.garbage import collecting_by_hand
+
+pytestmark = pytest.mark.claims("Long runs", "`--manual-gc`, `--manual-gc-interval`", "works")
 
 
 @pytest.mark.parametrize("is_manual", [False, True])

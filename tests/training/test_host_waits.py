@@ -13,6 +13,12 @@ from torch.overrides import TorchFunctionMode
 
 from megatron.zerobubble.training.step import LOSS, Trainer, TrainingState
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "an iteration without a wait for the device: no timer that synchronizes, the loss scale read with the losses",
+    "works; **not run on a GPU**",
+)
+
 READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__"}
 
 

@@ -56,6 +56,13 @@ def test_stages_follow_from_the_pattern(flags: str, per_stage: tuple[int, ...] |
     assert made.num_chunks == num_chunks
 
 
+@pytest.mark.claims(
+    "Layers",
+    "in a `--hybrid-layer-pattern`: MTP layers, other kinds of layers (`G`, `D`, `+`), another number of stages than the "
+    "schedule's; with it: layout flags, `auto`, `--zero-bubble-balance-stages`; without `HybridModel` in megatron-core",
+    "rejected",
+    also=("plan/partition/test_hybrid_pattern.py",),
+)
 @pytest.mark.usefixtures("with_hybrid_model")
 @pytest.mark.parametrize(
     ("flags", "message"),
@@ -115,6 +122,11 @@ MODEL: list[Any] = [
 ]
 
 
+@pytest.mark.claims(
+    "Layers",
+    "`--hybrid-layer-pattern` in whole jobs: ZBV with experts, its checkpoint continued by stock 1F1B with other stages",
+    "works, 1e-4",
+)
 @pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
 def test_zbv_learns_and_stock_1f1b_continues_from_its_checkpoint(corpus: str, tmp_path: Path) -> None:
     """Tied embeddings, uneven stages, another number of stages after loading. 1e-4: gradients of the tied weight are summed in

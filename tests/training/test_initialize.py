@@ -15,6 +15,13 @@ from megatron.zerobubble.training import initialize
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.initialize import choose_device, computes, join_job
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "`--eager-nccl-communicators`; links with streams of high priority and `--zero-bubble-p2p-max-ctas`",
+    "the options arrive at torch, in doubles; **not run on a GPU**",
+    also=("runtime/test_link_groups.py",),
+)
+
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 "
     "--train-iters 10 --mock-data "

@@ -9,6 +9,13 @@ from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.models.mcore_config import transformer_config
 
+pytestmark = pytest.mark.claims(
+    "Layers",
+    "MLA with tensor parallelism without `--sequence-parallel`, grouped-query attention, `--hybrid-layer-pattern`, norms "
+    "without `--q-lora-rank`",
+    "rejected",
+)
+
 MLA = "--multi-latent-attention "
 ROPE = "--position-embedding-type rope "
 TP = "--tensor-model-parallel-size 2 "

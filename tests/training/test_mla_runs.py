@@ -14,6 +14,14 @@ import pytest
 
 from tests.training.launch import TINY_BATCH, TINY_MODEL, metrics, train
 
+pytestmark = pytest.mark.claims(
+    "Layers",
+    "a small model like DeepSeek-V3 in whole jobs (MLA, a dense layer, experts in groups with a shared one, sigmoid scores, "
+    "expert bias, an MTP layer): ZB-H1 with optimistic steps against stock 1F1B; its checkpoint continued by ZBV; on 4 ranks "
+    "with tensor and expert parallelism 2, saved, continued, and on 2 ranks under ZB-H2 (`make test-slow`)",
+    "works: every printed digit (unprinted 1e-5); 1e-4; bit for bit, other layout 1e-3",
+)
+
 ATTENTION: list[Any] = [
     *("--multi-latent-attention", "--q-lora-rank", 24, "--kv-lora-rank", 16, "--qk-head-dim", 8, "--qk-pos-emb-head-dim", 4),
     *("--v-head-dim", 6, "--qk-layernorm", "--rotary-scaling-factor", 4, "--original-max-position-embeddings", 8),

@@ -43,6 +43,18 @@ def test_a_malformed_layer_pattern(text: str) -> None:
         layer_pattern(text, 4)
 
 
+@pytest.mark.claims(
+    "Layers",
+    "`--recompute-modules mlp` with biases, which megatron-core's recomputation takes for results; grouped GEMM of local "
+    "layers, overlapped shared experts",
+    "rejected",
+)
+@pytest.mark.claims(
+    "Layers",
+    "in our own trainer: multi-token prediction with sharded gradients, with learned positions, or on a stage of its own",
+    "rejected",
+    also=("training/test_arguments.py",),
+)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

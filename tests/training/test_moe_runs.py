@@ -10,6 +10,14 @@ import pytest
 
 from tests.training.launch import TINY_BATCH, TINY_MODEL, metrics, train
 
+pytestmark = pytest.mark.claims(
+    "Layers",
+    "experts, a shared expert, an MTP layer and optimistic steps in whole jobs: ZBV against stock 1F1B; auxiliary losses on "
+    "the progress line and in `--metrics-jsonl`; with expert parallelism 2 saved, continued bit for bit, and "
+    "under ZB-H2 without it (`make test-slow`)",
+    "works, 1e-4 (other layout 1e-3)",
+)
+
 MODEL: list[Any] = [
     *(*TINY_MODEL, *TINY_BATCH, "--pipeline-model-parallel-size", 2, "--num-experts", 4, "--moe-layer-freq", "[0,1,1,1]"),
     *("--moe-router-load-balancing-type", "aux_loss", "global_aux_loss", "--moe-aux-loss-coeff", "1e-2", "1e-2"),

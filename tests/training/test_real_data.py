@@ -26,6 +26,12 @@ with quiet_third_parties():
     from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
     from megatron.zerobubble.training.data.samples import build_datasets
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "whole jobs with a Hugging Face and with a SentencePiece tokenizer",
+    "works",
+)
+
 RUN = [*TINY_MODEL, *TINY_BATCH, "--train-iters", "8", "--eval-interval", "8", "--eval-iters", "1"]
 ZERO_BUBBLE = ["--pipeline-model-parallel-size", "2", "--enable-zero-bubble"]
 

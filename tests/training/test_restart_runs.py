@@ -12,6 +12,15 @@ import pytest
 from tests.training.kills import MOST_NEW, differences, kill_ranks
 from tests.training.launch import TINY_BATCH, TINY_MODEL, launch_warm, metrics, train
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "torchrun restarts: a rank killed between an optimistic step and its validation, another before it has resumed; from "
+    "`--save` alone with the checkpoint of an earlier job and a damaged one in it, from nothing: the losses of the "
+    "undisturbed run",
+    "works, bit for bit; in ten kills of 4 ranks at random moments, too (`make test-slow`); **not run on a GPU, nor on "
+    "several machines**; [numbers](restarts.md)",
+)
+
 RUN = [*TINY_MODEL, *TINY_BATCH, "--pipeline-model-parallel-size", "2", "--train-iters", "8", "--eval-iters", "0"]
 RUN += ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation", "--post-validation-patience", "0", "--clip-grad", "0.5"]
 

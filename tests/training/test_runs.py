@@ -112,6 +112,12 @@ def test_a_run_learns_and_logs(stock: Job) -> None:
         assert part in stock.said, stock.said
 
 
+@pytest.mark.claims(
+    "Planning and measuring",
+    "measured activation memory in a run's `report.json`, `plan-N.json` and `trace.json`",
+    "works",
+    also=("profiling", "playground"),
+)
 def test_the_baseline_is_traced_and_drawn(stock: Job) -> None:
     folder = stock.checkpoints.parent / "trace"
     assert {path.name for path in folder.iterdir()} == {"trace.json", "report.json", "timeline-4.svg", "plan-4.json"}
@@ -222,6 +228,12 @@ def _check_layers(folder: Path, *, num_layers: int) -> None:
     assert StageLayers.parse(found.layout.text).num_layers == num_layers
 
 
+@pytest.mark.claims(
+    "Planning and measuring",
+    "`--zero-bubble-schedule auto`: bit for bit the run of the schedule it takes; with `--zero-bubble-balance-stages` also of"
+    " the layout",
+    "works",
+)
 @pytest.mark.sampled(0.4, group="whole jobs")
 def test_auto_equals_the_run_with_the_chosen_schedule(corpus: str, tmp_path: Path) -> None:
     """Profiling and planning change neither seeds nor data nor weights; with the layers of the stages chosen, too."""
@@ -317,15 +329,15 @@ def test_optimistic_steps_change_no_result(corpus: str, tmp_path: Path) -> None:
     assert "Signal 9" in done.stderr or "ended from outside" in done.stderr, "torchrun sees it first, or rank 1 does"
     logged = metrics(folder / "metrics.jsonl")
     _same_metrics(logged, synchronous.metrics, [1, 2, 3, 4])
-    assert [fields["amended"] for fields in logged.values()] == [True, True, True, True]
+    assert [fields["redone"] for fields in logged.values()] == [True, True, True, True]
     assert re.findall(r"iteration (\d+): clipped by post-validation", done.stdout)[:4] == ["1", "2", "3", "4"]
     assert "| corrected steps: 4 |" in done.stdout
     trace = ["--zero-bubble-trace", str(tmp_path / "trace"), "--zero-bubble-trace-iterations", "4,6"]
     continued = Job(tmp_path / "continued", [*early, "--load", str(folder / "checkpoints"), *trace])
     _same_metrics(continued.metrics, synchronous.metrics, [4, 5, 6])
-    assert [continued.metrics[i]["amended"] for i in (4, 5, 6)] == [continued.metrics[i]["grad_norm"] > 0.5 for i in (4, 5, 6)]
+    assert [continued.metrics[i]["redone"] for i in (4, 5, 6)] == [continued.metrics[i]["grad_norm"] > 0.5 for i in (4, 5, 6)]
     for entry in _check_trace(tmp_path / "trace", iterations=[4, 6]):
-        rewound = entry["iteration"] == 6 and continued.metrics[5]["amended"]  # what 5 did wrong is found out in 6
+        rewound = entry["iteration"] == 6 and continued.metrics[5]["redone"]  # what 5 did wrong is found out in 6
         assert [rank["measured"]["rewind_ms"] > 0 for rank in entry["ranks"]] == [rewound, False]
 
 

@@ -64,6 +64,12 @@ def test_a_pipeline_has_the_losses_of_the_model_without_one(losses: Losses) -> N
     assert losses(STOCK[0], (*STOCK[1], *NO_DROPOUT)) == pytest.approx(alone, rel=1e-6)
 
 
+@pytest.mark.claims(
+    "Planning and measuring",
+    "the same `--seed` under stock 1F1B, interleaved, ZB-H1, ZB-H2, ZBV, V-Half, p 2 and 4: 50 iterations, the same losses "
+    "bit for bit; p 1, TP 2, DP 2, clipped: 1e-6",
+    "works",
+)
 @pytest.mark.parametrize("name", SAME_BITS)
 @pytest.mark.sampled(0.15, group="layouts with the same seed")
 def test_every_schedule_and_pipeline_size_has_the_bits_of_stock_1f1b(name: str, losses: Losses) -> None:
@@ -95,6 +101,12 @@ WITH_DROPOUT: dict[str, tuple[int, Flags]] = {
 }
 
 
+@pytest.mark.claims(
+    "Planning and measuring",
+    "`--layout-independent-dropout`: the losses of one rank under all of these schedules, with recomputation and optimistic "
+    "steps, 1e-6",
+    "works",
+)
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 @pytest.mark.sampled(0.15, group="layouts with the same seed")
 def test_dropout_by_layer_and_sample_is_that_of_the_model_without_a_pipeline(name: str, losses: Losses) -> None:

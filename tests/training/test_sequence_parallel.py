@@ -14,6 +14,13 @@ import pytest
 
 from tests.training.launch import TINY_BATCH, TINY_MODEL, metrics, train
 
+pytestmark = pytest.mark.claims(
+    "Parallelism",
+    "sequence parallelism through whole jobs, from one checkpoint: ZBV on 2 ranks against 2 tensor-parallel ranks without a "
+    "pipeline; stock 1F1B, ZB-H2, ZBV, V-Half with full recomputation on 4 ranks (`make test-slow`)",
+    "works, losses and norms within 2e-5",
+)
+
 JOB = [*TINY_MODEL, *TINY_BATCH, "--train-iters", "6", "--eval-iters", "0", "--hidden-dropout", "0", "--attention-dropout", "0"]
 SEQUENCE_PARALLEL = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 ON_FOUR = [

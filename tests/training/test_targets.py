@@ -12,6 +12,13 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "files and directories that cannot be written (`--save`, `--metrics-jsonl`, `--data-cache-path` and "
+    "others): one line at start, nothing left behind; missing permissions only as a user other than root",
+    "rejected",
+)
+
 BASE = (
     "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --lr 1e-3 --train-iters 10 "
     "--mock-data --pipeline-model-parallel-size 2 --zero-bubble-v-schedule "

@@ -18,6 +18,12 @@ from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumu
 from megatron.zerobubble.wgrad.store import WeightGradStore
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Layers",
+    "Transformer Engine's Linear and GroupedLinear under the W of the store, W up to three microbatches behind B",
+    "works, bit for bit",
+)
+
 MICROBATCHES = 4
 SPLITS = [3, 0, 5]
 """Tokens of each expert."""

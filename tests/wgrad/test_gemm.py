@@ -195,6 +195,11 @@ def test_a_right_kernel_has_exact_results_in_every_dtype(dtype: torch.dtype) -> 
     assert torch.equal(torch.get_rng_state(), before), "the model would start from other weights"
 
 
+@pytest.mark.claims(
+    "Long runs",
+    "a torch whose `addmm` takes no fp32 accumulator: the wgrad GEMM is summed in fp32 by `mm` with `out_dtype`",
+    "works, emulated; **not run on a GPU**",
+)
 @pytest.mark.usefixtures("fake_cuda")
 def test_a_torch_whose_addmm_takes_no_fp32_accumulator_rounds_nothing_to_bf16(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -255,6 +260,11 @@ def of_the_transposed(y_sbo: Tensor) -> Tensor:
     return (y_sbo.permute(2, 0, 1) * weights).sum()
 
 
+@pytest.mark.claims(
+    "Long runs",
+    "apex's kernel gets operands that it can read: strided, transposed, expanded gradients and inputs, BW and W",
+    "works, on a double with the memory contract of the real one; **not run on a GPU**",
+)
 @pytest.mark.usefixtures("fake_cuda")
 @pytest.mark.parametrize("loss", [of_a_sum, of_one_slice, of_the_transposed])
 @pytest.mark.parametrize("layout", ["contiguous", "batch first", "every other column", "one row for all"])

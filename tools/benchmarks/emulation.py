@@ -73,25 +73,17 @@ class SleepingWork:
 
     def weight_gradient(self, op: Op, last: bool) -> None:
         """Sleep for the time of W."""
-        self._sleeper.sleep_until(time.perf_counter() + self.duration_s(op))
-
-    def duration_s(self, op: Op) -> float:
-        """The time of a pass, in seconds."""
-        return self._seconds[op.stage, op.kind]
-
-    def empty(self) -> Tensor:
-        """A message."""
-        return torch.empty(self._num_elements)
+        self._sleeper.sleep_until(time.perf_counter() + self._seconds[op.stage, op.kind])
 
     def buffer(self, message: Message) -> Tensor:
         """Allocate a tensor to receive into."""
-        return self.empty()
+        return torch.empty(self._num_elements)
 
     def _run(self, op: Op, received: Tensor | None, received_from: int) -> Tensor:
-        end = time.perf_counter() + self.duration_s(op)
+        end = time.perf_counter() + self._seconds[op.stage, op.kind]
         if received is not None and received[-1].item() != _mark(received_from, op.microbatch):
             raise ExecutionError(f"{op} was given a tensor that is not of stage {received_from}, microbatch {op.microbatch}")
-        result = self.empty().fill_(_mark(op.stage, op.microbatch))
+        result = torch.empty(self._num_elements).fill_(_mark(op.stage, op.microbatch))
         self._sleeper.sleep_until(end)
         return result
 

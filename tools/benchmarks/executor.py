@@ -15,15 +15,12 @@ Time is CPU time of the thread, so that other processes do not count. Every rank
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +34,8 @@ from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.runtime.executor import Executor
-from megatron.zerobubble.runtime.p2p import Links, ProcessGroupLinks
+from megatron.zerobubble.runtime.p2p import P2PLinks, ProcessGroupLinks
+from tools.benchmarks.reports import origin, write_json
 
 FORMAT = "zerobubble-executor-benchmark/1"
 SHAPE = (4, 1, 8)
@@ -58,7 +56,7 @@ class Measurement:
 
 
 class InstantLinks:
-    """`Links` whose transfers complete at once; also their handle."""
+    """`P2PLinks` whose transfers complete at once; also their handle."""
 
     def send(self, message: Message, tensor: Tensor) -> InstantLinks:
         """Transfer nothing."""
@@ -105,7 +103,9 @@ def timed(run: Callable[[], Any], repeats: int) -> list[float]:
     return samples
 
 
-def measure_executor(program: Program, rank: int, links: Links, layer: str, repeats: int, *, times: bool = False) -> Measurement:
+def measure_executor(
+    program: Program, rank: int, links: P2PLinks, layer: str, repeats: int, *, times: bool = False
+) -> Measurement:
     """Measure the executor with empty ops; with `times` a `Profiler` times each of them."""
     profiler = None
     if times:
@@ -283,21 +283,6 @@ def table(measurements: Sequence[Measurement]) -> str:
     return "\n".join(lines)
 
 
-def report(measurements: Sequence[Measurement], args: argparse.Namespace) -> dict[str, Any]:
-    """The JSON form."""
-    return {
-        "format": FORMAT,
-        "num_ranks": args.num_ranks,
-        "num_microbatches": args.num_microbatches,
-        "repeats": args.repeats,
-        "clock": "CPU time of the thread",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "slowest": [asdict(row) for row in slowest(measurements)],
-        "ranks": [asdict(row) for row in measurements],
-    }
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -306,8 +291,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-microbatches", type=int, default=64, help="m (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=21, help="iterations measured per rank (default %(default)s)")
     parser.add_argument("--without-model", action="store_true", help="skip the layer 'model'; megatron-core is not imported")
-    parser.add_argument("--limit-us", type=float, help="exit 1 if a median is larger")
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
     return parser
 
 
@@ -326,17 +310,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
     except UserError as error:
         parser.error(str(error))
-    text = json.dumps(report(measurements, args), indent=1)
-    if args.json == "-":
-        print(text)
-    else:
-        print(table(measurements))
-        if args.json:
-            Path(args.json).write_text(text + "\n", encoding="utf-8")
-    over = [row for row in slowest(measurements) if args.limit_us is not None and row.median_us > args.limit_us]
-    for row in over:
-        print(f"{row.schedule}, {row.layer}: {row.median_us} us per op is more than {args.limit_us}", file=sys.stderr)
-    return 1 if over else 0
+    print(table(measurements))
+    if args.json:
+        about = {name: getattr(args, name) for name in ("num_ranks", "num_microbatches", "repeats")}
+        rows = {"slowest": [asdict(row) for row in slowest(measurements)], "ranks": [asdict(row) for row in measurements]}
+        body = {"format": FORMAT, **about, "clock": "CPU time of the thread", "torch": torch.__version__, **origin(), **rows}
+        write_json(body, args.json)
+    return 0
 
 
 if __name__ == "__main__":

@@ -8,14 +8,10 @@ and with twice as many op evaluations, which shows what a longer search would fi
 
 from __future__ import annotations
 
-import json
 import platform
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
@@ -23,6 +19,7 @@ from megatron.zerobubble.machine import usable_cores
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.planner import Result, make_plan
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
+from tools.benchmarks.reports import Row, markdown_table, write_json
 
 FORMAT = "zerobubble-planning-time/2"
 CASES = (
@@ -41,7 +38,7 @@ COSTS_OF = partial(
 """The 6.2B model of arXiv 2401.10241, table 9."""
 
 
-def measured(case: tuple[str, int, int, float], workers: int) -> dict[str, Any]:
+def measured(case: tuple[str, int, int, float], workers: int) -> Row:
     """Seconds and span of one case."""
     schedule, p, m, limit = case
 
@@ -69,20 +66,16 @@ def measured(case: tuple[str, int, int, float], workers: int) -> dict[str, Any]:
     }
 
 
-def table(report: dict[str, Any]) -> str:
-    """The report as markdown."""
-    lines = [
-        f"{report['machine']}, {report['workers']} cores.",
-        "",
-        "| schedule | p | m | memory | seconds, one core | all cores | twice the effort | span over that | above the bound |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+def table(report: Row) -> list[str]:
+    """The report as a Markdown table."""
+    heads = ("schedule", "p", "m", "memory", "seconds, one core", "all cores", "twice the effort", "span over that", "gap")
+    lines = []
     for row in report["rows"]:
         cells = [*(str(row[name]) for name in ("schedule", "p", "m", "limit"))]
         cells += [f"{row[f'seconds{name}']:.1f}" for name in ("", "_on_all_cores", "_with_twice_the_effort")]
         cells += [f"{row['span_ms'] / row['span_ms_of_twice_the_effort']:.4f}", f"{max(0.0, 100 * row['gap']):.2f} %"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    return [f"{report['machine']}, {report['workers']} cores.", "", *markdown_table(heads, lines)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [measured(case, workers) for case in track(cases, "cases")]
     report = {"format": FORMAT, "machine": platform.machine(), "workers": workers, "rows": rows}
     if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(table(report))
+        write_json(report, args.json)
+    print(*table(report), sep="\n")
     return 0
 
 

@@ -12,14 +12,10 @@ is reached.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +31,7 @@ from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from tools.benchmarks.emulation import SleepingWork, run_on_ranks
+from tools.benchmarks.reports import origin, write_json
 
 FORMAT = "zerobubble-post-validation-benchmark/1"
 
@@ -153,7 +150,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--comm-ms", type=float, default=0.0, help="P2P latency that the simulator assumes (default %(default)s)")
     parser.add_argument("--iterations", type=int, default=4, help="iterations per block (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="blocks with each kind of step (default %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
     return parser
 
 
@@ -174,18 +171,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "num_ranks": args.num_ranks,
         "num_microbatches": args.num_microbatches,
         "pass_ms": {"F": args.forward_ms, "B": args.backward_ms, "W": args.wgrad_ms},
-        "python": platform.python_version(),
         "torch": torch.__version__,
-        "machine": f"{platform.machine()} with {os.cpu_count()} CPUs",
         "schedules": rows,
-    }
-    text = json.dumps(report, indent=1)
-    if args.json == "-":
-        print(text)
-    else:
-        print(table(rows))
-        if args.json:
-            Path(args.json).write_text(text + "\n", encoding="utf-8")
+    } | origin()
+    print(table(rows))
+    if args.json:
+        write_json(report, args.json)
     return 0
 
 

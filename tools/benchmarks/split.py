@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import shlex
 import sys
 import warnings
@@ -26,6 +24,7 @@ from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.wgrad.gemm import WgradKernel, choose_kernel, working_kernels
+from tools.benchmarks.reports import origin, write_json
 from tools.benchmarks.wgrad.report import ShapeResult, to_json, to_markdown
 from tools.benchmarks.wgrad.shapes import SHAPES, LayerShape, shape_named
 
@@ -52,16 +51,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repeats", type=int, default=31, help="rounds that count (default %(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="rounds before them (default %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON, for tools/benchmarks/predict_gpu.py")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
     parser.add_argument("--markdown", metavar="FILE", help="write the tables to a file, too")
-    parser.add_argument("--strict", action="store_true", help="exit 1 if a target is missed")
     return parser
 
 
-def choose_device(name: str | None, *, trial: str = "--device cpu --scale 0.05") -> torch.device:
-    """Choose the device; raises ConfigError if there is no such device. `trial`: options with which the tool runs on a CPU."""
+def choose_device(name: str | None) -> torch.device:
+    """Choose the device; raises ConfigError if there is no such device."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device cuda is given and torch sees no GPU here; give {trial} to try the tool")
+        raise ConfigError("--device cuda is given and torch sees no GPU here; give --device cpu --scale 0.05 to try the tool")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -101,10 +99,9 @@ def about(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "dtype": args.dtype,
         "scale": args.scale,
         "repeats": args.repeats,
-        "python": platform.python_version(),
         "torch": torch.__version__,
         "command": shlex.join(["python", "-m", "tools.benchmarks.split", *args.argv]),
-    }
+    } | origin()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,9 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.markdown:
         Path(args.markdown).write_text(text + "\n", encoding="utf-8")
     if args.json:
-        Path(args.json).write_text(json.dumps(to_json(results, where, FORMAT), indent=1) + "\n", encoding="utf-8")
-    missed = [verdict for result in results for verdict in result.verdicts() if not verdict.is_met]
-    return 1 if args.strict and missed else 0
+        write_json(to_json(results, where, FORMAT), args.json)
+    return 0
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ matrix; both run on the matrix.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -39,7 +38,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
@@ -57,14 +55,13 @@ from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.version import __version__
+from tools.benchmarks.reports import Row, markdown_table, read_json, write_json
+from tools.docs.wrap import wrapped
 
 FORMAT = "zerobubble-unequal-benchmark/1"
 LINK_MS, SLOWER = 0.05, 10
 LONGEST, BYTES_PER_TOKEN, ATTENTION_SHARE = 8192, 4, 0.1
 LINK_CASES = (("zb", 1.0), ("zb", 2.0), ("zbv", 0.75), ("zbv", 1.0), ("v-half", 0.625))
-TARGETS = {"idle": 0.09, "interleaved sorted": 1.15, "1f1b sorted": 1.3, "seconds": 0.05}
-
-Row = dict[str, Any]
 
 
 def log_normal(deviation: float) -> Callable[[Random, int], list[int]]:
@@ -187,33 +184,6 @@ def run(ranks: Sequence[int], draws: int, budget: float, command: str) -> Row:
     return report
 
 
-def verdicts(report: Row) -> list[tuple[str, str, bool]]:
-    """The targets of the report's rows: what is asked, what was found, whether it is met."""
-    found = []
-    for row in report["unequal"]:
-        contenders, where = row["contenders"], f"p={row['p']}, {row['lengths']}"
-        if row["lengths"] == "log-normal 0.6":
-            if row["p"] == 8:
-                idle = contenders["zbv planned"]["idle"]["value"]
-                found.append((f"{where}: idle at most 9 %", f"{100 * idle:.1f} %", idle <= TARGETS["idle"]))
-            for other in ("interleaved sorted", "1f1b sorted"):
-                ratio = contenders[other]["speedup_of_planned"]["value"]
-                found.append((f"{where}: {TARGETS[other]} times as fast as {other}", f"{ratio:.3f}", ratio >= TARGETS[other]))
-        if row["p"] == 8:
-            seconds = row["most_seconds"]
-            found.append((f"{where}: planned within 50 ms", f"at most {1000 * seconds:.0f} ms", seconds <= TARGETS["seconds"]))
-        least = min(contenders[other]["least_speedup_of_planned"] for other in ("zbv as it comes", "zbv sorted"))
-        found.append((f"{where}: never slower than ZBV as it comes or sorted", f"at least {least:.3f}", least >= 1 - 1e-9))
-    least = min(row["ratio"] for row in report["links"])
-    text = "links: a plan that knows is never slower than one that does not"
-    return [*found, (text, f"at least {least:.3f}, on {len(report['links'])} rows", least >= 1 - 1e-9)]
-
-
-def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table."""
-    return [f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *lines)]
-
-
 def percent(estimate: Row) -> str:
     """An idle share with its interval."""
     return f"{100 * estimate['value']:.1f} ({100 * estimate['low']:.1f} to {100 * estimate['high']:.1f})"
@@ -223,7 +193,6 @@ def markdown(report: Row) -> str:
     """The report as Markdown."""
     names = list(report["unequal"][0]["contenders"])
     others = [name for name in names if name != "zbv planned"]
-    judged = [(target, result, "yes" if met else "**missed**") for target, result, met in verdicts(report)]
     idle, speed, memory = [], [], []
     for row in report["unequal"]:
         head, contenders = [str(row["p"]), row["lengths"]], row["contenders"]
@@ -240,22 +209,18 @@ def markdown(report: Row) -> str:
         slow.append([str(row["p"]), f"{row['schedule']}@{row['limit']}", row["objective"], *times])
     lines = [
         *("# Unequal microbatches and links", "", introduction(report)),
-        *("", "## Targets", "", *table(("target", "result", "met"), judged)),
-        *("", "## Idle share of the makespan, %", "", *table(("p", "lengths", *names), idle)),
-        *("", "## Speed of `zbv planned` over the others", "", *table(("p", "lengths", *others), speed)),
+        *("", "## Idle share of the makespan, %", "", *markdown_table(("p", "lengths", *names), idle)),
+        *("", "## Speed of `zbv planned` over the others", "", *markdown_table(("p", "lengths", *others), speed)),
         *("", "## Peak activation memory, and the time to plan", ""),
-        *table(("p", "lengths", "measured deviation", *names, "ms to plan"), memory),
-        *(
-            "",
-            "*ms to plan* is the median, and in parentheses the longest, CPU time from the lengths to the validated plan: costs,",
-        ),
-        f"assignment, order and checks, on one core (Python {report['python']}, {report['core']} core). It differs between",
-        "machines; the plans do not.",
+        *markdown_table(("p", "lengths", "measured deviation", *names, "ms to plan"), memory),
+        "",
+        "*ms to plan* is the median (and the longest) CPU time from the lengths to the validated plan, on one core "
+        f"(Python {report['python']}, {report['core']} core). It differs between machines; the plans do not.",
         *("", "## One link ten times slower", ""),
-        *table(("p", "schedule@memory limit", "objective", "does not know, ms", "knows, ms", "ratio"), slow),
+        *markdown_table(("p", "schedule@memory limit", "objective", "does not know, ms", "knows, ms", "ratio"), slow),
         *("", "## How to reproduce", "", "```", report["command"], "```", ""),
     ]
-    return "\n".join(lines)
+    return wrapped("\n".join(lines))
 
 
 def introduction(report: Row) -> str:
@@ -276,28 +241,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draws", type=int, default=40, help="batches per row (default %(default)s)")
     parser.add_argument("--budget", type=float, default=ITERATION_BUDGET, help="op evaluations per plan (default %(default)g)")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
-    parser.add_argument("--markdown", metavar="FILE", help="write the result as Markdown")
+    parser.add_argument("--markdown", metavar="FILE", help="write the result as Markdown (default: print it)")
     parser.add_argument("--from-json", metavar="FILE", help="measure nothing: read a result from this file")
     args = parser.parse_args(words)
     try:
         if args.from_json:
-            report = json.loads(Path(args.from_json).read_text(encoding="utf-8"))
-            if not isinstance(report, dict) or report.get("format") != FORMAT:
-                raise PlanError(f"{args.from_json} was not written by --json of this tool (format {FORMAT})")
+            report = read_json(args.from_json, FORMAT)
         else:
             ranks = [int(word) for word in args.ranks.split(",")]
             if min(ranks) < 2 or args.draws < 1 or args.budget < 0:
                 raise PlanError("--ranks must be 2 or more each, --draws 1 or more and --budget 0 or more")
             report = run(ranks, args.draws, args.budget, shlex.join(["python", "-m", "tools.benchmarks.unequal", *words]))
         if args.json:
-            Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write_json(report, args.json)
         if args.markdown:
             Path(args.markdown).write_text(markdown(report), encoding="utf-8")
     except (UserError, OSError, ValueError) as error:
         print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    for target, result, met in verdicts(report):
-        print(f"{'met   ' if met else 'MISSED'}  {target}: {result}")
+    if not args.markdown:
+        print(markdown(report))
     return 0
 
 

@@ -14,7 +14,6 @@ the plan over a contender, over the simulated one, the gain with a 95 % interval
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 import sys
@@ -38,6 +37,7 @@ from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.profiling.length_fit import fit_lengths
 from megatron.zerobubble.profiling.profile import RankProfile, TimedPass
 from tools.benchmarks.emulation import run_on_ranks
+from tools.benchmarks.reports import write_json
 from tools.benchmarks.schedules.contenders import ContenderSpec, Runtime, Sizes
 from tools.benchmarks.schedules.report import Estimate
 from tools.benchmarks.unequal import library_lengths
@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": rows,
     }
     if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        write_json(result, args.json)
     sys.stdout.write(table(result) + "\n")
     return 0
 

@@ -15,14 +15,15 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from megatron.zerobubble.training.arguments import build_parser
+from tools.docs.generated import DOCS, write_or_check
+from tools.docs.wrap import wrapped
 
 __all__ = ["COMMAND", "PAGE", "main", "page"]
 
 COMMAND = "python -m tools.docs.flags"
-PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
+PAGE = DOCS / "flags.md"
 
 _INTRODUCTION = f"""\
 <!-- Generated from the config dataclasses by `{COMMAND}`. Do not edit. -->
@@ -43,7 +44,7 @@ def page() -> str:
     groups = [group for group in build_parser()._action_groups if group.title and _flags(group._group_actions)]
     groups.sort(key=lambda group: group.title != _FIRST)
     sections = [_section(group.title or "", group.description, _flags(group._group_actions)) for group in groups]
-    return "\n".join([_INTRODUCTION, *sections])
+    return wrapped("\n".join([_INTRODUCTION, *sections]))
 
 
 def _flags(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
@@ -97,18 +98,7 @@ def _prose(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the page. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description="Write docs/flags.md from the config dataclasses.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page is out of date")
-    parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE", help="the page (default: docs/flags.md)")
-    args = parser.parse_args(argv)
-    wanted = page()
-    if not args.check:
-        args.output.write_text(wanted, encoding="utf-8")
-        return 0
-    if args.output.is_file() and args.output.read_text(encoding="utf-8") == wanted:
-        return 0
-    print(f"{args.output} is not what the flags are: run `{COMMAND}`", file=sys.stderr)
-    return 1
+    return write_or_check(COMMAND, PAGE, page, argv)
 
 
 if __name__ == "__main__":

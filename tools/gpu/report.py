@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,11 +57,8 @@ def _verdict(outcomes: Sequence[Outcome], planned: int) -> str:
 
 
 def _measured(out: Path) -> Iterator[str]:
-    readers: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {"split.json": _split, "memory.json": _memory}
-    for name, reader in readers.items():
-        path = out / name
-        if path.is_file():
-            yield from reader(json.loads(path.read_text()))
+    if (out / "split.json").is_file():
+        yield from _split(json.loads((out / "split.json").read_text()))
     for metrics in sorted(out.glob("*/metrics.jsonl")):
         yield _run(metrics, out / f"{metrics.parent.name}.log")
     yield from _apart(out)
@@ -84,16 +81,6 @@ def _split(body: dict[str, Any]) -> Iterator[str]:
         for verdict in shape["verdicts"]:
             met = "" if verdict["is_met"] else "  MISSED"
             yield f"{shape['shape']['name']}: {verdict['what']} {verdict['measured']:.3f}, target {verdict['target']}{met}"
-
-
-def _memory(body: dict[str, Any]) -> Iterator[str]:
-    for rank in body["ranks"]:
-        predicted, measured = rank["predicted"]["activations_bytes"], rank["measured"]["activations_bytes"]
-        yield (
-            f"{body['schedule']} rank {rank['rank']}: peak of activation memory {measured / 2**20:.1f} MiB, predicted "
-            f"{predicted / 2**20:.1f} MiB ({100 * (measured / predicted - 1):+.1f} %)"
-        )
-        yield from (f"{body['schedule']} rank {rank['rank']}: {complaint}" for complaint in rank["complaints"])
 
 
 def _run(metrics: Path, log: Path) -> str:

@@ -89,9 +89,9 @@ TESTS = (
     Step(
         name="memory over 200 iterations",
         files="memory-test",
-        command=_pytest("gpu", "tests/mcore/test_gpu.py", "-k", "200_iterations"),
+        command=_pytest("gpu", "tests/mcore/test_gpu.py", "-k", "200_iterations", "-s"),
         minutes=15,
-        expected="nothing grows after the 20th iteration; the peak is within 5 % of the plan's",
+        expected="nothing grows after the 20th iteration; the peak is within 5 % of the plan's; the log has a table of both",
         deviation="growth: a tensor outlives its op; a higher peak: an operand of W is larger than the memory model says",
     ),
     Step(
@@ -132,7 +132,7 @@ TESTS = (
         num_gpus=2,
         minutes=12,
         expected="ends with 30 iterations",
-        deviation="the machine or megatron-core, not this package: mend it first",
+        deviation="the machine or megatron-core, not this package: fix that before going on",
     ),
     Step(
         name="a job: ZB-H1",
@@ -142,7 +142,7 @@ TESTS = (
         num_gpus=2,
         minutes=12,
         expected="the losses of 1F1B within 1e-2 (bf16; the same weights at the start)",
-        deviation="another first loss: another model; losses that part: gradients",
+        deviation="another first loss: another model; losses that diverge: gradients",
     ),
     Step(
         name="a job: ZBV with post-validation",
@@ -165,22 +165,6 @@ BENCHES = (
         minutes=20,
         expected="(B + W) at most 1.02 of the full backward; W at least 0.95 of the plain matmul's rate",
         deviation="a ratio above it is lost in every schedule: compare the kernels of W in the table",
-    ),
-    Step(
-        name="what many GPUs would reach",
-        files="predict",
-        command=_tool("predict_gpu", "{out}/split.json", "--json", "{out}/predict.json"),
-        minutes=5,
-        expected="predictions only, from the passes above: ZBV ahead of interleaved 1F1B at 1F1B's memory",
-        deviation="no gain predicted: F, B and W are too unequal on this device for these schedules",
-    ),
-    Step(
-        name="what memory does",
-        files="memory",
-        command=_tool("memory", "--schedule", "zbv", "--json", "{out}/memory.json"),
-        minutes=15,
-        expected="nothing grows; measured peak within 5 % of the predicted one; little that is reserved and in no tensor",
-        deviation="fragmentation: try expandable segments; a higher peak: the memory model",
     ),
     Step(
         name="a run of 1F1B (megatron-core)",

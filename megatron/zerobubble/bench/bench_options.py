@@ -139,14 +139,14 @@ def _spread(contender: Contender, job: Settings, num_iterations: int) -> Setting
         return None
 
 
-class _Parser(argparse.ArgumentParser):
+class _BenchParser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise ConfigError instead of printing the usage and exiting."""
         raise ConfigError(f"{message} (see --help)")
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = _BenchParser(
         prog=prog,
         usage=f"{prog} [--nproc-per-node N] [options] [flags of pretrain_gpt.py]",
         description=(

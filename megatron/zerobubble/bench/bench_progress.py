@@ -7,12 +7,12 @@ import time
 from types import TracebackType
 from typing import Any, TextIO
 
-__all__ = ["Progress", "duration_text"]
+__all__ = ["BenchProgress", "duration_text"]
 
 _LINE_EVERY_S = 30.0
 
 
-class Progress:
+class BenchProgress:
     """Counts iterations of all blocks, warm-up included, and estimates the time left from those done. Enter it.
 
     Args:
@@ -29,7 +29,7 @@ class Progress:
         self._begin = self._printed = time.monotonic()
         self._bar: Any | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> BenchProgress:
         if not self._is_quiet and self._stream.isatty():
             from tqdm import tqdm
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron.zerobubble.bench.bench_options import Options
-from megatron.zerobubble.bench.bench_progress import Progress
+from megatron.zerobubble.bench.bench_progress import BenchProgress
 from megatron.zerobubble.bench.block import BlockRequest, BlockResult
 from megatron.zerobubble.bench.comparison_report import can_draw, markdown, write
 from megatron.zerobubble.bench.contenders import Contender
@@ -35,7 +35,7 @@ __all__ = ["compare"]
 _INTERRUPTED = 130
 
 
-def compare(options: Options, launch: Launch, workers: Workers, *, argv: Sequence[str], progress: Progress) -> int:
+def compare(options: Options, launch: Launch, workers: Workers, *, argv: Sequence[str], progress: BenchProgress) -> int:
     """Run all blocks and report. All ranks must call it.
 
     Args:
@@ -61,7 +61,7 @@ def compare(options: Options, launch: Launch, workers: Workers, *, argv: Sequenc
 class _Comparison:
     """The state of one comparison on one rank."""
 
-    def __init__(self, options: Options, launch: Launch, workers: Workers, argv: Sequence[str], progress: Progress) -> None:
+    def __init__(self, options: Options, launch: Launch, workers: Workers, argv: Sequence[str], progress: BenchProgress) -> None:
         self._options, self._launch, self._workers, self._argv, self._progress = options, launch, workers, argv, progress
         self._outcomes = {contender.text: Outcome(name=contender.text) for contender in options.contenders}
         for name, why in options.refused.items():

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.zerobubble.bench.bench_options import Options, parse_options
-from megatron.zerobubble.bench.bench_progress import Progress
+from megatron.zerobubble.bench.bench_progress import BenchProgress
 from megatron.zerobubble.cli.ranks import start_ranks, take_count
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.exit import exit_with_error
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _checked(flags, world_size=launch.world_size)
     except UserError as error:
         exit_with_error(error, rank=launch.rank, prog=_PROG)
-    with Progress(options.num_iterations, is_quiet=launch.rank != 0) as progress:
+    with BenchProgress(options.num_iterations, is_quiet=launch.rank != 0) as progress:
         names = ", ".join(options.settings)
         progress.say(f"{len(options.settings)} contenders ({names}) x {options.rounds} rounds on {launch.world_size} ranks")
 

@@ -14,10 +14,16 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.zerobubble.cli.cost_flags import GivenCosts, read_costs
-from megatron.zerobubble.cli.files import write_whole
-from megatron.zerobubble.cli.layers import MICROBATCHES_PER_RANK, add_layer_flags, layout_summary, layout_to_json, plan_layers
 from megatron.zerobubble.cli.length_flags import add_unequal_flags
+from megatron.zerobubble.cli.output_files import write_whole
 from megatron.zerobubble.cli.parser import read_text, workers_of
+from megatron.zerobubble.cli.plan_layers import (
+    MICROBATCHES_PER_RANK,
+    add_layer_flags,
+    layout_summary,
+    layout_to_json,
+    plan_layers,
+)
 from megatron.zerobubble.cli.progress_bar import stoppable, track
 from megatron.zerobubble.cli.published import REFERENCES, read_configs
 from megatron.zerobubble.errors import ConfigError, PlanError

@@ -39,7 +39,7 @@ _MODULE = "megatron.zerobubble.run"
 _OURS = ("--zero-bubble-", "--enable-zero-bubble", "--enable-optimizer-post-validation")
 
 
-class _Parser(argparse.ArgumentParser):
+class _RunParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError, so that one rank reports it."""
         if "SCRIPT" in message:
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     """The zero-bubble flags wherever they stand, `cpu`, `script`, and its own `arguments`. Raises ConfigError."""
-    parser = _Parser(
+    parser = _RunParser(
         prog=_PROG,
         usage=f"{_PROG} [{FLAG} N] [--cpu] [--microbatch-tokens NAME] [zero-bubble flags] SCRIPT [the script's flags]",
         description="Run a training script that is written for megatron-core, such as Megatron-LM's pretrain_gpt.py, with a "
@@ -96,7 +96,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     )
     add_flags(parser)
     args = parser.parse_args(words)
-    among_its_own = _Parser(prog=_PROG, add_help=False, allow_abbrev=False)
+    among_its_own = _RunParser(prog=_PROG, add_help=False, allow_abbrev=False)
     add_flags(among_its_own)  # a value that `args` has already is not replaced by the default
     _, args.arguments = among_its_own.parse_known_args(args.arguments, args)
     for word in args.arguments:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from megatron.zerobubble.job.heartbeats import Beat
 
-__all__ = ["Verdict", "decide"]
+__all__ = ["HangVerdict", "decide"]
 
 
-class Verdict(NamedTuple):
+class HangVerdict(NamedTuple):
     """The rank that holds up the job."""
 
     rank: int
@@ -26,7 +26,7 @@ class Verdict(NamedTuple):
 
 def decide(
     beats: Mapping[int, Beat], *, silent_s: Mapping[int, float], world_size: int, least_still_s: float, waited_s: float
-) -> Verdict:
+) -> HangVerdict:
     """Name the rank that holds up the job.
 
     Args:
@@ -40,18 +40,18 @@ def decide(
     if silent_s:
         rank = max(sorted(silent_s), key=lambda each: silent_s[each])
         also = sorted((set(silent_s) | set(missing)) - {rank})
-        return Verdict(rank, f"{_silence(rank, silent_s[rank], beats[rank])}{_also(also)}", 1 + len(also))
+        return HangVerdict(rank, f"{_silence(rank, silent_s[rank], beats[rank])}{_also(also)}", 1 + len(also))
     if missing:
         reason = f"rank {missing[0]} has not joined the job: it has said nothing for {waited_s:.1f} s{_also(missing[1:])}"
-        return Verdict(missing[0], reason, len(missing))
+        return HangVerdict(missing[0], reason, len(missing))
     working = [rank for rank, beat in beats.items() if not beat.is_waiting and beat.still_s >= least_still_s]
     if working:
         rank = max(sorted(working), key=lambda each: (not beats[each].is_shared, beats[each].still_s))
-        return Verdict(rank, f"rank {rank} makes no progress: it {_position(beats[rank])}")
+        return HangVerdict(rank, f"rank {rank} makes no progress: it {_position(beats[rank])}")
     return _lost_between(beats)
 
 
-def _lost_between(beats: Mapping[int, Beat]) -> Verdict:
+def _lost_between(beats: Mapping[int, Beat]) -> HangVerdict:
     """All ranks wait."""
     cut = _cut(beats)
     if cut is not None:
@@ -60,7 +60,7 @@ def _lost_between(beats: Mapping[int, Beat]) -> Verdict:
             f"ranks {rank} and {peer} have lost their connection: data that was sent is not acknowledged; rank {rank} "
             f"{_position(beats[rank])}; rank {peer} {_position(beats[peer])}"
         )
-        return Verdict(rank, reason)
+        return HangVerdict(rank, reason)
     for rank, beat in sorted(beats.items()):
         other = beat.waits_for
         if other is not None and other in beats and beats[other].waits_for == rank:
@@ -68,10 +68,10 @@ def _lost_between(beats: Mapping[int, Beat]) -> Verdict:
                 f"ranks {rank} and {other} wait for each other, so a message between them is lost: rank {rank} "
                 f"{_position(beat)}; rank {other} {_position(beats[other])}"
             )
-            return Verdict(rank, reason)
+            return HangVerdict(rank, reason)
     rank = max(sorted(beats), key=lambda each: beats[each].still_s)
     reason = f"every rank waits for others, first rank {rank}: it {_position(beats[rank])}"
-    return Verdict(rank, reason)
+    return HangVerdict(rank, reason)
 
 
 def _cut(beats: Mapping[int, Beat]) -> tuple[int, int] | None:

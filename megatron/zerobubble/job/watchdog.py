@@ -35,7 +35,7 @@ from megatron.zerobubble.job.heartbeats import Beat, kill, published, this_proce
 from megatron.zerobubble.job.key_value_store import Store
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.pulse import Pulse, Stillness
-from megatron.zerobubble.job.verdict import Verdict, decide
+from megatron.zerobubble.job.verdict import HangVerdict, decide
 from megatron.zerobubble.runtime.threads import start_thread
 from megatron.zerobubble.runtime.watch import Doing, Watch
 
@@ -185,7 +185,7 @@ class Watchdog:
             _log.error("rank %d lost the job's store: %s", self._rank, error)
             self._leave(1)
 
-    def _agree(self) -> Verdict:
+    def _agree(self) -> HangVerdict:
         """The rank that holds up the job, the same on all ranks: named by the first one that raises the alarm."""
         if self._store.compare_set(_STUCK, "", str(self._rank)) == str(self._rank).encode():
             verdict = self._decide()
@@ -197,10 +197,10 @@ class Watchdog:
         while not self._store.check([_VERDICT]) and time.monotonic() < until:
             time.sleep(0.05)
         if self._store.check([_VERDICT]):
-            return Verdict(**json.loads(self._store.get(_VERDICT)))
-        return Verdict(rank=self._rank, reason=f"rank {self._rank} waited for the reason in vain")
+            return HangVerdict(**json.loads(self._store.get(_VERDICT)))
+        return HangVerdict(rank=self._rank, reason=f"rank {self._rank} waited for the reason in vain")
 
-    def _decide(self) -> Verdict:
+    def _decide(self) -> HangVerdict:
         """Look at all beats twice: those of a rank that is stopped do not change."""
         ranks = range(self._world_size)
         before = published(self._store, ranks)
@@ -208,7 +208,7 @@ class Watchdog:
         beats = published(self._store, ranks)
         failed = who_failed(self._store)
         if failed is not None:
-            return Verdict(failed, f"rank {failed} failed, see its report")
+            return HangVerdict(failed, f"rank {failed} failed, see its report")
         return decide(
             beats,
             silent_s=self._silent_s(before, beats),
@@ -240,7 +240,7 @@ class Watchdog:
                     silent_s[rank] = heard_s
         return silent_s
 
-    def _end(self, verdict: Verdict) -> None:
+    def _end(self, verdict: HangVerdict) -> None:
         """When all that can have reported, end the named rank first, then this process."""
         write_error_file(self._error_file, verdict.reason)
         self._wait_for_others(self._world_size - verdict.num_silent)
@@ -252,7 +252,7 @@ class Watchdog:
             stream.flush()
         self._leave(1)
 
-    def _kill(self, verdict: Verdict) -> None:
+    def _kill(self, verdict: HangVerdict) -> None:
         """Kill the named rank, if its process is on this machine and does not answer; its reason is left for torchrun."""
         process = published(self._store, [verdict.rank]).get(verdict.rank)
         if process is None or process.process.host != this_process(None).host:

@@ -91,7 +91,7 @@ class _NoTimer:
 
 
 class PipelineGroupLinks:
-    """Links over megatron-core's own pipeline group, to compare clocks between iterations. Implements `runtime.p2p.Links`.
+    """Links over megatron-core's own pipeline group, to compare clocks between iterations. Implements `runtime.p2p.P2PLinks`.
 
     Args:
         group: the pipeline's process group; sources and targets of messages are ranks in it.

@@ -17,14 +17,14 @@ from megatron.zerobubble.playground.server import Server
 DEFAULT_PORT = 8321
 
 
-class _Parser(argparse.ArgumentParser):
+class _PlaygroundParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {one_line(message)} (see --help)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = _Parser(prog="zerobubble playground", description=__doc__)
+    parser = _PlaygroundParser(prog="zerobubble playground", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine only)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="port, 0 for a free one (default %(default)s)")
     parser.add_argument(

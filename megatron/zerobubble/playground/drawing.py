@@ -23,7 +23,7 @@ from megatron.zerobubble.plan.render.text import chunks_of, extent, render_text
 from megatron.zerobubble.plan.simulate import Simulation, TimedOp
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.plan.validate import live_microbatches, pending_wgrads
-from megatron.zerobubble.playground.lengths_and_links import attention_share, drawn_slots
+from megatron.zerobubble.playground.length_fields import attention_share, drawn_slots
 from megatron.zerobubble.playground.words import headline, lengths, measures, milliseconds, percent, title
 from megatron.zerobubble.profiling.breakdown import rank_times
 from megatron.zerobubble.profiling.report import report

@@ -21,7 +21,7 @@ from megatron.zerobubble.plan.search.search import evaluations_per_second
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
-from megatron.zerobubble.playground.problem import Problem
+from megatron.zerobubble.playground.problem import PlanRequest
 
 _BETWEEN = 3e8
 """Budget of a rung between `fast` and `default`."""
@@ -43,7 +43,7 @@ class Rung:
     """Fraction of the total work that is done, 0 to 1."""
 
 
-def climb(problem: Problem) -> Iterator[Rung]:
+def climb(problem: PlanRequest) -> Iterator[Rung]:
     """Yield the best plan so far after every rung; the last one has `spent` 1.
 
     Raises:
@@ -66,7 +66,7 @@ def climb(problem: Problem) -> Iterator[Rung]:
         yield Rung(result=best, spent=done / sum(budgets) if done else 1.0)
 
 
-def budgets_of(problem: Problem) -> tuple[float, ...]:
+def budgets_of(problem: PlanRequest) -> tuple[float, ...]:
     """Budgets of the searches after the hand-written schedule; empty if there is no search."""
     is_fixed = problem.is_plain and problem.schedule != AUTO and not schedule_info(problem.schedule).is_searched
     if is_fixed or problem.effort is None:
@@ -78,13 +78,13 @@ def budgets_of(problem: Problem) -> tuple[float, ...]:
     return tuple(budget for budget in rungs if budget <= problem.effort.budget)
 
 
-def share_of_climb(problem: Problem) -> float:
+def share_of_climb(problem: PlanRequest) -> float:
     """The share of `climb` in the work of both searches, 0 to 1; the rest is `for_other_objective`'s."""
     budgets = budgets_of(problem)
     return sum(budgets) / (sum(budgets) + budgets[-1]) if any(budgets) else 1.0
 
 
-def for_other_objective(problem: Problem, found: Result) -> Result:
+def for_other_objective(problem: PlanRequest, found: Result) -> Result:
     """The plan for the other kind of optimizer step, under the same limit; a run with that would not execute the plan found.
 
     Args:
@@ -99,7 +99,7 @@ def for_other_objective(problem: Problem, found: Result) -> Result:
     return min(other, found, key=lambda result: objective.of(result.simulation))
 
 
-def seconds_by_effort(problem: Problem) -> dict[str, float]:
+def seconds_by_effort(problem: PlanRequest) -> dict[str, float]:
     """About how many seconds a problem takes with each effort, both objectives included; 0 for a schedule without a search."""
     num_cells = problem.num_ranks * problem.num_microbatches
     found = {}
@@ -112,7 +112,7 @@ def seconds_by_effort(problem: Problem) -> dict[str, float]:
     return found
 
 
-def pareto(problem: Problem) -> Iterator[tuple[float, Result | None]]:
+def pareto(problem: PlanRequest) -> Iterator[tuple[float, Result | None]]:
     """Yield the best plan of all schedules for every memory limit, None if no schedule fits.
 
     The iteration time never grows with the limit: a plan within a lower limit is kept if none better is found. A point takes as
@@ -138,7 +138,7 @@ def pareto(problem: Problem) -> Iterator[tuple[float, Result | None]]:
         yield limit, best
 
 
-def _searched(problem: Problem, budget: float) -> Result:
+def _searched(problem: PlanRequest, budget: float) -> Result:
     return make_plan(
         problem.schedule,
         num_ranks=problem.num_ranks,
@@ -150,7 +150,7 @@ def _searched(problem: Problem, budget: float) -> Result:
     )
 
 
-def _hand_written(problem: Problem) -> Result | None:
+def _hand_written(problem: PlanRequest) -> Result | None:
     """The hand-written schedule, for `auto` the best of them; None if it exceeds the memory limit.
 
     Unequal microbatches are assigned to it, as by `zerobubble plan` without an effort.
@@ -168,7 +168,7 @@ def _hand_written(problem: Problem) -> Result | None:
     return min(filter(None, results), key=lambda result: problem.objective.of(result.simulation), default=None)
 
 
-def _hand_written_one(problem: Problem) -> Result | None:
+def _hand_written_one(problem: PlanRequest) -> Result | None:
     spec = schedule_spec(
         problem.schedule,
         num_ranks=problem.num_ranks,

@@ -17,7 +17,7 @@ from megatron.zerobubble.plan.planner import Result
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.drawing import Drawing, draw_plan, draw_recorded
-from megatron.zerobubble.playground.lengths_and_links import as_it_came, attention_share
+from megatron.zerobubble.playground.length_fields import as_it_came, attention_share
 from megatron.zerobubble.playground.limits import MAX_OPS
 from megatron.zerobubble.playground.problem import check_size, read_stages
 from megatron.zerobubble.playground.recorded import read_trace

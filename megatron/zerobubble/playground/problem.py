@@ -16,7 +16,7 @@ from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT
 from megatron.zerobubble.plan.registry import parse_max_pending_backward, schedule_info
 from megatron.zerobubble.plan.search.search_options import Effort
-from megatron.zerobubble.playground.lengths_and_links import KEYS, read_unequal
+from megatron.zerobubble.playground.length_fields import KEYS, read_unequal
 from megatron.zerobubble.playground.limits import (
     MAX_MEMORY,
     MAX_MICROBATCHES,
@@ -52,7 +52,7 @@ _REMEDY = "zerobubble plan takes larger ones"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class PlanRequest:
     """One schedule to plan, or with `memory_limits` a Pareto front."""
 
     num_ranks: int
@@ -99,7 +99,7 @@ class Problem:
         return None if given == placement.num_stages else given
 
 
-def read_problem(body: bytes) -> Problem:
+def read_problem(body: bytes) -> PlanRequest:
     """Read a request.
 
     Raises:
@@ -116,7 +116,7 @@ def read_problem(body: bytes) -> Problem:
         schedule_info(shown(name))
     num_microbatches = _whole(given, "num_microbatches", 1, MAX_MICROBATCHES)
     unequal = read_unequal(given, num_ranks, num_microbatches)
-    return Problem(
+    return PlanRequest(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         schedule=str(name),

@@ -22,7 +22,7 @@ from megatron.zerobubble.playground.deviations import compare
 from megatron.zerobubble.playground.drawing import draw_plan
 from megatron.zerobubble.playground.exports import Export, export, flags
 from megatron.zerobubble.playground.ladder import climb, for_other_objective, pareto, seconds_by_effort, share_of_climb
-from megatron.zerobubble.playground.lengths_and_links import as_it_came
+from megatron.zerobubble.playground.length_fields import as_it_came
 from megatron.zerobubble.playground.limits import MAX_POINTS
 from megatron.zerobubble.playground.opened_files import open_file, plan_result
 from megatron.zerobubble.playground.problem import DEFAULT_OBJECTIVE, read_object, read_problem

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.zerobubble.plan.communication import Message, Payload
-from megatron.zerobubble.runtime.p2p import Links
+from megatron.zerobubble.runtime.p2p import P2PLinks
 
 TRIPS = 10
 """Round trips; the first ones include waiting for the other rank to get here."""
@@ -31,7 +31,7 @@ def host_clock_ms() -> float:
 
 
 def clock_offset_ms(
-    links: Links, *, rank: int, num_ranks: int, device: torch.device, clock: Callable[[], float] = host_clock_ms
+    links: P2PLinks, *, rank: int, num_ranks: int, device: torch.device, clock: Callable[[], float] = host_clock_ms
 ) -> float:
     """Measure the offset of this rank's clock. Every rank of the pipeline must call it, between iterations.
 
@@ -56,7 +56,7 @@ def clock_offset_ms(
 class _Wire:
     """Sends single numbers to one other rank and receives them."""
 
-    def __init__(self, links: Links, rank: int, peer: int, device: torch.device) -> None:
+    def __init__(self, links: P2PLinks, rank: int, peer: int, device: torch.device) -> None:
         # The payload and stage of a message only name it, in errors.
         self._there = Message(Payload.ACTIVATION, peer, 0, rank, peer)
         self._back = Message(Payload.ACTIVATION, rank, 0, peer, rank)

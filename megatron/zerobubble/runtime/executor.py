@@ -1,6 +1,6 @@
 """The executor: runs the ops of a plan on one rank.
 
-It depends on ops and messages only, not on a schedule, a model or an optimizer. `StageWork` computes an op, `Links` transfers
+It depends on ops and messages only, not on a schedule, a model or an optimizer. `StageWork` computes an op, `P2PLinks` transfers
 tensors. The executor owns received buffers until their op takes them, tensors being sent until they have arrived, and tensors
 handed from one stage to the next on the same rank. All three are empty when `run` returns.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.communication import Message, Payload, Program, Step
 from megatron.zerobubble.plan.ir import Op, OpKind
-from megatron.zerobubble.runtime.p2p import Handle, Links
+from megatron.zerobubble.runtime.p2p import Handle, P2PLinks
 from megatron.zerobubble.runtime.recording import RecordedLinks, Recorder
 
 
@@ -46,13 +46,13 @@ class Executor:
         recorder: receives the events of every op and transfer, if given.
     """
 
-    def __init__(self, program: Program, rank: int, links: Links, work: StageWork, recorder: Recorder | None = None) -> None:
+    def __init__(self, program: Program, rank: int, links: P2PLinks, work: StageWork, recorder: Recorder | None = None) -> None:
         self._steps = program.steps[rank]
         self._next = 0
         self._stage_to_rank = program.plan.placement.stage_to_rank
         self._rank = rank
         self._recorded = None if recorder is None else RecordedLinks(links, recorder)
-        self._links: Links = self._recorded or links
+        self._links: P2PLinks = self._recorded or links
         self._work = work
         self._recorder = recorder
         self._receiving: dict[Message, tuple[Tensor, Handle]] = {}

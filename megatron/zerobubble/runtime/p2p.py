@@ -40,7 +40,7 @@ class Handle(Protocol):
         """Return when the transfer is done (CPU) or make the current stream wait for it (CUDA)."""
 
 
-class Links(Protocol):
+class P2PLinks(Protocol):
     """Point-to-point transfers as the executor uses them. The implementation over torch is `ProcessGroupLinks`."""
 
     def send(self, message: Message, tensor: Tensor) -> Handle:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.zerobubble.plan.communication import Message
 from megatron.zerobubble.plan.ir import Op
-from megatron.zerobubble.runtime.p2p import Handle, Links
+from megatron.zerobubble.runtime.p2p import Handle, P2PLinks
 
 
 class Recorder(Protocol):
@@ -123,7 +123,7 @@ class RecordedLinks:
         recorder: receives the events of the transfers.
     """
 
-    def __init__(self, links: Links, recorder: Recorder) -> None:
+    def __init__(self, links: P2PLinks, recorder: Recorder) -> None:
         self._links = links
         self._recorder = recorder
         self._bytes: dict[Message, int] = {}

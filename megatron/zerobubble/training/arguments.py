@@ -19,7 +19,7 @@ from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.messages import MOST_SHOWN, one_line, shown
 from megatron.zerobubble.training.check import check_settings
 from megatron.zerobubble.training.config.batch import BatchConfig
-from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
+from megatron.zerobubble.training.config.checkpoints import CheckpointConfig
 from megatron.zerobubble.training.config.data import DataConfig
 from megatron.zerobubble.training.config.fp8 import Fp8Config
 from megatron.zerobubble.training.config.logging import LoggingConfig
@@ -28,7 +28,7 @@ from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConf
 from megatron.zerobubble.training.config.moe import MoeConfig
 from megatron.zerobubble.training.config.optim import OptimConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
-from megatron.zerobubble.training.config.run import RunConfig
+from megatron.zerobubble.training.config.run_control import RunConfig
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 
@@ -56,7 +56,7 @@ _PROG = "pretrain_gpt.py"
 """Program name in the usage and in error lines, unless the caller passes another."""
 
 
-class _Parser(argparse.ArgumentParser):
+class _TrainingParser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
@@ -69,7 +69,7 @@ def build_parser(*, prog: str = _PROG) -> argparse.ArgumentParser:
     Args:
         prog: program name in the usage.
     """
-    parser = _Parser(
+    parser = _TrainingParser(
         prog=prog,
         description="Train a GPT through zero-bubble pipeline schedules on megatron-core. Start it with torchrun.",
         allow_abbrev=False,

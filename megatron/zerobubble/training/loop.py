@@ -66,7 +66,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far training is. Updated after every iteration."""
 
     iteration: int = 0
@@ -182,11 +182,11 @@ class _Run:
         run = self.settings.run
         self.early_exit = EarlyExit(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
         self.run_id = attempt.job
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         with job.watch.phase("loads the checkpoint"):
             restored = start_from(training_state, attempt)
         if restored is not None:
-            self.progress = Progress(restored.iteration, restored.consumed_samples)
+            self.progress = TrainingProgress(restored.iteration, restored.consumed_samples)
         self.metrics = MetricsLogger(
             self.settings,
             rank=job.launch.rank,

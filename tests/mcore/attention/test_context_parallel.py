@@ -63,6 +63,14 @@ def _assert_close(differences: list[Difference], bound: float, case: Case) -> No
         assert difference.grad_norms < bound, rank
 
 
+@pytest.mark.claims(
+    "Parallelism",
+    "context parallelism 2 with local layers (keys and values all-gathered): ZB-H1, ZBV, V-Half; with tensor and sequence "
+    "parallelism 2; experts; multi-latent attention; distributed optimizer, overlapped reduction, ZeRO-2, recomputation; "
+    "activation memory halves",
+    "works, 1e-6 of whole sequences (sums over a sequence in two parts); ZB-H1 and ZB-H2 bit for bit as stock 1F1B with it, "
+    "with multi-token prediction 1e-6",
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.sampled(0.25)
 def test_shared_sequences_train_as_whole_ones(four_ranks: RankPool, case: Case) -> None:
@@ -118,6 +126,13 @@ def _issued(rank: int, case: Case) -> tuple[list[int], list[tuple[str, tuple[int
     return ranks, collectives.issued
 
 
+@pytest.mark.claims(
+    "Parallelism",
+    "ranks that share sequences issue the same collectives in the same order, with optimistic steps that are redone, too; "
+    "their groups are used before the first transfer",
+    "works",
+    also=("mcore/test_warm_up.py",),
+)
 @pytest.mark.parametrize("case", [replace(ZBV, llama=True), replace(ZB_H1, recompute="full")], ids=str)
 def test_ranks_issue_the_same_collectives_in_the_same_order(four_ranks: RankPool, case: Case) -> None:
     """By the plan, whatever slices they have. F of a layer has one all-gather; B one more and a reduce-scatter, and before them
@@ -235,6 +250,12 @@ def _attention_apart(
     ]
 
 
+@pytest.mark.claims(
+    "Parallelism",
+    "the attention of context parallelism alone on 4 ranks: causal, windows, masks, grouped queries, values of another size, "
+    "bf16",
+    "works, 1e-6 (bf16 2e-2)",
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_over_four_ranks(four_ranks: RankPool, kind: str) -> None:
     bound = 1e-6 if KINDS[kind].get("dtype", torch.float32) is torch.float32 else 2e-2
@@ -262,6 +283,13 @@ def _refusals(rank: int) -> list[str]:
     return messages
 
 
+@pytest.mark.claims(
+    "Parallelism",
+    "context parallelism with packed sequences, a window beside a mask, megatron-core's own attention; "
+    "lengths that 2n does not divide",
+    "rejected",
+    also=("training/test_arguments.py",),
+)
 def test_what_is_not_supported_is_refused_in_one_line(four_ranks: RankPool) -> None:
     for packed, window, ring in four_ranks.run(_refusals):
         assert packed.startswith("packed sequences cannot be combined with context parallelism")

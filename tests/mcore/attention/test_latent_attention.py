@@ -45,6 +45,14 @@ FEATURES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.claims(
+    "Layers",
+    "multi-latent attention (`--multi-latent-attention`) on megatron-core's linears, with and without low-rank queries, "
+    "norms, YaRN: stock 1F1B and interleaved, 1F1B, ZB-H1, ZB-H2, ZBV, V-Half, V-Min, zero-bubble and plain interleaved; "
+    "torch's attention and megatron-core's; heads of values of another size than those of keys; bf16; tensor parallelism 2 "
+    "with sequence parallelism; recomputation (full, `mla_up_proj`, core_attn, mlp); every linear waits for W",
+    "works, bit for bit",
+)
 @pytest.mark.parametrize("case", SCHEDULES, ids=str)
 @pytest.mark.sampled(0.25)
 def test_every_schedule_has_the_bits_of_the_unpipelined_model(four_ranks: RankPool, case: MlaCase) -> None:
@@ -133,6 +141,9 @@ def _against_one_rank(rank: int, case: MlaCase) -> dict[str, float]:
     return differences
 
 
+@pytest.mark.claims(
+    "Layers", "multi-latent attention on two tensor-parallel ranks against one rank; its names in checkpoints", "works, 1e-5"
+)
 @pytest.mark.parametrize("rank", [24, None], ids=lambda rank: f"q{rank}")
 def test_tensor_parallel_gradients_are_those_of_one_rank(four_ranks: RankPool, rank: int | None) -> None:
     """Sums over ranks have another order: 1e-5. Without its hook the key that all heads share misses a part of its gradient, and

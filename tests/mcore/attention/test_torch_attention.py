@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from megatron.zerobubble.mcore.attention.core_attention import core_attention
 from megatron.zerobubble.mcore.attention.torch_attention import TorchDotProductAttention, use_torch_attention
 from megatron.zerobubble.mcore.cpu.device import HostDevice
 from megatron.zerobubble.training.models.layer_specs import local_layer
-from tools.benchmarks.attention import shape_of
+from tools.benchmarks.wgrad.shapes import shape_named
 from tools.benchmarks.wgrad.stack import LayerStack, world_of_one
 from tools.benchmarks.wgrad.stack import _config as _stack_config
 
@@ -72,6 +73,12 @@ def _assert_equal(found: list[Tensor], expected: list[Tensor], tolerance: float 
 # -- shapes and masks ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.claims(
+    "Layers",
+    "torch's attention in place of megatron-core's own: causal, GQA, any boolean mask, padding, windows, packed sequences "
+    "(`cu_seqlens`, with padding between), dropout, scales, bf16, values of another head size than keys; output and gradients",
+    "works, 1e-6 (fp32) of megatron-core's own; dropout draws the same mask",
+)
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize(("length", "batch"), [(1, 1), (7, 3), (130, 2)])
 def test_causal_attention_is_megatron_cores(length: int, batch: int, groups: int) -> None:
@@ -237,13 +244,13 @@ def test_packed_sequences_with_padding_between() -> None:
         assert gradient[used].any()
 
 
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
-def test_a_layer_of_packed_sequences(kind: str) -> None:
+@pytest.mark.parametrize("model", ["6.2B", "Llama-3-8B"])
+def test_a_layer_of_packed_sequences(model: str) -> None:
     """With megatron-core's rotary positions, which begin anew in every sequence."""
-    shape = shape_of(kind, 256, 12, 1)
+    shape = replace(shape_named(model).scaled(1 / 16), seq_length=12)
     with HostDevice().on_host():
-        stack = LayerStack(shape, _stack_config(shape, 1, torch.float32, AttnBackend.auto, on_gpu=False))
-    layer, rotary, x_sbh = stack.layers[0], stack.rotary, torch.randn(12, 1, 256)
+        stack = LayerStack(shape, _stack_config(shape, 1, torch.float32, on_gpu=False))
+    layer, rotary, x_sbh = stack.layers[0], stack.rotary, torch.randn(12, 1, shape.hidden_size)
 
     def run(part: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
         positions = None if rotary is None else rotary[: len(part)]
@@ -451,6 +458,7 @@ def test_where_no_kernel_takes_fewer_heads_of_keys_they_are_repeated(groups: int
     assert heads == [(HEADS, HEADS, False)]
 
 
+@pytest.mark.claims("Layers", "softmax offsets, `qk_clip`, an attention bias, with torch's attention", "rejected")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

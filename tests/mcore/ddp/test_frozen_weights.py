@@ -188,6 +188,12 @@ def _named(chunk: Any) -> Iterator[tuple[str, nn.Parameter]]:
         yield ".".join(words), parameter
 
 
+@pytest.mark.claims(
+    "Layers",
+    "weights frozen and trained again between iterations (a head alone, layer by layer), adapters on a frozen base: ZB-H1, "
+    "ZBV, 1F1B, tensor parallel, experts, tied embeddings, Transformer Engine's Python, a loop of your own",
+    "works, bit for bit (tied: 1e-6)",
+)
 @pytest.mark.parametrize(
     ("flags", "schedule"), [("", "zb-h1"), ("--virtual-pipeline-model-parallel-size 2", "zbv")], ids=["zb-h1", "zbv"]
 )
@@ -274,6 +280,12 @@ def _refusals(rank: int) -> dict[str, str]:
     return messages
 
 
+@pytest.mark.claims(
+    "Layers",
+    "weights frozen and trained again with `--overlap-grad-reduce` or `--overlap-param-gather` after DDP wrapped the model; "
+    "one of a Transformer Engine module's weight and bias",
+    "rejected",
+)
 def test_freezing_under_overlapped_reductions_is_refused_before_the_first_pass(four_ranks: RankPool) -> None:
     """megatron-core's own schedule ends in an assertion in its second iteration."""
     for messages in four_ranks.run(_refusals):

@@ -14,6 +14,13 @@ from megatron.zerobubble.training.checkpoint.contents import SHARDING
 from tests.support.gpt import Case, Trainer, compare
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Parallelism",
+    "2 data-parallel replicas; `--overlap-grad-reduce`: a bucket is reduced inside its last W; `--overlap-param-gather`: "
+    "beside the first forward passes; distributed optimizer; seen in the trace",
+    "works, 1e-6",
+)
+
 OVERLAPPED = Case(
     "zb-h2",
     2,

@@ -21,6 +21,12 @@ from megatron.zerobubble.plan.timeline import Activity, Timeline
 from tests.support.gpt import Case, Outcome, Trainer
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Parallelism",
+    "`--zero-bubble-shard-gradients K`: ZeRO-2 in the pipeline",
+    "works: one group bit for bit ZeRO-1, smaller ones 1e-6",
+)
+
 ZERO1 = Case(
     "zb-h2", 2, 5, distributed_optimizer=True, overlap_grad_reduce=True, different_data=True, adam_eps=1.0, clip_grad=0.5
 )

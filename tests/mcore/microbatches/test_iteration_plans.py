@@ -28,6 +28,14 @@ from tests.support.unequal import (
     train_unequal,
 )
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "microbatches at their own lengths: 1F1B, interleaved 1F1B, ZB-H1, ZB-H2, ZB, ZBV, V-Half on 2 and 4 ranks against the "
+    "unpipelined model; tensor, sequence, context and data parallelism, overlapped and sharded reductions, recomputation, "
+    "tied embeddings, evaluation, re-planning",
+    "works, bit for bit in the order of the data, within 1e-6 in the plan's",
+)
+
 SCHEDULES = [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("zb-h2", 1), ("zbv", 2), ("v-half", 2)]
 
 

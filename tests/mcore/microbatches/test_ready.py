@@ -17,6 +17,14 @@ from megatron.zerobubble.mcore.microbatches.length_exchange import Lengths, leng
 from megatron.zerobubble.mcore.microbatches.ready import READY, nested_tokens, thd_tokens
 from megatron.zerobubble.overlay import READY_LENGTHS
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    '`microbatch_tokens="thd"` and `"nested"`: batches as dicts, objects, tuples and tensors, padding for tensor and context '
+    "parallelism, no value read on another device; numbers of microbatches that differ between replicas",
+    "works; the last is rejected",
+    also=("mcore/microbatches/test_length_exchange.py",),
+)
+
 TOKENS = torch.zeros(1, 12, dtype=torch.long)
 BOUNDS = torch.tensor([0, 3, 8, 12], dtype=torch.int32)
 SQUARES = 9.0 + 25.0 + 16.0

@@ -31,6 +31,14 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.claims(
+    "Layers",
+    "Transformer Engine's own Python, 2.8.0 and 2.20.2, through megatron-core's layer specs (its compiled extension is "
+    "answered by torch operations): ZB-H1, ZB-H2, ZBV, V-Half on 2 and 4 ranks, stock 1F1B; fused accumulation on and off, "
+    "biases, RMSNorm, SwiGLU, GQA, bf16, tensor and sequence parallelism, recomputation (full, block, core_attn, mlp), "
+    "per-token loss",
+    "works, bit for bit; its kernels are **not run** (need CUDA)",
+)
 @pytest.mark.parametrize("case", SCHEDULES, ids=str)
 @pytest.mark.sampled(0.12)
 def test_same_bits_as_the_unpipelined_model(engine_ranks: RankPool, case: EngineCase) -> None:
@@ -72,6 +80,9 @@ REDUCED = [
 ]
 
 
+@pytest.mark.claims(
+    "Layers", "Transformer Engine's layers with overlapped reduction, the distributed optimizer, tied embeddings", "works, 1e-6"
+)
 @pytest.mark.parametrize("case", REDUCED, ids=str)
 @pytest.mark.sampled(0.15)
 def test_nearly_the_same_where_sums_are_taken_in_another_order(engine_ranks: RankPool, case: EngineCase) -> None:
@@ -93,6 +104,12 @@ EXPERTS = [
 ]
 
 
+@pytest.mark.claims(
+    "Layers",
+    "Transformer Engine's layers with experts in grouped linears or one by one, shared experts, dense layers in between; "
+    "expert parallelism 2",
+    "works, bit for bit",
+)
 @pytest.mark.parametrize("case", EXPERTS, ids=str)
 @pytest.mark.sampled(0.2)
 def test_experts_in_grouped_linears(engine_ranks: RankPool, case: EngineMoeCase) -> None:
@@ -109,6 +126,12 @@ LATENT = [
 ]
 
 
+@pytest.mark.claims(
+    "Layers",
+    "MLA in Transformer Engine's layers, its own Python as above: ZB-H1 on 4 ranks in bf16, ZB-H2, ZBV, V-Half with full "
+    "recomputation; fused accumulation",
+    "works, bit for bit",
+)
 @pytest.mark.parametrize("case", LATENT, ids=str)
 @pytest.mark.sampled(0.15)
 def test_multi_latent_attention(engine_ranks: RankPool, case: EngineMlaCase) -> None:
@@ -125,6 +148,11 @@ FP8 = [
 ]
 
 
+@pytest.mark.claims(
+    "Layers",
+    "FP8 (`--fp8-format`, `--fp8-recipe delayed` and `tensorwise`): W reads the operands that F and B quantized",
+    "works, bit for bit, with torch's float8 casts; FP8 GEMMs are **not run here** (operands are multiplied in float32)",
+)
 @pytest.mark.parametrize("case", FP8, ids=str)
 @pytest.mark.sampled(0.2)
 def test_quantized_operands(engine_ranks: RankPool, case: EngineCase) -> None:
@@ -137,6 +165,11 @@ def test_quantized_operands(engine_ranks: RankPool, case: EngineCase) -> None:
     _assert_equal(engine_ranks, case)
 
 
+@pytest.mark.claims(
+    "Layers",
+    "groups over which FP8 reduces magnitudes inside passes have been used before the first transfer",
+    "works with gloo; **not run on a GPU**",
+)
 @pytest.mark.parametrize("case", [FP8[0], FP8[-1]], ids=str)
 @pytest.mark.sampled(0.34)
 def test_reductions_of_magnitudes_open_no_group_inside_passes(engine_ranks: RankPool, case: EngineCase) -> None:
@@ -162,6 +195,11 @@ OPTIMISTIC = [
 ]
 
 
+@pytest.mark.claims(
+    "Layers",
+    "Transformer Engine's layers with optimistic steps, also in FP8 with delayed scaling, whose scales a rollback restores",
+    "works, bit for bit as synchronous",
+)
 @pytest.mark.parametrize("scenario", OPTIMISTIC, ids=str)
 @pytest.mark.sampled(0.33)
 def test_optimistic_steps_equal_synchronous_steps(engine_ranks: RankPool, scenario: Scenario) -> None:
@@ -202,6 +240,9 @@ def _fused_without_apex(rank: int) -> None:
     trainer.close()
 
 
+@pytest.mark.claims(
+    "Layers", "Transformer Engine's fused accumulation where apex is missing", "works, on the same Python; **not run on a GPU**"
+)
 def test_its_fused_accumulation_needs_no_apex(engine_ranks: RankPool) -> None:
     engine_ranks.run(_fused_without_apex)
 

@@ -34,6 +34,13 @@ def _grid() -> list[HybridCase]:
     return cases
 
 
+@pytest.mark.claims(
+    "Layers",
+    "`HybridModel` (megatron-core 0.18.2 and 0.19.2), patterns of `*`, `-` and `E`: 1F1B, ZB-H1, ZB-H2, ZB, zero-bubble "
+    "interleaved, ZBV, V-Half, V-Min; stages of different numbers and kinds of layers, or of none at the ends; expert, tensor"
+    " and sequence parallelism, bf16, fp16, recomputation, per-token loss",
+    "works, bit for bit; tied embeddings 1e-6",
+)
 @pytest.mark.parametrize("case", _grid(), ids=str)
 @pytest.mark.sampled(0.2)
 def test_same_bits_as_the_unpipelined_model(four_ranks: RankPool, case: HybridCase) -> None:
@@ -83,6 +90,12 @@ def test_tied_embeddings(four_ranks: RankPool, base: HybridCase, distributed_opt
             assert difference.gradient_name in ("", "embedding.word_embeddings.weight"), "only the tied weight may differ"
 
 
+@pytest.mark.claims(
+    "Layers",
+    "`HybridModel` with Mamba layers (`M`), whose kernels are replaced by plain torch: `in_proj` and `out_proj` are split, "
+    "the rest stays in B",
+    "works, bit for bit; the kernels are **not run** (need CUDA)",
+)
 @pytest.mark.parametrize(
     "case",
     [case("zbv", 2, 4, "M*|M-|M|-M", num_chunks=2), case("zb-h2", 2, 4, "M*M-|M")],

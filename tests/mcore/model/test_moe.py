@@ -28,6 +28,12 @@ FEATURES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.claims(
+    "Layers",
+    "mixture of experts, one by one (`SequentialMLP`): all-to-all and all-gather, shared experts, auxiliary losses, z-loss, "
+    "expert bias, capacity, dense layers in between, fp16, recomputation",
+    "works, bit for bit",
+)
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(features))
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
 @pytest.mark.sampled(0.16)
@@ -35,6 +41,7 @@ def test_same_bits_as_the_unpipelined_model(four_ranks: RankPool, base: MoeCase,
     _assert_equal(four_ranks.run(compare, replace(base, **features)))
 
 
+@pytest.mark.claims("Layers", "expert parallelism 2, both dispatchers", "works, 1e-6")
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
 @pytest.mark.sampled(0.5)

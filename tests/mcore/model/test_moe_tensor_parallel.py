@@ -14,6 +14,12 @@ from tests.support.gpt import compare
 from tests.support.moe import ZB_H2, ZBV, MoeCase
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Layers",
+    "experts on tensor-parallel ranks with `--sequence-parallel` (each expert shared, or half of the experts on each)",
+    "works, bit for bit",
+)
+
 SIZES: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True, "layer_freq": (1, 1, 0, 1), "num_steps": 2}
 FEATURES: list[dict[str, Any]] = [
     {"dispatcher": "alltoall", "z_loss_coeff": 0.01},

@@ -18,6 +18,14 @@ from tests.support.moe import MoeCase
 from tests.support.mtp import MtpCase
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "first weights drawn by name: the same bits for every p, placement, TP and EP, with experts and MTP layers; in loops of "
+    "your own",
+    "works",
+    also=("mcore/stock_loop/test_install.py",),
+)
+
 Piece = tuple[str, tuple[Any, ...], torch.Tensor]
 """Key in a checkpoint, indices and slices of the whole tensor there, values."""
 

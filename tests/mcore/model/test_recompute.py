@@ -15,6 +15,13 @@ from tests.support.moe import ZBV as MOE
 from tests.support.moe import MoeCase
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Layers",
+    "recomputation, full (uniform, block) and selective (core_attn, mlp, moe, shared_experts): a layer runs again once, in B;"
+    " W multiplies what B recomputed",
+    "works, bit for bit",
+)
+
 ZBV = Case("zbv", 2, 3, num_chunks=2, num_layers=8)
 ZB_H2 = Case("zb-h2", 2, 3, num_layers=8)
 

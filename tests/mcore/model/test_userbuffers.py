@@ -25,6 +25,13 @@ from tests.support.gpt import _destroy_groups
 from tests.support.ranks import RankPool
 from tests.support.transformer_engine.gpt import EngineCase, compare_engine
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "`tp_comm_overlap` with megatron-core's defaults: bulk wgrad, bulk dgrad and the row-parallel all-gather of backward are "
+    "turned off, the rest stays on",
+    "works, bit for bit, on a double whose buffers alias; **not run on a GPU**",
+)
+
 TOKENS, IN, OUT, LAYERS = 4, 16, 24, 2
 KINDS = {
     "norm and column": ("LayerNormLinear", "column", {"ub_overlap_ag": True, "ub_bulk_dgrad": True}),

@@ -108,6 +108,9 @@ def _refusals(rank: int) -> dict[str, str]:
     return messages
 
 
+@pytest.mark.claims(
+    "Your own script", "a weight used by two modules of a chunk, a module with a weight gradient of its own", "rejected"
+)
 def test_weights_that_cannot_be_split_are_named_in_the_error(four_ranks: RankPool) -> None:
     for messages in four_ranks.run(_refusals):
         assert (
@@ -224,6 +227,19 @@ def test_an_unsupported_option_is_named_in_the_error(four_ranks: RankPool, name:
         assert message.startswith(f"{name} does not go with schedule 'zbv'")
 
 
+@pytest.mark.claims(
+    "Layers",
+    "the flex dispatcher with NCCL EP's zero copy; on a rank with all experts; without the package",
+    "rejected",
+    also=("training/test_moe.py",),
+)
+@pytest.mark.claims("Layers", "CPU and activation offloading, overlapped MoE communication, with our schedules", "rejected")
+@pytest.mark.claims(
+    "Long runs",
+    "options of megatron-core that break a split backward pass: CUDA graphs, autocast, Transformer Engine's op fuser, and the"
+    " others of the table in `mcore/build.py`",
+    "rejected",
+)
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -23,6 +23,12 @@ from tests.optimizer.support import BASE
 from tests.support.gpt import Case, Trainer, _destroy_groups
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Precision and the optimizer",
+    "post-validation with `--calculate-per-token-loss`: the first rank steps while the last is in its passes, ZB-H2 and ZBV",
+    "works, bit for bit; **not run on a GPU**",
+)
+
 PATIENCE = timedelta(seconds=30)
 """How long a rank is waited for before the test fails."""
 

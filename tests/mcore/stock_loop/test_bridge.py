@@ -10,6 +10,13 @@ import torch
 from tests.support import bridge
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: process groups and a communicator in every call, as Megatron-Bridge passes them: ZB-H1, ZB-H2, "
+    "ZBV, losses and gradients",
+    "works, bit for bit",
+)
+
 TWO = "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --train-iters 3"
 CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
 

@@ -25,6 +25,12 @@ TWO = "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32"
 CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
 
 
+@pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: models that DDP did not wrap, forward-only, between training steps of another one: ZB-H1, ZB-H2, "
+    "interleaved ZB, ZBV, V-Half; other sizes, bf16, groups in the call, `collect_non_loss_data`",
+    "works, bit for bit",
+)
 @pytest.mark.parametrize(
     ("flags", "schedule"),
     [
@@ -107,6 +113,7 @@ def _rejected(rank: int, flags: str, schedule: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.claims("Your own script", "in a loop of your own: training a model that DDP did not wrap", "rejected")
 @pytest.mark.parametrize(("flags", "schedule"), [(TWO, "zb-h1"), (CHUNKS, "zbv")])
 def test_training_a_model_without_ddp_is_refused(four_ranks: RankPool, flags: str, schedule: str) -> None:
     for message in four_ranks.run(_rejected, flags, schedule):

@@ -43,6 +43,12 @@ CHUNKS = f"{TWO} --virtual-pipeline-model-parallel-size 2"
 UNEQUAL = f"--num-layers 4 --hidden-size 32 --train-iters 3 --num-microbatches 6 --lr 1e-4 {TWO}"
 
 
+@pytest.mark.claims(
+    "Planning and measuring",
+    "`install(microbatch_tokens=)` against megatron-core's own 1F1B with `variable_seq_lengths`, two replicas with lengths of"
+    " their own, also with post-validation",
+    "works, first losses bit for bit",
+)
 @pytest.mark.parametrize(
     ("more", "options"),
     [
@@ -77,6 +83,13 @@ def _losses(histories: list[Any]) -> list[Any]:
     return [[entry["losses"] for entry in history] for history in histories if history]
 
 
+@pytest.mark.claims(
+    "Your own script",
+    "`megatron.zerobubble.install` in a loop written for megatron.core: ZB-H1, ZB-H2, planned ZB, interleaved ZB, ZBV with "
+    "tied embeddings, V-Half; bf16, per-token loss, overlapped reduction, distributed optimizer: the loop's own losses; "
+    "`uninstall` leaves nothing",
+    "works, bit for bit",
+)
 @pytest.mark.parametrize(
     ("stock", "more", "options"),
     [
@@ -107,6 +120,11 @@ def test_the_same_losses_as_without(four_ranks: RankPool, stock: str, more: str,
         )
 
 
+@pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: torch's attention (`torch_attention`, `--zero-bubble-torch-attention`), ZB-H1 and ZBV",
+    "works, 1e-5 after four steps",
+)
 @pytest.mark.parametrize(
     ("stock", "more", "options"),
     [
@@ -162,6 +180,9 @@ def _train_with_dropout(rank: int, flags: str, options: dict[str, Any]) -> Any:
         return _train(rank, flags, options)
 
 
+@pytest.mark.claims(
+    "Your own script", "in a loop of your own: multi-token prediction, ZB-H2 and ZBV with tied embeddings, V-Half", "works, 1e-6"
+)
 @pytest.mark.parametrize(
     ("stock", "options"),
     [
@@ -181,6 +202,11 @@ def test_the_same_losses_with_mtp_layers(four_ranks: RankPool, stock: str, optio
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.claims(
+    "Parallelism",
+    "context parallelism in a loop of your own with `install` and `core_attention(config)` in the layer spec",
+    "works, bit for bit",
+)
 @pytest.mark.parametrize(
     ("stock", "options"),
     [
@@ -202,6 +228,12 @@ def test_the_same_losses_with_context_parallelism(four_ranks: RankPool, stock: s
     torch.testing.assert_close(torch.tensor(actual).mean(dim=0)[0], torch.tensor(whole[0][0]), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: a `HybridModel`, ZB-H1, ZBV with tied embeddings, V-Min in bf16, uneven stages with experts "
+    "(megatron-core 0.18.2 and 0.19.2)",
+    "works, bit for bit",
+)
 @pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
 @pytest.mark.parametrize(
     ("stock", "pattern", "options"),
@@ -317,6 +349,12 @@ def test_flags_that_choose_no_schedule_install_nothing() -> None:
     assert _touched() == before
 
 
+@pytest.mark.claims("Planning and measuring", "ZB-W in a loop of your own", "rejected")
+@pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: `auto`, FSDP, post-validation with loss scaling, under V another number of chunks than two",
+    "rejected",
+)
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -114,6 +114,12 @@ RECIPES: dict[str, tuple[int, int, dict[str, Any], list[int]]] = {
 }
 
 
+@pytest.mark.claims(
+    "Planning and measuring",
+    "21 recipes of published sizes (DeepSeek-V3, Kimi-K2, Llama-3 405B, Qwen3-235B, ...): the layers of every rank and chunk "
+    "as megatron-core's functions build them; one with `m` on a stage of its own",
+    "works, configurations only",
+)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.usefixtures("schedule")
 def test_recipes_have_these_layers_in_a_v(name: str) -> None:
@@ -252,6 +258,13 @@ def _merged(results: list[dict[str, Any]]) -> tuple[list[Any], dict[str, torch.T
     return [result["losses"] for result in results[len(results) // 2 :]], gradients
 
 
+@pytest.mark.claims(
+    "Planning and measuring",
+    "`install` of ZBV and V-Half with layouts as lists, objects and text, `m` in the last stage, "
+    "`account_for_*_in_pipeline_split`, `num_layers_in_first/last_pipeline_stage`, 6 layers on 4 stages; ZB-H1, ZB-H2 and "
+    "interleaved ZB, too: losses and gradients of an even 1F1B",
+    "works, bit for bit (MTP within 1e-6)",
+)
 @pytest.mark.parametrize(
     ("flags", "schedule", "given"),
     [

@@ -19,6 +19,13 @@ from tests.support import bridge
 from tests.support.ranks import RankPool
 from tests.support.stock import train
 
+pytestmark = pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: a pipeline of one rank (one warning), a model without a pipeline beside it, stages whose "
+    "`backward()` the loop calls itself",
+    "works, bit for bit",
+)
+
 SIZES = "--num-layers 4 --hidden-size 32"
 TWO = f"{SIZES} --pipeline-model-parallel-size 2"
 

@@ -14,6 +14,14 @@ import pytest
 from tests.support.legal_uses import CHUNKS, USES, run_use
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: 33 uses that megatron-core's schedules allow (two models, two optimizers, frozen weights, "
+    "accumulation over calls, skipped steps, `no_sync`, evaluations, other sizes each call, errors that are caught, timers, "
+    "hooks, `uninstall`, ...): ZB-H1, interleaved ZB, ZBV",
+    "works, bit for bit",
+)
+
 _SCHEDULES = [schedule for schedule in CHUNKS if schedule is not None]
 _LEFT_OUT = {
     ("stock_after_uninstall", "zbv"): "after uninstall stages that sit in a V stay there, and only a V schedule runs them",

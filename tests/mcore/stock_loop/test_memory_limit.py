@@ -20,6 +20,8 @@ from tests.support.gpt import _destroy_groups
 from tests.support.ranks import RankPool
 from tests.support.stock import example, train
 
+pytestmark = pytest.mark.claims("Your own script", "in a loop of your own: memory limits in bytes", "works, bit for bit")
+
 FOUR = "--pipeline-model-parallel-size 4 --num-layers 8 --hidden-size 32 --train-iters 5 --num-microbatches 8"
 CHUNKS = f"{FOUR} --virtual-pipeline-model-parallel-size 2"
 SEARCH = "--zero-bubble-planning-seconds 0.1"

@@ -22,6 +22,14 @@ from megatron.zerobubble.plan.registry import schedule_spec
 from tests.support.ranks import RankPool
 from tests.support.stock import History, example, train_mtp
 
+pytestmark = pytest.mark.claims(
+    "Your own script",
+    "`install` with MTP layers on a stage in front of the one with the loss: ZBV with them on the second rank (tied "
+    "and not, distributed optimizer with overlapped reductions, per-token loss) against 1F1B with them on the last "
+    "stage; ZB-H1, ZB-H2 and interleaved ZB against megatron-core's schedules with the same layout",
+    "works, 1e-6",
+)
+
 SIZES = "--hidden-size 32 --train-iters 3 --clip-grad 1.0"
 V = f"{SIZES} --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --num-layers 6"
 ONE_PER_RANK = f"{SIZES} --pipeline-model-parallel-size 4 --num-layers 3"

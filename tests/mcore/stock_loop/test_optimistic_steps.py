@@ -14,6 +14,13 @@ from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticStep
 from tests.support import optimistic_loop
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: post-validation with clipping, a learning rate that changes, an evaluation and a checkpoint "
+    "between a step and its validation; fp32, bf16, distributed optimizer",
+    "works, bit for bit",
+)
+
 MODEL = "--num-layers 4 --hidden-size 32 --train-iters 6 --pipeline-model-parallel-size"
 TWO, FOUR, CHUNKS = f"{MODEL} 2", f"{MODEL} 4", f"{MODEL} 2 --virtual-pipeline-model-parallel-size 2"
 OPTIMISTIC = "--enable-optimizer-post-validation --post-validation-patience"

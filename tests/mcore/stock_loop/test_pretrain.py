@@ -40,6 +40,13 @@ def _agree(actual: dict[str, tuple[str, ...]], expected: dict[str, tuple[str, ..
     return losses and all(float(one[-1]) == pytest.approx(float(other[-1]), abs=1.1e-3) for one, other in pairs)
 
 
+@pytest.mark.claims(
+    "Your own script",
+    "Megatron-LM's own `pretrain()`, by a script that knows nothing of this package: ZB-H1 and ZBV with the distributed "
+    "optimizer and overlapped reduction, ZB-H2, ZBV untied with `--rerun-mode validate_results`, ZBV with tensor parallelism "
+    "2, V-Half in bf16 with per-token loss: the log of stock 1F1B, evaluation and TensorBoard too (`make test MCORE=0.19.2`)",
+    "works, in every printed digit (tied under V: 2e-6)",
+)
 @pytest.mark.parametrize(
     ("parallel", "more", "zero_bubble"),
     [
@@ -63,6 +70,11 @@ def test_the_same_log_as_without(four_ranks: RankPool, parallel: str, more: str,
     assert _agree(actual, expected, is_tied=is_v and UNTIED not in more)
 
 
+@pytest.mark.claims(
+    "Your own script",
+    "checkpoints from stock 1F1B to ZB-H1, ZB-H2, ZBV, V-Half and back in Megatron-LM's `pretrain()` (`make test-slow`)",
+    "works, the same",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "zero_bubble"),

@@ -22,6 +22,13 @@ from megatron.zerobubble.plan.ir import Placement
 from tests.support.gpt import _destroy_groups
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own, under V: results of the loss function of any type that can be pickled, nested and sparse tensors "
+    "among them, and its error in an evaluation, on the last pipeline rank",
+    "works; from GPU to GPU **not run on a GPU**",
+)
+
 
 def _relayed(rank: int) -> list[list[Any]]:
     """Two pipelines of two ranks: what each rank has after each call."""

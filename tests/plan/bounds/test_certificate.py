@@ -36,6 +36,13 @@ from megatron.zerobubble.plan.simulate import simulate
 from tests.plan.every_order import shortest
 from tests.plan.search.test_search import problems
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "certificates: a checker without code of the planner finds plan and bound true, on random placements, costs, limits, "
+    "unequal microbatches and links; 25 changes to a certificate are each refused",
+    "works, simulated",
+)
+
 CHECKER = Path(verify.__file__)
 
 

@@ -20,6 +20,14 @@ from tests.plan import optima
 from tests.plan.exact import optimum
 from tests.plan.search.test_search import COMPILED, problems
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "lower bounds of spans and makespans: below every plan found, with fused and split backwards, recomputation, unequal "
+    "stages, links and microbatches; below 155 exact optima of up to four ranks and twelve microbatches",
+    "works, equal to the optimum in 99",
+    also=("plan/costs/test_unequal_costs.py",),
+)
+
 
 def _heavier(costs: CostModel) -> CostModel:
     """The costs with the activation memory of the stages a little unequal."""

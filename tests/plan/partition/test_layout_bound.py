@@ -21,6 +21,14 @@ from megatron.zerobubble.plan.search.search_options import SearchOptions, check_
 from megatron.zerobubble.plan.simulate import simulate
 from tests.plan.exact import optimum
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "the parts of the bound over all layouts are reached by plans; the layer file of a profiled run: equal layers, dense and "
+    "MoE, patterns",
+    "works",
+    also=("training/planning/test_layers_file.py", "training/test_runs.py"),
+)
+
 has_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="takes OR-tools")
 
 

@@ -31,6 +31,14 @@ from megatron.zerobubble.plan.search.search_options import SearchOptions, smalle
 from megatron.zerobubble.plan.simulate import peak_memory, simulate
 from megatron.zerobubble.plan.validate import validate
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "plans for unequal microbatches and links: any lengths, links, schedules and memory limits, never slower than the data as"
+    " it comes or sorted, equal lengths to the op, the same from both cores",
+    "works, simulated",
+    also=("plan/costs/test_unequal_costs.py", "tools/test_benchmark_unequal.py"),
+)
+
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb", "zbv", "v-half")
 COMPILED = best_core() is not PythonCore
 BUDGET = 2e5 if COMPILED else 1e4

@@ -21,6 +21,12 @@ from megatron.zerobubble.plan.search.tuning import Tuning
 from megatron.zerobubble.plan.simulate import Simulation
 from megatron.zerobubble.plan.validate import validate
 
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "a search on 1, 2, 3 and 5 threads finds the same plan; stopped at any moment it returns a valid one",
+    "works",
+)
+
 COMPILED = best_core() is not PythonCore
 
 

@@ -13,6 +13,13 @@ import pytest
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.directory import TRACKER, existing_directory, prepare, publish, tracked_iteration
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "checkpoints: a job killed at any moment leaves the latest; failing writes are reported to every rank",
+    "works",
+    also=("training/checkpoint/test_save.py",),
+)
+
 
 class Killed(BaseException):
     """Simulates the end of the process."""

@@ -9,6 +9,13 @@ import pytest
 from tests.support.ranks import RankPool
 from tests.training.checkpoint.test_layouts import DISTRIBUTED, H1, V2, walk
 
+pytestmark = pytest.mark.claims(
+    "Layers",
+    "checkpoints of experts between plain and distributed optimizer, between expert-parallel sizes, and where a pipeline rank"
+    " has none (`make test-slow`)",
+    "works, bit for bit; the losses after 1e-6 (bf16 1e-3)",
+)
+
 EXPERTS = "--num-experts 4 --moe-layer-freq [0,0,0,0,1,1,1,1]"
 SHARED = f"{EXPERTS} --expert-model-parallel-size 2"
 DENSE_FIRST, BOTH = f"{H1} {SHARED}", f"{V2} {SHARED}"

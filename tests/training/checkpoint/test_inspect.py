@@ -18,7 +18,15 @@ from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint import load
 from megatron.zerobubble.training.checkpoint.inspect import _MetadataUnpickler, inspect_checkpoint
 
-pytestmark = pytest.mark.usefixtures("world_of_one")
+pytestmark = [
+    pytest.mark.usefixtures("world_of_one"),
+    pytest.mark.claims(
+        "Long runs",
+        "checkpoints: missing, short, damaged or foreign files, pickles that run code",
+        "rejected, not run",
+        also=("training/checkpoint/test_save.py",),
+    ),
+]
 
 
 class Attack:

@@ -126,6 +126,20 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow, *[pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)] * (name == "hybrid")]
 
 
+@pytest.mark.claims(
+    "Layers",
+    "checkpoints of a `HybridModel` between linear, V and interleaved stages, tensor and expert-parallel sizes (`make "
+    "test-slow`)",
+    "works, bit for bit; the losses after 1e-6",
+)
+@pytest.mark.claims(
+    "Long runs",
+    "checkpoints: any schedule, placement, p, TP, DP, uneven layout, distributed optimizer or not, into any other: weights, "
+    "main weights, moments, step counts and loss scale bit for bit by global name, the same losses after; resumed bit for bit"
+    " where the layout is the same",
+    "works (fp32 in each run; bf16, fp16, SGD, uneven stages of a modern layer, sharded gradients with `make test-slow`)",
+    also=("training/test_runs.py",),
+)
 @pytest.mark.parametrize("name", ["fp32", *(pytest.param(name, marks=_marks(name)) for name in CHAINS if name != "fp32")])
 def test_a_checkpoint_loads_with_any_layout(name: str, four_ranks: RankPool, tmp_path: Path) -> None:
     chain = [f"{flags} {COMMON.get(name, '')}" for flags in CHAINS[name]]

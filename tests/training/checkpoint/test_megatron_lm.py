@@ -24,7 +24,15 @@ from megatron.zerobubble.training.step import TrainingState
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
 from tests.support.training_states import train, training_state_of
 
-pytestmark = pytest.mark.usefixtures("world_of_one")
+pytestmark = [
+    pytest.mark.usefixtures("world_of_one"),
+    pytest.mark.claims(
+        "Your own script",
+        "a checkpoint as Megatron-LM's loop writes it, with dropout: continues; an optimizer state in buckets, another "
+        "model: rejected",
+        "works, bit for bit",
+    ),
+]
 
 DROPOUT = ["--hidden-dropout", "0.1"]
 

@@ -14,6 +14,12 @@ from tests.training.launch import TINY_BATCH, TINY_MODEL, metrics, train
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("megatron.training") is None, reason=MISSING),
+    pytest.mark.claims(
+        "Your own script",
+        "a job that moves from Megatron-LM's loop to `pretrain_gpt.py`, ZB-H1 and ZBV, plain and distributed optimizer, or "
+        "back (plain; `make test-slow`, megatron-core 0.19.2)",
+        "works, the losses to seven digits",
+    ),
 ]
 
 TWO = (

@@ -19,7 +19,15 @@ from megatron.zerobubble.training.checkpoint.save import save_checkpoint
 from megatron.zerobubble.training.step import TrainingState
 from tests.support.training_states import train, training_state_of
 
-pytestmark = pytest.mark.usefixtures("world_of_one")
+pytestmark = [
+    pytest.mark.usefixtures("world_of_one"),
+    pytest.mark.claims(
+        "Long runs",
+        "checkpoints without a manifest whose common state has other types anywhere (10 odd values in every place, 150 drawn "
+        "of ours and of Megatron-LM's each in `make test-slow`)",
+        "loaded, or rejected in one line",
+    ),
+]
 
 ODD = [None, True, -1, 7, 2.5, "x", [], [None], {}, {"x": None}]
 

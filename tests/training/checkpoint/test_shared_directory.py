@@ -22,6 +22,13 @@ from tests.support.ranks import RankPool
 from tests.support.training_states import train, training_state_of
 from tests.training.launch import PRETRAIN, TINY_BATCH, TINY_MODEL, launch_warm, metrics
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "hosts that do not share the `--save` directory, or do not see the checkpoint of `--load`; ranks with working directories"
+    " of their own stand for them. Not tried on a network file system",
+    "rejected on every rank in one line, nothing is published, nothing left behind",
+)
+
 P2 = ["--pipeline-model-parallel-size", "2", "--zero-bubble-schedule", "zb-h1"]
 
 

@@ -111,6 +111,12 @@ def load(rank: int, folders: list[str], flags: list[str]) -> list[str | None]:
     return reasons
 
 
+@pytest.mark.claims(
+    "Long runs",
+    "checkpoints with overwritten tensor bytes, a flipped bit, a data file of another run, one missing or too many, without "
+    "their manifest; saved by ZBV on 4 ranks, loaded by 2 x 2",
+    "refused on every rank by the file's name, before anything is loaded",
+)
 def test_a_damaged_checkpoint_is_refused_by_file_on_every_rank(saved: Path, four_ranks: RankPool, tmp_path: Path) -> None:
     """Saved by ZBV on four ranks, in the background; loaded by two pipeline ranks of two replicas."""
     folders = [str(saved / "a")]
@@ -144,6 +150,12 @@ def test_a_manifest_lists_all_files_and_the_run(saved: Path) -> None:
         assert manifest.run == f"{name[0]}{manifest.iteration}"
 
 
+@pytest.mark.claims(
+    "Long runs",
+    "`zerobubble checkpoint verify`: intact, damaged, without a manifest, damaged tracker and manifest",
+    "works, one line and exit code 0, 1 or 2",
+    also=("training/checkpoint/test_manifest.py",),
+)
 @pytest.mark.parametrize("damage", [None, flipped, missing])
 @pytest.mark.parametrize("names", ["folder", "checkpoint", "step"])
 def test_the_command_says_in_one_line_what_it_found(

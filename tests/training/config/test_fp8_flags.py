@@ -31,6 +31,11 @@ def test_without_a_format_megatron_cores_defaults_stay() -> None:
     assert parse("").fp8.model_options() == {}
 
 
+@pytest.mark.claims(
+    "Layers",
+    "`--fp8-recipe mxfp8`, `blockwise`, `custom`; experts in FP8",
+    "the flags arrive at megatron-core; **not run here**",
+)
 def test_what_the_flags_become() -> None:
     options = parse("--fp8-format hybrid --fp8-amax-history-len 16 --fp8-amax-compute-algo max").fp8.model_options()
     history = {"fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"}
@@ -40,6 +45,12 @@ def test_what_the_flags_become() -> None:
     assert set(options) <= set(TransformerConfig.__dataclass_fields__)
 
 
+@pytest.mark.claims(
+    "Layers",
+    "FP8 flags that contradict each other; Transformer Engine missing, too old, or with `--distributed-backend gloo`",
+    "rejected",
+    also=("training/config/test_transformer_engine_flag.py",),
+)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

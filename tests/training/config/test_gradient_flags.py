@@ -27,6 +27,12 @@ def test_they_reach_megatron_core_and_the_schedule() -> None:
     assert settings(SHARD).schedule_spec.shard_gradients is None
 
 
+@pytest.mark.claims(
+    "Parallelism",
+    "`--zero-bubble-shard-gradients` with tied embeddings, sequence parallelism, experts, Transformer Engine; more than one "
+    "distributed-optimizer instance",
+    "rejected",
+)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -46,6 +52,7 @@ def test_refused(flags: str, message: str) -> None:
         settings(flags)
 
 
+@pytest.mark.claims("Parallelism", "`--ddp-average-in-collective`", "NCCL only, not tried; rejected on gloo")
 def test_gloo_cannot_average() -> None:
     made = settings("--ddp-average-in-collective --distributed-backend gloo")
     with pytest.raises(ConfigError, match="gloo sums and cannot average; leave it out"):

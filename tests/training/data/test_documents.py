@@ -60,6 +60,12 @@ def pairs(sample: dict[str, torch.Tensor]) -> list[tuple[int, int]]:
     return list(zip(sample["tokens"].tolist(), sample["labels"].tolist(), strict=True))
 
 
+@pytest.mark.claims(
+    "Long runs",
+    "documents as samples: every token with a label once per epoch, the order from the number of the sample, lengths known "
+    "without tokens, tokens outside of the vocabulary",
+    "works",
+)
 @pytest.mark.parametrize("flag", ["--variable-seq-lengths", "--pack-sequences"])
 def test_an_epoch_reads_every_token_that_has_a_label_once(prefix: str, flag: str) -> None:
     train = dataset(settings(prefix, flag, micro=1))
@@ -271,6 +277,12 @@ def test_equal_lengths_are_known_without_a_dataset(prefix: str) -> None:
     assert num_tokens(None, given, consumed=0, samples=4) == 4 * 32
 
 
+@pytest.mark.claims(
+    "Long runs",
+    "`--pack-sequences` with context parallelism, MLA, `--hybrid-layer-pattern`, MTP, `--attention-backend local`; flags that"
+    " do not go together",
+    "rejected",
+)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

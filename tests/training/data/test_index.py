@@ -22,6 +22,14 @@ from tests.training.launch import ROOT, environment
 with quiet_third_parties():
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "damaged datasets: header, version, dtype, lengths, pointers, document boundaries, sizes of `.idx` and `.bin`, "
+    "`.corpus.json`: one line before any process group; tokens outside of the vocabulary: document and position",
+    "rejected",
+    also=("training/data/test_token_ids.py",),
+)
+
 LENGTHS = (5, 1, 7, 3)
 """Tokens of the sequences of each dataset here; the second document has two, the third none."""
 N, D = len(LENGTHS), 5

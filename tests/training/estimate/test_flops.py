@@ -22,6 +22,14 @@ with quiet_third_parties():
     from megatron.zerobubble.training.models.mcore_config import transformer_config
     from megatron.zerobubble.training.step import ModelSetup
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "progress lines read by a parser of Megatron-LM's; FLOPs of dense, GQA, SwiGLU, MoE, MLA and MTP models against torch's "
+    "count of the GEMMs that they run; dry runs",
+    "works",
+    also=("training/estimate/test_dry_run.py", "training/test_flag_sources.py", "training/metrics"),
+)
+
 BASE = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-3 --train-iters 1 "
     "--mock-data --make-vocab-size-divisible-by 48 --attention-backend local --hidden-dropout 0 --attention-dropout 0 "

@@ -17,6 +17,13 @@ from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 with quiet_third_parties():
     from megatron.zerobubble.training.metrics.json_lines import JsonLines
 
+pytestmark = pytest.mark.claims(
+    "Long runs",
+    "metrics, plan file or trace that cannot be written any more: logged once, training goes on",
+    "works",
+    also=("training/planning/test_plan_files.py",),
+)
+
 
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:

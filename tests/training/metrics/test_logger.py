@@ -78,7 +78,7 @@ def test_one_object_per_iteration_in_full_precision(logger: MetricsLogger, jsonl
         "lr": 1 / 3,
         "grad_norm": 0.1,
         "skipped": False,
-        "amended": False,
+        "redone": False,
         "tokens_per_s": 64.0,
         "iteration_ms": 500.0,
         "schedule": "stock",

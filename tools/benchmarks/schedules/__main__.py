@@ -18,13 +18,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +33,13 @@ from megatron.zerobubble.cli.published import read_configs
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.search.search_options import Effort
-from megatron.zerobubble.version import __version__
+from tools.benchmarks.reports import PUBLISHED, Row, origin, write_json
 from tools.benchmarks.schedules import emulated, real
 from tools.benchmarks.schedules.contenders import Sizes, contender_specs
 from tools.benchmarks.schedules.emulated import Times
-from tools.benchmarks.schedules.report import Row, draw, table
+from tools.benchmarks.schedules.report import table
 
 FORMAT = "zerobubble-schedules-benchmark/2"
-ROOT = Path(__file__).resolve().parents[3]
-PUBLISHED = ROOT / "docs" / "benchmarks" / "data" / "published.json"
 REAL = ("stock-1f1b", "stock-interleaved-1f1b", "1f1b", "zb-h1", "zb-h2", "zbv", "v-half", "torch-1f1b", "torch-zbv")
 EMULATED = ("1f1b", "zb@1", "zb@2", "zbv@1")
 MODEL_HELP = {
@@ -62,7 +57,7 @@ PASS_HELP = {
     "last_stage": "factor on the last stage's passes; each NAME@LIMIT is then compared with a plan for equal stages",
 }
 EXAMPLES = """examples:
-  python -m tools.benchmarks.schedules --num-microbatches 4 8 --json real.json --png real.png
+  python -m tools.benchmarks.schedules --num-microbatches 4 8 --json real.json
   python -m tools.benchmarks.schedules --emulate --published-row 1 --json emulated.json
   python -m tools.benchmarks.schedules --emulate --published-row 1 --last-stage 1.4 --schedule zb@1 --schedule zbv@1
 """
@@ -83,7 +78,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-microbatches", type=int, nargs="+", help="m, several in the real mode (default 4 8; emulated 24)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds: iterations of each contender (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it and nothing else")
-    parser.add_argument("--png", metavar="FILE", help="draw the speed-ups; needs matplotlib")
     model = parser.add_argument_group("real mode")
     for field in fields(Sizes):
         model.add_argument(_flag(field.name), type=int, help=f"{MODEL_HELP[field.name]} (default {field.default})")
@@ -123,17 +117,11 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--message-kib is {args.message_kib}; it must be more than 0")
     if args.emulate and len(args.num_microbatches or ()) > 1:
         raise ConfigError("--emulate takes one --num-microbatches; the plans are made for it")
-    if args.png is not None:
-        import importlib.util
-
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError("--png needs matplotlib; install it or leave --png out")
-    for target in filter(None, (args.json, args.png)):
-        try:
-            if target != "-":
-                Path(target).open("a").close()  # fail now, not after minutes of measuring
-        except OSError as error:
-            raise ConfigError(f"cannot write {target}: {error.strerror}") from None
+    try:
+        if args.json not in (None, "-"):
+            Path(args.json).open("a").close()  # fail now, not after minutes of measuring
+    except OSError as error:
+        raise ConfigError(f"cannot write {args.json}: {error.strerror}") from None
 
 
 def run_real(args: argparse.Namespace) -> Row:
@@ -194,18 +182,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     report: Row = {
         "format": FORMAT,
         "command": shlex.join(["python", "-m", "tools.benchmarks.schedules", *words]),
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "version": __version__,
-        "python": platform.python_version(),
         "torch": torch.__version__,
-        "machine": f"{platform.machine()} with {os.cpu_count()} CPUs",
         "rounds": args.rounds,
-    } | body
+    }
+    report |= origin() | body
     print(json.dumps(report, indent=1) if args.json == "-" else text(report))
     if args.json not in (None, "-"):
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if args.png is not None:
-        draw(report["results"], args.png)
+        write_json(report, args.json)
     return 0
 
 

@@ -19,8 +19,9 @@ from megatron.zerobubble.profiling.recorder import OpRecorder
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import ProcessGroupLinks
 from tools.benchmarks.emulation import SleepingWork, run_on_ranks
+from tools.benchmarks.reports import Row
 from tools.benchmarks.schedules.contenders import Runtime
-from tools.benchmarks.schedules.report import Line, Row, Sample, by_iteration, rows_of
+from tools.benchmarks.schedules.report import Line, Sample, by_iteration, rows_of
 from tools.benchmarks.schedules.rounds import run_rounds
 
 CPU = torch.device("cpu")

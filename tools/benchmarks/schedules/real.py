@@ -9,8 +9,9 @@ from megatron.zerobubble.plan.ir import Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.simulate import simulate
 from tools.benchmarks.emulation import run_on_ranks
+from tools.benchmarks.reports import Row
 from tools.benchmarks.schedules.contenders import ContenderSpec, Runtime, Sizes
-from tools.benchmarks.schedules.report import Iteration, Line, Passes, Row, Sample, by_iteration, measured_passes, rows_of
+from tools.benchmarks.schedules.report import Iteration, Line, Passes, Sample, by_iteration, measured_passes, rows_of
 from tools.benchmarks.schedules.rounds import run_rounds
 
 

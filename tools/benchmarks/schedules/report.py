@@ -14,11 +14,12 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import OpKind, Placement, Plan
 from megatron.zerobubble.plan.simulate import TimedOp, run_in_order, span_of
+from tools.benchmarks.reports import Row, markdown_table
 
 T = TypeVar("T")
 
@@ -144,10 +145,6 @@ class Line:
     """Loss of every round, if something was trained."""
 
 
-Row = dict[str, Any]
-"""A line in its JSON form."""
-
-
 def rows_of(lines: Sequence[Line]) -> list[Row]:
     """Every line with its ratios. The baseline and the peer of each line must be among `lines`, with equally many rounds."""
     by_name = {line.name: line for line in lines}
@@ -245,8 +242,7 @@ COLUMNS = (
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
-    rule = ["---"] * len(COLUMNS)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (COLUMNS, rule, *map(_cells, rows)))
+    return "\n".join(markdown_table(COLUMNS, map(_cells, rows)))
 
 
 def _cells(row: Row) -> list[str]:
@@ -271,31 +267,3 @@ def _estimate(estimate: Row | None, form: str) -> tuple[str, str]:
     if estimate is None:
         return "-", "-"
     return f"{estimate['value']:{form}}", f"{estimate['low']:{form}} to {estimate['high']:{form}}"
-
-
-def draw(results: Sequence[Row], target: str) -> None:
-    """Draw measured speed-ups as bars with intervals, predicted ones as marks; one panel per number of microbatches."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(results), figsize=(1.5 + 5.5 * len(results), 4.2), squeeze=False)
-    for axes, result in zip(panels[0], results, strict=True):
-        rows = result["rows"]
-        speed_ups = [row["speed_up"] for row in rows]
-        values = [each["value"] for each in speed_ups]
-        errors = [[each["value"] - each["low"] for each in speed_ups], [each["high"] - each["value"] for each in speed_ups]]
-        axes.bar(range(len(rows)), values, yerr=errors, capsize=3, color="#7aa6c2")
-        known = [(place, row["predicted_speed_up"]) for place, row in enumerate(rows) if "predicted_speed_up" in row]
-        places, predicted = [place for place, _ in known], [value for _, value in known]
-        axes.plot(places, predicted, "_", color="black", markersize=18, label="predicted")
-        names = [f"{row['name']}\nover {row['over']}" for row in rows]
-        axes.set_xticks(range(len(rows)), names, rotation=45, ha="right", fontsize=7)
-        least = min(*(each["low"] for each in speed_ups), *predicted, 1.0)
-        axes.set(ylabel="speed-up", ylim=(0.9 * least, None), title=f"{result['num_microbatches']} microbatches")
-        axes.axhline(1.0, color="grey", linewidth=0.8)
-        axes.legend()
-    figure.tight_layout()
-    figure.savefig(target, dpi=150)
-    pyplot.close(figure)

@@ -42,10 +42,6 @@ class PassTimes:
     """(B + W) over the faster of the two full backwards; the median over the rounds."""
     held_bytes: float
     """Bytes in the store between B and W, per layer."""
-    allocated_bytes: float | None
-    """Bytes freed in W as counted by the CUDA allocator, per layer; None on the CPU."""
-    activation_bytes: float | None
-    """Bytes allocated in F as counted by the CUDA allocator, per layer; None on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +101,7 @@ def measure_passes(
     warmup: int,
 ) -> PassTimes:
     """Measure F, B, W and the two full backwards of stacks of `count` layers: all in every round, in changing order."""
-    clock, held = Clock(device), _Held(device)
+    clock, held_bytes = Clock(device), 0
     size = shape.seq_length, shape.micro_batch_size, shape.hidden_size
     buffers = [torch.randn(size, device=device).to(dtype) for _ in range(4)]
     gradients = [torch.randn(size, device=device).to(dtype) for _ in range(4)]
@@ -115,17 +111,16 @@ def measure_passes(
         clock.time(name, lambda: stack.backward(output, gradients[(number + 1) % 4], fused=True))
 
     def ours(number: int) -> None:
+        nonlocal held_bytes
+        assert split.store is not None
         x_sbh = buffers[number % 4].detach().requires_grad_()
         outputs: list[Tensor] = []
-        held.before_forward()
         clock.time("forward", lambda: outputs.append(split.forward(x_sbh)))
-        held.after_forward()
         clock.time("backward", lambda: split.backward(outputs[0], gradients[(number + 1) % 4], fused=False))
         outputs.clear()
         x_sbh.grad = None
-        held.before_wgrad(split)
+        held_bytes = split.store.pending_bytes
         clock.time("wgrad", split.weight_gradient)
-        held.after_wgrad()
 
     contenders: list[Callable[[int], None]] = [
         ours,
@@ -143,40 +138,8 @@ def measure_passes(
     return PassTimes(
         **{f"{name}_ms": value for name, value in medians.items()},
         split_ratio=statistics.median((b + w) / (stock if faster_is_stock else fused) for b, w, fused, stock in rows),
-        held_bytes=held.in_store / count,
-        allocated_bytes=None if held.freed is None else held.freed / count,
-        activation_bytes=None if held.taken is None else held.taken / count,
+        held_bytes=held_bytes / count,
     )
-
-
-class _Held:
-    """Memory held between the passes. The CUDA allocator counts on the host: reading it does not synchronize."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._before = 0
-        self.in_store = 0
-        self.freed: int | None = None
-        self.taken: int | None = None
-
-    def before_forward(self) -> None:
-        self._before = self._allocated()
-
-    def after_forward(self) -> None:
-        if self._on_cuda:
-            self.taken = self._allocated() - self._before
-
-    def before_wgrad(self, stack: Stack) -> None:
-        assert stack.store is not None
-        self.in_store = stack.store.pending_bytes
-        self._before = self._allocated()
-
-    def after_wgrad(self) -> None:
-        if self._on_cuda:
-            self.freed = self._before - self._allocated()
-
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated() if self._on_cuda else 0
 
 
 def measure_gemm(

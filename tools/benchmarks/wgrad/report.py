@@ -101,7 +101,6 @@ def _shape_json(result: ShapeResult) -> dict[str, Any]:
             "model_flops": shape.model_flops,
             "needed_bytes": result.needed_bytes,
             "bytes_32sbh": shape.paper_held_bytes(),
-            "activation_bytes": shape.activation_bytes(result.bytes_per_element),
         },
         "verdicts": [asdict(verdict) for verdict in result.verdicts()],
     }

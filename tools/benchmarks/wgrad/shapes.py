@@ -34,10 +34,6 @@ class LayerShape:
     num_attention_heads: int
     seq_length: int
     micro_batch_size: int
-    layers_per_rank: int
-    """Layers per pipeline rank in the paper, where embedding and head count as one layer each."""
-    num_ranks: int
-    """Pipeline ranks in the paper."""
     is_llama: bool = False
     """GQA, SwiGLU, RMSNorm, rotary positions, no biases."""
     ffn_hidden_size: int
@@ -87,19 +83,6 @@ class LayerShape:
         """The paper's activation memory after F, ``sbh (34 + 5 a s / h)``: 16 bits, dropout masks, no flash attention."""
         return 34 * self.tokens * self.hidden_size + 5 * self.num_attention_heads * self.seq_length * self.tokens
 
-    def activation_bytes(self, bytes_per_element: int) -> int:
-        """Activation memory after F with torch's attention and no dropout; for the paper's layers in 16 bits ``32 sbh + 4 abs``.
-
-        Two residual sums, what W needs of F (each linear's input), what attention and the activation function need (the outputs
-        of qkv, fc1 and SiLU), and in fp32 one number per query and head in place of the scores. Operations that are not fused
-        keep more: on a CPU RMSNorm its normalized input, and SwiGLU a copy of one of its halves.
-        """
-        _, _, fc1, fc2 = self.linears
-        elements = 2 * self.hidden_size + sum(linear.in_ for linear in self.linears) + self.linears[0].out + fc1.out
-        if self.is_llama:  # rotated queries and keys; SiLU's output beside its product
-            elements += self.linears[0].out - (self.linears[0].out - self.hidden_size) // 2 + fc2.in_
-        return self.tokens * (bytes_per_element * elements + 4 * self.num_attention_heads)
-
     def scaled(self, scale: float) -> LayerShape:
         """A smaller layer of the same kind: heads and tokens times `scale`, at least one head per query group and 8 tokens.
 
@@ -126,25 +109,23 @@ class LayerShape:
         )
 
 
-def _paper(name: str, heads: int, hidden: int, ranks: int, layers: int, batch: int) -> LayerShape:
+def _paper(name: str, heads: int, hidden: int, batch: int) -> LayerShape:
     return LayerShape(
         name=name,
         hidden_size=hidden,
         num_attention_heads=heads,
         seq_length=1024,
         micro_batch_size=batch,
-        layers_per_rank=(layers + 2) // ranks,
-        num_ranks=ranks,
         ffn_hidden_size=4 * hidden,
         num_query_groups=heads,
     )
 
 
 SHAPES = (
-    _paper("1.5B", 24, 2304, 8, 22, 6),
-    _paper("6.2B", 32, 4096, 8, 30, 3),
-    _paper("14.6B", 40, 5120, 16, 46, 1),
-    _paper("28.3B", 48, 6144, 32, 62, 1),
+    _paper("1.5B", 24, 2304, 6),
+    _paper("6.2B", 32, 4096, 3),
+    _paper("14.6B", 40, 5120, 1),
+    _paper("28.3B", 48, 6144, 1),
     # The sequence is half of the model's 8192, so that megatron-core's own attention, which saves its scores, fits beside.
     LayerShape(
         name="Llama-3-8B",
@@ -152,8 +133,6 @@ SHAPES = (
         num_attention_heads=32,
         seq_length=4096,
         micro_batch_size=1,
-        layers_per_rank=4,
-        num_ranks=8,
         is_llama=True,
         ffn_hidden_size=14336,
         num_query_groups=8,

@@ -83,7 +83,6 @@ class Stack:
         device: device of weights and activations.
         host: the installed host-device layer.
         kernel: kernel of W; None keeps megatron-core's own full backward.
-        attention: the layers' attention: megatron-core's own (local), or torch's.
     """
 
     def __init__(
@@ -94,11 +93,10 @@ class Stack:
         device: torch.device,
         host: HostDevice,
         kernel: WgradKernel | None,
-        attention: AttnBackend = AttnBackend.auto,
     ) -> None:
         self.store = None if kernel is None else WeightGradStore(kernel)
         with host.on_host():
-            config = _config(shape, count, dtype, attention, on_gpu=device.type == "cuda")
+            config = _config(shape, count, dtype, on_gpu=device.type == "cuda")
             model = LayerStack(shape, config).to(device)
             if model.rotary is not None:
                 model.rotary = model.rotary.to(device)
@@ -139,7 +137,7 @@ class Stack:
         del self.chunk
 
 
-def _config(shape: LayerShape, count: int, dtype: torch.dtype, attention: AttnBackend, *, on_gpu: bool) -> TransformerConfig:
+def _config(shape: LayerShape, count: int, dtype: torch.dtype, *, on_gpu: bool) -> TransformerConfig:
     kind: dict[str, Any] = {}
     if shape.is_llama:
         kind = {
@@ -161,7 +159,7 @@ def _config(shape: LayerShape, count: int, dtype: torch.dtype, attention: AttnBa
         fp16=dtype is torch.float16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        attention_backend=attention,
+        attention_backend=AttnBackend.auto,
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=on_gpu and softmax,

@@ -29,11 +29,11 @@ _MODULES = (
 
 def allow_missing_triton() -> None:
     """Make `megatron.core` of 0.18 and later importable without triton. Does nothing where triton is installed."""
-    if importlib.util.find_spec("triton") is None and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if importlib.util.find_spec("triton") is None and not any(isinstance(finder, _TritonFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TritonFinder())
 
 
-class _Finder:
+class _TritonFinder:
     """Finds the modules that import triton unconditionally."""
 
     def find_spec(

@@ -76,7 +76,7 @@ class Instance:
         """Whether the activations of all microbatches fit the memory at once."""
         return self.items.sum("activation", stages) <= self.limit
 
-    def alike(self, stages: Sequence[int], names: Sequence[str] = COST_LISTS) -> tuple[StageCosts, int, int] | None:
+    def alike(self, stages: Sequence[int], names: Sequence[str] = COST_LISTS) -> tuple[StageLists, int, int] | None:
         """Costs, a stage, and the number of microbatches times stages of a rank, if all of them are equal in these lists."""
         costs, count = self.items.parts[0]
         if len(self.items.parts) > 1 or any(len({getattr(costs, name)[s] for s in stages}) > 1 for name in names):
@@ -109,7 +109,7 @@ class Instance:
         return ((("limit", self.limit),) if self.limit < math.inf else ()) + tuple(more.items())
 
 
-class StageCosts(NamedTuple):
+class StageLists(NamedTuple):
     """The lists of `CostModel` per stage, of one microbatch or of each."""
 
     forward_ms: tuple[float, ...]
@@ -125,10 +125,10 @@ class Items:
     def __init__(self, costs: CostModel, num_microbatches: int) -> None:
         every = costs.per_microbatch
         if every is None:
-            self.parts = [(StageCosts(*(getattr(costs, name) for name in COST_LISTS)), num_microbatches)]
+            self.parts = [(StageLists(*(getattr(costs, name) for name in COST_LISTS)), num_microbatches)]
         else:
             columns = (zip(*getattr(every, name), strict=True) for name in COST_LISTS)
-            self.parts = [(StageCosts(*lists), 1) for lists in zip(*columns, strict=True)]
+            self.parts = [(StageLists(*lists), 1) for lists in zip(*columns, strict=True)]
 
     def sum(self, name: str, stages: Sequence[int]) -> float:
         """Sum of a list of costs over stages and microbatches."""

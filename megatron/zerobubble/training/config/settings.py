@@ -13,7 +13,7 @@ from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import placement_of, schedule_info
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
 from megatron.zerobubble.training.config.batch import BatchConfig
-from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
+from megatron.zerobubble.training.config.checkpoints import CheckpointConfig
 from megatron.zerobubble.training.config.data import DataConfig
 from megatron.zerobubble.training.config.fp8 import Fp8Config
 from megatron.zerobubble.training.config.logging import LoggingConfig
@@ -22,7 +22,7 @@ from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConf
 from megatron.zerobubble.training.config.moe import MoeConfig, layer_pattern
 from megatron.zerobubble.training.config.optim import OptimConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
-from megatron.zerobubble.training.config.run import RunConfig
+from megatron.zerobubble.training.config.run_control import RunConfig
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 
 __all__ = ["Settings"]

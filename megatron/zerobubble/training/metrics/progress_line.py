@@ -53,7 +53,7 @@ class IterationRecord:
             "lr": self.result.lr,
             "grad_norm": self.result.grad_norm,
             "skipped": not self.result.is_stepped,
-            "amended": self.result.rolled_back is not None,
+            "redone": self.result.rolled_back is not None,
             "tokens_per_s": self.tokens / self.seconds,
             "iteration_ms": self.seconds * 1000.0,
             "schedule": settings.zero_bubble.schedule,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zerobubble.cli.files import write_whole
+from megatron.zerobubble.cli.output_files import write_whole
 from tests.training.launch import ROOT
 
 PLAN = [sys.executable, "-m", "megatron.zerobubble.cli.main", "plan", "--schedule", "zbv", "--num-ranks", "4"]

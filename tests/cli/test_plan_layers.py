@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble import verify
-from megatron.zerobubble.cli import layers as cli_layers
-from megatron.zerobubble.cli.layers import parse_bytes
+from megatron.zerobubble.cli import plan_layers as cli_layers
 from megatron.zerobubble.cli.main import main
+from megatron.zerobubble.cli.plan_layers import parse_bytes
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.partition.joint import plan_layout
@@ -22,6 +22,14 @@ from megatron.zerobubble.plan.partition.layer_costs import FORMAT
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.search.core import PythonCore
 from megatron.zerobubble.plan.search.search import best_core
+
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "`zerobubble plan --layers`: the memory of every rank counted op by op; partitions of small models against all "
+    "partitions; the bound over all layouts against all assignments of layers and against exact optima",
+    "works",
+    also=("plan/partition",),
+)
 
 COSTS = {"forward_ms": 1.0, "backward_ms": 1.0, "wgrad_ms": 1.0, "activation_bytes": 2**29, "after_backward_bytes": 2**28}
 KINDS = {

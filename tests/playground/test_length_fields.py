@@ -21,10 +21,18 @@ from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.playground.exports import Export, export
-from megatron.zerobubble.playground.lengths_and_links import as_it_came, log_normal_lengths
+from megatron.zerobubble.playground.length_fields import as_it_came, log_normal_lengths
 from megatron.zerobubble.playground.opened_files import open_file, plan_result
-from megatron.zerobubble.playground.problem import Problem, read_problem
+from megatron.zerobubble.playground.problem import PlanRequest, read_problem
 from megatron.zerobubble.playground.tasks import run_task
+
+pytestmark = pytest.mark.claims(
+    "Planning and measuring",
+    "lengths and links in the playground: form, address, drawing and table of slots, comparison with the data as it came, "
+    "files of version 2 out and in, bad input in one line",
+    "works, Chromium",
+    also=("playground/test_unequal_page.py",),
+)
 
 TOKENS = [512, 4096, 700, 1800, 1024, 96]
 GOOD: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 6, "schedule": "zbv", "microbatch_tokens": TOKENS}
@@ -32,7 +40,7 @@ LINKS = {"latency_ms": [[0, 0.5], [1.0, 0]]}
 FASTER = LINKS | {"gigabytes_per_s": [[0, 1], [2, 0]]}
 
 
-def read(**changes: Any) -> Problem:
+def read(**changes: Any) -> PlanRequest:
     return read_problem(json.dumps(GOOD | changes).encode())
 
 

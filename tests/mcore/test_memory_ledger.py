@@ -1,22 +1,16 @@
-"""The ledger of many iterations: what it reports, and real models on gloo ranks. Its long run is in tests/mcore/test_gpu.py."""
+"""The memory ledger: what it reports, and real models on gloo ranks. Its long run is in test_gpu.py."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from tests.support import gpt
 from tests.support.gpt import Case
-from tests.support.memory_ledger import train_watched
+from tests.support.memory_ledger import Held, RankLedger, table, train_watched
 from tests.support.ranks import RankPool
-from tools.benchmarks.memory import __main__ as benchmark_memory
-from tools.benchmarks.memory.ledger import Held, RankLedger, table
 
 ZBV = Case("zbv", 4, 5, num_chunks=2, num_layers=8)
 
@@ -49,6 +43,11 @@ def test_what_a_cpu_does_not_know_is_left_out() -> None:
     assert table([unknown]).splitlines()[-1].endswith("| 0.00 | 0.00 | - | - | - | - |")
 
 
+@pytest.mark.claims(
+    "Planning and measuring",
+    "memory per rank over many iterations: nothing grows, the peak of activation memory is within 5 % of the plan's",
+    "works, live tensors on the CPU",
+)
 def test_nothing_grows_and_the_plan_knows_the_peak(four_ranks: RankPool) -> None:
     for rank, found in enumerate(four_ranks.run(train_watched, ZBV, 3, 1)):
         assert found.complaints() == [], rank
@@ -63,6 +62,12 @@ def _train_long(rank: int, case: Case) -> RankLedger:
         return train_watched(rank, case, 3, 1)
 
 
+@pytest.mark.claims(
+    "Planning and measuring",
+    "the planner's peak of activation memory with torch's attention and with megatron-core's own, whose scores are twice as "
+    "large as the rest, within 5 %",
+    "works, live tensors on the CPU",
+)
 def test_the_plan_knows_that_the_scores_are_gone(four_ranks: RankPool) -> None:
     """Within 5 % of what is measured, with torch's attention and with megatron-core's own."""
     peaks = []
@@ -77,49 +82,3 @@ def test_a_leak_is_seen(four_ranks: RankPool) -> None:
     """Three ops of microbatch 0 on each of two stages, 400 bytes each, in two iterations after the warm-up."""
     for found in four_ranks.run(train_watched, ZBV, 3, 1, True):
         assert "allocated memory grew by 4800 bytes after iteration 1" in found.complaints()
-
-
-# -- the tool -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run_tool(four_ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs the tool on ranks that are there already."""
-
-    def on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
-        assert not function.__module__.endswith("__main__"), "spawned processes cannot import it"
-        return four_ranks.run(function, *args)
-
-    monkeypatch.setattr(benchmark_memory, "run_on_ranks", on_ranks)
-    sizes = ["--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8", "--micro-batch-size", "1"]
-    return lambda *arguments: benchmark_memory.main(["--device", "cpu", *sizes, *arguments])
-
-
-def test_the_tool_on_a_cpu(run_tool: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "memory.json"
-    assert run_tool("--num-iterations", "3", "--warmup", "1", "--strict", "--json", str(path)) == 0
-    body = json.loads(path.read_text())
-    assert body["format"] == "zerobubble-memory-benchmark/1"
-    assert [row["rank"] for row in body["ranks"]] == [0, 1, 2, 3]
-    for row in body["ranks"]:
-        assert row["complaints"] == []
-        assert row["measured"]["activations_bytes"] == pytest.approx(row["predicted"]["activations_bytes"], rel=0.05)
-        assert [each["reserved"] for each in row["measured"]["iterations"]] == [None] * 3
-    assert "No memory grew" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--schedule", "stock-1f1b"], "does not run on our executor"),
-        (["--num-iterations", "5", "--warmup", "5"], "leaves none after --warmup 5"),
-        (["--num-ranks", "1"], "--num-ranks is 1; it must be 2 or more"),
-    ],
-)
-def test_user_errors(
-    run_tool: Callable[..., int], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as error:
-        run_tool(*arguments)
-    assert error.value.code == 2
-    assert message in capsys.readouterr().err

@@ -1,1 +1,0 @@
-"""Memory of every rank over many iterations, measured vs. planned (`python -m tools.benchmarks.memory`)."""
