@@ -86,7 +86,7 @@ def test_train_starts_its_ranks_and_trains(tmp_path: Path) -> None:
     assert done.stdout.count("| consumed samples:") == 2
 
 
-@pytest.mark.sampled(0.4, group="whole jobs")
+@pytest.mark.sampled(0.25, group="whole jobs")
 def test_the_reason_of_a_failed_job_is_the_last_line(tmp_path: Path) -> None:
     """Flags that only a rank can refuse, once it knows its device. torchrun's summary above names it as the root cause."""
     done = _train(tmp_path, "--distributed-backend", "gloo", "--ddp-average-in-collective", "--overlap-grad-reduce")
