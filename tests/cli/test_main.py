@@ -79,6 +79,7 @@ def _train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.sampled(0.25, group="whole jobs")
 def test_train_starts_its_ranks_and_trains(tmp_path: Path) -> None:
     done = _train(tmp_path, "--eval-iters", "0", "--pipeline-model-parallel-size", "2", "--zero-bubble-v-schedule")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
