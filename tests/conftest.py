@@ -112,7 +112,7 @@ def engine_wheel() -> None:
 @pytest.fixture(scope="session")
 def engine_ranks(engine_wheel: None) -> Iterator[RankPool]:
     """Four gloo ranks with Transformer Engine's Python, started once."""
-    yield from _pool(4, prepare="tests.support.transformer_engine")
+    yield from _pool(4, imports="tests.support.transformer_engine.rank_imports")
 
 
 @pytest.fixture(scope="module")
