@@ -1,8 +1,9 @@
 """Fixtures shared by all tests, and random sampling of parametrized tests.
 
 A test with the mark `sampled(share)` runs a random share of its cases, at least one; the rest run with `-m slow`. Tests with
-`sampled(share, group=NAME)`, in whatever files, are drawn from together: that is for whole jobs. The seed is in the header;
-ZB_TEST_SEED=N repeats a run. `--sample-files 0.3` runs a random 30 % of the test files, by the same seed.
+`sampled(share, group=NAME)`, in any files, are drawn from together, by the smallest share that one of them gives: that is for
+whole jobs. The seed is in the header; ZB_TEST_SEED=N repeats a run. `--sample-files 0.3` runs a random 30 % of the test files, by
+the same seed.
 """
 
 from __future__ import annotations
@@ -60,10 +61,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if mark is not None:
             tests.setdefault(mark.kwargs.get("group") or item.nodeid.partition("[")[0], []).append(item)
     for name, cases in tests.items():
-        mark = cases[0].get_closest_marker("sampled")
-        assert mark is not None
+        share = min(mark.args[0] for case in cases if (mark := case.get_closest_marker("sampled")) is not None)
         generator = random.Random(f"{os.environ['ZB_TEST_SEED']} {name}")
-        sampled = generator.sample(range(len(cases)), math.ceil(mark.args[0] * len(cases)))
+        sampled = generator.sample(range(len(cases)), math.ceil(share * len(cases)))
         for place, case in enumerate(cases):
             if place not in sampled:
                 case.add_marker(pytest.mark.slow)
@@ -112,7 +112,7 @@ def engine_wheel() -> None:
 @pytest.fixture(scope="session")
 def engine_ranks(engine_wheel: None) -> Iterator[RankPool]:
     """Four gloo ranks with Transformer Engine's Python, started once."""
-    yield from _pool(4, prepare="tests.support.transformer_engine")
+    yield from _pool(4, imports="tests.support.transformer_engine.rank_imports")
 
 
 @pytest.fixture(scope="module")

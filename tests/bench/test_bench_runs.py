@@ -84,7 +84,7 @@ def test_what_is_measured_and_predicted(done: tuple[subprocess.CompletedProcess[
     assert found["interleaved-1f1b:8"]["failure"].startswith("--num-layers 8")
 
 
-@pytest.mark.sampled(0.4, group="whole jobs")
+@pytest.mark.sampled(0.25, group="whole jobs")
 def test_of_documents_nothing_is_claimed_that_differs_by_iteration(tmp_path: Path) -> None:
     """Tokens, FLOPs and passes of --seq-length would be too many."""
     documents = write_documents(tmp_path / "some", random_documents([2, 5, 9, 17, 32, 33, 12, 7]))
@@ -146,7 +146,7 @@ def test_ranks_that_srun_started_need_no_torchrun(tmp_path: Path) -> None:
     assert set(rows(tmp_path)["zb-h1"]["seconds"]) == {"0", "1"}
 
 
-@pytest.mark.sampled(0.4, group="whole jobs")
+@pytest.mark.sampled(0.25, group="whole jobs")
 def test_a_contender_that_fails_is_a_row(tmp_path: Path) -> None:
     """There is no GPU to run on, which each rank finds out when it begins the block."""
     flags = ["--contenders", "zb-h1,zbv", "--rounds", "3", "--timed-iters", "1", "--distributed-backend", "nccl"]

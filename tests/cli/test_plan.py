@@ -223,7 +223,7 @@ def test_torch_tables_and_back(tool: ModuleType, tmp_path: Path, capsys: pytest.
         assert message in capsys.readouterr().err
 
 
-UNEQUAL = ["plan", "--schedule", "zbv", "--num-ranks", "2", "--microbatch-tokens"]
+UNEQUAL = ["plan", "--schedule", "zbv", "--num-ranks", "2", "--effort", "fast", "--microbatch-tokens"]
 
 
 def test_lengths_are_assigned_and_shown(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def _grid() -> list[Case]:
     also=("mcore/model/test_recompute.py",),
 )
 @pytest.mark.parametrize("case", _grid(), ids=str)
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.15)
 def test_same_bits_as_the_unpipelined_model(four_ranks: RankPool, case: Case) -> None:
     _assert_equal(four_ranks.run(compare, case), case)
 
@@ -77,7 +77,7 @@ UNEVEN = [
     "works, bit for bit",
 )
 @pytest.mark.parametrize("case", UNEVEN, ids=str)
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.2)
 def test_same_bits_with_uneven_stages(four_ranks: RankPool, case: Case) -> None:
     """Stages of any number of layers, ends without a layer, odd layers per rank under V: each layer keeps its global index."""
     _assert_equal(four_ranks.run(compare, case), case)
@@ -101,7 +101,7 @@ FEATURES = [
 @pytest.mark.claims("Layers", "GQA, SwiGLU, RMSNorm; rotary and learned positions; per-token loss", "works, bit for bit")
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(f"{k}={v}" for k, v in features.items()))
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=str)
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.12)
 def test_same_bits_with(four_ranks: RankPool, base: Case, features: dict[str, object]) -> None:
     case = replace(base, **features)  # type: ignore[arg-type]
     _assert_equal(four_ranks.run(compare, case), case)

@@ -111,7 +111,8 @@ def test_evaluation(name: str) -> None:
 
 @pytest.mark.parametrize("p", range(2, 9))
 @pytest.mark.parametrize("name", FAMILIES)
-def test_receive_buffers_are_few_whatever_the_ranks_and_microbatches(name: str, p: int) -> None:
+@pytest.mark.sampled(0.34)
+def test_receive_buffers_are_few_for_any_number_of_ranks_and_microbatches(name: str, p: int) -> None:
     for m in (1, 2, p, 2 * p + 1, 8 * p):
         for plan in plans(name, p, m):
             program = place_communication(plan)
@@ -361,6 +362,7 @@ def lines_executed(function: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(0.3)
 def test_the_pass_is_linear_in_the_ops(name: str) -> None:
     small, large = (build_plan(name, num_ranks=4, num_microbatches=m) for m in (32, 128))
     ratio = lines_executed(lambda: place_communication(large)) / lines_executed(lambda: place_communication(small))

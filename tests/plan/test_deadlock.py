@@ -80,7 +80,7 @@ def assert_ends(program: Program, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("name", [info.name for info in known_schedules()])
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.23)
 def test_every_family_ends(name: str) -> None:
     """With one hardware queue, some, and a device-wide synchronization in all ops or the first of each kind; up to p = 8."""
     for number, plan in enumerate(plans(name, 4 if name == "zb-w" else 8)):
@@ -99,7 +99,7 @@ def test_a_synchronization_in_any_one_op(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.23)
 def test_every_family_ends_with_a_fence(name: str) -> None:
     for plan in plans(name, 3 if name == "zb-w" else 6):
         if any(op.kind is not OpKind.F for row in plan.ops for op in row):
@@ -112,7 +112,7 @@ def test_every_family_ends_with_a_fence(name: str) -> None:
     ("name", "limit"),
     [("zb", 1.0), *((name, limit) for name in ("zbv", "zb-interleaved") for limit in (0.5, 0.75, 1.0))],
 )
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.28)
 def test_searched_plans_end(name: str, limit: float) -> None:
     """Three of these had a cycle in one hardware queue when receives were posted one op early."""
     options = SearchOptions(memory_limit=max(limit, 0.75) if name == "zb-interleaved" else limit, budget=2000.0)

@@ -179,6 +179,7 @@ def test_zb_h2(p: int) -> None:
 
 
 @pytest.mark.parametrize("p", RANKS)
+@pytest.mark.sampled(0.5)
 def test_zb_at_any_number_of_pending_microbatches(p: int) -> None:
     for k in range(1, 2 * p + 2):
         for m in {1, 2, p - 1, p, p + 1, 2 * p - 1, 2 * p, 3 * p} - {0}:
@@ -200,6 +201,7 @@ def test_zb_has_zb_h1_and_zb_h2_among_its_points(p: int) -> None:
 
 
 @pytest.mark.parametrize("p", RANKS)
+@pytest.mark.sampled(0.25)
 def test_zb_for_measured_times(p: int) -> None:
     """Valid; at twice 1F1B's memory close to no bubble in spite of uneven passes and slow links."""
     for m in (1, p, 3 * p):

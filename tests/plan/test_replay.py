@@ -1,4 +1,4 @@
-"""Unequal microbatches and links against a simulator of its own.
+"""The simulator against another one, with equal and with unequal microbatches and links.
 
 `replay` knows the rules of docs/glossary.md and the plan file, and nothing of the package.
 """
@@ -96,6 +96,22 @@ def some_costs(random: Random, placement: Placement, m: int) -> CostModel:
     return CostModel.of_microbatches(MicrobatchCosts(**rows), links=links)
 
 
+def equal_costs(random: Random, placement: Placement) -> CostModel:
+    """Costs of stages that differ, of microbatches and links that do not."""
+    *lists, activation = ([random.uniform(0.0, 4.0) for _ in range(placement.num_stages)] for _ in range(4))
+    kept = [random.uniform(0.0, 3.0) * each for each in activation]
+    stages = map(tuple, (*lists, activation, kept))
+    return CostModel(**dict(zip(COST_LISTS, stages, strict=True)), comm_ms=random.uniform(0.0, 3.0))
+
+
+def for_replay(costs: CostModel, num_ranks: int, m: int) -> dict[str, Any]:
+    """The costs of every microbatch and link."""
+    body = costs.to_json()
+    alike = {"latency_ms": [[costs.comm_ms] * num_ranks] * num_ranks, "gigabytes_per_s": [[1.0] * num_ranks] * num_ranks}
+    tables = {name: [[value] * m for value in getattr(costs, name)] for name in COST_LISTS}
+    return {"links": alike | {"message_bytes": [0.0] * m}, "microbatches": tables} | body
+
+
 def some_rows(random: Random, placement: Placement, m: int, kinds: tuple[str, ...]) -> list[list[Cell]]:
     """Any order that can run: ops of a stage and kind ascend, nothing else is wanted."""
     left = {(stage, kind): 0 for stage in range(placement.num_stages) for kind in kinds}
@@ -119,22 +135,20 @@ def plan_of(rows: list[list[Cell]], placement: Placement, m: int, assignment: tu
 
 
 @pytest.mark.parametrize("kinds", [("F", "B", "W"), ("F", "BW")], ids="-".join)
+@pytest.mark.parametrize("is_equal", [False, True], ids=["unequal", "equal"])
 @pytest.mark.parametrize("seed", range(40))
-def test_the_simulator_has_the_times_and_memory_of_a_replay(seed: int, kinds: tuple[str, ...]) -> None:
+def test_the_simulator_has_the_times_and_memory_of_a_replay(seed: int, is_equal: bool, kinds: tuple[str, ...]) -> None:
     random = Random(seed)
     p, m = random.randint(1, 4), random.randint(2, 6)
     choices = [Placement.linear(p), Placement.v(p), Placement.loop(p, 2), Placement.w(p)]
     placement = random.choice(choices)
-    costs = some_costs(random, placement, m)
+    costs = equal_costs(random, placement) if is_equal else some_costs(random, placement, m)
     rows = some_rows(random, placement, m, kinds)
-    assignment = random.sample(range(m), m)
+    assignment = list(range(m)) if is_equal else random.sample(range(m), m)
     plan = plan_of(rows, placement, m, tuple(assignment))
     text = plan.to_json(costs=costs.to_json())
-    body = json.loads(text)
-    # The links of one rank are no links, and a file has none.
-    links = {"latency_ms": [[0]], "gigabytes_per_s": [[1]], "message_bytes": [0] * m}
-    expected = replay(rows, list(placement.stage_to_rank), assignment, {"links": links} | body["costs"])
-    found = simulate(Plan.from_json(text), CostModel.from_json(body["costs"]))
+    expected = replay(rows, list(placement.stage_to_rank), assignment, for_replay(costs, p, m))
+    found = simulate(Plan.from_json(text), CostModel.from_json(json.loads(text)["costs"]))
     assert found.span_ms == pytest.approx(expected["span"])
     assert found.makespan_ms == pytest.approx(expected["makespan"])
     assert found.bubble_rate == pytest.approx(expected["bubble"], abs=1e-9)

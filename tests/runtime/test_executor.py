@@ -6,6 +6,7 @@ That every tensor reaches its op whatever is late is in `test_on_fake_nccl`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 
 import pytest
@@ -19,34 +20,18 @@ from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.transforms import forward_only
 from megatron.zerobubble.runtime.executor import Executor
 from megatron.zerobubble.runtime.p2p import Handle, Links
-from megatron.zerobubble.runtime.recording import Recorder
 from tests.runtime.on_fake_nccl import Setup, run_program
 from tests.runtime.support import LabelWork, NoLinks, label
+from tests.runtime.test_recording import LABEL_BYTES, Scribe, expected_log
 from tests.support.fake_nccl.device import Device
 from tests.support.programs import FAMILIES
 
-Event = tuple[str, Message | Op]
-"""What a rank did: ("post" | "take" | "retire" | "send", message) or ("op", op)."""
 
-
-@dataclasses.dataclass
-class _LoggedHandle:
-    """A transfer whose end is logged."""
-
-    handle: Handle
-    end: Event
-    log: list[Event]
-
-    def wait(self) -> None:
-        self.handle.wait()
-        self.log.append(self.end)
-
-
-class _Logged(Recorder):
-    """The links and the recorder of a rank: logs what it does, and counts when an op starts the sent tensors still alive."""
+class _Watched(Scribe):
+    """The links and the recorder of a rank: also counts, when an op starts, the sent tensors still alive."""
 
     def __init__(self) -> None:
-        self.log: list[Event] = []
+        super().__init__()
         self.tensors: list[weakref.ref[Tensor]] = []
         self.alive: list[int] = []
         self._links: Links = NoLinks()
@@ -57,46 +42,39 @@ class _Logged(Recorder):
 
     def send(self, message: Message, tensor: Tensor) -> Handle:
         self.tensors.append(weakref.ref(tensor))
-        self.log.append(("send", message))
-        return _LoggedHandle(self._links.send(message, tensor), ("retire", message), self.log)
+        return self._links.send(message, tensor)
 
     def receive(self, message: Message, buffer: Tensor) -> Handle:
-        self.log.append(("post", message))
-        return _LoggedHandle(self._links.receive(message, buffer), ("take", message), self.log)
+        return self._links.receive(message, buffer)
 
     def start(self, op: Op) -> None:
-        self.log.append(("op", op))
+        super().start(op)
         self.alive.append(sum(tensor() is not None for tensor in self.tensors))
 
 
 def check(program: Program, seed: int) -> None:
     """Run it, and check what must hold whatever was late."""
-    ranks: dict[int, _Logged] = {}
+    ranks: dict[int, _Watched] = {}
 
-    def of_rank() -> _Logged:
-        return ranks.setdefault(Device.current().rank, _Logged())
+    def of_rank() -> _Watched:
+        return ranks.setdefault(Device.current().rank, _Watched())
 
     results = run_program(program, seed, Setup(recorder=of_rank, links=lambda links: of_rank().over(links)))
     for rank, result in enumerate(results):
+        seen = ranks[rank]
         assert not result.stalls, "a retired send was still under way"
-        assert not any(tensor() is not None for tensor in ranks[rank].tensors)
-        walked, at_end = expected_log(program.steps[rank])
-        assert ranks[rank].log[: len(walked)] == walked
-        assert set(ranks[rank].log[len(walked) :]) == at_end
-        assert ranks[rank].alive == expected_alive(program.steps[rank])
-
-
-def expected_log(steps: tuple[Step, ...]) -> tuple[list[Event], set[Event]]:
-    """What a rank does, in order, and the sends that it waits for at the end."""
-    log: list[Event] = []
-    for step in steps:
-        log += [("post", message) for message in step.post]
-        log += [("take", step.take)] if step.take else []
-        log += [("retire", message) for message in step.retire]
-        log += [("op", step.op)]
-        log += [("send", step.send)] if step.send else []
-    sent, retired = ({message for verb, message in log if verb == wanted} for wanted in ("send", "retire"))
-    return log, {("retire", message) for message in sent - retired}
+        assert not any(tensor() is not None for tensor in seen.tensors)
+        log, counts = expected_log(program.steps[rank])
+        assert seen.log[: len(log)] == log
+        sent, retired = ([message for what, message in seen.log if what == wanted] for wanted in ("sent", "retired"))
+        assert {("retired", message) for message in set(sent) - {each for what, each in log if what == "retired"}} == {
+            *seen.log[len(log) :]
+        }
+        assert sorted(map(str, sent)) == sorted(map(str, retired))
+        assert seen.alive == expected_alive(program.steps[rank])
+        ranks_of = program.plan.placement.stage_to_rank
+        if all(one != other for one, other in itertools.pairwise(ranks_of)):  # else a rank also hands over to itself
+            assert seen.in_transit == [LABEL_BYTES * count for count in counts]
 
 
 def expected_alive(steps: tuple[Step, ...]) -> list[int]:

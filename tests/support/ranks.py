@@ -5,8 +5,8 @@ must be importable. If any rank raises, the pool is torn down (the others may be
 is raised here; the next call starts fresh ranks.
 
 Ranks are forked from a process that has imported what they need (`rank_imports`), so that fresh ones take half a second. All of
-them then hash strings with one seed: what depends on the order of a set is seen by the pools that cannot be forked, and by jobs
-that start cold. With a GPU, or where another module is installed before megatron-core is imported, each rank starts by itself.
+them then hash strings with one seed: what depends on the order of a set is seen by jobs that start cold. With a GPU, which does
+not survive a fork, each rank starts by itself.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+IMPORTS = "tests.support.rank_imports"
 START_TIMEOUT_S = 120
 RUN_TIMEOUT_S = 180
 
@@ -42,14 +44,14 @@ class RankPool:
         size: of the world.
         backend: of its process groups.
         on_gpu: rank r takes GPU r, or with fewer GPUs than ranks shares them; otherwise all are on the CPU.
-        prepare: a module whose `install()` every rank calls before it imports megatron-core.
+        imports: a module that imports what the ranks need, before they are forked.
     """
 
-    def __init__(self, size: int, *, backend: str = "gloo", on_gpu: bool = False, prepare: str | None = None) -> None:
+    def __init__(self, size: int, *, backend: str = "gloo", on_gpu: bool = False, imports: str = IMPORTS) -> None:
         self.size = size
         self._backend = backend
         self._on_gpu = on_gpu
-        self._prepare = prepare
+        self._imports = imports
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: Any = None
@@ -120,14 +122,16 @@ class RankPool:
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        context = _spawning() if self._on_gpu or self._prepare else _forking()
+        context = multiprocessing.get_context("spawn" if self._on_gpu else "forkserver")
+        server = _fork_server(self._imports)
         self._crashes = tempfile.TemporaryDirectory()
         # Here, not on rank 0: a port that is free when asked for may be taken when rank 0 has started.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=self._arguments(there, rank), daemon=True)
-            process.start()
+            with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+                process.start()
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
@@ -138,31 +142,22 @@ class RankPool:
             pipe.recv()
 
     def _arguments(self, pipe: Connection, rank: int) -> tuple[Any, ...]:
-        return pipe, rank, self.size, self._store.port, str(self._crash_file(rank)), self._backend, self._on_gpu, self._prepare
-
-
-def _spawning() -> BaseContext:
-    """Starts ranks that import everything themselves."""
-    return multiprocessing.get_context("spawn")
+        return pipe, rank, self.size, self._store.port, str(self._crash_file(rank)), self._backend, self._on_gpu, self._imports
 
 
 @functools.cache
-def _forking() -> BaseContext:
-    """Forks ranks from one process that has imported what they need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.rank_imports"])
-    return context
+def _fork_server(imports: str) -> forkserver.ForkServer:
+    """Forks ranks from a process that has imported this module. `multiprocessing` itself has one such process for all."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([imports])
+    return server
 
 
-def _serve(
-    pipe: Connection, rank: int, size: int, port: int, crash_file: str, backend: str, on_gpu: bool, prepare: str | None = None
-) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, crash_file: str, backend: str, on_gpu: bool, imports: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     faulthandler.enable(open(crash_file, "w"))  # noqa: SIM115 -- open as long as the process
     faulthandler.register(signal.SIGUSR1)
-    if prepare is not None:
-        importlib.import_module(prepare).install()
-    importlib.import_module("tests.support.rank_imports")
+    importlib.import_module(imports)
     import torch
     import torch.distributed as dist
 

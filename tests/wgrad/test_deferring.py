@@ -32,7 +32,7 @@ SPLITS = [3, 0, 5]
 @pytest.fixture(scope="module")
 def engine(engine_wheel: None) -> Iterator[RankPool]:
     """One rank with Transformer Engine."""
-    pool = RankPool(1, prepare="tests.support.transformer_engine")
+    pool = RankPool(1, imports="tests.support.transformer_engine.rank_imports")
     yield pool
     pool.stop()
 

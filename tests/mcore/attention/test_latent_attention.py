@@ -61,7 +61,7 @@ def test_every_schedule_has_the_bits_of_the_unpipelined_model(four_ranks: RankPo
 
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(features))
 @pytest.mark.parametrize("base", [ZBV, ZB_H2], ids=lambda case: case.schedule)
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.1)
 def test_same_bits_with(four_ranks: RankPool, base: MlaCase, features: dict[str, Any]) -> None:
     _assert_equal(four_ranks.run(compare, replace(base, **features)))
 

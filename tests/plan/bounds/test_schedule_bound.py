@@ -220,6 +220,7 @@ def test_a_plan_is_proven_to_be_the_best(
         (Placement.loop(2, 2), 3, (4, 4, 2), 1.0),
     ],
 )
+@pytest.mark.sampled(0.34)
 def test_against_the_exact_solver(
     placement: Placement, m: int, times: tuple[int, int, int], limit: float, objective: Objective
 ) -> None:
