@@ -122,7 +122,7 @@ def test_a_damaged_trace_is_refused_with_the_reason(change: Change, message: str
         (b"[1, 2]", "^the file is JSON, but a list and not an object; give a plan"),
     ],
 )
-def test_a_file_that_is_not_json_is_called_what_it_is(body: bytes, message: str) -> None:
+def test_a_file_that_is_not_json_is_named_by_its_kind(body: bytes, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_file(body)
 
