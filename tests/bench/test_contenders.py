@@ -35,7 +35,7 @@ def of(name: str, flags: str = "", world_size: int = 2) -> Settings:
         ("zb-interleaved:4", "zb-interleaved", 4),
     ],
 )
-def test_what_runs(name: str, schedule: str, num_chunks: int) -> None:
+def test_a_contender_is_a_schedule_with_its_flags(name: str, schedule: str, num_chunks: int) -> None:
     own = of(name)
     assert own.zero_bubble.schedule == schedule
     assert own.schedule_spec.num_chunks == num_chunks
@@ -103,7 +103,7 @@ def test_wrong_names_are_refused_in_one_line(text: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_run_is_a_row_and_not_the_end() -> None:
+def test_a_contender_that_cannot_run_is_a_row_and_not_the_end() -> None:
     options = parse_options([*BENCH, "--contenders", "stock-1f1b,interleaved-1f1b:8,zbv", "--quick"], world_size=2, prog="bench")
     assert list(options.settings) == ["stock-1f1b", "zbv"]
     assert "--num-layers 8" in options.refused["interleaved-1f1b:8"]

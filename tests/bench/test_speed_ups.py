@@ -78,7 +78,7 @@ def test_rates_and_shares() -> None:
     assert row.memory_ratio == pytest.approx(10 / 8)
 
 
-def test_what_the_allocator_gave_out_is_the_memory_where_it_is_known() -> None:
+def test_memory_is_that_of_the_allocator_where_it_is_known() -> None:
     base = outcome("stock-1f1b", 1.0, allocated_bytes=80 * MIB, state_bytes=1, activation_bytes=1)
     assert table(base, outcome("zbv", 1.0, allocated_bytes=60 * MIB)).rows[1].memory_ratio == pytest.approx(0.75)
 
@@ -163,7 +163,7 @@ def test_losses_are_compared_after_the_same_iterations() -> None:
     assert "differ by 4.0e-02: stock-1f1b 2.500000, zbv 2.600000" in table(base, other).same_losses()
 
 
-def test_the_table_names_what_failed_and_leaves_empty_columns_out() -> None:
+def test_the_table_names_failures_and_leaves_empty_columns_out() -> None:
     text = markdown(table(outcome("stock-1f1b", *QUIET), Outcome(name="zbv", failure="CUDA out of memory")), {"date": "today"})
     lines = text.splitlines()
     assert "MFU" in lines[0]

@@ -102,7 +102,7 @@ def test_a_run_of_unequal_microbatches_has_costs_of_its_own_that_do_not_count(
         (["--num-ranks", "3"], "the costs are for 4 stages and the plan has 6 (3 ranks, V placement)"),
     ],
 )
-def test_what_does_not_go_with_them_is_refused_in_one_line(
+def test_flags_that_exclude_files_of_costs_are_refused_in_one_line(
     file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

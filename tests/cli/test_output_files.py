@@ -59,7 +59,7 @@ def test_a_kill_while_it_is_written_leaves_the_old_one(tmp_path: Path, monkeypat
     assert os.listdir(tmp_path) == ["plan"]
 
 
-def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
+def test_links_stay_links_and_pipes_stay_pipes(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "plan")
     write_whole(str(link), "text")
@@ -76,7 +76,7 @@ def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
     assert "post-validation" in output.read_text(), "what is printed later goes to the same file"
 
 
-def test_permissions_and_hard_links_stay_what_they_are(tmp_path: Path) -> None:
+def test_permissions_and_hard_links_stay(tmp_path: Path) -> None:
     file = tmp_path / "plan"
     file.write_text("old")
     file.chmod(0o600)

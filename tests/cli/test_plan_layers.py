@@ -145,7 +145,7 @@ def test_no_empty_stages(layers: str, capsys: pytest.CaptureFixture[str]) -> Non
         (["--schedule", "zbw"], "unknown schedule 'zbw'"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(
+def test_a_wrong_request_is_refused_in_one_line(
     words: list[str], message: str, layers: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "--layers", layers, *ARGUMENTS, *words]) == 2
@@ -176,6 +176,6 @@ def test_sizes(text: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "1e9", "70 GiB of it"])
-def test_what_is_no_size(text: str) -> None:
+def test_a_size_that_is_no_number_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="give a size above 0"):
         parse_bytes(text)

@@ -61,7 +61,7 @@ def test_on_a_terminal_it_is_shown_and_taken_away() -> None:
     assert shown.rstrip("\r").endswith(" "), "the last bar is overwritten with spaces"
 
 
-def test_what_is_quick_shows_nothing() -> None:
+def test_a_quick_search_shows_no_bar() -> None:
     assert on_a_terminal(30.0) == ("done\n", "")
 
 

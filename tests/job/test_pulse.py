@@ -74,7 +74,7 @@ def test_torch_has_the_modules_whose_functions_wait(module: str) -> None:
     assert _verdict(_defined(IN_A_WAIT.replace("wait()", "acquire()"), "any.py", module))
 
 
-def test_a_thread_at_work_waits_for_nobody() -> None:
+def test_a_thread_at_work_does_not_count_as_waiting() -> None:
     """One that waits for another thread of its process neither: that thread may be stuck."""
     assert not pulse._is_waiting(None, sys._getframe())
     assert not pulse._is_waiting(None, None)

@@ -122,7 +122,7 @@ def test_searched_plans_end(name: str, limit: float) -> None:
 
 
 @given(placements(), st.integers(1, 5), st.integers(0, 10**6))
-def test_any_valid_plan_ends_whatever_its_costs(placement: Placement, num_microbatches: int, seed: int) -> None:
+def test_any_valid_plan_ends_with_any_costs(placement: Placement, num_microbatches: int, seed: int) -> None:
     plan = random_plan(placement, num_microbatches, seed)
     program = place_communication(plan, costs=random_costs(placement, seed))
     check(program)
@@ -130,7 +130,7 @@ def test_any_valid_plan_ends_whatever_its_costs(placement: Placement, num_microb
 
 
 @given(placements(), st.integers(1, 4), st.integers(0, 10**6), st.integers(0, 3))
-def test_what_ends_sequentially_ends_in_every_case(
+def test_a_program_that_ends_sequentially_ends_in_every_case(
     placement: Placement, num_microbatches: int, seed: int, lookahead: int
 ) -> None:
     """The proof's step, on programs that were not made to end."""

@@ -104,7 +104,7 @@ def test_golden_zb_below_p(k: int) -> None:
         ("zb_interleaved", "zb-interleaved", 2, 4, None),
     ],
 )
-def test_what_the_docstring_draws_is_what_comes_out(module: str, name: str, p: int, m: int, pending: int | None) -> None:
+def test_a_generator_makes_the_plan_that_its_docstring_draws(module: str, name: str, p: int, m: int, pending: int | None) -> None:
     plan = build_plan(name, num_ranks=p, num_microbatches=m, max_pending_backward=pending)
     doc = importlib.import_module(f"megatron.zerobubble.plan.generators.{module}").__doc__ or ""
     shown = [line.strip() for line in doc.splitlines() if line.strip().startswith("rank ")]

@@ -86,7 +86,7 @@ def test_malformed_json_is_refused(change: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", b"\xff\xfe", "[" * 100_000])
-def test_what_is_not_a_plan_is_refused(text: str | bytes) -> None:
+def test_a_file_that_is_no_plan_is_refused(text: str | bytes) -> None:
     with pytest.raises(PlanError):
         Plan.from_json(text)
 

@@ -21,7 +21,7 @@ def test_forward_only_keeps_every_forward_in_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_left_of_a_plan_is_a_plan(name: str) -> None:
+def test_the_first_microbatches_of_a_plan_are_a_plan(name: str) -> None:
     plan = build_plan(name, num_ranks=3, num_microbatches=7)
     for m in range(1, 8):
         fewer = first_microbatches(plan, m)

@@ -11,7 +11,7 @@ from tests.playground.pages import SMALL, Open, cells, drop
 from tests.profiling.support import as_recorded
 
 
-def test_only_what_is_comparable_is_compared(opened: Open) -> None:
+def test_only_plans_for_one_problem_are_compared(opened: Open) -> None:
     with opened(f"{SMALL}&s=1f1b&s=zbv&base=0") as page:
         page.wait_for_selector("main[aria-busy=false]")
         assert page.locator("#metrics .speed").inner_text() == (

@@ -96,13 +96,13 @@ def test_defaults_are_those_of_a_run() -> None:
         ({"file": "/etc/passwd"}, r"the request has 'file'; known are attention_share"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_an_impossible_value_is_refused_by_its_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         read(**changes)
     assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b"null"])
-def test_what_is_no_object_is_refused(body: bytes) -> None:
+def test_a_request_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(ConfigError, match="the request is"):
         read_problem(body)

@@ -78,7 +78,7 @@ def test_the_executor_records_every_op_of_its_rank() -> None:
 MESSAGE = Message(Payload.ACTIVATION, 1, 0, 0, 1)
 
 
-def test_transfers_waits_and_what_comes_around_them() -> None:
+def test_transfers_and_waits_are_spans() -> None:
     recorder = OpRecorder(torch.device("cpu"))
     with recorder.span(Activity.OPTIMIZER):
         pass

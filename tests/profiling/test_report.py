@@ -16,7 +16,7 @@ from tests.profiling.support import as_recorded, run_as_simulated
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zbv"])
-def test_what_ran_as_planned_is_reported_so(name: str) -> None:
+def test_a_run_as_planned_is_reported_as_such(name: str) -> None:
     timeline = as_recorded(name, 4, 9)
     seen = report(timeline)
     assert seen.simulation.costs.comm_ms == pytest.approx(0.25)

@@ -90,7 +90,7 @@ def expected_alive(steps: tuple[Step, ...]) -> list[int]:
 @pytest.mark.parametrize("p", [2, 3, 4])
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sampled(0.5)
-def test_what_is_issued_taken_and_retired_is_what_the_program_says(name: str, p: int) -> None:
+def test_transfers_are_issued_taken_and_retired_as_the_program_says(name: str, p: int) -> None:
     for m in (1, p + 1):
         plan = build_plan(name, num_ranks=p, num_microbatches=m)
         check(place_communication(plan), seed=m)
@@ -172,7 +172,7 @@ def test_the_first_and_the_last_stage_may_return_nothing() -> None:
     Executor(program, 0, NoLinks(), AnyWork({"3F0": None, "0B0": None})).run()
 
 
-def test_what_the_last_forward_and_the_first_backward_return_is_dropped() -> None:
+def test_results_of_the_last_forward_and_the_first_backward_are_dropped() -> None:
     program = place_communication(build_plan("zbv", num_ranks=2, num_microbatches=1))
     executor = Executor(program, 0, NoLinks(), AnyWork())
     executor.run()

@@ -60,7 +60,7 @@ def outcomes(program: Program, setup: Setup, seeds: range, **options: Any) -> Co
 
 @pytest.mark.parametrize(("p", "num_seeds"), [(2, 20), (4, 5)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_ends_whatever_is_late_or_synchronizes(name: str, p: int, num_seeds: int) -> None:
+def test_every_family_ends_under_random_delays_and_synchronizations(name: str, p: int, num_seeds: int) -> None:
     program = program_of(name, p)
     reused = sum(run_seed(program, seed) for seed in range(num_seeds))
     assert reused > 100, "no memory was handed out again: the test says nothing about reuse"

@@ -113,7 +113,7 @@ def run(program: Program, rank: int) -> Scribe:
     return scribe
 
 
-def test_what_a_rank_hands_to_itself_is_in_transit() -> None:
+def test_a_tensor_that_a_rank_hands_to_itself_is_in_transit() -> None:
     program = place_communication(build_plan("zbv", num_ranks=1, num_microbatches=2))
     in_transit = dict(zip(map(str, program.plan.ops[0]), run(program, 0).in_transit, strict=True))
     assert str(program.plan.ops[0][0]) == "0F0"

@@ -103,25 +103,25 @@ class _Careless(Executor):
         super().abandon(())
 
 
-def test_a_sent_tensor_that_nobody_keeps_is_overwritten_by_its_memorys_next_owner() -> None:
+def test_a_sent_tensor_that_is_freed_is_overwritten_by_its_memorys_next_owner() -> None:
     with pytest.raises(OrderError, match=r"\(a temporary tensor\) writes .*, and nothing orders it after: send \d+ of .* reads"):
         run_program(program_of("zb-h1", 2), 0, Setup(links=Forgetful))
     assert outcomes(program_of("zb-h1", 2), Setup(links=Forgetful), SEEDS) == {"OrderError": 9}
 
 
-def test_a_sent_tensor_that_nobody_keeps_arrives_as_something_else() -> None:
+def test_a_sent_tensor_that_is_freed_arrives_as_something_else() -> None:
     """Without the clocks, where its memory was handed out again before it left."""
     found = outcomes(program_of("zb-h1", 2), Setup(links=Forgetful), SEEDS, checks=False)
     assert found["AssertionError"] > 0, found
 
 
-def test_a_message_that_is_read_before_it_is_waited_for() -> None:
+def test_a_message_that_is_read_before_it_is_waited_for_is_noticed() -> None:
     with pytest.raises(OrderError, match=r"1F0 reads .*, and nothing orders it after: receive \d+ of .* writes"):
         run_program(program_of("zb-h1", 2), 1, Setup(executor=_Hasty))
     assert outcomes(program_of("zb-h1", 2), Setup(executor=_Hasty), SEEDS) == {"OrderError": 9}
 
 
-def test_a_receive_buffer_that_nobody_keeps() -> None:
+def test_a_receive_buffer_that_is_freed_is_noticed() -> None:
     plan = build_plan("zb-h1", num_ranks=3, num_microbatches=6)
     program = place_communication(plan, fence=speculative_forwards(plan))
     setup = Setup(links=Forgetful, executor=_Careless, rewinds=True)

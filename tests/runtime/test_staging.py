@@ -174,7 +174,7 @@ def test_a_send_keeps_its_tensor_until_it_is_let_go() -> None:
     assert storage.expired()
 
 
-def test_what_a_call_raises_is_raised_by_wait() -> None:
+def test_the_error_of_a_call_is_raised_by_wait() -> None:
     copies = SlowCopies()
     copies.may_leave.set()
     staging = Staging(copies, CPU)

@@ -126,7 +126,7 @@ BREAKS = [
 
 
 @pytest.mark.parametrize(("owner", "name", "broken", "error"), BREAKS, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_what_orders_the_copies_is_missed(owner: type, name: str, broken: Callable[..., Any], error: str) -> None:
+def test_a_missing_order_of_copies_is_noticed(owner: type, name: str, broken: Callable[..., Any], error: str) -> None:
     with mock.patch.object(owner, name, broken):
         found = run_staged("zb-h1", 2, SEEDS)
     assert found[error] == len(SEEDS), found
@@ -136,7 +136,7 @@ def _keep_no_tensor(self: Sending, tensor: Tensor, host: Tensor, issued: Any) ->
     self._issued, self._host = issued, host
 
 
-def test_a_tensor_that_is_freed_before_its_copy_is_missed() -> None:
+def test_a_tensor_that_is_freed_before_its_copy_is_noticed() -> None:
     """Neither the links' handle nor staging's keeps it."""
     setup = Setup(make_links=staged_links, links=Forgetful)
     with mock.patch.object(Sending, "__init__", _keep_no_tensor):

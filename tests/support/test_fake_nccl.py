@@ -188,7 +188,7 @@ def fail(rank: int) -> None:
     dist.recv(torch.zeros(1), 1)
 
 
-def test_what_a_rank_raises_ends_the_run() -> None:
+def test_an_error_of_a_rank_ends_the_run() -> None:
     for seed in SEEDS:
         with pytest.raises(ZeroDivisionError, match="on rank 1"):
             run_ranks(2, fail, seed=seed)

@@ -202,5 +202,5 @@ def _wrong(_rank: int) -> None:
         store.run(0, 0)
 
 
-def test_what_would_be_wrong_is_an_error(engine: RankPool) -> None:
+def test_a_queue_that_w_would_misread_is_an_error(engine: RankPool) -> None:
     engine.run(_wrong)

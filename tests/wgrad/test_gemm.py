@@ -269,7 +269,7 @@ def of_the_transposed(y_sbo: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [of_a_sum, of_one_slice, of_the_transposed])
 @pytest.mark.parametrize("layout", ["contiguous", "batch first", "every other column", "one row for all"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_apex_gets_what_it_can_read_whatever_the_strides(
+def test_apex_gets_contiguous_operands_for_any_strides(
     loss: Callable[[Tensor], Tensor], layout: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apex_double.install(monkeypatch)

@@ -372,7 +372,7 @@ class _ReturnsWhatItSaved(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("is_head", [False, True])
-def test_what_came_before_the_linear_is_free_after_b(is_head: bool) -> None:
+def test_inputs_from_before_the_linear_are_free_after_b(is_head: bool) -> None:
     """The stage's input and its gradient: the input of the linear was computed from them, and W needs only the former."""
     store = make_store()
     layer = Layer(store, bias=False)

@@ -72,7 +72,7 @@ def test_a_weight_used_twice_is_reported_once_when_half_of_it_ran_ahead() -> Non
     assert reported == [1]
 
 
-def test_what_ran_ahead_is_freed() -> None:
+def test_operands_of_a_gemm_that_ran_ahead_are_freed() -> None:
     store, splits = make()
     put(store, splits, 0)
     before = store.pending_bytes
@@ -120,7 +120,7 @@ def test_a_gemm_that_is_too_large_waits() -> None:
     assert head.weight.grad is not None
 
 
-def test_an_iteration_that_fails_leaves_nothing_of_what_ran_ahead() -> None:
+def test_an_iteration_that_fails_forgets_the_gemms_that_ran_ahead() -> None:
     store, splits = make()
     reported: list[int] = []
     splits[0].hooks.append(lambda: reported.append(1))
@@ -212,7 +212,9 @@ class Gathering:
         ("row", True, 0, 0, 0),
     ],
 )
-def test_collectives_and_what_is_held(four_ranks: RankPool, linear: str, fused: bool, in_b: int, in_w: int, held: int) -> None:
+def test_a_linear_has_its_collectives_and_its_memory(
+    four_ranks: RankPool, linear: str, fused: bool, in_b: int, in_w: int, held: int
+) -> None:
     for result, whole in four_ranks.run(run_gathering, linear, fused):
         assert (result.collectives_in_b, result.collectives_in_w, result.held_floats) == (in_b, in_w, held)
         assert torch.equal(result.gradient, whole.gradient)

@@ -49,7 +49,7 @@ def put(store: WeightGradStore, key: tuple[int, int], *uses: tuple[SplitWeight, 
 # -- what is computed ---------------------------------------------------------------------------------------------------
 
 
-def test_w_adds_what_b_put_and_drops_it(store: WeightGradStore) -> None:
+def test_w_adds_and_drops_the_operands_that_b_put(store: WeightGradStore) -> None:
     split = weight()
     expected = torch.zeros(2, 3)
     for microbatch in range(3):
@@ -149,7 +149,7 @@ def test_hooks_run_once_a_microbatch_after_the_last_use(store: WeightGradStore, 
         assert torch.equal(dict(seen[2 * microbatch :])["twice"], expected)
 
 
-def test_a_hook_sees_what_ddp_wants_to_see(store: WeightGradStore) -> None:
+def test_a_hook_sees_the_gradient_that_ddp_reads(store: WeightGradStore) -> None:
     """A gradient of the right shape, the flag that it has been added, and no gradient afterwards."""
     split = weight()
     seen: list[tuple[torch.Size, bool]] = []
@@ -253,7 +253,7 @@ def message_of(error: pytest.ExceptionInfo[WeightGradStoreError]) -> str:
     return str(error.value)
 
 
-def test_w_without_b_says_where_and_what_there_is(store: WeightGradStore) -> None:
+def test_the_error_of_a_w_without_a_b_names_the_waiting_ones(store: WeightGradStore) -> None:
     with pytest.raises(WeightGradStoreError) as error:
         store.run(1, 5)
     assert message_of(error).startswith("rank 3, chunk 1, microbatch 5: W has nothing to compute")

@@ -290,7 +290,7 @@ def _refusals(rank: int) -> list[str]:
     "rejected",
     also=("training/test_arguments.py",),
 )
-def test_what_is_not_supported_is_refused_in_one_line(four_ranks: RankPool) -> None:
+def test_an_unsupported_option_is_refused_in_one_line(four_ranks: RankPool) -> None:
     for packed, window, ring in four_ranks.run(_refusals):
         assert packed.startswith("packed sequences cannot be combined with context parallelism")
         assert window.startswith("a window beside a mask is not supported with context parallelism")

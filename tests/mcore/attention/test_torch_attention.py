@@ -469,12 +469,12 @@ def test_where_no_kernel_takes_fewer_heads_of_keys_they_are_repeated(groups: int
     ],
     ids=str,
 )
-def test_what_torch_does_not_have_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_an_option_without_a_kernel_of_torch_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TorchDotProductAttention(_config(**changes), 1, CAUSAL, "self")
 
 
-def test_what_a_call_cannot_ask_for() -> None:
+def test_a_bias_or_a_float_mask_in_a_call_is_refused() -> None:
     ours, _ = _pair()
     with pytest.raises(ConfigError, match="bias is not supported"):
         ours(*_inputs(), None, attention_bias=torch.zeros(1, 1, 12, 12))

@@ -100,6 +100,7 @@ def _losses(results: list[dict[str, Any]]) -> torch.Tensor:
     ],
     ids=["untied", "tied", "distributed-optimizer", "per-token-and-post-validation"],
 )
+@pytest.mark.sampled(0.25)
 def test_a_v_with_mtp_layers_on_the_second_rank_trains_like_1f1b_with_them_on_the_last_stage(
     four_ranks: RankPool, flags: str, others: dict[str, Any]
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_v_with_mtp_layers_on_the_second_rank_trains_like_1f1b_with_them_on_th
     ],
     ids=["zb-h1", "zb-h2-tied", "empty-stage-behind", "first-stage", "zb-interleaved"],
 )
+@pytest.mark.sampled(0.2)
 def test_other_schedules_equal_megatron_cores_own_with_the_same_layout(
     four_ranks: RankPool, flags: str, schedule: str, layout: str, mtp_rank: int
 ) -> None:

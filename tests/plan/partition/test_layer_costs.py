@@ -76,7 +76,7 @@ def test_letters_of_a_hybrid_model() -> None:
         (body(kinds={"dense": COSTS | {"static_bytes": -5}}), "kind 'dense': costs: static_bytes is -5"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(text: str, message: str) -> None:
+def test_a_wrong_file_of_layers_is_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         Model.from_json(text)
     assert "\n" not in str(raised.value)

@@ -49,7 +49,7 @@ def test_text_of_a_hybrid_model() -> None:
     assert HybridPattern.parse(one.text).segments == ("M", "-*-")
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_a_layout_that_does_not_fit_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="2 stages with 9 layers in all do not fit a model of 8 layers on 2 stages"):
         layout(4, 5, placement=Placement.linear(2))
     with pytest.raises(ConfigError, match=r"rank 0 has 0.00 GiB of weights, gradients and optimizer state; the device has 0.00"):

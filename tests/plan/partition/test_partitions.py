@@ -137,7 +137,7 @@ def test_a_model_without_times_is_refused() -> None:
         ({"memory_bytes": 5.0}, "no layout of 10 layers on 2 ranks fits devices"),
     ],
 )
-def test_what_is_wrong_is_refused(changes: dict[str, object], message: str) -> None:
+def test_a_wrong_model_is_refused(changes: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {"num_ranks": 2, "num_microbatches": 4, "options": MAKESPAN}
     with pytest.raises(ConfigError, match=message):
         plan_layout(model_of(Random(1), 10), **(arguments | changes))  # type: ignore[arg-type]
@@ -163,14 +163,14 @@ def test_a_fixed_order_that_does_not_fit_names_what_it_needs(schedule: str, need
         plan((float(need) - 0.1) * gib)
 
 
-def test_too_few_layers_are_said_to_be_too_few() -> None:
+def test_fewer_layers_than_stages_are_refused() -> None:
     with pytest.raises(ConfigError, match="10 layers are too few for the stages of any placement that was tried"):
         plan_layout(
             model_of(Random(1), 10), num_ranks=4, num_microbatches=4, schedule="zb-w", allow_empty=False, options=MAKESPAN
         )
 
 
-def test_times_too_small_to_plan_with_are_said_to_be_too_small() -> None:
+def test_times_too_small_to_plan_with_are_refused() -> None:
     model = Model(layers=("a",) * 4, kinds={"a": LayerCosts(forward_ms=1e-300)})
     with pytest.raises(ConfigError, match=r"^costs: the largest value of forward_ms, backward_ms, wgrad_ms is 4e-300"):
         plan_layout(model, num_ranks=2, num_microbatches=4, options=MAKESPAN)

@@ -50,7 +50,7 @@ def test_round_trip(text: str, per_stage: tuple[int, ...], written: str) -> None
         ("E(t(t|)*2)*2L", r"cannot be read from '\(t\(t.\)\*2\)\*2L' on"),
     ],
 )
-def test_what_cannot_be_read_is_refused_in_one_line(text: str, message: str) -> None:
+def test_a_layout_that_cannot_be_read_is_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         StageLayers.parse(text)
     assert repr(text) in str(raised.value)
@@ -81,7 +81,7 @@ def test_spread(num_layers: int, placement: Placement, per_stage: tuple[int, ...
         (1, Placement.linear(2), "; 2 would"),
     ],
 )
-def test_what_does_not_divide_is_refused(num_layers: int, placement: Placement, message: str) -> None:
+def test_layers_that_do_not_divide_are_refused(num_layers: int, placement: Placement, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         StageLayers.spread(num_layers, placement)
 
