@@ -19,7 +19,7 @@ from megatron.zerobubble.plan.ir import Op, OpKind, Placement, Plan
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.transforms import forward_only
 from megatron.zerobubble.runtime.executor import Executor
-from megatron.zerobubble.runtime.p2p import Handle, Links
+from megatron.zerobubble.runtime.p2p import Handle, P2PLinks
 from tests.runtime.on_fake_nccl import Setup, run_program
 from tests.runtime.support import LabelWork, NoLinks, label
 from tests.runtime.test_recording import LABEL_BYTES, Scribe, expected_log
@@ -34,9 +34,9 @@ class _Watched(Scribe):
         super().__init__()
         self.tensors: list[weakref.ref[Tensor]] = []
         self.alive: list[int] = []
-        self._links: Links = NoLinks()
+        self._links: P2PLinks = NoLinks()
 
-    def over(self, links: Links) -> Links:
+    def over(self, links: P2PLinks) -> P2PLinks:
         self._links = links
         return self
 
