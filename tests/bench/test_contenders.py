@@ -75,18 +75,11 @@ def test_post_validation_is_the_jobs_or_the_contenders_and_never_of_stock_schedu
 
 
 def test_only_the_passes_and_the_step_are_left_of_the_job() -> None:
-    flags = "--train-iters 5000 --eval-iters 7 --save out --exit-duration-in-mins 3 --rampup-batch-size 2 2 100 --metrics-jsonl x"
+    flags = "--train-iters 5000 --eval-iters 7 --save out --exit-duration-in-mins 3 --metrics-jsonl x"
     own = of("zb-h1", flags)
     assert (own.run.train_iters, own.run.eval_iters, own.run.exit_duration_in_mins) == (9, 0, None)
     assert own.checkpoint.save is own.logging.metrics_jsonl is None
-    assert own.batch.rampup_batch_size == ()
     assert own.lr_decay_samples == 5000 * 8, "the learning rate is the whole job's"
-
-
-def test_a_job_measured_in_samples_is_turned_into_iterations() -> None:
-    flags = "--train-samples 4000 --lr-warmup-samples 80 --lr-decay-samples 2400"
-    job = parse_options([*BENCH, *flags.split(), "--contenders", "zbv"], world_size=2, prog="bench").settings["zbv"]
-    assert (job.optim.lr_decay_iters, job.optim.lr_warmup_iters, job.run.train_samples) == (300, 10, None)
 
 
 @pytest.mark.parametrize(

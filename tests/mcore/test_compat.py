@@ -6,13 +6,11 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import package_info
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
@@ -72,26 +70,6 @@ def test_backward_step_is_called_by_its_signature(monkeypatch: pytest.MonkeyPatc
 def test_gradients_of_the_norm_are_found_by_either_name() -> None:
     assert compat.gradients_for_norm(SimpleNamespace(get_main_grads_for_grad_norm=lambda: [1])) == [1]
     assert compat.gradients_for_norm(SimpleNamespace(get_grads_for_grad_norm=lambda: [2])) == [2]
-
-
-def sizes(consumed: Iterable[int], **flags: Any) -> list[int]:
-    """The global batch size for each number of consumed samples."""
-    calculator.unset_num_microbatches_calculator()
-    compat.start_batch_size_ramp_up(rank=1, micro_batch_size=1, data_parallel_size=2, **flags)
-    seen = []
-    for samples in consumed:
-        calculator.update_num_microbatches(samples, consistency_check=False)
-        seen.append(calculator.get_current_running_global_batch_size())
-    calculator.unset_num_microbatches_calculator()
-    return seen
-
-
-def test_a_batch_size_ramps_up_in_every_release() -> None:
-    """Two increments over 20 samples, so one every 10; from 0.19 on megatron-core itself ignores a ramp-up."""
-    assert sizes((0, 9, 10, 19, 20, 21, 99), ramp_up=(4, 2, 20), global_batch_size=8) == [4, 4, 6, 6, 8, 8, 8]
-    assert sizes((0, 3, 4, 6, 7, 9, 10, 11), ramp_up=(2, 2, 10), global_batch_size=8) == [2, 2, 4, 4, 6, 6, 8, 8]
-    assert sizes((0, 99), ramp_up=(), global_batch_size=8) == [8, 8]
-    assert sizes((0, 99), ramp_up=(8, 2, 20), global_batch_size=8) == [8, 8]
 
 
 def test_a_missing_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator, unset_num_microbatches_calculator
 
 import pretrain_gpt
 from megatron.zerobubble.job.launch import Launch
@@ -48,11 +47,8 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
     job = Job(launch=launch, host=host, store=store, watch=Watch(host.device))  # type: ignore[arg-type]
     if parallel_state.model_parallel_is_initialized():  # by a test that ended early
         _destroy_groups()
-    unset_num_microbatches_calculator()
     spec = settings.schedule_spec
     set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
-    batch = settings.batch
-    init_num_microbatches_calculator(rank, None, settings.global_batch_size, batch.micro_batch_size, settings.data_parallel_size)
     training_state = build_training_state(
         settings,
         job,
@@ -72,7 +68,6 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
             vars(part).clear()
         vars(training_state.schedule).clear()
         _destroy_groups()
-        unset_num_microbatches_calculator()
         host.uninstall()
 
 

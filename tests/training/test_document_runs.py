@@ -98,21 +98,6 @@ def test_unequal_microbatches_are_the_same_training(
     assert "costs by length as measured in " in capsys.readouterr().out
 
 
-def test_lengths_follow_a_batch_size_that_ramps_up(documents: str, tmp_path: Path) -> None:
-    """Two, four and six samples, then eight; evaluation reads eight all along. The data is read in one order."""
-    found = {}
-    for name, flags in (("stock", []), ("zbv", ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation"])):
-        run = ["--train-data-path", documents, "--valid-data-path", documents, "--train-iters", "6", "--eval-iters", "1"]
-        run += ["--variable-seq-lengths", *batch(1, 8), *P2, "--rampup-batch-size", "2", "2", "12", "--eval-interval", "2"]
-        train([*RUN, *run, *flags, "--metrics-jsonl", str(tmp_path / f"{name}.jsonl")])
-        found[name] = metrics(tmp_path / f"{name}.jsonl")
-    assert sorted(found["zbv"]) == list(range(1, 7))
-    for iteration, own in found["zbv"].items():
-        expected = found["stock"][iteration]
-        for what in {"loss", "grad_norm", "validation_loss"} & expected.keys():
-            assert own[what] == pytest.approx(expected[what], rel=1e-6), (iteration, what)
-
-
 def test_a_batch_of_padding_trains_nothing(tmp_path: Path) -> None:
     """Documents of which only the first token is no padding have no token that counts, and training goes on."""
     padding, text = [[5] + [-1] * 6] * 12, random_documents([9] * 4)

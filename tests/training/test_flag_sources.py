@@ -1,4 +1,4 @@
-"""What becomes of flags that are not ours, Megatron-LM's and misspelled ones, and of the length of a run in samples."""
+"""What becomes of flags that are not ours, Megatron-LM's and misspelled ones, and the length of a run."""
 
 from __future__ import annotations
 
@@ -43,58 +43,17 @@ def test_no_flag_of_ours_is_replaced_by_another() -> None:
     assert {word.strip("()") for word in named} <= known, "and what they name exists"
 
 
-def test_the_length_of_a_run_in_samples() -> None:
-    made = settings("--global-batch-size 4 --train-samples 42 --lr-warmup-samples 9 --lr-decay-samples 40")
-    assert (made.train_iters, made.lr_warmup_samples, made.lr_decay_samples) == (10, 9, 40)
-    assert settings("--global-batch-size 4 --train-samples 42 --lr-warmup-fraction 0.5").lr_warmup_samples == 21
+def test_the_learning_rate_advances_in_samples() -> None:
+    assert settings("--global-batch-size 4 --train-iters 10 --lr-warmup-fraction 0.5").lr_warmup_samples == 20
     by_iterations = settings("--global-batch-size 4 --train-iters 10 --lr-warmup-iters 3 --lr-decay-iters 8")
-    assert (by_iterations.train_iters, by_iterations.lr_warmup_samples, by_iterations.lr_decay_samples) == (10, 12, 32)
-
-
-def test_a_ramp_up_has_more_iterations_in_as_many_samples() -> None:
-    """Batches of 2 up to 8 samples, of 4 up to 16, of 6 up to 24, then of 8; megatron-core's calculator, sample by sample."""
-    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
-
-    calculator = RampupBatchsizeNumMicroBatchesCalculator(
-        global_batch_size=8,
-        micro_batch_size=1,
-        data_parallel_size=1,
-        decrease_batch_size_if_needed=False,
-        rank=0,
-        start_global_batch_size=2,
-        batch_size_increment=2,
-        ramup_samples=24,
-    )
-    for samples in (1, 2, 7, 23, 24, 26, 40, 100):
-        consumed = iterations = 0
-        while True:
-            calculator.update(consumed, consistency_check=False, verbose=False)
-            if consumed + calculator.get_current_running_global_batch_size() > samples:
-                break
-            consumed += calculator.get_current_running_global_batch_size()
-            iterations += 1
-        flags = f"--global-batch-size 8 --rampup-batch-size 2 2 24 --train-samples {samples}"
-        if iterations:
-            assert settings(flags).train_iters == iterations, samples
-        else:
-            with pytest.raises(ConfigError, match="--train-samples 1 is less than one batch"):
-                settings(flags)
+    assert (by_iterations.run.train_iters, by_iterations.lr_warmup_samples, by_iterations.lr_decay_samples) == (10, 12, 32)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "--train-iters N is required"),
-        ("--train-iters 3 --train-samples 3", "--train-iters and --train-samples are both given; choose one"),
-        (
-            "--train-iters 3 --lr-warmup-samples 1",
-            "--lr-warmup-samples needs --train-samples; with --train-iters give --lr-warmup-i",
-        ),
-        (
-            "--train-samples 3 --lr-decay-iters 1",
-            "--lr-decay-iters needs --train-iters; with --train-samples give --lr-decay-samp",
-        ),
-        ("--train-samples 3 --lr-warmup-samples 3", "warm-up of 3 samples must be shorter than the decay of 3"),
+        ("", "the following arguments are required: --train-iters"),
+        ("--train-iters 3 --lr-warmup-iters 3", "warm-up of 3 iterations must be shorter than the decay of 3"),
         ("--train-iters 3 --dry-run-world-size 4", "--dry-run-world-size needs --dry-run"),
     ],
 )

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron.zerobubble.training import step
 from megatron.zerobubble.training.step import LOSS, Trainer, TrainingState
 from tests.training.launch import TINY_BATCH, TINY_MODEL, launch_warm
 
@@ -52,7 +51,8 @@ def _training_state(optimizer: _Optimizer) -> TrainingState:
     hooks = SimpleNamespace(watch=None, before_gradients=None)
     recorder = SimpleNamespace(span=lambda _: nullcontext())
     timer = SimpleNamespace(start=lambda **_: None, stop=lambda: None)
-    sizes: Any = SimpleNamespace(model=SimpleNamespace(seq_length=1), batch=SimpleNamespace(micro_batch_size=1))
+    model, batch = SimpleNamespace(seq_length=1), SimpleNamespace(micro_batch_size=1)
+    sizes: Any = SimpleNamespace(model=model, batch=batch, num_microbatches=1, global_batch_size=1)
     return TrainingState(
         settings=sizes,
         chunks=[],
@@ -67,9 +67,7 @@ def _training_state(optimizer: _Optimizer) -> TrainingState:
     )
 
 
-def test_the_loss_scale_is_that_of_the_step_and_not_read_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "get_num_microbatches", lambda: 1)
-    monkeypatch.setattr(step, "get_current_running_global_batch_size", lambda: 1)
+def test_the_loss_scale_is_that_of_the_step_and_not_read_in_it() -> None:
     trainer = Trainer(_training_state(_Optimizer()))
     with _NoReads():
         results = [result for _ in range(3) for result in trainer.iterate(None)]

@@ -128,7 +128,6 @@ def test_progress_lines_of_a_run_have_the_throughput(stock: Job) -> None:
     rates = re.findall(r"throughput per GPU \(TFLOP/s/GPU\): ([0-9.]+) \| learning rate", stock.said)
     assert len(rates) == 6
     assert float(rates[5]) == pytest.approx(stock.metrics[6]["tflops_per_gpu"], rel=0.1)
-    assert len(re.findall(r"\[Rank [01]\] \(after 1 iterations\) memory \(MB\)", stock.said)) == 2
 
 
 def test_a_checkpoint_is_complete_before_it_is_the_latest(stock: Job) -> None:
@@ -254,16 +253,16 @@ def test_auto_equals_the_run_with_the_chosen_schedule(corpus: str, tmp_path: Pat
 
 @pytest.mark.sampled(0.4, group="whole jobs")
 def test_replanning_changes_no_result_and_the_plan_can_be_saved(corpus: str, tmp_path: Path) -> None:
-    """With dropout, optimistic steps, a batch size ramp-up and a new plan every second iteration; then a run with its last
+    """With dropout, optimistic steps and a new plan every second iteration; then a run with its last
     plan from the start."""
     flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--enable-optimizer-post-validation"]
-    flags += ["--rampup-batch-size", "4", "4", "16", "--post-validation-patience", "0", "--clip-grad", "1e-2"]
+    flags += ["--post-validation-patience", "0", "--clip-grad", "1e-2"]
     timed = ["--zero-bubble-pipeline-timers-start-iter", "2", "--zero-bubble-pipeline-timers-end-iter", "3"]
     measuring = [*timed, "--zero-bubble-replan-interval", "2", "--zero-bubble-planning-seconds", "0.1"]
     measuring += ["--zero-bubble-balance-stages"]
     (tmp_path / "measured").mkdir()
     measured = Job(tmp_path / "measured", [*flags, *measuring, "--zero-bubble-save-plan", str(tmp_path / "plan.json")])
-    assert measured.said.count("re-planned with profiled timings") == 3
+    assert measured.said.count("re-planned with profiled timings") == 2
     assert len(re.findall(BALANCE, measured.said)) == 3, "when times were measured, and at the end"
     assert measured.said.count("layouts: the plan takes ") == 1, "when times were measured first"
     body = json.loads((tmp_path / "plan.json").read_text())
@@ -276,10 +275,8 @@ def test_replanning_changes_no_result_and_the_plan_can_be_saved(corpus: str, tmp
     assert "re-planned with profiled timings" not in loaded.said
     assert losses(loaded) == losses(measured)
     assert measured.said.count("clipped by post-validation") == 6, "forwards of timed iterations run again"
-    assert measured.said.count("4 microbatches from iteration 5 on") == 1, "so the first evaluation has more than training"
-    assert [fields["tokens_per_s"] * fields["iteration_ms"] / 1000 / 32 for _, fields in sorted(measured.metrics.items())] == [
-        pytest.approx(samples) for samples in (4, 4, 4, 4, 8, 8)
-    ]
+    for fields in measured.metrics.values():
+        assert fields["tokens_per_s"] * fields["iteration_ms"] / 1000 / 32 == pytest.approx(8)
     for iteration in (4, 6):
         assert loaded.metrics[iteration]["validation_loss"] == measured.metrics[iteration]["validation_loss"]
 

@@ -80,7 +80,7 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
     num_warm_up = _number("--warmup-iters", args.warmup_iters, default=WARM_UP, least=WARM_UP)
     if args.peak_tflops is not None and not 0 < args.peak_tflops < float("inf"):
         raise ConfigError(f"--peak-tflops {args.peak_tflops} must be greater than 0 and finite")
-    has_length = any(word.partition("=")[0] in ("--train-iters", "--train-samples") for word in rest)
+    has_length = any(word.partition("=")[0] == "--train-iters" for word in rest)
     job = settings_from_argv(rest if has_length else ["--train-iters", _TRAIN_ITERS, *rest], world_size=world_size, prog=prog)
     settings, notes, refused = _settings(contenders, job, num_warm_up + num_timed)
     if not settings:

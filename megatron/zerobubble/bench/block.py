@@ -23,7 +23,6 @@ from megatron.core import parallel_state
 from megatron.zerobubble.bench.contenders import PROFILED, WARM_UP
 from megatron.zerobubble.job.failure import JobGuard, first_to_fail
 from megatron.zerobubble.job.launch import Launch
-from megatron.zerobubble.mcore.compat import start_batch_size_ramp_up
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.mcore.replanner import Measured, Replanner, measured_costs
 from megatron.zerobubble.mcore.state_memory import state_bytes
@@ -130,13 +129,6 @@ def run_block(
             settings = choose_schedule(settings, job, tokenizer=tokenizer, **providers)
         spec = settings.schedule_spec
         set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
-        start_batch_size_ramp_up(
-            rank=launch.rank,
-            ramp_up=(),
-            global_batch_size=settings.global_batch_size,
-            micro_batch_size=settings.batch.micro_batch_size,
-            data_parallel_size=settings.data_parallel_size,
-        )
         state = build_training_state(settings, job, spec, vocab_size=tokenizer.vocab_size, **providers)
         return _Block(state, request, launch, tick).run(tokenizer, on_gpu=not host.enabled)
 

@@ -13,7 +13,6 @@ from megatron.zerobubble.plan.registry import known_schedules, schedule_info
 from megatron.zerobubble.plan.schedule_spec import STOCK
 from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
 from megatron.zerobubble.training.config.logging import LoggingConfig
-from megatron.zerobubble.training.config.optim import OptimConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.validate import check_settings
@@ -62,7 +61,7 @@ class Contender:
     def settings(self, job: Settings, *, num_iterations: int) -> Settings:
         """The job's settings under this contender.
 
-        What a comparison does not need is off: evaluation, checkpoints, log files, traces, batch size ramp-up, early exit. The
+        What a comparison does not need is off: evaluation, checkpoints, log files, traces, early exit. The
         learning rate follows the schedule of the whole job.
 
         Args:
@@ -79,7 +78,6 @@ class Contender:
             run=replace(
                 job.run,
                 train_iters=num_iterations,
-                train_samples=None,
                 dry_run=False,
                 eval_iters=0,
                 exit_interval=None,
@@ -87,8 +85,7 @@ class Contender:
                 exit_signal_handler=False,
                 skip_train=False,
             ),
-            optim=_in_iterations(job),
-            batch=replace(job.batch, rampup_batch_size=()),
+            optim=replace(job.optim, lr_decay_iters=job.optim.lr_decay_iters or job.run.train_iters),
             checkpoint=CheckpointConfig(),
             logging=LoggingConfig(log_num_zeros_in_grad=job.logging.log_num_zeros_in_grad),
         )
@@ -127,22 +124,6 @@ class Contender:
         return replace(
             job.parallel, num_layers_per_virtual_pipeline_stage=None, num_virtual_stages_per_pipeline_rank=self.num_chunks
         )
-
-
-def _in_iterations(job: Settings) -> OptimConfig:
-    """The optimizer's settings with the learning rate's schedule in iterations, whatever it was given in."""
-    optim, size = job.optim, job.global_batch_size
-
-    def iterations(samples: int | None) -> int | None:
-        return None if samples is None else -(-samples // size)
-
-    return replace(
-        optim,
-        lr_decay_iters=iterations(job.lr_decay_samples),
-        lr_decay_samples=None,
-        lr_warmup_iters=iterations(optim.lr_warmup_samples) or optim.lr_warmup_iters,
-        lr_warmup_samples=0,
-    )
 
 
 def parse_contenders(text: str) -> list[Contender]:

@@ -96,39 +96,6 @@ def hybrid_model() -> Any | None:
     return HybridModel
 
 
-def start_batch_size_ramp_up(
-    *, rank: int, ramp_up: tuple[int, ...], global_batch_size: int, micro_batch_size: int, data_parallel_size: int
-) -> None:
-    """Start megatron-core's calculator of the number of microbatches per iteration.
-
-    From 0.18 on it also takes the batch sizes as a list of steps, and from 0.19 on it warns about a ramp-up and ignores it.
-
-    Args:
-        rank: global rank; rank 0 logs.
-        ramp_up: first batch size, increment, and samples after which the batch has its full size; empty for none.
-        global_batch_size: samples per iteration, after the ramp-up.
-        micro_batch_size: samples per microbatch.
-        data_parallel_size: number of data-parallel replicas.
-    """
-    from megatron.core import num_microbatches_calculator as calculator
-
-    start: Callable[..., None] = calculator.init_num_microbatches_calculator
-    sizes = (global_batch_size, micro_batch_size, data_parallel_size)
-    if ramp_up and ramp_up[0] == global_batch_size:
-        ramp_up = ()  # megatron-core would divide by zero
-    if ramp_up and "step_batch_size_schedule" in inspect.signature(start).parameters:
-        start(rank, None, *sizes, step_batch_size_schedule=_steps_of_ramp_up(ramp_up, global_batch_size))
-    else:
-        start(rank, list(ramp_up) or None, *sizes)
-
-
-def _steps_of_ramp_up(ramp_up: tuple[int, ...], global_batch_size: int) -> str:
-    """A ramp-up as steps, ``SAMPLES:BATCH_SIZE`` each: from how many consumed samples on a batch has how many samples."""
-    first, increment, samples = ramp_up
-    num_steps = (global_batch_size - first) // increment
-    return " ".join(f"{-(-samples * step // num_steps)}:{first + step * increment}" for step in range(num_steps + 1))
-
-
 def router_loss_sums() -> dict[str, Any]:
     """megatron-core's sums of the auxiliary losses of routers since they were last reset, for the log.
 

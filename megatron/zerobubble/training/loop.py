@@ -16,12 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import (
-    get_current_running_global_batch_size,
-    get_num_microbatches,
-    unset_num_microbatches_calculator,
-    update_num_microbatches,
-)
 
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.job.exit import exit_with_error
@@ -29,7 +23,7 @@ from megatron.zerobubble.job.failure import JobGuard
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.rendezvous import connect
 from megatron.zerobubble.job.watchdog import watchdog
-from megatron.zerobubble.mcore.compat import destroy_model_parallel, start_batch_size_ramp_up
+from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO
@@ -171,13 +165,6 @@ def _build(
     """Make the process groups, then the model and its optimizer."""
     spec = settings.schedule_spec
     set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
-    start_batch_size_ramp_up(
-        rank=job.launch.rank,
-        ramp_up=settings.batch.rampup_batch_size,
-        global_batch_size=settings.global_batch_size,
-        micro_batch_size=settings.batch.micro_batch_size,
-        data_parallel_size=settings.data_parallel_size,
-    )
     return build_training_state(
         settings,
         job,
@@ -252,11 +239,11 @@ class _Run:
         run, logs, progress = self.settings.run, self.settings.logging, self.progress
         self.training_state.schedule.recordings.choose(self.settings.zero_bubble.trace_iterations, done=progress.iteration)
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
-        while progress.iteration < self.settings.train_iters:
+        while progress.iteration < self.settings.run.train_iters:
             self._iterate(data_iterator)
             self.garbage.after_iteration(progress.iteration)
             self._replan()
-            is_last = self._exits_early() or progress.iteration == self.settings.train_iters
+            is_last = self._exits_early() or progress.iteration == self.settings.run.train_iters
             interval = self.settings.checkpoint.save_interval
             evaluates = run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0)
             evaluates = evaluates and not self.early_exit.is_urgent
@@ -276,10 +263,9 @@ class _Run:
                 break
 
     def _iterate(self, data_iterator: Any) -> None:
-        self._ramp_up()
         self.iterations_here += 1
         if self.replanner is not None:
-            self.replanner.before(self.iterations_here, get_num_microbatches())
+            self.replanner.before(self.iterations_here, self.settings.num_microbatches)
         announce_lengths(
             self.training_state.schedule.unequal,
             self.datasets.train,
@@ -291,7 +277,7 @@ class _Run:
         self.trainer.begin_dropout(self.progress.consumed_samples)
         results = self.trainer.iterate(data_iterator)
         end = self.marks.now()
-        samples = get_current_running_global_batch_size()
+        samples = self.settings.global_batch_size
         tokens = num_tokens(self.datasets.train, self.settings, consumed=self.progress.consumed_samples, samples=samples)
         self.progress.iteration += 1
         self.progress.consumed_samples += samples
@@ -300,21 +286,11 @@ class _Run:
         self.unvalidated.append(_Iteration(progress.iteration, progress.consumed_samples, samples, tokens, elapsed_ms))
         self._add_metrics(results)
 
-    def _ramp_up(self) -> None:
-        """Set the number of microbatches for the samples consumed so far (--rampup-batch-size)."""
-        before = get_num_microbatches()
-        update_num_microbatches(self.progress.consumed_samples, consistency_check=True)
-        if get_num_microbatches() != before:
-            self._flush()  # planning for another number may take seconds; no validation may be pending meanwhile
-            _log.info("%d microbatches from iteration %d on", get_num_microbatches(), self.progress.iteration + 1)
-            if self.settings.zero_bubble.schedule != "stock":
-                self.training_state.schedule.plan(get_num_microbatches())
-
     def _replan(self) -> None:
         """At the end of a window of timed iterations, re-plan with the profiled timings, with no step left to validate."""
         if self.replanner is not None and self.replanner.is_due(self.iterations_here):
             self._flush()
-            self.replanner.after(self.iterations_here, get_num_microbatches())
+            self.replanner.after(self.iterations_here, self.settings.num_microbatches)
             self._log_balance()
 
     def _flush(self) -> None:
@@ -377,7 +353,7 @@ class _Run:
             return True
         if not self.early_exit.is_due(self.progress.iteration):
             return False
-        if self.progress.iteration < self.settings.train_iters:  # scripts that start the job again look for this line
+        if self.progress.iteration < self.settings.run.train_iters:  # scripts that start the job again look for this line
             why = "on SIGTERM" if self.early_exit.is_urgent else "--exit-duration-in-mins"
             _log.info("exiting at iteration %d (%s)", self.progress.iteration, why)
         return True
@@ -436,7 +412,6 @@ class _Run:
 
 def _tear_down(job: Job) -> None:
     """Undo what `pretrain` set up, so that the process could train again."""
-    unset_num_microbatches_calculator()
     destroy_model_parallel()
     torch.distributed.destroy_process_group()
     job.host.uninstall()

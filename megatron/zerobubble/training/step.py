@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size, get_num_microbatches
 
 from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
@@ -88,7 +87,6 @@ class _PendingStep:
     """An iteration whose optimizer step is not validated yet."""
 
     loss: torch.Tensor
-    samples: int
     lr: float
     loss_scale: torch.Tensor
 
@@ -118,10 +116,9 @@ class Trainer:
         training_state = self._training_state
         if not self._optimistic:
             self._zero_gradients()
-        reports = run_passes(training_state, data_iterator, num_microbatches=get_num_microbatches(), forward_only=False)
+        reports = run_passes(training_state, data_iterator, forward_only=False)
         self._pending = _PendingStep(
             loss=_total(reports, training_state.device),
-            samples=get_current_running_global_batch_size(),
             lr=_learning_rate(training_state.optimizer),
             # A copy, because the step changes it. The host does not read it: it would wait here for all passes.
             loss_scale=training_state.optimizer.get_loss_scale().detach().clone(),
@@ -183,7 +180,7 @@ class Trainer:
         pending, self._pending = self._pending, None
         assert pending is not None
         if is_stepped:
-            self._training_state.scheduler.step(increment=pending.samples)
+            self._training_state.scheduler.step(increment=self._training_state.settings.global_batch_size)
         self._results.append(
             StepResult(
                 loss=pending.loss,
@@ -208,18 +205,14 @@ class Trainer:
 
 @torch.no_grad()
 def evaluate(training_state: TrainingState, data_iterator: Any) -> float:
-    """The mean loss per token over --eval-iters global batches. All ranks must call this.
-
-    Batches have --global-batch-size samples even while --rampup-batch-size trains on smaller ones.
-    """
-    num_microbatches = training_state.settings.num_microbatches
+    """The mean loss per token over --eval-iters global batches. All ranks must call this."""
     for chunk in training_state.chunks:
         chunk.eval()
     total = torch.zeros(2, dtype=torch.float64, device=training_state.device)
     with parameters_in_place(training_state):
         for _ in range(training_state.settings.run.eval_iters):
             total += _total(
-                run_passes(training_state, data_iterator, num_microbatches=num_microbatches, forward_only=True),
+                run_passes(training_state, data_iterator, forward_only=True),
                 training_state.device,
             )
     for chunk in training_state.chunks:
@@ -259,15 +252,15 @@ def parameters_in_place(training_state: TrainingState) -> Iterator[None]:
 
 
 def run_passes(
-    training_state: TrainingState, data_iterator: Any, *, num_microbatches: int, forward_only: bool
+    training_state: TrainingState, data_iterator: Any, *, forward_only: bool, num_microbatches: int | None = None
 ) -> list[dict[str, torch.Tensor]]:
     """Run the forward (and backward) passes of one global batch, without an optimizer step. All ranks must call this.
 
     Args:
         training_state: model chunks and schedule of this rank.
         data_iterator: microbatches, as `data.samples.chunk_iterators` returns them.
-        num_microbatches: microbatches per data-parallel rank.
         forward_only: skip the backward passes.
+        num_microbatches: microbatches per data-parallel rank; None: those of an iteration.
 
     Returns:
         What the loss function reported for each microbatch; empty on ranks that do not compute the loss.
@@ -280,7 +273,7 @@ def run_passes(
                 forward_step_func=training_state.forward_step,
                 data_iterator=data_iterator,
                 model=training_state.chunks,
-                num_microbatches=num_microbatches,
+                num_microbatches=num_microbatches or settings.num_microbatches,
                 seq_length=settings.model.seq_length,
                 micro_batch_size=settings.batch.micro_batch_size,
                 decoder_seq_length=settings.model.seq_length,

@@ -101,7 +101,6 @@ def _check_batch(settings: Settings) -> None:
             f"data-parallel size {data_parallel} = {step}; "
             f"{settings.global_batch_size // step * step + step} would be"
         )
-    _check_rampup(settings, step)
     ranks, microbatches = settings.pipeline_size, settings.num_microbatches
     if microbatches > _MOST_MICROBATCHES and settings.zero_bubble.schedule != "stock":
         raise ConfigError(
@@ -115,32 +114,10 @@ def _check_batch(settings: Settings) -> None:
             "the interleaved schedule on 2 pipeline ranks needs overlapped communication (without it megatron-core mixes up "
             "the two directions between them); leave out --no-overlap-p2p-communication"
         )
-    if settings.batch.rampup_batch_size:
-        raise ConfigError(
-            "--rampup-batch-size: the interleaved schedule needs every number of microbatches divisible by the pipeline size; "
-            "leave one of them out, or choose a schedule of this package"
-        )
     if microbatches % ranks:
         raise ConfigError(
             f"the interleaved schedule needs a number of microbatches divisible by the pipeline size {ranks}, got "
             f"{microbatches}; change --global-batch-size to {(microbatches // ranks + 1) * ranks * step}"
-        )
-
-
-def _check_rampup(settings: Settings, step: int) -> None:
-    """Check --rampup-batch-size. `step`: samples of one microbatch on all data-parallel ranks."""
-    if not settings.batch.rampup_batch_size:
-        return
-    first, increment, _ = settings.batch.rampup_batch_size
-    given, last = f"--rampup-batch-size {first} {increment}", settings.global_batch_size
-    if first >= last:
-        raise ConfigError(f"{given}: the first batch size must be less than --global-batch-size {last}")
-    if (last - first) % increment:
-        raise ConfigError(f"{given}: {increment} does not divide the {last - first} samples up to --global-batch-size {last}")
-    if first % step or increment % step:
-        raise ConfigError(
-            f"{given}: both must be divisible by --micro-batch-size x data-parallel size = {step}; "
-            f"{-(-first // step) * step} and {-(-increment // step) * step} would be"
         )
 
 
@@ -180,30 +157,13 @@ def _check_transformer_engine(settings: Settings) -> None:
 def _check_optimizer(settings: Settings) -> None:
     if settings.optim.optimizer == "sgd" and settings.parallel.use_distributed_optimizer:
         raise ConfigError("--use-distributed-optimizer shards Adam's state; leave it out with --optimizer sgd")
-    _check_lr_units(settings)
+    size = settings.global_batch_size
     warmup, decay = settings.lr_warmup_samples, settings.lr_decay_samples
-    unit, size = ("samples", 1) if settings.run.train_samples is not None else ("iterations", settings.global_batch_size)
-    name = "iters" if unit == "iterations" else unit
     if warmup >= decay:
         raise ConfigError(
-            f"the learning rate warm-up of {warmup / size:g} {unit} must be shorter than the decay of {decay // size} "
-            f"(--lr-decay-{name}, by default --train-{name})"
+            f"the learning rate warm-up of {warmup / size:g} iterations must be shorter than the decay of {decay // size} "
+            "(--lr-decay-iters, by default --train-iters)"
         )
-
-
-def _check_lr_units(settings: Settings) -> None:
-    """Raise unless the learning rate's schedule is in the unit of the run's length."""
-    optim = settings.optim
-    given = {
-        "iters": {"decay": optim.lr_decay_iters, "warmup": optim.lr_warmup_iters},
-        "samples": {"decay": optim.lr_decay_samples, "warmup": optim.lr_warmup_samples},
-    }
-    right, wrong = ("iters", "samples") if settings.run.train_samples is None else ("samples", "iters")
-    for name, value in given[wrong].items():
-        if value:
-            raise ConfigError(f"--lr-{name}-{wrong} needs --train-{wrong}; with --train-{right} give --lr-{name}-{right}")
-    if settings.run.train_samples is not None and not settings.train_iters:
-        raise ConfigError(f"--train-samples {settings.run.train_samples} is less than one batch; give at least its size")
 
 
 def _check_gradients(settings: Settings) -> None:

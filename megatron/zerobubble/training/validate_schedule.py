@@ -110,11 +110,11 @@ def check_trace(settings: Settings) -> None:
     zero_bubble = settings.zero_bubble
     if zero_bubble.zero_bubble_trace is None:
         return
-    late = sorted(number for number in zero_bubble.trace_iterations if number > settings.train_iters)
+    late = sorted(number for number in zero_bubble.trace_iterations if number > settings.run.train_iters)
     if late:
         raise ConfigError(
             f"--zero-bubble-trace-iterations: {', '.join(map(str, late))} come after the last one "
-            f"(--train-iters {settings.train_iters})"
+            f"(--train-iters {settings.run.train_iters})"
         )
 
 

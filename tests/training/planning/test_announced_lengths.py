@@ -24,12 +24,15 @@ class Announced:
         self.num_expected += 1
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *, iterations: int, rampup: Any = None) -> list[list[Any]]:
+def run(monkeypatch: pytest.MonkeyPatch, *, iterations: int) -> list[list[Any]]:
     """Announce for iterations of 3 microbatches of 2 samples on 2 replicas; per iteration what was announced before it."""
     settings: Any = SimpleNamespace(
-        batch=SimpleNamespace(micro_batch_size=2, rampup_batch_size=rampup), data_parallel_size=2, train_iters=iterations
+        batch=SimpleNamespace(micro_batch_size=2),
+        data_parallel_size=2,
+        global_batch_size=12,
+        num_microbatches=3,
+        run=SimpleNamespace(train_iters=iterations),
     )
-    monkeypatch.setattr(lengths, "get_num_microbatches", lambda: 3)
 
     def microbatch_lengths(dataset: Any, settings: Any, *, consumed: int, num_microbatches: int, rank: int) -> Any:
         assert (dataset, num_microbatches) == ("samples", 3)
@@ -53,11 +56,3 @@ def run(monkeypatch: pytest.MonkeyPatch, *, iterations: int, rampup: Any = None)
 def test_each_iteration_is_announced_once_and_the_next_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, iterations=4) == [[0, 12], [24], [36], []]
     assert run(monkeypatch, iterations=1) == [[0]]
-
-
-def test_while_the_batch_size_grows_nothing_is_known_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, iterations=3, rampup=[1, 1, 1]) == [[0], [12], [24]]
-
-
-def test_equal_microbatches_are_not_announced() -> None:
-    announce_lengths(None, None, SimpleNamespace(), iteration=0, consumed=0)  # type: ignore[arg-type]

@@ -28,15 +28,10 @@ class OptimConfig:
     """Learning rate decay function."""
     lr_decay_iters: int | None = None
     """Number of iterations over which the learning rate decays. Default: --train-iters."""
-    lr_decay_samples: int | None = None
-    """With --train-samples: number of samples over which the learning rate decays. Default: --train-samples."""
     lr_warmup_iters: int = 0
     """Number of iterations of linear learning rate warm-up."""
-    lr_warmup_samples: int = 0
-    """With --train-samples: number of samples of linear learning rate warm-up."""
     lr_warmup_fraction: float | None = None
-    """Length of the learning rate warm-up as a fraction of --lr-decay-iters or --lr-decay-samples, instead of --lr-warmup-iters
-    or --lr-warmup-samples."""
+    """Length of the learning rate warm-up as a fraction of --lr-decay-iters, instead of --lr-warmup-iters."""
     weight_decay: float = 0.01
     """Weight decay coefficient; not applied to biases and normalization layers."""
     clip_grad: float = 1.0
@@ -54,13 +49,11 @@ class OptimConfig:
     """When loading a checkpoint, use the learning rate and weight decay schedule of the flags."""
 
     def __post_init__(self) -> None:
-        positive(self, "lr", "lr_decay_iters", "lr_decay_samples", "adam_eps")
-        not_negative(self, "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad")
+        positive(self, "lr", "lr_decay_iters", "adam_eps")
+        not_negative(self, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
         at_most(self, 2**31 - 1, "lr_decay_iters", "lr_warmup_iters")
-        at_most(self, 2**47, "lr_decay_samples", "lr_warmup_samples")
         within(self, 0.0, 1.0, "adam_beta1", "adam_beta2", "lr_warmup_fraction")
         if self.min_lr > self.lr:
             raise ConfigError(f"--min-lr {self.min_lr} is larger than --lr {self.lr}")
-        for flag, value in (("iters", self.lr_warmup_iters), ("samples", self.lr_warmup_samples)):
-            if self.lr_warmup_fraction is not None and value:
-                raise ConfigError(f"--lr-warmup-fraction and --lr-warmup-{flag} are both given; choose one")
+        if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
+            raise ConfigError("--lr-warmup-fraction and --lr-warmup-iters are both given; choose one")

@@ -14,11 +14,8 @@ __all__ = ["RunConfig"]
 class RunConfig:
     """Run control."""
 
-    train_iters: int | None = None
-    """Number of iterations to train. Required, unless --train-samples is given."""
-    train_samples: int | None = None
-    """Number of samples to train, instead of --train-iters: whole iterations, of which --rampup-batch-size makes more. The
-    learning rate then follows --lr-decay-samples and --lr-warmup-samples."""
+    train_iters: int
+    """Number of iterations to train."""
     eval_interval: int = 1000
     """Iterations between evaluations on validation samples; the last iteration is always followed by one."""
     eval_iters: int = 100
@@ -59,21 +56,12 @@ class RunConfig:
     data-parallel replica."""
 
     def __post_init__(self) -> None:
-        self._check_length()
         if self.dry_run_world_size is not None and not self.dry_run:
             raise ConfigError("--dry-run-world-size needs --dry-run; a job takes its number of ranks from torchrun")
-        positive(self, "train_samples", "dry_run_world_size")
-        positive(self, "train_iters", "eval_interval", "exit_interval", "exit_duration_in_mins", "seed")
+        positive(self, "train_iters", "dry_run_world_size", "eval_interval", "exit_interval", "exit_duration_in_mins", "seed")
         not_negative(self, "eval_iters", "manual_gc_interval")
         at_most(self, 4_000_000_000, "seed")  # numpy's generators take 32 bits, and every pipeline rank adds to it
         at_most(self, 2**31 - 1, "train_iters", "eval_iters", "eval_interval", "exit_interval")
-        at_most(self, 2**47, "train_samples")
         at_most(self, 10**6, "dry_run_world_size")
         if not self.manual_gc and (self.manual_gc_interval or not self.manual_gc_eval):
             raise ConfigError("--manual-gc-interval and --no-manual-gc-eval need --manual-gc: add it, or leave them out")
-
-    def _check_length(self) -> None:
-        if self.train_iters is None and self.train_samples is None:
-            raise ConfigError("--train-iters N is required (or --train-samples N, which counts samples instead)")
-        if self.train_iters is not None and self.train_samples is not None:
-            raise ConfigError("--train-iters and --train-samples are both given; choose one")

@@ -12,7 +12,7 @@ from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import placement_of, schedule_info
 from megatron.zerobubble.plan.schedule_spec import STOCK, ScheduleSpec
-from megatron.zerobubble.training.config.batch import BatchConfig, iterations_of
+from megatron.zerobubble.training.config.batch import BatchConfig
 from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
 from megatron.zerobubble.training.config.data import DataConfig
 from megatron.zerobubble.training.config.fp8 import Fp8Config
@@ -257,8 +257,7 @@ class Settings:
         limit = self.zero_bubble.memory_limit
         if limit is None or limit.relative is not None:
             return None if limit is None else limit.relative
-        first = self.batch.rampup_batch_size[0] if self.batch.rampup_batch_size else self.global_batch_size
-        return 1.0 / min(self.pipeline_size, first // (self.batch.micro_batch_size * self.data_parallel_size))
+        return 1.0 / min(self.pipeline_size, self.num_microbatches)
 
     @property
     def watchdog_s(self) -> float | None:
@@ -269,22 +268,13 @@ class Settings:
         return given or 60.0 * self.parallel.distributed_timeout_minutes / 2.0
 
     @property
-    def train_iters(self) -> int:
-        """Number of iterations to train: --train-iters, or those that --train-samples fills."""
-        if self.run.train_samples is None:
-            return self.run.train_iters or 0
-        return iterations_of(self.run.train_samples, self.global_batch_size, self.batch.rampup_batch_size)
-
-    @property
     def lr_decay_samples(self) -> int:
         """Number of samples over which the learning rate decays."""
-        if self.run.train_samples is not None:
-            return self.optim.lr_decay_samples or self.run.train_samples
-        return (self.optim.lr_decay_iters or self.train_iters) * self.global_batch_size
+        return (self.optim.lr_decay_iters or self.run.train_iters) * self.global_batch_size
 
     @property
     def lr_warmup_samples(self) -> float:
         """Number of samples of learning rate warm-up."""
         if self.optim.lr_warmup_fraction is not None:
             return self.optim.lr_warmup_fraction * self.lr_decay_samples
-        return self.optim.lr_warmup_samples or self.optim.lr_warmup_iters * self.global_batch_size
+        return self.optim.lr_warmup_iters * self.global_batch_size

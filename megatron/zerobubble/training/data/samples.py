@@ -81,7 +81,7 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
         DataError: there are too few samples, or the cache cannot be written.
     """
     data, run = settings.data, settings.run
-    counts = (settings.train_iters, run.eval_iters, run.eval_iters)
+    counts = (settings.run.train_iters, run.eval_iters, run.eval_iters)
     sizes = [max(1, iterations * settings.global_batch_size) for iterations in counts]
     if data.reads_documents:
         documents = document_datasets(settings, tokenizer, (sizes[0], sizes[1], sizes[2]))

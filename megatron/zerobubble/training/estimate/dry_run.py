@@ -114,5 +114,5 @@ def _job(settings: Settings) -> str:
     sizes += f"{parallel.context_parallel_size} context x {settings.data_parallel_size} data"
     return (
         f"job: {settings.world_size} ranks = {sizes}; {settings.num_microbatches} microbatches of "
-        f"{settings.batch.micro_batch_size} x {settings.model.seq_length} tokens, {settings.train_iters} iterations"
+        f"{settings.batch.micro_batch_size} x {settings.model.seq_length} tokens, {settings.run.train_iters} iterations"
     )

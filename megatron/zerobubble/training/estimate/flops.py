@@ -60,7 +60,7 @@ class Flops:
         return self.linears + self.scores + self.head
 
 
-def iteration_flops(settings: Settings, *, vocab_size: int, samples: int | None = None) -> float:
+def iteration_flops(settings: Settings, *, vocab_size: int) -> float:
     """FLOPs of one training iteration of the whole job, over all ranks.
 
     Divide by the iteration's seconds and `settings.world_size` for FLOP/s per GPU, and that by the peak for MFU.
@@ -68,9 +68,8 @@ def iteration_flops(settings: Settings, *, vocab_size: int, samples: int | None 
     Args:
         settings: the model and its batch.
         vocab_size: the tokenizer's vocabulary size, before padding.
-        samples: samples of the iteration; None is --global-batch-size. They differ under --rampup-batch-size.
     """
-    return flops_per_sample(settings, vocab_size=vocab_size).total * (settings.global_batch_size if samples is None else samples)
+    return flops_per_sample(settings, vocab_size=vocab_size).total * settings.global_batch_size
 
 
 def flops_per_sample(settings: Settings, *, vocab_size: int) -> Flops:

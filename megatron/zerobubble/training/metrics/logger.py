@@ -76,7 +76,7 @@ class MetricsLogger:
 
             self._resources.enter_context(logging_redirect_tqdm())
             self._bar = self._resources.enter_context(
-                tqdm(total=self._settings.train_iters, initial=start_iteration, unit="it", desc="training")
+                tqdm(total=self._settings.run.train_iters, initial=start_iteration, unit="it", desc="training")
             )
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ def progress_line(
         flops_per_sample: FLOPs of one sample; None leaves out the throughput, which --log-throughput asks for.
         num_corrected: optimistic steps that validation has corrected since the run began.
     """
-    last, train_iters = records[-1], settings.train_iters
+    last, train_iters = records[-1], settings.run.train_iters
     losses = [record.loss for record in records if record.result.is_stepped and math.isfinite(record.loss)] or [last.loss]
     seconds = sum(record.seconds for record in records) / len(records)
     samples = sum(record.samples for record in records) / len(records)

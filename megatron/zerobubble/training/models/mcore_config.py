@@ -223,7 +223,7 @@ def scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
         lr_decay_style=optim.lr_decay_style,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,
-        wd_incr_steps=settings.run.train_samples or settings.train_iters * settings.global_batch_size,
+        wd_incr_steps=settings.run.train_iters * settings.global_batch_size,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=optim.override_opt_param_scheduler,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron.core.num_microbatches_calculator import get_num_microbatches
-
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrobatches, UnequalOptions, attention_share
 from megatron.zerobubble.mcore.microbatches.length_exchange import Lengths, LengthsOfReplicas
 from megatron.zerobubble.plan.objective import Objective
@@ -50,20 +48,17 @@ def announce_lengths(
     """
     if unequal is None:
         return
-    number = get_num_microbatches()
-    samples = number * settings.batch.micro_batch_size * settings.data_parallel_size
-    is_known = settings.batch.rampup_batch_size is None and iteration + 1 < settings.train_iters  # what the next one reads
-    for ahead in range(unequal.num_expected, 2 if is_known else 1):
-        unequal.expect(_lengths(dataset, settings, consumed=consumed + ahead * samples, num_microbatches=number))
+    for ahead in range(unequal.num_expected, 2 if iteration + 1 < settings.run.train_iters else 1):
+        unequal.expect(_lengths(dataset, settings, consumed=consumed + ahead * settings.global_batch_size))
 
 
-def _lengths(dataset: Any, settings: Settings, *, consumed: int, num_microbatches: int) -> LengthsOfReplicas:
+def _lengths(dataset: Any, settings: Settings, *, consumed: int) -> LengthsOfReplicas:
     rows = settings.batch.micro_batch_size
     return tuple(
         tuple(
             Lengths(tokens, squares / rows)
             for tokens, squares in microbatch_lengths(
-                dataset, settings, consumed=consumed, num_microbatches=num_microbatches, rank=replica
+                dataset, settings, consumed=consumed, num_microbatches=settings.num_microbatches, rank=replica
             )
         )
         for replica in range(settings.data_parallel_size)
