@@ -12,7 +12,6 @@ import pytest
 from megatron.zerobubble.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.zerobubble.job.error_file import read_error_file
 from megatron.zerobubble.training.arguments import build_parser, settings_from_argv
-from megatron.zerobubble.training.config.data_blend import Blend, Sources
 from megatron.zerobubble.training.config.settings import Settings
 from tests.training.launch import PRETRAIN, ROOT, environment
 
@@ -212,7 +211,6 @@ def test_batch_and_data_parallelism() -> None:
         ("--vocab-file vocab.json", 4, "--vocab-file and --merge-file are GPT2BPETokenizer's; .* ByteLevelTokenizer has none"),
         ("--special-tokens <a>", 4, "--special-tokens: --tokenizer-type ByteLevelTokenizer cannot add any"),
         ("--tokenizer-type TikTokenizer --tiktoken-num-special-tokens 0", 4, "0 must be greater than 0"),
-        ("--train-data-path x", 4, "--mock-data and --train-data-path are both given"),
         ("--transformer-impl transformer_engine", 4, "needs the package transformer_engine, which is not installed"),
         ("--attention-backend local --transformer-impl transformer_engine", 4, "is megatron-core's own attention"),
         ("--attention-backend fused --distributed-backend gloo", 4, "fused needs CUDA.*choose auto"),
@@ -261,7 +259,7 @@ def test_data_must_be_there(tmp_path: Path) -> None:
 
 def test_data_of_another_vocabulary_is_refused(corpus: str) -> None:
     base = BASE.replace("--mock-data", f"--data-path {corpus}")
-    assert settings(base=base).data.sources == Sources(divided=Blend((corpus,)))
+    assert settings(base=base).data.data_path == corpus
     with pytest.raises(DataError, match=r"--vocab-size 512 does not match the data.* 256; give --vocab-size 256"):
         settings("--vocab-size 512", base=base)
     with pytest.raises(DataError, match=r"--tokenizer-type NullTokenizer does not match the data.* ByteLevelTokenizer"):
@@ -288,24 +286,6 @@ def test_a_file_that_is_no_dataset_is_an_error(tmp_path: Path) -> None:
         (tmp_path / f"text{suffix}").write_bytes(b"text")
     with pytest.raises(DataError, match=r"text\.idx is not the index of a dataset"):
         settings(base=BASE.replace("--mock-data", f"--data-path {tmp_path}/text"))
-
-
-def test_weighted_data(corpus: str) -> None:
-    base = BASE.replace("--mock-data", f"--data-path 0.3 {corpus} 0.7 {corpus}")
-    assert settings(base=base).data.sources == Sources(divided=Blend((corpus, corpus), (0.3, 0.7)))
-
-
-def test_data_per_split(corpus: str) -> None:
-    train, valid, test = Blend((corpus, corpus), (1.0, 3.0)), Blend((corpus,)), Blend((corpus, corpus, corpus))
-    base = BASE.replace("--mock-data", f"--train-data-path 1 {corpus} 3 {corpus}")
-    flags = f"--valid-data-path {corpus} --test-data-path {corpus} {corpus} {corpus}"
-    assert settings(flags, base=base).data.sources == Sources(per_split=(train, valid, test))
-    with pytest.raises(ConfigError, match="no data to validate on: give --valid-data-path, or --eval-iters 0"):
-        settings(base=base)
-    with pytest.raises(ConfigError, match="--split divides --data-path; --train-data-path is divided already"):
-        settings(flags + " --split 1,1,1", base=base)
-    with pytest.raises(ConfigError, match="no data to train on: give --train-data-path, or --skip-train"):
-        settings(base=BASE.replace("--mock-data", f"--valid-data-path {corpus}"))
 
 
 def test_a_checkpoint_to_load_must_be_there(tmp_path: Path) -> None:

@@ -35,13 +35,13 @@ PACKED = ["--pack-sequences", *batch(1, NUM_ROWS), *P2]
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_documents(tmp_path_factory.mktemp("documents") / "some", random_documents(LENGTHS))
+    return write_documents(tmp_path_factory.mktemp("documents") / "some", 2 * random_documents(LENGTHS))
 
 
 def numbers(documents: str, folder: Path, flags: list[str]) -> list[float]:
     """Loss and gradient norm of two iterations that read every document once, and the validation loss of all documents."""
     path = folder / "metrics.jsonl"
-    data = ["--train-data-path", documents, "--valid-data-path", documents, "--metrics-jsonl", str(path)]
+    data = ["--data-path", documents, "--split", "1,1,0", "--metrics-jsonl", str(path)]
     said = train([*RUN, *WHOLE_EPOCHS, *data, *flags], num_ranks=2 if P2[0] in flags else 1)
     first, second = metrics(path)[1], metrics(path)[2]
     assert "tokens per second" in said
@@ -102,7 +102,7 @@ def test_a_batch_of_padding_trains_nothing(tmp_path: Path) -> None:
     """Documents of which only the first token is no padding have no token that counts, and training goes on."""
     padding, text = [[5] + [-1] * 6] * 12, random_documents([9] * 4)
     path = write_documents(tmp_path / "padded", [*padding, *text])
-    flags = ["--variable-seq-lengths", *batch(1, 2), *P2, "--train-data-path", path, "--eval-iters", "0"]
+    flags = ["--variable-seq-lengths", *batch(1, 2), *P2, "--data-path", path, "--split", "1,0,0", "--eval-iters", "0"]
     flags += ["--zero-bubble-v-schedule", "--enable-optimizer-post-validation", "--train-iters", "8"]
     said = train([*RUN, *flags, "--metrics-jsonl", str(tmp_path / "metrics.jsonl")])
     found = metrics(tmp_path / "metrics.jsonl")

@@ -1,13 +1,11 @@
-"""Training on several corpora, with tokenizers that people have: the blend that is read, and whole jobs."""
+"""Training on text, with tokenizers that people have: what is read, and whole jobs."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
 import struct
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.data.texts import Document
 from tests.support import tokenizers as tiny
-from tests.training.launch import ROOT, TINY_BATCH, TINY_MODEL, launch_warm, metrics, train
+from tests.training.launch import TINY_BATCH, TINY_MODEL, launch_warm, metrics, train
 from tools.preprocess_data import preprocess
 
 with quiet_third_parties():
@@ -32,40 +30,26 @@ RUN = [*TINY_MODEL, *TINY_BATCH, "--train-iters", "8", "--eval-interval", "8", "
 ZERO_BUBBLE = ["--pipeline-model-parallel-size", "2", "--enable-zero-bubble"]
 
 
-def two_corpora(folder: Path, tokenizer: TokenizerConfig) -> tuple[str, str]:
-    """This package's Python files, and its documentation; their prefixes."""
-    prefixes = []
-    for name, files in (("code", tiny.texts()), ("docs", (path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))))):
-        prefix = str(folder / name)
-        preprocess(documents=map(Document, files), tokenizer=tokenizer, prefix=prefix, appends_eod=True)
-        prefixes.append(prefix)
-    code, docs = prefixes
-    return code, docs
+def write_corpus(folder: Path, tokenizer: TokenizerConfig) -> str:
+    """A dataset of this package's Python files; its prefix."""
+    prefix = str(folder / "code")
+    preprocess(documents=map(Document, tiny.texts()), tokenizer=tokenizer, prefix=prefix, appends_eod=True)
+    return prefix
 
 
 @pytest.fixture(scope="module")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return two_corpora(tmp_path_factory.mktemp("corpora"), TokenizerConfig())
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"), TokenizerConfig())
 
 
 def settings(*flags: str) -> Settings:
     return settings_from_argv([*RUN, *flags], world_size=1)
 
 
-def test_samples_are_drawn_by_weight(corpora: tuple[str, str]) -> None:
-    code, docs = corpora
-    given = settings("--data-path", "0.25", code, "0.75", docs, "--split", "80,20")
-    datasets = build_datasets(given, build_tokenizer(given.tokenizer), reads=True)
-    drawn = Counter(int(datasets.train[sample]["dataset_id"]) for sample in range(64))
-    assert drawn == {0: 16, 1: 48}
-    assert len(datasets.valid) >= 8
-    assert datasets.test is None
-
-
-@pytest.mark.parametrize("blended", [False, True])
-def test_a_loss_mask_does_not_depend_on_the_sample_that_was_read_first(blended: bool, corpora: tuple[str, str]) -> None:
+@pytest.mark.parametrize("is_mock", [False, True])
+def test_a_loss_mask_does_not_depend_on_the_sample_that_was_read_first(is_mock: bool, corpus: str) -> None:
     """megatron-core masks the first sample's padding tokens in all others; a run that continues begins with another sample."""
-    given = settings(*(["--data-path", "1", corpora[0], "1", corpora[1], "--split", "80,20"] if blended else ["--mock-data"]))
+    given = settings(*(["--mock-data"] if is_mock else ["--data-path", corpus, "--split", "80,20"]))
     tokenizer = build_tokenizer(given.tokenizer)
     with_padding = _WithPadding(tokenizer, int(build_datasets(given, tokenizer, reads=True).train[0]["labels"][3]))
     masks = []
@@ -86,42 +70,22 @@ class _WithPadding:
         return getattr(self._tokenizer, name)
 
 
-def test_each_split_has_its_own_data(corpora: tuple[str, str], tmp_path: Path) -> None:
-    """And the file of --per-split-data-args-path says the same as flags."""
-    code, docs = corpora
-    flags = ["--train-data-path", "1", code, "1", docs, "--valid-data-path", docs, "--test-data-path", code]
-    (tmp_path / "paths.json").write_text(json.dumps({"train": ["1", code, "1", docs], "valid": [docs], "test": [code]}))
-    read = []
-    for given in (settings(*flags), settings("--per-split-data-args-path", str(tmp_path / "paths.json"))):
-        datasets = build_datasets(given, build_tokenizer(given.tokenizer), reads=True)
-        assert datasets.valid.dataset_path == docs
-        assert datasets.test.dataset_path == code
-        read.append([datasets.train[sample]["tokens"].tolist() for sample in range(8)])
-    assert read[0] == read[1]
-
-
-def test_corpora_without_weights_are_read_once(corpora: tuple[str, str]) -> None:
-    given = settings("--data-path", *corpora, "--split", "80,20", "--train-iters", "100000")
-    with pytest.raises(DataError, match=r"train: the datasets have \d+ samples together, and the run reads 800000; .* a weight"):
-        build_datasets(given, build_tokenizer(given.tokenizer), reads=True)
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, corpora: tuple[str, str]) -> None:
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, corpus: str) -> None:
     """By default it is a directory with the name of the dataset, without a suffix."""
     prefix = tmp_path / "docs"
     for suffix in (".bin", ".idx"):
-        shutil.copy(f"{corpora[1]}{suffix}", f"{prefix}{suffix}")
+        shutil.copy(f"{corpus}{suffix}", f"{prefix}{suffix}")
     prefix.write_text("in the way")
     given = settings("--data-path", str(prefix), "--split", "80,20")
     with pytest.raises(DataError, match=r"sample indices cannot be written or read: .*docs.*: .*; give --data-cache-path DIR"):
         build_datasets(given, build_tokenizer(given.tokenizer), reads=True)
 
 
-def test_a_job_on_a_damaged_dataset_ends_at_once(tmp_path: Path, corpora: tuple[str, str]) -> None:
+def test_a_job_on_a_damaged_dataset_ends_at_once(tmp_path: Path, corpus: str) -> None:
     """All lengths are 0, which megatron-core counts epochs of forever; rank 1 only compares sizes, and rank 0 ends the job."""
     prefix = tmp_path / "docs"
     for suffix in (".bin", ".idx"):
-        shutil.copy(f"{corpora[1]}{suffix}", f"{prefix}{suffix}")
+        shutil.copy(f"{corpus}{suffix}", f"{prefix}{suffix}")
     index = prefix.with_suffix(".idx")
     data = bytearray(index.read_bytes())
     (num_sequences,) = struct.unpack_from("<Q", data, 18)
@@ -133,26 +97,22 @@ def test_a_job_on_a_damaged_dataset_ends_at_once(tmp_path: Path, corpora: tuple[
     assert re.search(r"error: \S+docs\.idx: sequence 0 has a length of 0; it must be above 0", said)
 
 
-def test_a_job_on_two_corpora_with_a_hugging_face_tokenizer(tmp_path: Path) -> None:
+def test_a_job_with_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     hugging_face, _ = tiny.byte_pairs(tmp_path)
-    code, docs = two_corpora(tmp_path, hugging_face)
-    paths = ["--train-data-path", "0.3", code, "0.7", docs, "--valid-data-path", docs, "--test-data-path", code]
+    data = ["--data-path", write_corpus(tmp_path, hugging_face), "--split", "70,30"]
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", hugging_face.tokenizer_model]
-    flags = [*RUN, *ZERO_BUBBLE, *paths, *tokenizer, "--make-vocab-size-divisible-by", "64"]
+    flags = [*RUN, *ZERO_BUBBLE, *data, *tokenizer, "--make-vocab-size-divisible-by", "64"]
     said = train([*flags, "--metrics-jsonl", tmp_path / "metrics.jsonl"], num_ranks=2)
     check_curve(tmp_path / "metrics.jsonl", tiny.VOCAB_SIZE)
     assert "validation loss at iteration 8: " in said
-    assert "test loss at iteration 8: " in said
 
 
 @pytest.mark.sampled(0.3)
-def test_a_job_on_two_corpora_with_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
+def test_a_job_with_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
     sentencepiece = tiny.sentencepiece(tmp_path)
-    code, docs = two_corpora(tmp_path, sentencepiece)
-    (tmp_path / "paths.txt").write_text(f"0.3 {code}\n0.7 {docs}\n")
     tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", sentencepiece.tokenizer_model]
-    flags = ["--data-args-path", tmp_path / "paths.txt", "--split", "70,30", "--reset-position-ids", "--eod-mask-loss"]
-    train([*RUN, *ZERO_BUBBLE, *flags, *tokenizer, "--metrics-jsonl", tmp_path / "metrics.jsonl"], num_ranks=2)
+    data = ["--data-path", write_corpus(tmp_path, sentencepiece), "--split", "70,30", "--reset-position-ids", "--eod-mask-loss"]
+    train([*RUN, *ZERO_BUBBLE, *data, *tokenizer, "--metrics-jsonl", tmp_path / "metrics.jsonl"], num_ranks=2)
     check_curve(tmp_path / "metrics.jsonl", tiny.SENTENCEPIECE_VOCAB_SIZE)
 
 

@@ -7,7 +7,6 @@ iterate; evaluate; save; log a summary. User errors that need no other rank are 
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -225,7 +224,6 @@ class _Run:
         if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration < 0 and not self.early_exit.is_urgent:
             self._evaluate()  # nothing was trained
         self._save()
-        self._test()
         if self.settings.zero_bubble.schedule != "stock":
             self.plan_writer.finish(self.training_state.schedule, self.settings.num_microbatches)
         self._summarize()
@@ -317,15 +315,6 @@ class _Run:
             loss = evaluate(self.training_state, self._iterators(self.datasets.valid, consumed=0))
         self.progress.evaluated_iteration = self.progress.iteration
         self.metrics.log(validation_loss=loss, iteration=self.progress.iteration)
-
-    def _test(self) -> None:
-        """At the end, evaluate on --test-data-path."""
-        run, (_, _, test) = self.settings.run, self.settings.data.sources.per_split
-        if test is None or run.eval_iters == 0 or self.early_exit.is_urgent:
-            return
-        with self.garbage.evaluation(), self.job.watch.phase("evaluates on the test data, between two passes"):
-            loss = evaluate(self.training_state, self._iterators(self.datasets.test, consumed=0))
-        _log.info("test loss at iteration %d: %.4f (ppl %.2f)", self.progress.iteration, loss, math.exp(min(loss, 700.0)))
 
     def _save(self) -> None:
         progress = self.progress

@@ -17,7 +17,6 @@ from megatron.zerobubble.flags.dataclass_flags import flag_of
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.rendezvous import Connection
 from megatron.zerobubble.mcore.agreement import Given, check_same, content_digest, refuse, text_digest, versions
-from megatron.zerobubble.training.config.data_blend import SPLITS, Blend
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import AGREEMENT, resolved_backend
 
@@ -29,12 +28,7 @@ PER_HOST = frozenset({"data_cache_path", "num_workers", "mmap_bin_files", "distr
 GIVEN_OR_NOT = frozenset({"save", "load", "metrics_jsonl", "zero_bubble_save_plan", "zero_bubble_trace"})
 """Paths to write or load by, which may differ between hosts. All ranks have them, or none."""
 
-BY_CONTENT = frozenset(
-    {
-        *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path"),
-        *("zero_bubble_load_plan", "tokenizer_model", "vocab_file", "merge_file"),
-    }
-)
+BY_CONTENT = frozenset({"data_path", "zero_bubble_load_plan", "tokenizer_model", "vocab_file", "merge_file"})
 """Files that may have another path on each host: their content counts."""
 
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".jinja", ".py")
@@ -78,7 +72,8 @@ def values_of(settings: Settings, launch: Launch) -> dict[str, Given]:
                 values[flag_of(field)] = Given(_given_or_not(value) if field.name in GIVEN_OR_NOT else _text(value))
     try:
         values |= {flag: _file(path) for flag, path in _files(settings) if path is not None}
-        values |= dict(_datasets(settings))
+        if settings.data.data_path is not None:
+            values["--data-path"] = _indexed(settings.data.data_path)
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
     values["the communication backend"] = Given(resolved_backend(settings))
@@ -116,21 +111,6 @@ def _file(name: str) -> Given:
 
 def _content(name: str, digest: str) -> Given:
     return Given(f"{name} (content {digest[:8]})", digest)
-
-
-def _datasets(settings: Settings) -> Iterator[tuple[str, Given]]:
-    """Each dataset by content, and the weights; of each split, or those that --split divides."""
-    sources, known = settings.data.sources, dict[str, Given]()
-    blends: dict[str, Blend | None] = {"--data-path": sources.divided}
-    blends |= {f"--{name}-data-path": blend for name, blend in zip(SPLITS, sources.per_split, strict=True)}
-    for flag, blend in blends.items():
-        if blend is None:
-            continue
-        yield f"the weights of {flag}", Given("none" if blend.weights is None else _text(blend.weights))
-        for number, prefix in enumerate(blend.prefixes, 1):
-            if prefix not in known:
-                known[prefix] = _indexed(prefix)
-            yield f"dataset {number} of {flag}", known[prefix]
 
 
 def _indexed(prefix: str) -> Given:

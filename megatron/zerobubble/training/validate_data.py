@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron.zerobubble.errors import ConfigError, DataError
-from megatron.zerobubble.training.config.data_blend import SPLITS
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.corpus import read_corpus_info, split_documents
 from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset, file_bytes
@@ -65,57 +64,37 @@ def _check_packing(settings: Settings) -> None:
 
 
 def check_data(settings: Settings, *, reads_all: bool) -> None:
-    """Raise unless the datasets are there, and every split that the run reads has samples.
+    """Raise unless the dataset is whole, was made with the tokenizer of the run, and every split that is read has samples.
 
     Args:
         settings: the flags.
-        reads_all: whether to read the whole index of each dataset.
+        reads_all: whether to read the whole index.
     """
-    if settings.data.mock_data:
+    prefix = settings.data.data_path
+    if prefix is None:
         return
-    sources, run = settings.data.sources, settings.run
-    _check_datasets(settings, reads_all=reads_all)
-    if sources.divided is not None:
-        return
-    train, valid, _ = sources.per_split
-    if train is None and not run.skip_train:
-        raise ConfigError("no data to train on: give --train-data-path, or --skip-train to evaluate only")
-    if valid is None and run.eval_iters > 0:
-        raise ConfigError("no data to validate on: give --valid-data-path, or --eval-iters 0")
-
-
-def _check_datasets(settings: Settings, *, reads_all: bool) -> None:
-    sources, data = settings.data.sources, settings.data
-    for prefix in sources.prefixes:
-        index = _check_dataset(settings, prefix, reads_all=reads_all)
-        splits: tuple[range, ...] = (range(index.num_sequences),)
-        if sources.divided is not None:
-            splits = split_documents(index.num_sequences, data.split_weights)
-            _check_splits(settings, prefix, splits)
-        if reads_all and data.reads_documents:
-            _check_labels(settings, index, splits)
-
-
-def _check_labels(settings: Settings, index: DatasetIndex, splits: tuple[range, ...]) -> None:
-    """Raise if the documents of a split that the run reads have one token each: there is nothing to predict."""
-    lengths, _, _ = index.entries()
-    for name, documents, is_read in zip(
-        SPLITS, splits, (not settings.run.skip_train, settings.run.eval_iters > 0, False), strict=False
-    ):
-        own = lengths[documents.start : documents.stop]
-        if is_read and len(own) and own.max() < 2:
-            where = f"the {len(own)} document(s) for {name}" if len(splits) > 1 else f"the {len(own)} document(s)"
-            raise DataError(f"{index.prefix}: none of {where} has a second token, to predict from the first; give more documents")
-
-
-def _check_dataset(settings: Settings, prefix: str, *, reads_all: bool) -> DatasetIndex:
-    """Raise unless a dataset is there and whole, and was made with the tokenizer of the run."""
     index = check_dataset(prefix, reads_all=reads_all)
     info = read_corpus_info(prefix)
     if info is not None:
         info.check_matches(settings.tokenizer.tokenizer_type, settings.tokenizer.known_vocab_size)
         info.check_index(index, bin_bytes=file_bytes(index.bin_path))
-    return index
+    splits = split_documents(index.num_sequences, settings.data.split_weights)
+    _check_splits(settings, prefix, splits)
+    if reads_all and settings.data.reads_documents:
+        _check_labels(settings, index, splits)
+
+
+def _check_labels(settings: Settings, index: DatasetIndex, splits: tuple[range, ...]) -> None:
+    """Raise if the documents of a split that the run reads have one token each: there is nothing to predict."""
+    lengths, _, _ = index.entries()
+    is_read = {"train": not settings.run.skip_train, "valid": settings.run.eval_iters > 0}
+    for (name, reads), documents in zip(is_read.items(), splits, strict=False):
+        own = lengths[documents.start : documents.stop]
+        if reads and len(own) and own.max() < 2:
+            raise DataError(
+                f"{index.prefix}: none of the {len(own)} document(s) for {name} has a second token, to predict from the first; "
+                "give more documents"
+            )
 
 
 def _check_splits(settings: Settings, prefix: str, splits: tuple[range, ...]) -> None:

@@ -22,13 +22,13 @@ from tests.training.launch import TINY_MODEL
 
 with quiet_third_parties():
     from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
+    from megatron.zerobubble.training.data.documents import next_fit
     from megatron.zerobubble.training.data.microbatch_lengths import (
         length_multiple,
         microbatch_lengths,
         num_tokens,
         sample_lengths,
     )
-    from megatron.zerobubble.training.data.packing import next_fit
     from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, next_batch
 
 SEQ_LENGTH = 32
@@ -46,7 +46,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 def settings(prefix: str, *flags: str, micro: int = 2, batch: int = 4, world_size: int = 1) -> Settings:
     argv = [*TINY_MODEL, "--micro-batch-size", str(micro), "--global-batch-size", str(batch), "--lr", "1e-3"]
     argv += ["--calculate-per-token-loss", "--train-iters", "40", "--eval-iters", "0", "--split", "1,0,0"]
-    return settings_from_argv([*argv, "--data-path", *prefix.split(), *flags], world_size=world_size)
+    return settings_from_argv([*argv, "--data-path", prefix, *flags], world_size=world_size)
 
 
 def dataset(given: Settings) -> Any:
@@ -215,19 +215,6 @@ def test_lengths_divide_over_the_ranks_that_share_sequences(prefix: str, flags: 
     assert length_multiple(given) == multiple
 
 
-def test_a_blend_knows_its_lengths(prefix: str, tmp_path: Path) -> None:
-    other = write_documents(tmp_path / "other", random_documents([7] * 20, seed=1))
-    given = settings(f"0.25 {prefix} 0.75 {other}", "--variable-seq-lengths")
-    train = dataset(given)
-    lengths = [len(train[number]["tokens"]) for number in range(40)]
-    assert sample_lengths(train)[:40].tolist() == lengths
-    assert 30 <= sum(length == 6 for length in lengths) <= 33
-    once = settings(f"{prefix} {other}", "--variable-seq-lengths", "--train-iters", "8")
-    assert len(dataset(once)) == 20 + sum(-(-(length - 1) // SEQ_LENGTH) for length in LENGTHS)
-    with pytest.raises(DataError, match=r"train: the datasets have 39 samples together, and the run reads 160"):
-        dataset(settings(f"{prefix} {other}", "--variable-seq-lengths"))
-
-
 def test_samples_are_read_by_other_processes(prefix: str) -> None:
     train = dataset(settings(prefix, "--variable-seq-lengths"))
     tokens = train[5]["tokens"].tolist()
@@ -272,7 +259,7 @@ def test_documents_without_labels(tmp_path: Path) -> None:
 def test_a_split_that_is_not_read_may_be_empty(prefix: str) -> None:
     given = settings(prefix, "--variable-seq-lengths", "--skip-train", "--eval-iters", "3", "--split", "0,1,0")
     datasets = build_datasets(given, build_tokenizer(given.tokenizer), reads=True)
-    assert (datasets.train, len(datasets.valid), datasets.test) == (None, 12, None)
+    assert (datasets.train, len(datasets.valid)) == (None, 12)
 
 
 def test_equal_lengths_are_known_without_a_dataset(prefix: str) -> None:

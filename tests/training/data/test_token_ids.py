@@ -19,7 +19,7 @@ with quiet_third_parties():
 
     from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
     from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators
-    from megatron.zerobubble.training.data.token_ids import check_small_datasets
+    from megatron.zerobubble.training.data.token_ids import check_small_dataset
 
 VOCABULARY = 100
 DOCUMENTS, LENGTH = 40, 50
@@ -37,10 +37,10 @@ def write(folder: Path, *, at: tuple[int, int] = (0, 0), token: int = 5, dtype: 
     return prefix
 
 
-def settings(*prefix: str, flags: tuple[str, ...] = ()) -> Settings:
+def settings(prefix: str, flags: tuple[str, ...] = ()) -> Settings:
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY)]
     run = ["--train-iters", "6", "--eval-iters", "0", "--split", "100,0,0", *flags]
-    return settings_from_argv([*TINY_MODEL, *TINY_BATCH, *tokenizer, *run, "--data-path", *prefix], world_size=1)
+    return settings_from_argv([*TINY_MODEL, *TINY_BATCH, *tokenizer, *run, "--data-path", prefix], world_size=1)
 
 
 class Tokenizer:
@@ -57,13 +57,13 @@ def test_a_small_dataset_is_searched_before_the_job_starts(tmp_path: Path, at: t
         DataError,
         match=rf"data\.bin: document {document} has the token {token} at position {position}, and the vocabulary has 100",
     ):
-        check_small_datasets(given, Tokenizer())
-    check_small_datasets(given, Tokenizer(), at_most_bytes=DOCUMENTS * LENGTH * 4 - 1)  # too large to be searched
+        check_small_dataset(given, Tokenizer())
+    check_small_dataset(given, Tokenizer(), at_most_bytes=DOCUMENTS * LENGTH * 4 - 1)  # too large to be searched
 
 
 @pytest.mark.parametrize("token", [0, 99, -1])
 def test_tokens_of_the_vocabulary_and_padding_pass(tmp_path: Path, token: int) -> None:
-    check_small_datasets(settings(write(tmp_path, at=(3, 3), token=token)), Tokenizer())
+    check_small_dataset(settings(write(tmp_path, at=(3, 3), token=token)), Tokenizer())
 
 
 def test_the_check_of_a_job_searches_on_one_rank(tmp_path: Path) -> None:
@@ -82,18 +82,13 @@ def batches(given: Settings) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("flags", [(), ("--num-workers", "1"), ("--no-mmap-bin-files",)])
-@pytest.mark.parametrize("is_blended", [False, True])
-def test_a_batch_names_the_document(tmp_path: Path, flags: tuple[str, ...], is_blended: bool) -> None:
-    """6 iterations of 8 samples of 32 tokens read 1536 of 2000 tokens, with a blend 768 of each dataset: more in document 7."""
-    folders = [tmp_path / "good", tmp_path / "bad"]
-    for folder in folders:
-        folder.mkdir()
-    good = write(folders[0])
+def test_a_batch_names_the_document(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """6 iterations of 8 samples of 32 tokens read 1536 of 2000 tokens."""
     found = None
     for document in (7, 8, 9, 10, 11):  # samples are shuffled; not all of them are read
-        bad = write(folders[1], at=(document, 10), token=4711)
+        bad = write(tmp_path, at=(document, 10), token=4711)
         try:
-            batches(settings(*(("1", good, "1", bad) if is_blended else (bad,)), flags=flags))
+            batches(settings(bad, flags=flags))
         except DataError as error:
             found = str(error)
             break

@@ -11,7 +11,7 @@ from megatron.zerobubble.mcore.tokenizers import gpt2_tokenizer, load_tokenizer
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.data.corpus import read_corpus_info
-from megatron.zerobubble.training.data.token_ids import check_small_datasets
+from megatron.zerobubble.training.data.token_ids import check_small_dataset
 
 __all__ = ["build_tokenizer", "check_data_matches", "end_of_document"]
 
@@ -41,20 +41,19 @@ def build_tokenizer(config: TokenizerConfig) -> Any:
 
 
 def check_data_matches(settings: Settings, tokenizer: Any, *, is_first: bool = True) -> None:
-    """Raise DataError unless the datasets were made with, and the flags need, a tokenizer such as this one.
+    """Raise DataError unless the dataset was made with, and the flags need, a tokenizer such as this one.
 
     Args:
-        settings: names the datasets.
+        settings: names the dataset.
         tokenizer: of `build_tokenizer`.
-        is_first: whether to search small datasets for tokens that it does not have; one rank of a job does it for all.
+        is_first: whether to search a small dataset for tokens that it does not have; one rank of a job does it for all.
     """
     data = settings.data
-    for prefix in data.sources.prefixes:
-        info = read_corpus_info(prefix)
-        if info is not None and settings.tokenizer.tokenizer_type != "NullTokenizer":  # its size depends on megatron-core
-            info.check_vocabulary(tokenizer.vocab_size, prefix=prefix, given=settings.tokenizer.vocab_size)
+    info = None if data.data_path is None else read_corpus_info(data.data_path)
+    if info is not None and settings.tokenizer.tokenizer_type != "NullTokenizer":  # its size depends on megatron-core
+        info.check_vocabulary(tokenizer.vocab_size, prefix=str(data.data_path), given=settings.tokenizer.vocab_size)
     if is_first:
-        check_small_datasets(settings, tokenizer)
+        check_small_dataset(settings, tokenizer)
     if data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss:
         end_of_document(tokenizer, "--reset-position-ids, --reset-attention-mask and --eod-mask-loss look")
     elif settings.tokenizer.package == "transformers":  # which raises where megatron-core asks for a token that is not there

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.zerobubble.errors import DataError
-from megatron.zerobubble.training.data.index import DatasetIndex, read_index
+from megatron.zerobubble.training.data.index import DatasetIndex
 
-__all__ = ["CorpusInfo", "corpus_info_path", "documents_of_splits", "read_corpus_info", "split_documents"]
+__all__ = ["CorpusInfo", "corpus_info_path", "read_corpus_info", "split_documents"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,24 +103,16 @@ def read_corpus_info(prefix: str) -> CorpusInfo | None:
     return info
 
 
-def documents_of_splits(prefix: str, weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Number of documents of a dataset in each split.
+def split_documents(num_documents: int, weights: tuple[float, ...]) -> tuple[range, ...]:
+    """The numbers of the documents in each split, as megatron-core cuts them.
 
     megatron-core rounds the boundaries between splits, so that a small proportion of few documents may be empty. On an empty
     split it never terminates: it repeats the split until there are enough tokens.
 
     Args:
-        prefix: path prefix of the dataset, without .idx.
+        num_documents: documents of the dataset.
         weights: proportions of the splits, in any unit; not all of them 0.
-
-    Raises:
-        DataError: the index cannot be read or is damaged.
     """
-    return tuple(len(documents) for documents in split_documents(read_index(prefix).num_sequences, weights))
-
-
-def split_documents(num_documents: int, weights: tuple[float, ...]) -> tuple[range, ...]:
-    """The numbers of the documents in each split, as megatron-core cuts them. Arguments as in `documents_of_splits`."""
     shares = itertools.accumulate((weight / sum(weights) for weight in weights), initial=0.0)
     cuts = [round(share * float(num_documents)) for share in shares]
     return tuple(range(begin, end) for begin, end in itertools.pairwise(cuts))

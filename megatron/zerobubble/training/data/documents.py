@@ -12,21 +12,26 @@ read no tokens know them, too.
 from __future__ import annotations
 
 import functools
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from megatron.zerobubble.errors import DataError
-from megatron.zerobubble.training.data.index import DatasetIndex
-from megatron.zerobubble.training.data.packing import next_fit
+from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.data.corpus import split_documents
+from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset
 
-__all__ = ["DocumentDataset", "DocumentOptions"]
+__all__ = ["DocumentDataset", "document_dataset", "next_fit"]
+
+_log = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
@@ -36,18 +41,31 @@ _PADDING = -1
 """megatron-core's padding in a dataset, which does not count in the loss."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DocumentOptions:
-    """How documents become samples."""
+def document_dataset(settings: Settings, tokenizer: Any, split: Split, size: int) -> DocumentDataset:
+    """The samples of a split. All ranks build them, for their lengths; tokens are opened where they are read.
 
-    seq_length: int
-    """Tokens of a sample, at most."""
-    seed: int
-    """Of the order of the samples."""
-    packs: bool
-    """Whether several documents share a sample."""
-    mmap_bin_files: bool
-    """Whether .bin files are memory-mapped."""
+    Args:
+        settings: path and splits of the data.
+        tokenizer: of the run.
+        split: training or validation.
+        size: number of samples.
+
+    Raises:
+        DataError: the dataset is damaged, or the split has no document with two tokens.
+    """
+    index = check_dataset(str(settings.data.data_path), reads_all=False)
+    documents = split_documents(index.num_sequences, settings.data.split_weights)[split.value]
+    seq_length = settings.model.seq_length
+    config = BlendedMegatronDatasetConfig(random_seed=settings.run.seed, sequence_length=seq_length, tokenizer=tokenizer)
+    dataset = DocumentDataset(index, documents, size=size, settings=settings, config=config, split=split)
+    tokens = index.entries()[0][documents.start : documents.stop]
+    cut, left_out = int((tokens > seq_length + 1).sum()), int((tokens < 2).sum())
+    _log.info("%s: %d samples per epoch, documents of %s", split.name, dataset.num_rows, index.prefix)
+    if cut:
+        _log.info("%s: %d document(s) were cut, which are longer than --seq-length %d", split.name, cut, seq_length)
+    if left_out:
+        _log.info("%s: %d document(s) were left out, which have one token and so nothing to predict", split.name, left_out)
+    return dataset
 
 
 @dataclass(frozen=True)
@@ -82,8 +100,8 @@ class DocumentDataset(Dataset[dict[str, Any]]):
     Args:
         index: of the dataset, which `index.check_dataset` has checked.
         documents: the numbers of the split's documents.
-        size: samples, over as many epochs as it takes; None: one epoch.
-        options: how documents become samples.
+        size: samples, over as many epochs as it takes.
+        settings: how documents become samples.
         config: megatron-core's, with the tokenizer.
         split: which split it is.
 
@@ -92,42 +110,33 @@ class DocumentDataset(Dataset[dict[str, Any]]):
     """
 
     def __init__(
-        self, index: DatasetIndex, documents: range, *, size: int | None, options: DocumentOptions, config: Any, split: Split
+        self, index: DatasetIndex, documents: range, *, size: int, settings: Settings, config: Any, split: Split
     ) -> None:
-        self._options = options
+        self._seed = settings.run.seed
+        self._mmap = settings.data.mmap_bin_files
         self.config = config
         """As given."""
         self.dataset_path = index.prefix
         """Path prefix."""
-        self.index_split = split
-        """As given; for megatron-core's BlendedDataset."""
-        pieces = _Pieces.of(index.entries()[0], documents, options.seq_length)
+        seq_length = settings.model.seq_length
+        pieces = _Pieces.of(index.entries()[0], documents, seq_length)
         if not len(pieces.length):
             raise DataError(
                 f"{index.prefix}: none of the {len(documents)} document(s) for {split.name} has two tokens or more, and so none "
                 "has a token with a label; give more documents"
             )
-        tokens = index.entries()[0][documents.start : documents.stop]
-        self.num_cut = int((tokens > options.seq_length + 1).sum())
-        """Documents that are more than one sample."""
-        self.num_left_out = int((tokens < 2).sum())
-        """Documents without a token that has a label."""
-        if options.packs:
-            pieces = pieces[_permutation(options.seed, _PACKING, len(pieces.length))]
-            self._starts = next_fit(pieces.length, options.seq_length)
+        if settings.data.pack_sequences:
+            pieces = pieces[_permutation(self._seed, _PACKING, len(pieces.length))]
+            self._starts = next_fit(pieces.length, seq_length)
         else:
             self._starts = np.arange(len(pieces.length) + 1)
         self._pieces = pieces
         self.num_rows = len(self._starts) - 1
         """Samples of an epoch."""
-        self._size = self.num_rows if size is None else size
+        self._size = size
         self._row_lengths = np.add.reduceat(pieces.length, self._starts[:-1])
         self._row_squares = np.add.reduceat(pieces.length.astype(np.float64) ** 2, self._starts[:-1])
         self._epochs: OrderedDict[int, Array] = OrderedDict()
-        self.unique_identifiers = OrderedDict(
-            {"class": type(self).__name__, "dataset_path": index.prefix, "num_rows": self.num_rows, "options": str(options)}
-        )
-        """For megatron-core's BlendedDataset."""
 
     def __len__(self) -> int:
         return self._size
@@ -188,7 +197,7 @@ class DocumentDataset(Dataset[dict[str, Any]]):
     @functools.cached_property
     def _tokens(self) -> IndexedDataset:
         """Opened when a sample is read, which ranks in the middle of a pipeline never do."""
-        return IndexedDataset(self.dataset_path, mmap=self._options.mmap_bin_files)
+        return IndexedDataset(self.dataset_path, mmap=self._mmap)
 
     def _rows(self, numbers: Array) -> Array:
         """The rows of samples."""
@@ -202,10 +211,29 @@ class DocumentDataset(Dataset[dict[str, Any]]):
     def _order(self, epoch: int) -> Array:
         """The rows of an epoch in their order; the last two that were asked for are kept."""
         if epoch not in self._epochs:
-            self._epochs[epoch] = _permutation(self._options.seed, epoch, self.num_rows)
+            self._epochs[epoch] = _permutation(self._seed, epoch, self.num_rows)
             while len(self._epochs) > 2:
                 self._epochs.popitem(last=False)
         return self._epochs[epoch]
+
+
+def next_fit(lengths: Array, capacity: int) -> Array:
+    """Cut a sequence of pieces into rows, in order: a piece begins a new row where it does not fit into the one being filled.
+
+    Args:
+        lengths: [n] tokens of each piece, above 0 and at most `capacity`.
+        capacity: tokens of a row, at most.
+
+    Returns:
+        [r + 1] int64: the first piece of each row, and n.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    starts, first, used = [0], 0, 0
+    while first < len(ends):
+        first = int(np.searchsorted(ends, used + capacity, side="right"))
+        used = int(ends[first - 1])
+        starts.append(first)
+    return np.asarray(starts, dtype=np.int64)
 
 
 def _ids(tokens: Array) -> Array:

@@ -19,36 +19,32 @@ from typing import Any
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import Split
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import DataLoader
 
 from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.attention.sequence_parts import WHOLE, SequenceParts, slices
-from megatron.zerobubble.training.config.data_blend import SPLITS
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.collate import PaddedBatches
-from megatron.zerobubble.training.data.document_splits import document_datasets
+from megatron.zerobubble.training.data.documents import document_dataset
 from megatron.zerobubble.training.data.sampler import ConsumedSamples
 from megatron.zerobubble.training.data.token_ids import checked_batches, vocabulary_size
 
 __all__ = ["Batch", "Datasets", "build_datasets", "chunk_iterators", "chunk_reads", "next_batch"]
-
-_log = logging.getLogger(__name__)
 
 DataIterator = Iterator[dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """Training, validation and test samples; None on ranks that read none, unless they are documents, whose lengths all know."""
+    """Training and validation samples; None on ranks that read none, unless they are documents, whose lengths all know."""
 
     train: Any | None
     """Samples of --train-iters global batches."""
     valid: Any | None
     """Samples of --eval-iters global batches."""
-    test: Any | None
-    """Samples of --eval-iters global batches of --test-data-path, if given."""
 
 
 @dataclass(frozen=True)
@@ -78,23 +74,18 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
         reads: whether this rank reads samples.
 
     Raises:
-        DataError: there are too few samples, or the cache cannot be written.
+        DataError: no document of a split has a token with a label, or the cache cannot be written.
     """
     data, run = settings.data, settings.run
-    counts = (settings.run.train_iters, run.eval_iters, run.eval_iters)
-    sizes = [max(1, iterations * settings.global_batch_size) for iterations in counts]
+    sizes = [max(1, iterations * settings.global_batch_size) for iterations in (run.train_iters, run.eval_iters)]
     if data.reads_documents:
-        documents = document_datasets(settings, tokenizer, (sizes[0], sizes[1], sizes[2]))
-        for name, dataset, size in zip(SPLITS, documents, sizes, strict=True):
-            _check_enough(name, dataset, size)
-        return Datasets(*documents)
-    sources = data.sources
+        train = None if run.skip_train else document_dataset(settings, tokenizer, Split.train, sizes[0])
+        return Datasets(train, document_dataset(settings, tokenizer, Split.valid, sizes[1]) if run.eval_iters > 0 else None)
     config = GPTDatasetConfig(
         random_seed=run.seed,
         sequence_length=settings.model.seq_length,
-        blend=None if sources.divided is None else sources.divided.for_megatron_core(),
-        blend_per_split=_blends_read(settings),
-        split=data.split_text if sources.divided is not None else None,
+        blend=None if data.data_path is None else ([data.data_path], None),
+        split=None if data.data_path is None else data.split_text,
         path_to_cache=data.data_cache_path,
         mmap_bin_files=data.mmap_bin_files,
         tokenizer=tokenizer,
@@ -103,30 +94,19 @@ def build_datasets(settings: Settings, tokenizer: Any, *, reads: bool) -> Datase
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=data.reset_attention_mask,
     )
-    if (
-        config.split_matrix is not None
-    ):  # splits that are not read are not built: test samples, and validation samples without evaluation
+    if config.split_matrix is not None:  # splits that are not read are not built
         train, valid, _ = config.split_matrix
         config.split_matrix = [train, valid if run.eval_iters > 0 else None, None]
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
-    if data.data_cache_path is None:  # mutes warnings that indices of synthetic and of blended data are not cached
-        for name in ("gpt_dataset", "blended_dataset"):
-            logging.getLogger(f"megatron.core.datasets.{name}").setLevel(logging.ERROR)
-    datasets = _built(BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: reads, config))
-    for name, dataset, size in zip(SPLITS, datasets, sizes, strict=True):
-        _check_enough(name, dataset, size)
-        _make_masks_per_sample(dataset)
-    return Datasets(*datasets)
-
-
-def _make_masks_per_sample(dataset: Any) -> None:
-    """Make a loss mask for each sample, instead of a copy of the first one's.
-
-    megatron-core keeps the first sample's mask for the others, and then masks that sample's padding tokens in it: at those places
-    no other sample counts in the loss any more, so the loss depends on where the process began to read.
-    """
-    for part in getattr(dataset, "datasets", [dataset] if dataset is not None else []):
-        part.masks_and_position_ids_are_cacheable = False
+    if data.data_cache_path is None:  # mutes warnings that indices of synthetic data are not cached
+        logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
+    built = _built(BlendedMegatronDatasetBuilder(dataset_class, [*sizes, 1], lambda: reads, config))
+    for dataset in built:
+        if dataset is not None:
+            # megatron-core keeps the first sample's loss mask for the others, and then masks that sample's padding tokens in it:
+            # at those places no other sample counts any more, so the loss depends on where the process began to read.
+            dataset.masks_and_position_ids_are_cacheable = False
+    return Datasets(built[0], built[1])
 
 
 def _built(builder: BlendedMegatronDatasetBuilder) -> Any:
@@ -141,23 +121,6 @@ def _built(builder: BlendedMegatronDatasetBuilder) -> Any:
             f"the sample indices cannot be written or read: {cause.filename or 'the cache'}: {cause.strerror or cause}; give "
             "--data-cache-path DIR, a directory that can be written"
         ) from error
-
-
-def _blends_read(settings: Settings) -> list[tuple[list[str], list[float] | None] | None] | None:
-    """The blends of the splits that the run reads, as megatron-core takes them; None unless each split has its own."""
-    per_split, evaluates = settings.data.sources.per_split, settings.run.eval_iters > 0
-    read = [blend if evaluates or name == "train" else None for name, blend in zip(SPLITS, per_split, strict=True)]
-    return [None if blend is None else blend.for_megatron_core() for blend in read] if any(read) else None
-
-
-def _check_enough(name: str, dataset: Any | None, needed: int) -> None:
-    """Raise DataError if a blend without weights, which megatron-core reads once, has too few samples."""
-    if dataset is not None and len(dataset) < needed:
-        raise DataError(
-            f"{name}: the datasets have {len(dataset)} samples together, and the run reads {needed}; several datasets "
-            "without weights "
-            "are read once: give a weight before each prefix, so that they are repeated, or run fewer iterations"
-        )
 
 
 def chunk_reads(chunk: Any, settings: Settings) -> bool:

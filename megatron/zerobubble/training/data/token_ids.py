@@ -2,7 +2,7 @@
 
 An embedding raises an IndexError for them on the CPU and a device assertion on a GPU, neither of which names the data; and ids
 between the vocabulary and its padded size train on without a word. Datasets of another tokenizer have them, and those whose index
-has another dtype of the same size. Small datasets are searched before the job starts. In larger ones every batch is checked when
+has another dtype of the same size. A small dataset is searched before the job starts. In a larger one every batch is checked when
 it is read.
 
 -1 is megatron-core's padding, which it takes out of a batch and of the loss.
@@ -20,10 +20,10 @@ from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.index import DatasetIndex, file_bytes, read_index
 
-__all__ = ["check_small_datasets", "checked_batches", "vocabulary_size"]
+__all__ = ["check_small_dataset", "checked_batches", "vocabulary_size"]
 
 SEARCHED_BYTES = 256 * 2**20
-"""Bytes of .bin files, all datasets of a run together, that are searched before the job starts: it takes well under a second."""
+"""Bytes of a .bin file that is searched before the job starts: it takes well under a second."""
 
 _PIECE = 2**23
 _PADDING = -1
@@ -34,25 +34,22 @@ def vocabulary_size(settings: Settings, tokenizer: Any) -> int:
     return max(int(tokenizer.vocab_size), settings.tokenizer.vocab_size or 0)
 
 
-def check_small_datasets(settings: Settings, tokenizer: Any, *, at_most_bytes: int = SEARCHED_BYTES) -> None:
-    """Search the datasets of a run for token ids outside of the vocabulary, as long as they are small.
+def check_small_dataset(settings: Settings, tokenizer: Any, *, at_most_bytes: int = SEARCHED_BYTES) -> None:
+    """Search the dataset of a run for token ids outside of the vocabulary, if it is small.
 
     Args:
-        settings: names the datasets, which `validate.check_settings` has checked.
+        settings: names the dataset, which `check_settings` has checked.
         tokenizer: has the vocabulary.
-        at_most_bytes: of .bin files to read; a dataset that is larger than what is left of it is skipped.
+        at_most_bytes: of the .bin file; a dataset that is larger is not searched.
 
     Raises:
         DataError: a token id is negative, or not below the vocabulary's size.
     """
-    size = vocabulary_size(settings, tokenizer)
-    for prefix in settings.data.sources.prefixes:
-        index = read_index(prefix)
-        num_bytes = file_bytes(index.bin_path)
-        limits = np.iinfo(index.dtype)
-        if num_bytes > at_most_bytes or (limits.min == 0 and limits.max < size):
-            continue
-        at_most_bytes -= num_bytes
+    if settings.data.data_path is None:
+        return
+    index, size = read_index(settings.data.data_path), vocabulary_size(settings, tokenizer)
+    limits = np.iinfo(index.dtype)
+    if file_bytes(index.bin_path) <= at_most_bytes and (limits.min < 0 or limits.max >= size):
         _search(index, size)
 
 
@@ -77,7 +74,7 @@ def checked_batches(
     Args:
         batches: on the host, with tokens and labels [b, S], int64.
         samples: per batch, the numbers of its samples in the dataset.
-        dataset: megatron-core's GPTDataset, or a BlendedDataset of them, or of documents.
+        dataset: megatron-core's GPTDataset, or one of documents.
         size: of the vocabulary.
 
     Raises:
@@ -97,8 +94,6 @@ def _locate(dataset: Any, sample: int, size: int) -> DataError:
     if hasattr(dataset, "find"):
         prefix, document, position, token = dataset.find(sample, size)
         return _error(prefix, token, document=document, position=position, size=size)
-    if hasattr(dataset, "dataset_index"):
-        return _locate(dataset.datasets[dataset.dataset_index[sample]], int(dataset.dataset_sample_index[sample]), size)
     shuffled = dataset.shuffle_index[sample]
     (first, begin), (last, end) = (map(int, dataset.sample_index[each]) for each in (shuffled, shuffled + 1))
     for entry in range(first, last + 1):
