@@ -21,16 +21,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron.zerobubble.errors import ConfigError, DataError, UserError
+from megatron.zerobubble.errors import DataError, UserError
 from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
-from megatron.zerobubble.machine import usable_cores
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_path
 from megatron.zerobubble.training.data.texts import Document, json_texts, stdlib_texts
 
 _LOG_INTERVAL_S = 10.0
-_BYTES_FOR_PROCESSES = 8 * 2**20
-"""Below this size of the input, tokenizing takes less time than starting processes for it."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,8 +37,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         tokenizer = from_namespace(TokenizerConfig, options)
         tokenizer.check()
-        if options.workers is not None and options.workers < 1:
-            raise ConfigError(f"--workers {options.workers} must be greater than 0")
         num_bytes = None if options.python_stdlib else _size(options.input)
         with _Progress(num_bytes, options.log_interval) as progress:
             info = preprocess(
@@ -49,7 +44,6 @@ def main(argv: list[str] | None = None) -> int:
                 tokenizer=tokenizer,
                 prefix=options.output_prefix,
                 appends_eod=options.append_eod,
-                num_processes=options.workers or _default_processes(tokenizer, num_bytes or 0),
                 progress=progress,
             )
     except UserError as error:
@@ -80,12 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
     output.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="number of tokenizing processes (default: one per core; one for little text and without a vocabulary to look up)",
-    )
-    output.add_argument(
         "--log-interval", type=int, metavar="N", help="documents between progress lines in a log (default: one every 10 s)"
     )
     return parser
@@ -96,12 +84,6 @@ def _size(path: str) -> int:
         return Path(path).stat().st_size
     except OSError as error:
         raise DataError(f"--input {path} cannot be read: {error.strerror}") from None
-
-
-def _default_processes(tokenizer: TokenizerConfig, num_bytes: int) -> int:
-    if tokenizer.package is None or num_bytes < _BYTES_FOR_PROCESSES:
-        return 1
-    return usable_cores()
 
 
 class _Progress:
@@ -157,7 +139,6 @@ def preprocess(
     tokenizer: TokenizerConfig,
     prefix: str,
     appends_eod: bool,
-    num_processes: int = 1,
     progress: _Progress | None = None,
 ) -> CorpusInfo:
     """Tokenize documents and write the dataset.
@@ -167,7 +148,6 @@ def preprocess(
         tokenizer: the tokenizer.
         prefix: path prefix of the dataset.
         appends_eod: whether to append an end-of-document token to each document.
-        num_processes: tokenizing processes; 1 tokenizes in this one.
         progress: counts the documents.
 
     Returns:
@@ -176,14 +156,13 @@ def preprocess(
     Raises:
         DataError: there is no text, or it cannot be read or tokenized.
     """
-    from megatron.zerobubble.training.data.encoding import Encoder, encode
+    from megatron.zerobubble.training.data.encoding import Encoder
 
     encoder = Encoder(tokenizer, appends_eod=appends_eod)
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     temporary = f"{prefix}.{os.getpid()}.writing"
-    encoded = encode(documents, encoder, config=tokenizer, appends_eod=appends_eod, num_processes=num_processes)
     try:
-        num_documents, num_tokens = _write(encoded, temporary, encoder.dtype, progress)
+        num_documents, num_tokens = _write(map(encoder, documents), temporary, encoder.dtype, progress)
         info = CorpusInfo(
             tokenizer_type=tokenizer.tokenizer_type,
             vocab_size=encoder.vocab_size if tokenizer.known_vocab_size is None else tokenizer.known_vocab_size,

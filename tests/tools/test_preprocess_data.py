@@ -14,7 +14,6 @@ from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 from megatron.zerobubble.training.data.corpus import read_corpus_info
 from megatron.zerobubble.training.data.texts import json_texts, stdlib_texts
-from tests.support import tokenizers as tiny
 from tools.preprocess_data import main
 
 with quiet_third_parties():
@@ -49,16 +48,6 @@ def test_json_lines(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_end_of_document(lines: Path, tmp_path: Path) -> None:
     main(["--input", str(lines), "--append-eod", "--output-prefix", str(tmp_path / "data")])
     assert documents(tmp_path / "data") == [text.encode() + b"\0" for text in TEXTS]
-
-
-def test_several_workers_make_the_same_dataset(tmp_path: Path) -> None:
-    text, model = tmp_path / "texts.jsonl", tiny.sentencepiece(tmp_path).tokenizer_model
-    text.write_text("".join(json.dumps({"text": text}) + "\n" for text in tiny.texts() for _ in range(8)), encoding="utf-8")
-    flags = ["--input", str(text), "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model), "--append-eod"]
-    for workers in ("1", "2"):
-        assert main([*flags, "--workers", workers, "--output-prefix", str(tmp_path / workers)]) == 0
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"1{suffix}").read_bytes() == (tmp_path / f"2{suffix}").read_bytes()
 
 
 def test_compressed_text(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +93,6 @@ def test_a_bar_in_a_terminal(
         ("--tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer needs --vocab-size"),
         ("--tokenizer-type NullTokenizer --vocab-size 9", r"texts\.jsonl, line 1 cannot be tokenized: invalid literal for int"),
         ("--tokenizer-type SentencePieceTokenizer --tokenizer-model absent", "--tokenizer-model absent: there is no such file"),
-        ("--workers 0", "--workers 0 must be greater than 0"),
         ("--output-prefix /dev/null/data", "/dev/null: Not a directory|/dev/null: File exists"),
         ("--input .", r"--input \. does not exist; give a file"),
     ],
