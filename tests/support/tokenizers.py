@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +11,8 @@ from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 ROOT = Path(__file__).parents[2]
 END = "<|endoftext|>"
 VOCAB_SIZE = 400
-"""Of the Hugging Face tokenizer (which has an end-of-text token among them) and of GPT-2's."""
+"""Of the Hugging Face tokenizer, which has an end-of-text token among them."""
 SENTENCEPIECE_VOCAB_SIZE = 450
-NUM_SPECIAL = 10
-"""Special tokens of the Tiktoken tokenizer."""
 
 
 def texts() -> Iterator[str]:
@@ -24,8 +21,8 @@ def texts() -> Iterator[str]:
         yield path.read_text(encoding="utf-8")
 
 
-def byte_pairs(folder: Path) -> tuple[TokenizerConfig, TokenizerConfig]:
-    """Train byte pairs; as a Hugging Face tokenizer in a directory, and as GPT-2's two files."""
+def hugging_face(folder: Path) -> TokenizerConfig:
+    """Train byte pairs; as a Hugging Face tokenizer in a directory."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -39,13 +36,7 @@ def byte_pairs(folder: Path) -> tuple[TokenizerConfig, TokenizerConfig]:
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer.model.save(str(folder))
-    return (
-        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(directory)),
-        TokenizerConfig(
-            tokenizer_type="GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
-        ),
-    )
+    return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(directory))
 
 
 def sentencepiece(folder: Path) -> TokenizerConfig:
@@ -65,20 +56,3 @@ def sentencepiece(folder: Path) -> TokenizerConfig:
             minloglevel=2,
         )
     return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(path))
-
-
-def tiktoken(folder: Path) -> TokenizerConfig:
-    """The bytes and a few pairs of them, in the form of megatron-core's TikTokenizer."""
-    tokens = [bytes([value]) for value in range(256)] + [b"th", b"in", b"er", b"ing", b"the"]
-    path = folder / "tiktoken.json"
-    entries = [
-        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode("utf-8", "replace")}
-        for rank, token in enumerate(tokens)
-    ]
-    path.write_text(json.dumps(entries))
-    return TokenizerConfig(
-        tokenizer_type="TikTokenizer",
-        tokenizer_model=str(path),
-        vocab_size=NUM_SPECIAL + len(tokens),
-        tiktoken_num_special_tokens=NUM_SPECIAL,
-    )

@@ -98,7 +98,7 @@ def test_a_job_on_a_damaged_dataset_ends_at_once(tmp_path: Path, corpus: str) ->
 
 
 def test_a_job_with_a_hugging_face_tokenizer(tmp_path: Path) -> None:
-    hugging_face, _ = tiny.byte_pairs(tmp_path)
+    hugging_face = tiny.hugging_face(tmp_path)
     data = ["--data-path", write_corpus(tmp_path, hugging_face), "--split", "70,30"]
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", hugging_face.tokenizer_model]
     flags = [*RUN, *ZERO_BUBBLE, *data, *tokenizer, "--make-vocab-size-divisible-by", "64"]

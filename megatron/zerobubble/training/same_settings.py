@@ -8,7 +8,6 @@ below.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ PER_HOST = frozenset({"data_cache_path", "num_workers", "mmap_bin_files", "distr
 GIVEN_OR_NOT = frozenset({"save", "load", "metrics_jsonl", "zero_bubble_save_plan", "zero_bubble_trace"})
 """Paths to write or load by, which may differ between hosts. All ranks have them, or none."""
 
-BY_CONTENT = frozenset({"data_path", "zero_bubble_load_plan", "tokenizer_model", "vocab_file", "merge_file"})
+BY_CONTENT = frozenset({"data_path", "zero_bubble_load_plan", "tokenizer_model"})
 """Files that may have another path on each host: their content counts."""
 
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".jinja", ".py")
@@ -71,7 +70,9 @@ def values_of(settings: Settings, launch: Launch) -> dict[str, Given]:
                 value = getattr(group, field.name)
                 values[flag_of(field)] = Given(_given_or_not(value) if field.name in GIVEN_OR_NOT else _text(value))
     try:
-        values |= {flag: _file(path) for flag, path in _files(settings) if path is not None}
+        plan, tokenizer = settings.zero_bubble.zero_bubble_load_plan, settings.tokenizer.tokenizer_model
+        files = {"--zero-bubble-load-plan": plan, "--tokenizer-model": tokenizer}
+        values |= {flag: _file(path) for flag, path in files.items() if path is not None}
         if settings.data.data_path is not None:
             values["--data-path"] = _indexed(settings.data.data_path)
     except OSError as error:
@@ -89,15 +90,6 @@ def _text(value: Any) -> str:
 
 def _given_or_not(value: Any) -> str:
     return "not given" if value is None else "given"
-
-
-def _files(settings: Settings) -> Iterator[tuple[str, str | None]]:
-    """(flag, path) of files that are compared by content."""
-    tokenizer = settings.tokenizer
-    yield "--zero-bubble-load-plan", settings.zero_bubble.zero_bubble_load_plan
-    yield "--tokenizer-model", tokenizer.tokenizer_model
-    yield "--vocab-file", tokenizer.vocab_file
-    yield "--merge-file", tokenizer.merge_file
 
 
 def _file(name: str) -> Given:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from megatron.zerobubble.errors import DataError
-from megatron.zerobubble.mcore.tokenizers import gpt2_tokenizer, load_tokenizer
+from megatron.zerobubble.mcore.tokenizers import load_tokenizer
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 from megatron.zerobubble.training.data.corpus import read_corpus_info
 from megatron.zerobubble.training.data.token_ids import check_small_dataset
 
 __all__ = ["build_tokenizer", "check_data_matches", "end_of_document"]
-
-_END_OF_TEXT = "<|endoftext|>"
 
 
 def build_tokenizer(config: TokenizerConfig) -> Any:
@@ -31,7 +27,8 @@ def build_tokenizer(config: TokenizerConfig) -> Any:
         raise
     except Exception as error:  # libraries raise all kinds: their files are the user's
         reason = " ".join(str(error).split())[:400] or type(error).__name__
-        raise DataError(f"--tokenizer-type {config.tokenizer_type}: {_named(config)} cannot be loaded: {reason}") from error
+        name = "it" if config.tokenizer_model is None else f"--tokenizer-model {config.tokenizer_model}"
+        raise DataError(f"--tokenizer-type {config.tokenizer_type}: {name} cannot be loaded: {reason}") from error
     if config.tokenizer_type != "NullTokenizer" and config.vocab_size is not None and tokenizer.vocab_size > config.vocab_size:
         raise DataError(
             f"--vocab-size {config.vocab_size} is too small for the tokenizer, which has {tokenizer.vocab_size} tokens; "
@@ -79,52 +76,13 @@ def end_of_document(tokenizer: Any, who_looks: str) -> int:
     return int(eod)
 
 
-def _named(config: TokenizerConfig) -> str:
-    """The flags that name the tokenizer's files."""
-    if config.tokenizer_type == "GPT2BPETokenizer":
-        return f"--vocab-file {config.vocab_file} --merge-file {config.merge_file}"
-    return "it" if config.tokenizer_model is None else f"--tokenizer-model {config.tokenizer_model}"
-
-
 def _load(config: TokenizerConfig) -> Any:
     kind, model = config.tokenizer_type, config.tokenizer_model
     if kind == "ByteLevelTokenizer":
         return load_tokenizer("byte-level", vocab_size=config.known_vocab_size)
     if kind == "NullTokenizer":
         return load_tokenizer("null", vocab_size=config.vocab_size)
-    if kind == "TikTokenizer":
-        return _load_tiktoken(config)
-    if kind in ("HuggingFaceTokenizer", "GPT2BPETokenizer"):
-        options = {
-            "additional_special_tokens": list(config.special_tokens),
-            "include_special_tokens": config.tokenizer_hf_include_special_tokens,
-            "trust_remote_code": config.trust_remote_code,
-        }
-        if kind == "HuggingFaceTokenizer":
-            return load_tokenizer("huggingface", model, **options)
-        assert config.vocab_file is not None
-        assert config.merge_file is not None
-        if _END_OF_TEXT not in json.loads(Path(config.vocab_file).read_text(encoding="utf-8")):
-            raise DataError(f"--vocab-file {config.vocab_file} lacks the token {_END_OF_TEXT}, which ends GPT-2's documents")
-        return gpt2_tokenizer(config.vocab_file, config.merge_file, **options)
+    if kind == "HuggingFaceTokenizer":
+        included = config.tokenizer_hf_include_special_tokens
+        return load_tokenizer("huggingface", model, include_special_tokens=included, trust_remote_code=config.trust_remote_code)
     return load_tokenizer("sentencepiece", model)
-
-
-def _load_tiktoken(config: TokenizerConfig) -> Any:
-    path, num_special, size = config.tokenizer_model, config.tiktoken_num_special_tokens, config.known_vocab_size
-    assert path is not None
-    assert size is not None
-    tokens = json.loads(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(tokens, list):
-        raise DataError(f"--tokenizer-model {path} must be a JSON list of objects with rank, token_bytes and token_str")
-    if not num_special < size <= num_special + len(tokens):
-        raise DataError(
-            f"--tokenizer-model {path} has {len(tokens)} tokens, and there are {num_special} special ones "
-            f"(--tiktoken-num-special-tokens); a vocabulary of {size} does not fit: give --vocab-size {num_special + len(tokens)}"
-        )
-    options: dict[str, Any] = {"vocab_size": size, "num_special_tokens": num_special}
-    if config.special_tokens:
-        options["special_tokens"] = list(config.special_tokens)
-    if config.tiktoken_pattern is not None:
-        options["pattern"] = config.tiktoken_pattern
-    return load_tokenizer("tiktoken", path, **options)
