@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training import validate_model
 from megatron.zerobubble.training.arguments import settings_from_argv
+from megatron.zerobubble.training.config import model
 from megatron.zerobubble.training.config.settings import Settings
 from tests.support.hybrid import HAS_HYBRID_MODEL, WHY_NOT
 from tests.training.launch import TINY_BATCH, metrics, train
@@ -29,7 +29,7 @@ def settings(flags: str) -> Settings:
 @pytest.fixture
 def with_hybrid_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the flags as with a megatron-core that has HybridModel, whatever is installed."""
-    monkeypatch.setattr(validate_model, "has_hybrid_model", lambda: True)
+    monkeypatch.setattr(model, "has_hybrid_model", lambda: True)
 
 
 @pytest.mark.usefixtures("with_hybrid_model")
@@ -89,7 +89,7 @@ def test_bad_patterns_are_refused_in_one_line(flags: str, message: str) -> None:
 
 
 def test_a_megatron_core_without_the_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate_model, "has_hybrid_model", lambda: False)
+    monkeypatch.setattr(model, "has_hybrid_model", lambda: False)
     with pytest.raises(ConfigError, match=r"needs megatron-core >= 0\.18, which has HybridModel"):
         settings(PATTERN + "*-*-")
 

@@ -11,11 +11,11 @@ from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.plan.registry import known_schedules, schedule_info
 from megatron.zerobubble.plan.schedule_spec import STOCK
+from megatron.zerobubble.training.check import check_settings
 from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
 from megatron.zerobubble.training.config.logging import LoggingConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.validate import check_settings
 
 __all__ = ["DEFAULT", "PROFILED", "WARM_UP", "Contender", "parse_contenders"]
 

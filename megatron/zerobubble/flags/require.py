@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import flag_of
 from megatron.zerobubble.messages import quoted, shown
 
-__all__ = ["at_most", "not_negative", "one_of", "positive", "within"]
+__all__ = ["at_most", "divides", "not_negative", "one_of", "positive", "refuse", "within"]
 
 
 def positive(config: Any, *names: str) -> None:
@@ -48,6 +48,20 @@ def one_of(value: str, allowed: Sequence[str], flag: str) -> None:
     """Raise ConfigError unless `value`, given for `flag`, is one of `allowed`."""
     if value not in allowed:
         raise ConfigError(f"{flag} {quoted(value)} is unknown; choose from {', '.join(allowed)}")
+
+
+def divides(size: int, flag: str, values: Mapping[str, int]) -> None:
+    """Raise ConfigError unless `size`, given for `flag`, divides all `values`, by their flags."""
+    for given, value in values.items():
+        if value % size:
+            raise ConfigError(f"{given} {value} is not divisible by {flag} {size}")
+
+
+def refuse(subject: str, problems: Mapping[str, object]) -> None:
+    """Raise ConfigError, `subject` and the problem, for the first of `problems` that is true."""
+    for problem, is_given in problems.items():
+        if is_given:
+            raise ConfigError(f"{subject} {problem}")
 
 
 def _check_finite(flag: str, value: float) -> None:

@@ -1,7 +1,7 @@
 """Schedule, planner, trace and post-validation: the flags of the group "Zero bubble".
 
 One frozen dataclass; the docstring under a field is the flag's help text (see `flags`). Names and meanings are those of the zero
-bubble papers' own flags where those exist. `__post_init__` checks what can be checked alone; `validate` checks across groups.
+bubble papers' own flags where those exist. `__post_init__` checks what can be checked alone.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.messages import one_line, shown
+from megatron.zerobubble.training.check import check_settings
 from megatron.zerobubble.training.config.batch import BatchConfig
 from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
 from megatron.zerobubble.training.config.data import DataConfig
@@ -30,7 +31,6 @@ from megatron.zerobubble.training.config.run import RunConfig
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.suggestions import unknown_flags_message
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
-from megatron.zerobubble.training.validate import check_settings
 
 __all__ = ["build_parser", "parse_arguments", "settings_from_argv"]
 
@@ -86,7 +86,7 @@ def settings_from_argv(argv: Sequence[str], *, world_size: int, rank: int = 0, p
         argv: the flags.
         world_size: number of ranks of the job. --dry-run plans for another one: for its own flag's, and without torchrun for
             one data-parallel replica.
-        rank: this process' rank. Rank 0 checks more than the others (`validate.check_settings`).
+        rank: this process' rank. Rank 0 checks more than the others (`check.check_settings`).
         prog: program name in the usage.
 
     Raises:

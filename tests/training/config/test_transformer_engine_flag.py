@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training import validate as checks
+from megatron.zerobubble.training.config import model as checks
 from megatron.zerobubble.training.models import mcore_config
 from tests.support.apex_double import APEX
 from tests.training.test_arguments import settings

@@ -16,7 +16,7 @@ from megatron.zerobubble.plan.partition.layer_costs import LayerCosts, Model
 from megatron.zerobubble.plan.partition.layout import Layout
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.profiling.report import RankMemory
-from megatron.zerobubble.training import validate_model
+from megatron.zerobubble.training.config import model
 from megatron.zerobubble.training.estimate.memory_estimate import stage_weights
 from megatron.zerobubble.training.planning.layers_file import static_bytes, write_layers_file
 from megatron.zerobubble.training.planning.measured_layers import layer_kinds, measured_model
@@ -101,7 +101,7 @@ def test_kinds_of_layers() -> None:
 
 
 def test_kinds_of_a_hybrid_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate_model, "has_hybrid_model", lambda: True)
+    monkeypatch.setattr(model, "has_hybrid_model", lambda: True)
     flags = "--pipeline-model-parallel-size 4 --num-layers 4 --num-experts 2 --hybrid-layer-pattern=-|*|E|-"
     assert layer_kinds(settings(flags)) == ("mlp", "attention", "moe", "mlp")
 

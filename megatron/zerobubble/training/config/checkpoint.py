@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.errors import CheckpointError, ConfigError
 from megatron.zerobubble.flags.require import positive
 
 __all__ = ["CheckpointConfig"]
@@ -47,3 +48,15 @@ class CheckpointConfig:
             raise ConfigError("--save-interval needs --save DIR")
         if self.load is None and (self.ckpt_step is not None or self.finetune):
             raise ConfigError("--ckpt-step and --finetune need --load DIR")
+
+    def check(self) -> None:
+        """Raise CheckpointError if the checkpoint to load does not exist."""
+        if self.load is None or self.ckpt_step is not None:
+            return
+        tracker = Path(self.load) / "latest_checkpointed_iteration.txt"
+        resumes_itself = self.save is not None and Path(self.save) == Path(self.load)
+        if not tracker.is_file() and not resumes_itself:
+            raise CheckpointError(
+                f"--load {self.load}: there is no checkpoint ({tracker.name} is missing); "
+                "leave --load out to start from newly initialized weights"
+            )

@@ -7,8 +7,13 @@ import re
 from dataclasses import dataclass, field
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.flags.require import at_most, not_negative, positive
+from megatron.zerobubble.flags.require import at_most, not_negative, positive, refuse
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.training.config.mla import MlaConfig
+from megatron.zerobubble.training.config.model import ModelConfig
+from megatron.zerobubble.training.config.moe import MoeConfig
+from megatron.zerobubble.training.config.parallel import ParallelConfig
 
 __all__ = ["DataConfig"]
 
@@ -82,6 +87,38 @@ class DataConfig:
                 raise ConfigError(
                     f"{other} is for samples that run across documents, and {flag} keeps documents apart; leave it out"
                 )
+
+    def check_lengths(self, model: ModelConfig, moe: MoeConfig, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
+        """Raise ConfigError for flags that --variable-seq-lengths does not go with."""
+        if not self.variable_seq_lengths:
+            return
+        multiple, seq_length = self.pad_length_multiple, model.seq_length
+        if seq_length % multiple:
+            raise ConfigError(
+                f"--seq-length {seq_length} is not divisible by --pad-length-multiple {multiple}, to which samples are padded; "
+                f"{seq_length // multiple * multiple or multiple} would be"
+            )
+        sends = zero_bubble.schedule == "stock" and parallel.pipeline_model_parallel_size > 1  # which then refuse that dispatcher
+        shares = moe.expert_model_parallel_size > 1  # by ranks with other microbatches
+        if moe.num_experts is not None and moe.moe_token_dispatcher_type == "allgather" and (sends or shares):
+            raise ConfigError("--variable-seq-lengths does not go with --moe-token-dispatcher-type allgather; choose alltoall")
+
+    def check_packing(self, model: ModelConfig, mla: MlaConfig, parallel: ParallelConfig, *, micro_batch_size: int) -> None:
+        """Raise ConfigError for flags that --pack-sequences does not go with."""
+        context = parallel.context_parallel_size
+        problems = {
+            f"--context-parallel-size {context}: ranks share one sequence, not several": context > 1,
+            "--multi-latent-attention": mla.multi_latent_attention,
+            "--hybrid-layer-pattern": model.hybrid_layer_pattern is not None,
+            "--mtp-num-layers": model.mtp_num_layers,
+            "--attention-backend local, which has no packed sequences; choose auto": model.attention_backend == "local",
+        }
+        if self.pack_sequences and micro_batch_size != 1:
+            raise ConfigError(
+                f"--pack-sequences puts several documents into one row: give --micro-batch-size 1, not {micro_batch_size}"
+            )
+        if self.pack_sequences:
+            refuse("--pack-sequences does not go with", problems)
 
     @property
     def document_flag(self) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import flag_of
 from megatron.zerobubble.flags.require import at_most, positive
+from megatron.zerobubble.training.config.model import ModelConfig, PrecisionConfig
 
 __all__ = ["Fp8Config"]
 
@@ -39,6 +40,21 @@ class Fp8Config:
         of_history = [flag for flag in given if flag.startswith("--fp8-amax")]
         if self.fp8_recipe != "delayed" and of_history:
             raise ConfigError(f"{of_history[0]} has no effect with --fp8-recipe {self.fp8_recipe}; it belongs to delayed scaling")
+
+    def check(self, model: ModelConfig, precision: PrecisionConfig) -> None:
+        """Raise ConfigError unless layers and precision allow GEMMs in FP8."""
+        if self.fp8_format is None:
+            return
+        flag = f"--fp8-format {self.fp8_format}"
+        if model.transformer_impl != "transformer_engine":
+            raise ConfigError(f"{flag} needs --transformer-impl transformer_engine, not {model.transformer_impl}")
+        if not (precision.bf16 or precision.fp16):
+            raise ConfigError(f"{flag} needs --bf16 or --fp16: FP8 GEMMs add up to 16-bit results")
+        if self.fp8_recipe == "delayed" and "layernorm" in model.recompute_modules:
+            raise ConfigError(
+                "--recompute-modules layernorm does not go with --fp8-recipe delayed, whose scales would advance twice: leave it "
+                "out, or choose tensorwise"
+            )
 
     def model_options(self) -> dict[str, Any]:
         """The fields of megatron-core's TransformerConfig."""

@@ -8,7 +8,9 @@ from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import flag_of
-from megatron.zerobubble.flags.require import at_most, not_negative, positive
+from megatron.zerobubble.flags.require import at_most, divides, not_negative, positive, refuse
+from megatron.zerobubble.training.config.model import ModelConfig
+from megatron.zerobubble.training.config.parallel import ParallelConfig
 
 __all__ = ["MlaConfig"]
 
@@ -63,3 +65,37 @@ class MlaConfig:
             value = getattr(self, field.name)
             if value != field.default and (field.name, value) != ("rope_type", "rope"):
                 raise ConfigError(f"{flag_of(field)} needs --multi-latent-attention")
+
+    def check(self, model: ModelConfig, parallel: ParallelConfig) -> None:
+        """Raise ConfigError for flags of the model that multi-latent attention does not have, or that only it has."""
+        if not self.multi_latent_attention:
+            if "mla_up_proj" in model.recompute_modules:
+                raise ConfigError("--recompute-modules mla_up_proj needs --multi-latent-attention")
+            model.check_rotary()
+            return
+        problems = {
+            "--group-query-attention: its heads share a latent vector instead of keys and values": model.group_query_attention,
+            "--rotary-interleaved, which it does by itself": model.rotary_interleaved,
+            "--rotary-seq-len-interpolation-factor; give --rotary-scaling-factor": (
+                model.rotary_seq_len_interpolation_factor is not None
+            ),
+            "--add-qkv-bias: its projections have no bias": model.add_qkv_bias,
+            "--hybrid-layer-pattern": model.hybrid_layer_pattern is not None,
+        }
+        refuse("--multi-latent-attention does not go with", problems)
+        size = parallel.tensor_model_parallel_size
+        if size > 1 and not parallel.sequence_parallel:
+            raise ConfigError(
+                f"--multi-latent-attention with --tensor-model-parallel-size {size} needs --sequence-parallel: without it "
+                "nothing sums the gradient of the key that all heads share over the tensor-parallel ranks"
+            )
+        if model.transformer_impl == "transformer_engine":
+            return
+        needs = {"--kv-lora-rank plus --qk-pos-emb-head-dim": self.kv_lora_rank + self.qk_pos_emb_head_dim}
+        if self.q_lora_rank is not None:
+            needs["--q-lora-rank"] = self.q_lora_rank
+        divides(size, "--tensor-model-parallel-size", needs)
+        if model.qk_layernorm and self.q_lora_rank is None:
+            raise ConfigError(
+                "--qk-layernorm with --multi-latent-attention normalizes low-rank queries: give --q-lora-rank, or leave it out"
+            )

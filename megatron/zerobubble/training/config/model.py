@@ -1,17 +1,27 @@
 """Architecture and precision of the model: the flags of the groups "Model" and "Precision".
 
 Every group of flags is one frozen dataclass; the docstring under a field is the flag's help text (see `flags`). Names, defaults
-and meanings are Megatron-LM's. `__post_init__` checks what a group can check alone; `validate` checks across groups.
+and meanings are Megatron-LM's. `__post_init__` checks what a group can check alone, and its method `check` what it needs others
+for. Each failure is an error of one line: what was given, what is allowed, what to do.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Literal
 
+from packaging.version import Version
+
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.flags.require import at_most, one_of, positive, within
-from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern, check_kinds
+from megatron.zerobubble.flags.require import at_most, divides, one_of, positive, refuse, within
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.mcore.compat import has_hybrid_model
+from megatron.zerobubble.mcore.model.transformer_engine import OLDEST_TRANSFORMER_ENGINE
+from megatron.zerobubble.plan.partition.hybrid_pattern import MAMBA, HybridPattern, check_kinds
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.training.config.parallel import ParallelConfig
 
 __all__ = ["ModelConfig", "PrecisionConfig"]
 
@@ -152,6 +162,120 @@ class ModelConfig:
         self._check_layers()
         self._check_mtp()
         self._check_recompute()
+
+    def check(self, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
+        """Raise ConfigError unless the layers can be sharded, have kernels on this device, and their packages are installed."""
+        self._check_hybrid(parallel, zero_bubble)
+        self._check_attention(parallel, zero_bubble)
+        needs = {"--num-attention-heads": self.num_attention_heads}
+        if self.group_query_attention:
+            needs["--num-query-groups"] = self.num_query_groups
+        if self.ffn_hidden_size is not None:
+            needs["--ffn-hidden-size"] = self.ffn_hidden_size
+        if parallel.sequence_parallel:
+            needs["--seq-length"] = self.seq_length
+        divides(parallel.tensor_model_parallel_size, "--tensor-model-parallel-size", needs)
+        self._check_context(parallel)
+        self._check_installed(parallel, zero_bubble)
+
+    def _check_hybrid(self, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
+        if self.hybrid_layer_pattern is None:
+            return
+        flag = f"--hybrid-layer-pattern {self.hybrid_layer_pattern!r}"
+        if not has_hybrid_model():
+            raise ConfigError(f"{flag} needs megatron-core >= 0.18, which has HybridModel; the installed one does not")
+        others = {
+            "--pipeline-model-parallel-layout": parallel.pipeline_model_parallel_layout is not None,
+            "--num-layers-per-virtual-pipeline-stage": parallel.num_layers_per_virtual_pipeline_stage is not None,
+            "--num-virtual-stages-per-pipeline-rank": parallel.num_virtual_stages_per_pipeline_rank is not None,
+            "--allow-padding-num-layers": parallel.allow_padding_num_layers,
+        }
+        refuse(f"{flag} divides the layers into stages where it has a |; leave out", others)
+        if zero_bubble.schedule == AUTO or zero_bubble.zero_bubble_balance_stages:
+            other = "--zero-bubble-schedule auto" if zero_bubble.schedule == AUTO else "--zero-bubble-balance-stages"
+            raise ConfigError(f"{other} needs layers of one kind, which {flag} does not have; leave it out")
+
+    def check_rotary(self) -> None:
+        """Raise ConfigError unless rotary position embeddings can rotate the channels of a head in pairs."""
+        rotated = int(self.head_width * self.rotary_percent)
+        if self.position_embedding_type == "rope" and (rotated % 2 or rotated == 0):
+            given = (
+                f"--kv-channels {self.kv_channels}"
+                if self.kv_channels is not None
+                else (f"--hidden-size {self.hidden_size} / --num-attention-heads {self.num_attention_heads}")
+            )
+            share = "" if self.rotary_percent == 1.0 else f" x --rotary-percent {self.rotary_percent}"
+            raise ConfigError(
+                f"{given}{share} = {rotated} rotated channels per attention head; --position-embedding-type rope rotates pairs "
+                "and needs an even number, 2 or more"
+            )
+
+    def _check_attention(self, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
+        """Raise unless torch has the kernels of --attention-backend on this device."""
+        if self.attention_backend == "local" and zero_bubble.zero_bubble_torch_attention:
+            raise ConfigError(
+                "--attention-backend local is megatron-core's own attention, and --zero-bubble-torch-attention replaces it: "
+                "leave one of them out"
+            )
+        if parallel.distributed_backend != "gloo" or self.transformer_impl != "local":
+            return
+        if self.attention_backend == "fused":
+            raise ConfigError(
+                "--attention-backend fused needs CUDA, and --distributed-backend is gloo: choose auto, flash, unfused or local"
+            )
+        if self.attention_backend == "flash" and self.attention_dropout > 0:
+            raise ConfigError(
+                f"--attention-backend flash with --attention-dropout {self.attention_dropout} needs CUDA, and "
+                "--distributed-backend is gloo: give --attention-dropout 0, or choose auto"
+            )
+
+    def _check_context(self, parallel: ParallelConfig) -> None:
+        """Raise unless sequences divide over the context-parallel ranks and every layer can shard them."""
+        size, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+        if size == 1:
+            return
+        flag = f"--context-parallel-size {size}"
+        if self.seq_length % (2 * size):
+            near = self.seq_length // (2 * size) * 2 * size or 2 * size
+            raise ConfigError(
+                f"--seq-length {self.seq_length} is not divisible by 2 x {flag} = {2 * size}: each rank holds two slices of "
+                f"equal length; {near} would be"
+            )
+        if parallel.sequence_parallel and self.seq_length // size % tensor:
+            raise ConfigError(
+                f"--seq-length {self.seq_length} over {flag} is {self.seq_length // size} tokens per rank, which "
+                f"--sequence-parallel cannot divide over --tensor-model-parallel-size {tensor}"
+            )
+        if MAMBA in (self.hybrid_layer_pattern or ""):
+            raise ConfigError(
+                f"{flag} shards sequences, and Mamba layers ({MAMBA} in --hybrid-layer-pattern) need whole ones: leave one out"
+            )
+        if self.attention_backend == "local":
+            raise ConfigError(f"{flag}: --attention-backend local needs whole sequences; choose auto, flash, fused or unfused")
+
+    def _check_installed(self, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig) -> None:
+        engine = f"pip install 'transformer-engine[pytorch]>={OLDEST_TRANSFORMER_ENGINE}'"
+        if MAMBA in (self.hybrid_layer_pattern or "") and importlib.util.find_spec("mamba_ssm") is None:
+            raise ConfigError(
+                "M in --hybrid-layer-pattern needs the package mamba_ssm, which is not installed: "
+                "pip install mamba-ssm causal-conv1d einops"
+            )
+        if self.transformer_impl == "local":
+            return
+        flag = "--transformer-impl transformer_engine"
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise ConfigError(
+                f"{flag} needs the package transformer_engine, which is not installed: {engine} on a machine with CUDA, or leave "
+                "it out to use megatron-core's layers"
+            )
+        if parallel.distributed_backend == "gloo":
+            raise ConfigError(f"{flag} needs CUDA, and --distributed-backend is gloo: leave one of them out")
+        installed = Version(importlib.metadata.version("transformer_engine"))
+        if zero_bubble.schedule != "stock" and installed < OLDEST_TRANSFORMER_ENGINE:
+            raise ConfigError(
+                f"{flag}: version {installed} is installed, whose deferred weight gradients DDP cannot follow; schedule "
+                f"{zero_bubble.schedule} needs {OLDEST_TRANSFORMER_ENGINE} or later ({engine}), or leave it out"
+            )
 
     @property
     def mlp_width(self) -> int:

@@ -10,7 +10,12 @@ from typing import Literal
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import flag_of
 from megatron.zerobubble.flags.require import at_most, not_negative, one_of, positive
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.plan.partition.hybrid_pattern import EXPERTS
+from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.training.config.model import ModelConfig
+from megatron.zerobubble.training.config.parallel import ParallelConfig
 
 __all__ = ["MoeConfig", "layer_pattern"]
 
@@ -85,6 +90,41 @@ class MoeConfig:
             one_of(kind, _BALANCING, "--moe-router-load-balancing-type")
         self._check_balancing()
         self._check_routing(self.num_experts)
+
+    def check(self, model: ModelConfig, parallel: ParallelConfig, zero_bubble: ZeroBubbleConfig, *, world_size: int) -> None:
+        """Raise ConfigError unless the experts divide over the ranks and their options go with those of the model."""
+        if model.hybrid_layer_pattern is not None:
+            flag = f"--hybrid-layer-pattern {model.hybrid_layer_pattern!r}"
+            if self.moe_layer_freq != MoeConfig.moe_layer_freq:
+                raise ConfigError(f"{flag} has an {EXPERTS} for every layer with experts; leave out --moe-layer-freq")
+            if (EXPERTS in model.hybrid_layer_pattern) != (self.num_experts is not None):
+                raise ConfigError(f"{flag}: {EXPERTS} (a layer with experts) and --num-experts need each other")
+        if self.num_experts is None:
+            return
+        size = parallel.tensor_model_parallel_size
+        ranks, shared = world_size // parallel.pipeline_model_parallel_size, self.expert_tensor_parallel_size or size
+        if ranks % (shared * self.expert_model_parallel_size):
+            raise ConfigError(
+                f"--expert-model-parallel-size {self.expert_model_parallel_size} x --expert-tensor-parallel-size {shared} does "
+                f"not divide the {ranks} rank(s) that hold the same layers; change one of them, or the number of ranks"
+            )
+        if size > 1 and not parallel.sequence_parallel:
+            raise ConfigError(f"--num-experts with --tensor-model-parallel-size {size} needs --sequence-parallel")
+        if model.add_bias_linear and (self.moe_shared_expert_intermediate_size is not None or shared > 1):
+            raise ConfigError(
+                "--moe-shared-expert-intermediate-size and tensor-parallel experts do not support biases: add "
+                "--disable-bias-linear"
+            )
+        if self.moe_grouped_gemm and model.transformer_impl == "local":
+            raise ConfigError(
+                "--moe-grouped-gemm with --transformer-impl local is one weight for all experts, whose wgrad cannot be deferred: "
+                "leave it out to run the experts one by one, or use --transformer-impl transformer_engine"
+            )
+        kinds = set() if model.num_layers is None else set(layer_pattern(self.moe_layer_freq, model.num_layers))
+        if zero_bubble.schedule == AUTO and len(kinds) > 1:
+            raise ConfigError(
+                "--zero-bubble-schedule auto needs layers of one kind, and --moe-layer-freq makes two; choose a schedule by name"
+            )
 
     def _refuse_the_rest(self) -> None:
         for field in dataclasses.fields(self):

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.flags.require import at_most, not_negative, positive, within
+from megatron.zerobubble.flags.require import at_most, not_negative, positive, refuse, within
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.training.config.model import ModelConfig
+from megatron.zerobubble.training.config.parallel import ParallelConfig
 
 __all__ = ["OptimConfig"]
 
@@ -57,3 +60,44 @@ class OptimConfig:
             raise ConfigError(f"--min-lr {self.min_lr} is larger than --lr {self.lr}")
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
             raise ConfigError("--lr-warmup-fraction and --lr-warmup-iters are both given; choose one")
+
+    def check(self, parallel: ParallelConfig, *, train_iters: int) -> None:
+        """Raise ConfigError unless the optimizer's state can be sharded as requested, and warm-up ends before the decay does."""
+        if self.optimizer == "sgd" and parallel.use_distributed_optimizer:
+            raise ConfigError("--use-distributed-optimizer shards Adam's state; leave it out with --optimizer sgd")
+        decay = self.lr_decay_iters or train_iters
+        warmup = self.lr_warmup_iters if self.lr_warmup_fraction is None else self.lr_warmup_fraction * decay
+        if warmup >= decay:
+            raise ConfigError(
+                f"the learning rate warm-up of {warmup:g} iterations must be shorter than the decay of {decay} "
+                "(--lr-decay-iters, by default --train-iters)"
+            )
+        if parallel.ddp_average_in_collective and self.calculate_per_token_loss:
+            raise ConfigError(
+                "--ddp-average-in-collective averages over ranks and --calculate-per-token-loss over tokens; "
+                "leave one of them out"
+            )
+
+    def check_sharding(self, parallel: ParallelConfig, model: ModelConfig, zero_bubble: ZeroBubbleConfig, *, ranks: int) -> None:
+        """Raise ConfigError unless --zero-bubble-shard-gradients can be done. `ranks`: over which a gradient is reduced."""
+        size = zero_bubble.zero_bubble_shard_gradients
+        if parallel.ddp_bucket_size is not None and not parallel.overlap_grad_reduce and size is None:
+            raise ConfigError("--ddp-bucket-size needs --overlap-grad-reduce")
+        problems = {
+            "needs --use-distributed-optimizer, which steps on shards": not parallel.use_distributed_optimizer,
+            f"shards over data-parallel ranks, and there is {ranks}": ranks < 2,
+            "needs --untie-embeddings-and-output-weights: tied weights all-reduce whole gradients over two stages": (
+                not model.untie_embeddings_and_output_weights
+            ),
+            "cannot be combined with --mtp-num-layers, whose embedding all-reduces whole gradients over two stages": (
+                model.mtp_num_layers
+            ),
+            "cannot be combined with --sequence-parallel, which all-reduces normalization gradients after the reduction": (
+                parallel.sequence_parallel
+            ),
+            "cannot be combined with --qk-layernorm and tensor parallelism, which all-reduce its gradients after the reduction": (
+                model.qk_layernorm and parallel.tensor_model_parallel_size > 1
+            ),
+        }
+        if size is not None:
+            refuse(f"--zero-bubble-shard-gradients {size}", problems)

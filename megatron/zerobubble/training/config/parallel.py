@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.flags.require import at_most, positive
+from megatron.zerobubble.flags.require import at_most, positive, refuse
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
 __all__ = ["ParallelConfig"]
@@ -91,15 +92,30 @@ class ParallelConfig:
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ConfigError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
 
+    def check(self, zero_bubble: ZeroBubbleConfig, *, world_size: int) -> None:
+        """Raise ConfigError unless the sizes divide the number of ranks, and go with the schedule."""
+        context, size = self.context_parallel_size, self.model_parallel_size
+        if world_size % size:
+            raise ConfigError(
+                f"the job has {world_size} rank(s), which is not divisible by --tensor-model-parallel-size "
+                f"{self.tensor_model_parallel_size} x --pipeline-model-parallel-size {self.pipeline_model_parallel_size}"
+                + (f" x --context-parallel-size {context}" if context > 1 else "")
+                + f" = {size}; start it with torchrun --nproc-per-node {size}, or a multiple of it"
+            )
+        gather = zero_bubble.zero_bubble_wgrad_gather
+        if gather is not None and (zero_bubble.schedule == "stock" or not self.sequence_parallel):
+            raise ConfigError(
+                f"--zero-bubble-wgrad-gather {gather} chooses what W gathers along the sequence: it needs --sequence-parallel "
+                "and a schedule of this package (--enable-zero-bubble); leave it out, or add those"
+            )
+
     def _check_layout(self, text: str) -> None:
         others = {
             "--num-layers-per-virtual-pipeline-stage": self.num_layers_per_virtual_pipeline_stage,
             "--num-virtual-stages-per-pipeline-rank": self.num_virtual_stages_per_pipeline_rank,
-            "--allow-padding-num-layers": self.allow_padding_num_layers or None,
+            "--allow-padding-num-layers": self.allow_padding_num_layers,
         }
-        for flag, value in others.items():
-            if value is not None:
-                raise ConfigError(f"--pipeline-model-parallel-layout sets the layers of every stage; leave out {flag}")
+        refuse("--pipeline-model-parallel-layout sets the layers of every stage; leave out", others)
         if self.pipeline_model_parallel_size == 1:
             raise ConfigError(
                 "--pipeline-model-parallel-layout divides the layers over pipeline ranks and needs "
@@ -109,6 +125,11 @@ class ParallelConfig:
             StageLayers.parse(text)
         except ConfigError as error:
             raise ConfigError(f"--pipeline-model-parallel-layout: {error}") from None
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks per data-parallel replica of the model: tensor-parallel size * pipeline size * context-parallel size."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
     def is_interleaved(self) -> bool:

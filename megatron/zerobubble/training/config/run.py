@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.require import at_most, not_negative, positive
+from megatron.zerobubble.training.config.model import ModelConfig
+from megatron.zerobubble.training.config.parallel import ParallelConfig
 
 __all__ = ["RunConfig"]
 
@@ -65,3 +67,19 @@ class RunConfig:
         at_most(self, 10**6, "dry_run_world_size")
         if not self.manual_gc and (self.manual_gc_interval or not self.manual_gc_eval):
             raise ConfigError("--manual-gc-interval and --no-manual-gc-eval need --manual-gc: add it, or leave them out")
+
+    def check(self, model: ModelConfig, parallel: ParallelConfig) -> None:
+        """Raise ConfigError if --layout-independent-dropout cannot make masks so: each rank would draw its own."""
+        if not self.layout_independent_dropout:
+            return
+        if model.attention_dropout > 0 and parallel.tensor_model_parallel_size > 1:
+            raise ConfigError(
+                "--layout-independent-dropout with tensor parallelism needs --attention-dropout 0: each rank has other heads, "
+                "and draws masks of its own for them"
+            )
+        if model.hidden_dropout > 0 and (parallel.sequence_parallel or parallel.context_parallel_size > 1):
+            context = f"--context-parallel-size {parallel.context_parallel_size}"
+            raise ConfigError(
+                f"--layout-independent-dropout with {'--sequence-parallel' if parallel.sequence_parallel else context} needs "
+                "--hidden-dropout 0 and --attention-dropout 0: each rank has other tokens, and draws masks of its own for them"
+            )

@@ -32,7 +32,7 @@ __all__ = ["Settings"]
 class Settings:
     """Every group of flags, and what follows from them and the number of ranks.
 
-    Made by `arguments.parse_arguments`, which also checks that the groups go together (`validate.check_settings`).
+    Made by `arguments.parse_arguments`, which also checks that the groups go together (`check.check_settings`).
     """
 
     model: ModelConfig
@@ -73,8 +73,8 @@ class Settings:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks per data-parallel replica of the model: tensor-parallel size * pipeline size * context-parallel size."""
-        return self.parallel.tensor_model_parallel_size * self.pipeline_size * self.parallel.context_parallel_size
+        """Ranks per data-parallel replica of the model."""
+        return self.parallel.model_parallel_size
 
     @property
     def data_parallel_size(self) -> int:

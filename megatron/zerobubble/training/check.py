@@ -1,18 +1,58 @@
-"""Checks of the data, and of how documents become samples. `validate.check_settings` calls them."""
+"""Checks all flags, before torch is loaded or a process group exists: each group's own, and the dataset that they name."""
 
 from __future__ import annotations
 
 from megatron.zerobubble.errors import ConfigError, DataError
+from megatron.zerobubble.training.config import schedule
 from megatron.zerobubble.training.config.settings import Settings
+from megatron.zerobubble.training.config.targets import check_targets
 from megatron.zerobubble.training.data.corpus import read_corpus_info, split_documents
 from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset, file_bytes
 
-__all__ = ["check_data", "check_documents"]
+__all__ = ["check_settings"]
 
 
-def check_documents(settings: Settings) -> None:
+def check_settings(settings: Settings, *, is_first: bool = True) -> None:
+    """Raise unless a job with these settings can run.
+
+    Args:
+        settings: the flags.
+        is_first: whether to do, too, what takes longer and one rank of a job does for all: read the whole index of each dataset,
+            and try to write where the run will write.
+
+    Raises:
+        ConfigError: flags contradict each other, do not fit the number of ranks, or name a file that cannot be written.
+        DataError: a dataset is missing or damaged, has a split without documents, or was made with another tokenizer or
+            vocabulary.
+        CheckpointError: the checkpoint to load does not exist.
+    """
+    model, parallel, zero_bubble, data = settings.model, settings.parallel, settings.zero_bubble, settings.data
+    parallel.check(zero_bubble, world_size=settings.world_size)
+    schedule.check_schedule(settings)
+    model.check(parallel, zero_bubble)
+    schedule.check_layers(settings)
+    schedule.check_batch(settings)
+    schedule.check_plan(settings)
+    settings.run.check(model, parallel)
+    settings.mla.check(model, parallel)
+    settings.moe.check(model, parallel, zero_bubble, world_size=settings.world_size)
+    settings.fp8.check(model, settings.precision)
+    _check_documents(settings)
+    data.check_lengths(model, settings.moe, parallel, zero_bubble)
+    data.check_packing(model, settings.mla, parallel, micro_batch_size=settings.batch.micro_batch_size)
+    settings.tokenizer.check()
+    settings.optim.check(parallel, train_iters=settings.run.train_iters)
+    settings.optim.check_sharding(parallel, model, zero_bubble, ranks=settings.gradient_reduction_size)
+    check_data(settings, reads_all=is_first)
+    settings.checkpoint.check()
+    schedule.check_trace(settings)
+    check_targets(settings, tries=is_first)
+    schedule.check_watchdog(settings)
+
+
+def _check_documents(settings: Settings) -> None:
     """Raise for flags that do not go with samples that are documents."""
-    data, flag = settings.data, settings.data.document_flag
+    flag = settings.data.document_flag
     if flag is None:
         return
     if not settings.optim.calculate_per_token_loss:
@@ -24,43 +64,6 @@ def check_documents(settings: Settings) -> None:
         raise ConfigError(
             f"--log-throughput counts the FLOPs of samples of --seq-length tokens, and with {flag} they differ; leave it out"
         )
-    if data.variable_seq_lengths:
-        _check_lengths(settings)
-    if data.pack_sequences:
-        _check_packing(settings)
-
-
-def _check_lengths(settings: Settings) -> None:
-    """Check --variable-seq-lengths."""
-    flag, multiple, seq_length = "--variable-seq-lengths", settings.data.pad_length_multiple, settings.model.seq_length
-    if seq_length % multiple:
-        raise ConfigError(
-            f"--seq-length {seq_length} is not divisible by --pad-length-multiple {multiple}, to which samples are padded; "
-            f"{seq_length // multiple * multiple or multiple} would be"
-        )
-    sends = settings.zero_bubble.schedule == "stock" and settings.pipeline_size > 1  # megatron-core then refuses that dispatcher
-    shares = settings.moe.expert_model_parallel_size > 1  # by ranks with other microbatches
-    if settings.moe.num_experts is not None and settings.moe.moe_token_dispatcher_type == "allgather" and (sends or shares):
-        raise ConfigError(f"{flag} does not go with --moe-token-dispatcher-type allgather; choose alltoall")
-
-
-def _check_packing(settings: Settings) -> None:
-    """Check --pack-sequences."""
-    model, context, rows = settings.model, settings.parallel.context_parallel_size, settings.batch.micro_batch_size
-    if rows != 1:
-        raise ConfigError(f"--pack-sequences puts several documents into one row: give --micro-batch-size 1, not {rows}")
-    problems = {
-        f"--context-parallel-size {context}: ranks share one sequence, not several": context > 1,
-        "--multi-latent-attention": settings.mla.multi_latent_attention,
-        "--hybrid-layer-pattern": model.hybrid_layer_pattern is not None,
-        "--mtp-num-layers": bool(model.mtp_num_layers),
-        "--attention-backend local, which has no packed sequences; choose auto": (
-            model.attention_backend == "local" and model.transformer_impl == "local"
-        ),
-    }
-    for problem, is_given in problems.items():
-        if is_given:
-            raise ConfigError(f"--pack-sequences does not go with {problem}")
 
 
 def check_data(settings: Settings, *, reads_all: bool) -> None:

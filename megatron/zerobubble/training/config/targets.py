@@ -1,4 +1,4 @@
-"""Checks that what a run writes can be written, before any rank waits for another. `validate.check_settings` calls it.
+"""Checks that what a run writes can be written, before any rank waits for another. `check.check_settings` calls it.
 
 A run of hours should not end at its first checkpoint because --save names a file. Nothing is left behind: directories that do not
 exist are not made, existing files keep their content, and what is written to try a directory is deleted at once.

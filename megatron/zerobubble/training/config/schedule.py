@@ -1,4 +1,4 @@
-"""Checks of schedule, stages, plan, trace and watchdog, across groups of flags. `validate.check_settings` calls them."""
+"""Checks of batch, schedule, stages, plan, trace and watchdog, which need all groups of flags and the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.validate import validate
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["check_layers", "check_plan", "check_schedule", "check_trace", "check_watchdog"]
+__all__ = ["check_batch", "check_layers", "check_plan", "check_schedule", "check_trace", "check_watchdog"]
+
+_MOST_MICROBATCHES = 16_384
+"""Microbatches of an iteration for which a plan is made, which takes about a second."""
 
 
 def check_schedule(settings: Settings) -> None:
@@ -59,6 +62,36 @@ def check_layers(settings: Settings) -> None:
         raise ConfigError(
             "--zero-bubble-balance-stages measures passes of this package's executor and needs a schedule of this package: add "
             "--enable-zero-bubble, or for megatron-core's own order --zero-bubble-schedule 1f1b"
+        )
+
+
+def check_batch(settings: Settings) -> None:
+    """Raise unless the batch divides into microbatches that the schedule can run."""
+    micro, data_parallel = settings.batch.micro_batch_size, settings.data_parallel_size
+    step = micro * data_parallel
+    if settings.global_batch_size % step:
+        raise ConfigError(
+            f"--global-batch-size {settings.global_batch_size} is not divisible by --micro-batch-size {micro} x "
+            f"data-parallel size {data_parallel} = {step}; "
+            f"{settings.global_batch_size // step * step + step} would be"
+        )
+    ranks, microbatches = settings.pipeline_size, settings.num_microbatches
+    if microbatches > _MOST_MICROBATCHES and settings.zero_bubble.schedule != "stock":
+        raise ConfigError(
+            f"--global-batch-size {settings.global_batch_size} makes {microbatches:,} microbatches per iteration; plans have at "
+            f"most {_MOST_MICROBATCHES:,}: give a smaller batch, or a larger --micro-batch-size"
+        )
+    if settings.zero_bubble.schedule != "stock" or settings.num_chunks == 1:
+        return
+    if ranks == 2 and not settings.parallel.overlap_p2p_communication:
+        raise ConfigError(
+            "the interleaved schedule on 2 pipeline ranks needs overlapped communication (without it megatron-core mixes up "
+            "the two directions between them); leave out --no-overlap-p2p-communication"
+        )
+    if microbatches % ranks:
+        raise ConfigError(
+            f"the interleaved schedule needs a number of microbatches divisible by the pipeline size {ranks}, got "
+            f"{microbatches}; change --global-batch-size to {(microbatches // ranks + 1) * ranks * step}"
         )
 
 
