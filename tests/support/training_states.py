@@ -13,11 +13,10 @@ from megatron.core import parallel_state
 import pretrain_gpt
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
-from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
+from megatron.zerobubble.training.initialize import Job
 from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import Trainer, TrainingState
 from tests.support.gpt import _destroy_groups
@@ -47,12 +46,9 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
     job = Job(launch=launch, host=host, store=store, watch=Watch(host.device))  # type: ignore[arg-type]
     if parallel_state.model_parallel_is_initialized():  # by a test that ended early
         _destroy_groups()
-    spec = settings.schedule_spec
-    set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
     training_state = build_training_state(
         settings,
         job,
-        spec,
         vocab_size=VOCABULARY,
         model_provider=pretrain_gpt.model_provider,
         forward_step_provider=pretrain_gpt.forward_step_provider,

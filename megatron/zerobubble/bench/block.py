@@ -23,7 +23,6 @@ from megatron.core import parallel_state
 from megatron.zerobubble.bench.contenders import PROFILED, WARM_UP
 from megatron.zerobubble.job.failure import JobGuard, first_to_fail
 from megatron.zerobubble.job.launch import Launch
-from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.mcore.replanner import Measured, Replanner, measured_costs
 from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.plan.costs.cost_model import CostModel
@@ -37,7 +36,7 @@ from megatron.zerobubble.training.auto import choose_schedule
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
 from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
-from megatron.zerobubble.training.initialize import Job, choose_device, join_job, set_up_model_parallel
+from megatron.zerobubble.training.initialize import Job, choose_device, join_job
 from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
 from megatron.zerobubble.training.planning.replan import PlanFileWriter, make_replanner
 from megatron.zerobubble.training.setup import build_training_state
@@ -127,9 +126,7 @@ def run_block(
         providers: dict[str, Any] = {"model_provider": model_provider, "forward_step_provider": forward_step_provider}
         if settings.zero_bubble.schedule == AUTO:
             settings = choose_schedule(settings, job, tokenizer=tokenizer, **providers)
-        spec = settings.schedule_spec
-        set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
-        state = build_training_state(settings, job, spec, vocab_size=tokenizer.vocab_size, **providers)
+        state = build_training_state(settings, job, vocab_size=tokenizer.vocab_size, **providers)
         return _Block(state, request, launch, tick).run(tokenizer, on_gpu=not host.enabled)
 
 

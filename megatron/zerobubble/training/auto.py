@@ -20,7 +20,6 @@ from megatron.core import parallel_state
 
 from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
-from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.mcore.replanner import Measured, budget_of, measured_costs
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
@@ -34,7 +33,7 @@ from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
-from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
+from megatron.zerobubble.training.initialize import Job
 from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider
 from megatron.zerobubble.training.planning.measured_layers import layer_kinds, measured_model
 from megatron.zerobubble.training.setup import build_training_state
@@ -72,11 +71,9 @@ def choose_schedule(
         ConfigError: with the measured memory, no schedule fits the memory limit.
     """
     probed = _probed(settings)
-    set_up_model_parallel(probed, **embedding_ranks(probed.placement))
     training_state = build_training_state(
         probed,
         job,
-        probed.schedule_spec,
         vocab_size=tokenizer.vocab_size,
         model_provider=model_provider,
         forward_step_provider=forward_step_provider,

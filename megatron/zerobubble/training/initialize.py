@@ -223,20 +223,21 @@ def _release_nccl_memory_early() -> None:
         os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")
 
 
-def set_up_model_parallel(settings: Settings, **embedding_ranks: Any) -> None:
+def set_up_model_parallel(settings: Settings) -> None:
     """Make megatron-core's process groups and seed every random number generator. All ranks must call this.
 
     Seeds are Megatron-LM's: different per pipeline rank, the same for all data-parallel replicas and context-parallel ranks.
 
     Args:
-        settings: parallel sizes and seed.
-        **embedding_ranks: passed to `initialize_model_parallel`: the pipeline ranks that hold embeddings, if the schedule's
-            placement moves them.
+        settings: parallel sizes, seed, and the schedule, whose placement may move the embeddings to other pipeline ranks.
     """
     import numpy
     import torch
     from megatron.core import parallel_state, tensor_parallel
 
+    from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
+
+    spec = settings.schedule_spec
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=settings.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pipeline_size,
@@ -246,7 +247,7 @@ def set_up_model_parallel(settings: Settings, **embedding_ranks: Any) -> None:
         expert_tensor_parallel_size=settings.moe.expert_tensor_parallel_size,
         distributed_timeout_minutes=settings.parallel.distributed_timeout_minutes,
         create_gloo_process_groups=False,
-        **embedding_ranks,
+        **({} if spec.is_stock else embedding_ranks(spec.placement)),
     )
     seed = settings.run.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)

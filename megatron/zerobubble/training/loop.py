@@ -23,7 +23,6 @@ from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.job.rendezvous import connect
 from megatron.zerobubble.job.watchdog import watchdog
 from megatron.zerobubble.mcore.compat import destroy_model_parallel
-from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.profiling.marks import Marks
@@ -44,10 +43,9 @@ from megatron.zerobubble.training.initialize import (
     choose_device,
     join_job,
     set_up_logging,
-    set_up_model_parallel,
 )
-from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
 from megatron.zerobubble.training.metrics.logger import MetricsLogger
+from megatron.zerobubble.training.metrics.progress_line import IterationRecord
 from megatron.zerobubble.training.metrics.run_summary import description, summary_lines
 from megatron.zerobubble.training.metrics.trace_report import report_pipeline
 from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider
@@ -81,14 +79,18 @@ class Progress:
     """Iteration of the last evaluation; -1 before the first."""
 
 
-class _Iteration(NamedTuple):
-    """An iteration that is not logged yet because its step may not be validated."""
+class _Action(NamedTuple):
+    """What is done at the end of some iterations, when no step is left to validate. All ranks do it."""
 
-    iteration: int
-    consumed_samples: int
-    samples: int
-    tokens: int
-    elapsed_ms: Callable[[], float]
+    act: Callable[[], object]
+    interval: int | None
+    """Iterations from one time to the next; None: not in between."""
+    at_end: bool = False
+    """Whether it is done after the last iteration, too."""
+
+    def is_due(self, iteration: int, *, is_last: bool) -> bool:
+        """Whether it is done at the end of this iteration."""
+        return (is_last and self.at_end) or (self.interval is not None and iteration % self.interval == 0)
 
 
 def pretrain(
@@ -145,33 +147,19 @@ def pretrain(
                     forward_step_provider=forward_step_provider,
                 )
         with watch.phase("builds the model"):
-            training_state = _build(settings, job, tokenizer, model_provider, forward_step_provider)
+            training_state = build_training_state(
+                settings,
+                job,
+                vocab_size=tokenizer.vocab_size,
+                model_provider=model_provider,
+                forward_step_provider=forward_step_provider,
+            )
         with watch.phase("prepares data, checkpoint and logs"):
             run = _Run(training_state, job, tokenizer, attempt)
         run.run()
         with watch.phase("leaves the job"):
             _tear_down(job)
             leave_attempt(attempt, launch)
-
-
-def _build(
-    settings: Settings,
-    job: Job,
-    tokenizer: Any,
-    model_provider: ModelProvider,
-    forward_step_provider: ForwardStepProvider,
-) -> TrainingState:
-    """Make the process groups, then the model and its optimizer."""
-    spec = settings.schedule_spec
-    set_up_model_parallel(settings, **({} if spec.is_stock else embedding_ranks(spec.placement)))
-    return build_training_state(
-        settings,
-        job,
-        spec,
-        vocab_size=tokenizer.vocab_size,
-        model_provider=model_provider,
-        forward_step_provider=forward_step_provider,
-    )
 
 
 class _Run:
@@ -184,7 +172,8 @@ class _Run:
         self.replanner = make_replanner(training_state, self.plan_writer, ranks_on_host=job.launch.ranks_on_host)
         self.iterations_here = 0
         self.vocab_size = tokenizer.vocab_size
-        self.unvalidated: deque[_Iteration] = deque()
+        self.unvalidated: deque[Callable[..., IterationRecord]] = deque()
+        """Iterations that are not logged yet because their steps may not be validated: they make a record of the result."""
         self.marks = Marks(training_state.device)
         self.settings = training_state.settings
         self.job = job
@@ -209,6 +198,12 @@ class _Run:
             else flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
         )
         self.has_logged_layout = False
+        evaluates = run.eval_iters > 0
+        self.actions = (
+            _Action(self._evaluate, interval=run.eval_interval if evaluates else None, at_end=evaluates),
+            _Action(self.metrics.log, interval=self.settings.logging.log_interval, at_end=True),
+            _Action(self._save, interval=self.settings.checkpoint.save_interval),
+        )
 
     def run(self) -> None:
         """Iterate, evaluate, save, log a summary."""
@@ -221,7 +216,7 @@ class _Run:
             self._end()
 
     def _end(self) -> None:
-        if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration < 0 and not self.early_exit.is_urgent:
+        if self.settings.run.eval_iters > 0 and self.progress.evaluated_iteration < 0:
             self._evaluate()  # nothing was trained
         self._save()
         if self.settings.zero_bubble.schedule != "stock":
@@ -234,31 +229,22 @@ class _Run:
             self.training_state.post_validation.close()
 
     def _train(self) -> None:
-        run, logs, progress = self.settings.run, self.settings.logging, self.progress
+        progress, num_iterations = self.progress, self.settings.run.train_iters
         self.training_state.schedule.recordings.choose(self.settings.zero_bubble.trace_iterations, done=progress.iteration)
         data_iterator = self._iterators(self.datasets.train, consumed=progress.consumed_samples)
-        while progress.iteration < self.settings.run.train_iters:
+        is_last = progress.iteration >= num_iterations
+        while not is_last:
             self._iterate(data_iterator)
             self.garbage.after_iteration(progress.iteration)
             self._replan()
-            is_last = self._exits_early() or progress.iteration == self.settings.run.train_iters
-            interval = self.settings.checkpoint.save_interval
-            evaluates = run.eval_iters > 0 and (is_last or progress.iteration % run.eval_interval == 0)
-            evaluates = evaluates and not self.early_exit.is_urgent
-            saves = interval is not None and progress.iteration % interval == 0
-            logs_progress = progress.iteration % logs.log_interval == 0
-            if is_last or evaluates or saves or logs_progress:
+            is_last = self._exits_early() or progress.iteration == num_iterations
+            due = [action for action in self.actions if action.is_due(progress.iteration, is_last=is_last)]
+            if due:
                 self._flush()
             if self.replanner is None and self.iterations_here == 2 and not is_last:  # the first one that is recorded
                 self._log_balance()
-            if evaluates:
-                self._evaluate()
-            elif is_last or logs_progress:
-                self.metrics.log()
-            if saves:
-                self._save()
-            if is_last:
-                break
+            for action in due:
+                action.act()
 
     def _iterate(self, data_iterator: Any) -> None:
         self.iterations_here += 1
@@ -280,8 +266,16 @@ class _Run:
         self.progress.iteration += 1
         self.progress.consumed_samples += samples
         progress = self.progress
-        elapsed_ms = partial(self.marks.elapsed_ms, begin, end)
-        self.unvalidated.append(_Iteration(progress.iteration, progress.consumed_samples, samples, tokens, elapsed_ms))
+        self.unvalidated.append(
+            partial(
+                IterationRecord,
+                iteration=progress.iteration,
+                consumed_samples=progress.consumed_samples,
+                samples=samples,
+                tokens=tokens,
+                elapsed_ms=partial(self.marks.elapsed_ms, begin, end),
+            )
+        )
         self._add_metrics(results)
 
     def _replan(self) -> None:
@@ -297,32 +291,20 @@ class _Run:
 
     def _add_metrics(self, results: list[StepResult]) -> None:
         for result in results:
-            done = self.unvalidated.popleft()
-            self.metrics.add(
-                IterationRecord(
-                    iteration=done.iteration,
-                    consumed_samples=done.consumed_samples,
-                    samples=done.samples,
-                    tokens=done.tokens,
-                    elapsed_ms=done.elapsed_ms,
-                    result=result,
-                )
-            )
+            self.metrics.add(self.unvalidated.popleft()(result=result))
 
     def _evaluate(self) -> None:
-        """Every evaluation reads the same samples, so that validation losses are comparable."""
+        """Evaluate, unless little time is left. Always on the same samples, so that validation losses are comparable."""
+        if self.early_exit.is_urgent:
+            return
         with self.garbage.evaluation(), self.job.watch.phase("evaluates, between two passes"):
             loss = evaluate(self.training_state, self._iterators(self.datasets.valid, consumed=0))
         self.progress.evaluated_iteration = self.progress.iteration
         self.metrics.log(validation_loss=loss, iteration=self.progress.iteration)
 
     def _save(self) -> None:
-        progress = self.progress
-        if (
-            self.settings.checkpoint.save is None
-            or progress.saved_iteration == progress.iteration
-            or self.settings.run.skip_train
-        ):
+        progress, saves = self.progress, self.settings.checkpoint.save is not None and not self.settings.run.skip_train
+        if not saves or progress.saved_iteration == progress.iteration:
             return
         self.metrics.log()
         with self.job.watch.phase(f"saves the checkpoint of iteration {progress.iteration}"):

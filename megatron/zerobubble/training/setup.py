@@ -22,9 +22,9 @@ from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_
 from megatron.zerobubble.mcore.model.stage_layout import pipeline_layout
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
-from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.optimizer.post_validation import PostValidation
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.initialize import Job
+from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
 from megatron.zerobubble.training.models import mcore_config
 from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider, ModelSetup
 from megatron.zerobubble.training.planning.announced_lengths import unequal_options
@@ -38,39 +38,27 @@ _log = logging.getLogger(__name__)
 def build_training_state(
     settings: Settings,
     job: Job,
-    spec: ScheduleSpec,
     *,
     vocab_size: int,
     model_provider: ModelProvider,
     forward_step_provider: ForwardStepProvider,
 ) -> TrainingState:
-    """Build this rank's model chunks, schedule and optimizer. All ranks must call this.
+    """Make the process groups, then this rank's model chunks, schedule and optimizer. All ranks must call this.
 
     Args:
-        settings: checked flags.
+        settings: checked flags; with a schedule other than `auto`.
         job: device and store of this rank.
-        spec: the schedule to run.
         vocab_size: the tokenizer's vocabulary size, before padding.
         model_provider: builds the module of one stage.
         forward_step_provider: makes the function that runs one microbatch through one chunk.
     """
-    timers = Timers(settings.logging.timing_log_level, "minmax")
+    set_up_model_parallel(settings)
+    spec, timers = settings.schedule_spec, Timers(settings.logging.timing_log_level, "minmax")
     with job.host.on_host():
-        layers, num_mtp_layers = settings.stage_layers(spec.placement), settings.model.mtp_num_layers or 0
-        layout = None  # of a HybridModel: its pattern has the layers of each stage
-        if settings.model.hybrid_layer_pattern is None:
-            layout = pipeline_layout(layers, spec.placement, num_mtp_layers=num_mtp_layers)
-        config = mcore_config.transformer_config(settings, on_gpu=not job.host.enabled, layout=layout)
-        config.timers = timers
-        setup = ModelSetup(
-            settings=settings,
-            config=config,
-            padded_vocab_size=settings.padded_vocab_size(vocab_size),
-            device=job.host.device,
-        )
+        setup = _model_setup(settings, job, vocab_size=vocab_size, timers=timers)
         built = build_chunks(
             partial(model_provider, setup),
-            config=config,
+            config=setup.config,
             ddp_config=mcore_config.ddp_config(settings),
             spec=spec,
             wgrad=mcore_config.wgrad_policy(settings),
@@ -81,52 +69,79 @@ def build_training_state(
         )
         step_on_shards(optimizer, built.chunks)
         scheduler = mcore_config.scheduler(settings, optimizer)
-    zero_bubble, steps = settings.zero_bubble, None
-    timeout = timedelta(minutes=settings.parallel.distributed_timeout_minutes)
-    if not spec.is_stock:
-        steps = post_validation(
-            optimizer,
-            optimistic=zero_bubble.enable_optimizer_post_validation,
-            patience=zero_bubble.post_validation_patience,
-            rollback=zero_bubble.post_validation_rollback,
-            snapshot_on_host=zero_bubble.post_validation_snapshot == "host",
-            on_host=job.host.on_host,
-            timeout=timeout,
-            waits=None if settings.watchdog_s is None else job.watch.waits,
-        )
     if settings.precision.fp16:
-        config.grad_scale_func = optimizer.scale_loss
+        setup.config.grad_scale_func = optimizer.scale_loss
     _count_parameters(built.chunks)
+    return TrainingState(
+        settings=settings,
+        chunks=built.chunks,
+        schedule=_schedule(settings, job, built, setup.config),
+        optimizer=optimizer,
+        post_validation=None if spec.is_stock else _post_validation(settings, job, optimizer),
+        scheduler=scheduler,
+        forward_step=forward_step_provider(setup),
+        timers=timers,
+        layout_dropout=_layout_dropout(settings, job, built.chunks, setup.config),
+        device=job.host.device,
+        on_host=job.host.on_host,
+    )
+
+
+def _model_setup(settings: Settings, job: Job, *, vocab_size: int, timers: Timers) -> ModelSetup:
+    placement, layout = settings.schedule_spec.placement, None
+    if settings.model.hybrid_layer_pattern is None:  # else the pattern has the layers of each stage
+        layout = pipeline_layout(settings.stage_layers(placement), placement, num_mtp_layers=settings.model.mtp_num_layers or 0)
+    config = mcore_config.transformer_config(settings, on_gpu=not job.host.enabled, layout=layout)
+    config.timers = timers
+    return ModelSetup(
+        settings=settings,
+        config=config,
+        padded_vocab_size=settings.padded_vocab_size(vocab_size),
+        device=job.host.device,
+    )
+
+
+def _timeout(settings: Settings) -> timedelta:
+    return timedelta(minutes=settings.parallel.distributed_timeout_minutes)
+
+
+def _post_validation(settings: Settings, job: Job, optimizer: Any) -> PostValidation:
+    zero_bubble = settings.zero_bubble
+    return post_validation(
+        optimizer,
+        optimistic=zero_bubble.enable_optimizer_post_validation,
+        patience=zero_bubble.post_validation_patience,
+        rollback=zero_bubble.post_validation_rollback,
+        snapshot_on_host=zero_bubble.post_validation_snapshot == "host",
+        on_host=job.host.on_host,
+        timeout=_timeout(settings),
+        waits=None if settings.watchdog_s is None else job.watch.waits,
+    )
+
+
+def _schedule(settings: Settings, job: Job, built: Any, config: Any) -> PipelineSchedule:
+    spec = settings.schedule_spec
     schedule = PipelineSchedule(
         spec,
         built.chunks,
         store=built.store,
         config=config,
-        timeout=timeout,
-        p2p_max_ctas=zero_bubble.zero_bubble_p2p_max_ctas,
+        timeout=_timeout(settings),
+        p2p_max_ctas=settings.zero_bubble.zero_bubble_p2p_max_ctas,
         unequal=None if spec.is_stock else unequal_options(settings, config),
     )
     pipeline = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     job.watch.begin_pipeline(pipeline)
     if settings.watchdog_s is not None:
         schedule.hooks.watch = job.watch
-    layout_dropout = None
-    if settings.run.layout_independent_dropout:
-        check_layout_dropout(config)
-        layout_dropout = LayoutDropout(built.chunks, seed=settings.run.seed, device=job.host.device)
-    return TrainingState(
-        settings=settings,
-        chunks=built.chunks,
-        schedule=schedule,
-        optimizer=optimizer,
-        post_validation=steps,
-        scheduler=scheduler,
-        forward_step=forward_step_provider(setup),
-        timers=timers,
-        layout_dropout=layout_dropout,
-        device=job.host.device,
-        on_host=job.host.on_host,
-    )
+    return schedule
+
+
+def _layout_dropout(settings: Settings, job: Job, chunks: list[Any], config: Any) -> LayoutDropout | None:
+    if not settings.run.layout_independent_dropout:
+        return None
+    check_layout_dropout(config)
+    return LayoutDropout(chunks, seed=settings.run.seed, device=job.host.device)
 
 
 def _count_parameters(chunks: list[Any]) -> None:

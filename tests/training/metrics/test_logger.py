@@ -21,8 +21,8 @@ from megatron.zerobubble.training.config.settings import Settings
 from tests.support.megatron_lm import LOGGED
 
 with quiet_third_parties():
-    from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
     from megatron.zerobubble.training.metrics.logger import MetricsLogger
+    from megatron.zerobubble.training.metrics.progress_line import IterationRecord
     from megatron.zerobubble.training.step import StepResult
 
 FLAGS = (

@@ -18,9 +18,8 @@ import torch
 from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.metrics.aux_losses import AuxLosses
-from megatron.zerobubble.training.metrics.iteration_record import IterationRecord
 from megatron.zerobubble.training.metrics.json_lines import JsonLines
-from megatron.zerobubble.training.metrics.progress_line import progress_line
+from megatron.zerobubble.training.metrics.progress_line import IterationRecord, progress_line
 from megatron.zerobubble.training.metrics.run_summary import Totals
 from megatron.zerobubble.training.step import MeanLoss, StepResult, mean_losses
 
