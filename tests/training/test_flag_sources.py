@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.arguments import build_parser, settings_from_argv
+from megatron.zerobubble.training.arguments import settings_from_argv
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.config.suggestions import _INSTEAD
 
 MODEL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --lr 1e-3 --mock-data "
 
@@ -22,9 +21,6 @@ def settings(flags: str, base: str = MODEL) -> Settings:
         ("--lerning-rate 3", r"unrecognized arguments: --lerning-rate 3; what Megatron-LM's own .* \(--help"),
         ("--num-layer 3", "did you mean --num-layers"),
         ("--global-batchsize=3", "did you mean --global-batch-size"),
-        ("--use-flash-attn", "--use-flash-attn is not a flag of this package: choose .* --attention-backend flash"),
-        ("--use-checkpoint-args --load x", "a checkpoint does not set flags here"),
-        ("--use-mcore-models", "it is always on; leave it out"),
         ("--sft", "unrecognized arguments: --sft; what Megatron-LM's own pretrain_gpt.py has .* zerobubble run"),
         ("--ckpt-format torch", "--ckpt-format torch is not supported: checkpoints are saved and loaded as torch_dist"),
         ("stray", "unrecognized arguments: stray"),
@@ -34,13 +30,6 @@ def test_flags_that_are_not_taken(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         settings(f"--train-iters 1 {flags}")
     assert "\n" not in str(caught.value)
-
-
-def test_no_flag_of_ours_is_replaced_by_another() -> None:
-    known = set(build_parser()._option_string_actions)
-    assert not known & set(_INSTEAD)
-    named = {word.strip(",;()") for text in _INSTEAD.values() for word in text.split() if word.startswith(("--", "(--"))}
-    assert {word.strip("()") for word in named} <= known, "and what they name exists"
 
 
 def test_the_learning_rate_advances_in_samples() -> None:

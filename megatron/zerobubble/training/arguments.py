@@ -6,6 +6,7 @@ The only module that reads argv. It imports no torch and has no side effects, so
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError, UserError
 from megatron.zerobubble.flags.dataclass_flags import add_group, from_namespace
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.exit import exit_with_error
-from megatron.zerobubble.messages import one_line, shown
+from megatron.zerobubble.messages import MOST_SHOWN, one_line, shown
 from megatron.zerobubble.training.check import check_settings
 from megatron.zerobubble.training.config.batch import BatchConfig
 from megatron.zerobubble.training.config.checkpoint import CheckpointConfig
@@ -29,7 +30,6 @@ from megatron.zerobubble.training.config.optim import OptimConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 from megatron.zerobubble.training.config.run import RunConfig
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.config.suggestions import unknown_flags_message
 from megatron.zerobubble.training.config.tokenizer import TokenizerConfig
 
 __all__ = ["build_parser", "parse_arguments", "settings_from_argv"]
@@ -111,7 +111,7 @@ def _checked(words: Sequence[str], parser: argparse.ArgumentParser, *, world_siz
     """`words` of the command line as settings that can run. Raises UserError, and OSError for paths."""
     namespace, unknown = parser.parse_known_args(words)
     if unknown:
-        raise ConfigError(f"{unknown_flags_message(unknown, parser._option_string_actions)} (--help lists all flags)")
+        parser.error(f"unrecognized arguments: {shown(' '.join(unknown))}{_hint(unknown, parser)}")
     groups: dict[str, Any] = {name: from_namespace(config_class, namespace) for name, config_class in _GROUPS.items()}
     settings = Settings(**groups, world_size=world_size)
     if settings.run.dry_run:
@@ -119,6 +119,16 @@ def _checked(words: Sequence[str], parser: argparse.ArgumentParser, *, world_siz
         settings = replace(settings, world_size=settings.run.dry_run_world_size or default)
     check_settings(settings, is_first=is_first)
     return settings
+
+
+def _hint(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """The closest flag to the first of the words that no flag takes, or what has Megatron-LM's other flags."""
+    flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
+    if not flag or len(flag) > MOST_SHOWN:  # no flag is that long, and the comparison would take long
+        return ""
+    closest = difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.75)
+    others = "what Megatron-LM's own pretrain_gpt.py has and this loop has not, runs by zerobubble run"
+    return f"; did you mean {closest[0]}?" if closest else f"; {others}"
 
 
 def parse_arguments(
