@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron.zerobubble.training.step import LOSS, Trainer, TrainingState
-from tests.training.launch import TINY_BATCH, TINY_MODEL, launch_warm
 
 READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__"}
 
@@ -50,7 +48,6 @@ def _training_state(optimizer: _Optimizer) -> TrainingState:
     passes: Callable[..., Any] = lambda **_: reports  # noqa: E731
     hooks = SimpleNamespace(watch=None, before_gradients=None)
     recorder = SimpleNamespace(span=lambda _: nullcontext())
-    timer = SimpleNamespace(start=lambda **_: None, stop=lambda: None)
     model, batch = SimpleNamespace(seq_length=1), SimpleNamespace(micro_batch_size=1)
     sizes: Any = SimpleNamespace(model=model, batch=batch, num_microbatches=1, global_batch_size=1)
     return TrainingState(
@@ -61,7 +58,6 @@ def _training_state(optimizer: _Optimizer) -> TrainingState:
         post_validation=None,
         scheduler=SimpleNamespace(step=lambda increment: None),
         forward_step=lambda *_: pytest.fail("not called"),
-        timers=lambda name, log_level=None: timer,
         device=torch.device("cpu"),
         on_host=nullcontext,
     )
@@ -72,32 +68,3 @@ def test_the_loss_scale_is_that_of_the_step_and_not_read_in_it() -> None:
     with _NoReads():
         results = [result for _ in range(3) for result in trainer.iterate(None)]
     assert [float(result.loss_scale) for result in results] == [64.0, 128.0, 256.0]
-
-
-SCRIPT = """
-import os, pathlib, pretrain_gpt
-from megatron.core.timers import Timer
-
-started, start = [], Timer.start
-
-def counted(self, *args, **kwargs):
-    started.append(self.name)
-    return start(self, *args, **kwargs)
-
-if __name__ == "__main__":
-    Timer.start = counted
-    pretrain_gpt.run(pretrain_gpt.model_provider, pretrain_gpt.forward_step_provider)
-    pathlib.Path(__file__).with_suffix("." + os.environ["RANK"]).write_text(" ".join(started))
-"""
-
-
-@pytest.mark.parametrize("more", [["--bf16"], ["--enable-optimizer-post-validation"]], ids=["synchronous", "optimistic"])
-def test_no_timer_that_synchronizes_the_device_runs_unless_asked_for(tmp_path: Path, more: list[str]) -> None:
-    """megatron-core's timers synchronize the device at start and stop."""
-    script = tmp_path / "counted.py"
-    script.write_text(SCRIPT)
-    flags = [*TINY_MODEL, *TINY_BATCH, "--mock-data", "--pipeline-model-parallel-size", "2", "--enable-zero-bubble", *more]
-    done = launch_warm([*flags, "--train-iters", "3", "--eval-iters", "0"], num_ranks=2, script=script)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert [script.with_suffix(f".{rank}").read_text() for rank in range(2)] == ["", ""]
-    assert "elapsed time per iteration (ms)" in done.stdout + done.stderr

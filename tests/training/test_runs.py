@@ -306,7 +306,6 @@ def test_optimistic_steps_change_no_result(corpus: str, tmp_path: Path) -> None:
     """ZBV with dropout, clipped in every step; progress lines, checkpoints and an evaluation between steps and their validation,
     and a kill there."""
     flags = ["--data-path", corpus, "--zero-bubble-v-schedule", "--clip-grad", "0.5", "--log-interval", "4"]
-    flags += ["--log-num-zeros-in-grad"]
     synchronous = Job(tmp_path / "synchronous", flags)
     early = [*flags, "--enable-optimizer-post-validation", "--post-validation-patience", "0"]
     folder, script = tmp_path / "early", tmp_path / "killed.py"

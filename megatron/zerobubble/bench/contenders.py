@@ -87,7 +87,7 @@ class Contender:
             ),
             optim=replace(job.optim, lr_decay_iters=job.optim.lr_decay_iters or job.run.train_iters),
             checkpoint=CheckpointConfig(),
-            logging=LoggingConfig(log_num_zeros_in_grad=job.logging.log_num_zeros_in_grad),
+            logging=LoggingConfig(),
         )
         check_settings(changed, is_first=False)  # the job's own settings are checked already, with all they read and write
         if self.schedule != AUTO:

@@ -192,7 +192,6 @@ class _Run:
             self.settings,
             rank=job.launch.rank,
             start_iteration=self.progress.iteration,
-            timers=training_state.timers,
             flops_per_sample=None  # of documents they differ
             if self.settings.data.reads_documents
             else flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,

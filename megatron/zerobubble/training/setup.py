@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.timers import Timers
 
 from megatron.zerobubble.mcore.build import build_chunks
 from megatron.zerobubble.mcore.ddp.zero2 import step_on_shards
@@ -53,9 +52,9 @@ def build_training_state(
         forward_step_provider: makes the function that runs one microbatch through one chunk.
     """
     set_up_model_parallel(settings)
-    spec, timers = settings.schedule_spec, Timers(settings.logging.timing_log_level, "minmax")
+    spec = settings.schedule_spec
     with job.host.on_host():
-        setup = _model_setup(settings, job, vocab_size=vocab_size, timers=timers)
+        setup = _model_setup(settings, job, vocab_size=vocab_size)
         built = build_chunks(
             partial(model_provider, setup),
             config=setup.config,
@@ -64,9 +63,7 @@ def build_training_state(
             wgrad=mcore_config.wgrad_policy(settings),
             weights_seed=None if settings.run.init_by_rank else settings.run.seed,
         )
-        optimizer = get_megatron_optimizer(
-            mcore_config.optimizer_config(settings, timers=timers), built.chunks, use_gloo_process_groups=False
-        )
+        optimizer = get_megatron_optimizer(mcore_config.optimizer_config(settings), built.chunks, use_gloo_process_groups=False)
         step_on_shards(optimizer, built.chunks)
         scheduler = mcore_config.scheduler(settings, optimizer)
     if settings.precision.fp16:
@@ -80,19 +77,17 @@ def build_training_state(
         post_validation=None if spec.is_stock else _post_validation(settings, job, optimizer),
         scheduler=scheduler,
         forward_step=forward_step_provider(setup),
-        timers=timers,
         layout_dropout=_layout_dropout(settings, job, built.chunks, setup.config),
         device=job.host.device,
         on_host=job.host.on_host,
     )
 
 
-def _model_setup(settings: Settings, job: Job, *, vocab_size: int, timers: Timers) -> ModelSetup:
+def _model_setup(settings: Settings, job: Job, *, vocab_size: int) -> ModelSetup:
     placement, layout = settings.schedule_spec.placement, None
     if settings.model.hybrid_layer_pattern is None:  # else the pattern has the layers of each stage
         layout = pipeline_layout(settings.stage_layers(placement), placement, num_mtp_layers=settings.model.mtp_num_layers or 0)
     config = mcore_config.transformer_config(settings, on_gpu=not job.host.enabled, layout=layout)
-    config.timers = timers
     return ModelSetup(
         settings=settings,
         config=config,

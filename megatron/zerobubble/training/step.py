@@ -51,8 +51,6 @@ class TrainingState:
     """megatron-core's OptimizerParamScheduler."""
     forward_step: ForwardStep
     """Runs one microbatch through one model chunk."""
-    timers: Any
-    """megatron-core's Timers."""
     layout_dropout: LayoutDropout | None = None
     """Draws dropout masks by layer and sample; None: megatron-core's way."""
     device: torch.device
@@ -72,8 +70,6 @@ class StepResult:
     """False if a gradient overflowed and the optimizer skipped the step."""
     grad_norm: float | None
     """2-norm of all gradients before clipping; None if the optimizer did not report it."""
-    num_zeros: int | None
-    """Zeros in the gradients; None without --log-num-zeros-in-grad."""
     lr: float
     """Learning rate of this step."""
     loss_scale: torch.Tensor
@@ -123,22 +119,20 @@ class Trainer:
             # A copy, because the step changes it. The host does not read it: it would wait here for all passes.
             loss_scale=training_state.optimizer.get_loss_scale().detach().clone(),
         )
-        training_state.timers("optimizer", log_level=1).start(barrier=False)
         watch = training_state.schedule.hooks.watch
         with (
             training_state.schedule.recorder.span(Activity.OPTIMIZER),
             nullcontext() if watch is None else watch.doing("waits for other ranks in the optimizer step"),
         ):
             self._step()
-        training_state.timers("optimizer").stop()
         return self._take_results()
 
     def _step(self) -> None:
         training_state = self._training_state
         if training_state.post_validation is None:
             with training_state.on_host():
-                is_stepped, norm, zeros = training_state.optimizer.step()
-            self._finish(bool(is_stepped), norm, zeros, rolled_back=None)
+                is_stepped, norm, _ = training_state.optimizer.step()
+            self._finish(bool(is_stepped), norm, rolled_back=None)
         else:
             training_state.post_validation.step()
             if not training_state.post_validation.is_unvalidated:
@@ -171,12 +165,10 @@ class Trainer:
 
     def _record_verdict(self, verdict: Verdict | None) -> None:
         if verdict is not None:
-            logs = self._training_state.settings.logging
-            zeros = verdict.zeros if logs.log_num_zeros_in_grad else None
             norm = verdict.norm if verdict.is_stepped else None
-            self._finish(verdict.is_stepped, norm, zeros, rolled_back=verdict.rolled_back if verdict.is_redone else None)
+            self._finish(verdict.is_stepped, norm, rolled_back=verdict.rolled_back if verdict.is_redone else None)
 
-    def _finish(self, is_stepped: bool, norm: float | None, zeros: float | None, *, rolled_back: tuple[int, ...] | None) -> None:
+    def _finish(self, is_stepped: bool, norm: float | None, *, rolled_back: tuple[int, ...] | None) -> None:
         pending, self._pending = self._pending, None
         assert pending is not None
         if is_stepped:
@@ -186,7 +178,6 @@ class Trainer:
                 loss=pending.loss,
                 is_stepped=is_stepped,
                 grad_norm=None if norm is None else float(norm),
-                num_zeros=None if zeros is None else int(zeros),
                 lr=pending.lr,
                 loss_scale=pending.loss_scale,
                 rolled_back=rolled_back,

@@ -33,7 +33,6 @@ STEP = StepResult(
     loss=torch.tensor([6.0, 2.0], dtype=torch.float64),
     is_stepped=True,
     grad_norm=0.1,
-    num_zeros=None,
     lr=1 / 3,
     loss_scale=torch.tensor(1.0),
 )
@@ -58,7 +57,7 @@ def jsonl(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def logger(jsonl: Path) -> Iterator[MetricsLogger]:
-    metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=0, start_iteration=0, timers=None)
+    metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=0, start_iteration=0)
     yield metrics
     metrics.close()
 
@@ -124,7 +123,7 @@ def test_a_progress_line(logger: MetricsLogger, caplog: pytest.LogCaptureFixture
 
 def test_a_parser_of_megatron_lms_lines_reads_ours(caplog: pytest.LogCaptureFixture) -> None:
     """With --log-throughput; 1.5e12 FLOPs a sample, two samples in half a second."""
-    metrics = MetricsLogger(settings("--log-throughput"), rank=0, start_iteration=0, timers=None, flops_per_sample=1.5e12)
+    metrics = MetricsLogger(settings("--log-throughput"), rank=0, start_iteration=0, flops_per_sample=1.5e12)
     metrics.add(record(7))
     with caplog.at_level(logging.INFO):
         metrics.log()
@@ -135,7 +134,7 @@ def test_a_parser_of_megatron_lms_lines_reads_ours(caplog: pytest.LogCaptureFixt
 
 def test_tflops_per_gpu_in_the_json_lines(jsonl: Path) -> None:
     flags = f"--metrics-jsonl {jsonl}"
-    metrics = MetricsLogger(settings(flags), rank=0, start_iteration=0, timers=None, flops_per_sample=1.5e12)
+    metrics = MetricsLogger(settings(flags), rank=0, start_iteration=0, flops_per_sample=1.5e12)
     metrics.add(record(1))
     metrics.log()
     metrics.close()
@@ -172,7 +171,7 @@ def test_training_continues_where_no_token_counts(logger: MetricsLogger, jsonl: 
 
 
 def test_training_continues_with_no_check_for_nan() -> None:
-    metrics = MetricsLogger(settings("--no-check-for-nan-in-loss-and-grad"), rank=0, start_iteration=0, timers=None)
+    metrics = MetricsLogger(settings("--no-check-for-nan-in-loss-and-grad"), rank=0, start_iteration=0)
     metrics.add(record(1, grad_norm=math.nan))
     metrics.log()
 
@@ -180,7 +179,7 @@ def test_training_continues_with_no_check_for_nan() -> None:
 @pytest.mark.parametrize(("start", "lines"), [(0, 1), (1, 2)])
 def test_a_new_run_starts_the_file_and_a_continued_one_appends(jsonl: Path, start: int, lines: int) -> None:
     for start_iteration in (0, start):
-        metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=0, start_iteration=start_iteration, timers=None)
+        metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=0, start_iteration=start_iteration)
         metrics.add(record(start_iteration + 1))
         metrics.log()
         metrics.close()
@@ -188,7 +187,7 @@ def test_a_new_run_starts_the_file_and_a_continued_one_appends(jsonl: Path, star
 
 
 def test_only_rank_0_writes(jsonl: Path) -> None:
-    metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=1, start_iteration=0, timers=None)
+    metrics = MetricsLogger(settings(f"--metrics-jsonl {jsonl}"), rank=1, start_iteration=0)
     metrics.add(record(1))
     metrics.log()
     assert not jsonl.exists()

@@ -62,7 +62,7 @@ class Settings:
     checkpoint: CheckpointConfig
     """Saving and loading checkpoints."""
     logging: LoggingConfig
-    """Progress lines, metrics files, timers."""
+    """Progress lines, metrics files."""
     world_size: int
     """Number of ranks of the job."""
 

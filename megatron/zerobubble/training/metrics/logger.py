@@ -27,13 +27,6 @@ __all__ = ["MetricsLogger"]
 
 _log = logging.getLogger(__name__)
 
-_TIMERS = (
-    *("forward-backward", "forward-compute", "backward-compute", "forward-recv", "forward-send", "backward-recv"),
-    *("backward-send", "forward-send-backward-recv", "backward-send-forward-recv", "all-grads-sync"),
-    *("embedding-grads-all-reduce", "non-tensor-parallel-grads-all-reduce", "params-all-gather", "optimizer"),
-)
-"""Names of the timers in the log, megatron-core's and this package's; the same list on all ranks, even where some do not run."""
-
 
 class MetricsLogger:
     """Collects iterations and logs them. Every rank has one; only rank 0 writes.
@@ -42,15 +35,11 @@ class MetricsLogger:
         settings: what to write, and where.
         rank: this rank.
         start_iteration: iterations done by earlier runs; above 0 an existing --metrics-jsonl file is appended to.
-        timers: megatron-core's Timers, logged with every progress line.
         flops_per_sample: FLOPs of one sample, for TFLOP/s; None leaves them out.
     """
 
-    def __init__(
-        self, settings: Settings, *, rank: int, start_iteration: int, timers: Any, flops_per_sample: float | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, *, rank: int, start_iteration: int, flops_per_sample: float | None = None) -> None:
         self._settings = settings
-        self._timers = timers
         self._flops_per_sample = flops_per_sample
         self._pending: list[IterationRecord] = []
         self._num_corrected = 0
@@ -151,10 +140,6 @@ class MetricsLogger:
                 num_corrected=self._num_corrected,
             ),
         )
-        if settings.logging.timing_log_level > 0:
-            text = self._timers.get_all_timers_string(list(_TIMERS), normalizer=len(records))
-            if text:
-                _log.info(text)
 
     def _report_without_loss(self, iteration: int) -> None:
         """Log the first iteration in which no token counts, whose loss is NaN."""

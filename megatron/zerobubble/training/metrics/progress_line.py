@@ -107,8 +107,6 @@ def progress_line(
     ]
     if result.grad_norm is not None:
         parts.append(f"grad norm: {result.grad_norm:.3f}")
-    if result.num_zeros is not None:
-        parts.append(f"num zeros: {result.num_zeros}")
     parts += [
         f"number of skipped iterations: {sum(not record.result.is_stepped for record in records):3d}",
         f"number of nan iterations: {sum(not math.isfinite(record.loss) for record in records):3d}",

@@ -191,7 +191,7 @@ def wgrad_policy(settings: Settings) -> WgradPolicy:
     return policy if given is None else replace(policy, gather=WgradGather(given))
 
 
-def optimizer_config(settings: Settings, *, timers: Any) -> OptimizerConfig:
+def optimizer_config(settings: Settings) -> OptimizerConfig:
     """megatron-core's configuration of the optimizer, gradient clipping and loss scaling."""
     optim, precision = settings.optim, settings.precision
     names = (*("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),)
@@ -205,8 +205,6 @@ def optimizer_config(settings: Settings, *, timers: Any) -> OptimizerConfig:
         params_dtype=parameter_dtype(settings),
         use_distributed_optimizer=settings.parallel.use_distributed_optimizer,
         overlap_param_gather=settings.parallel.overlap_param_gather,
-        log_num_zeros_in_grad=settings.logging.log_num_zeros_in_grad,
-        timers=timers,
     )
 
 
