@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,8 +153,7 @@ def _load_from(training_state: TrainingState, directory: Path, manifest: Manifes
     header = _header_of(common, directory)
     if flags.verify_checkpoint:
         check_run(manifest, header.get("run"), directory)
-    from_gpt = _layers_of_gpt(header, training_state, directory)
-    _check_model(header, training_state, directory, skipped=() if from_gpt is None else ("num_layers", "hybrid_layer_pattern"))
+    _check_model(header, training_state, directory)
     loads_optimizer = flags.load_optim and not flags.finetune
     if loads_optimizer:
         _check_optimizer(common, training_state, directory)
@@ -166,12 +165,7 @@ def _load_from(training_state: TrainingState, directory: Path, manifest: Manifes
         if loads_optimizer:
             prepare_to_load(optimizer)
             own = optimizer.sharded_state_dict(dict(wanted), is_loading=True, metadata=dict(SHARDING))
-            if from_gpt is not None:
-                from_gpt(own)
             wanted[_OWN_OPTIMIZER] = ask_for(own, common=common["optimizer"], optimizer=optimizer)
-        if from_gpt is not None:
-            for name, _ in named_stages(training_state):
-                from_gpt(wanted[name])
         if loads_rng:
             wanted["rng"] = megatron_lm.rng_object() if is_foreign else sharded_rng_states()
         with _quiet_torch():
@@ -229,45 +223,12 @@ def _load_common(directory: Path) -> dict[str, Any]:
     return common
 
 
-def _check_model(
-    header: dict[str, Any], training_state: TrainingState, directory: Path, *, skipped: tuple[str, ...] = ()
-) -> None:
+def _check_model(header: dict[str, Any], training_state: TrainingState, directory: Path) -> None:
     own = model_of(training_state)
     for name, saved in header["model"].items():
-        if name not in skipped and saved != (value := own.get(name)):
+        if saved != (value := own.get(name)):
             flag = "--" + name.replace("_", "-")
             raise CheckpointError(f"{directory} was saved with {flag} {saved}, this run has {value}")
-
-
-def _layers_of_gpt(
-    header: dict[str, Any], training_state: TrainingState, directory: Path
-) -> Callable[[dict[str, Any]], None] | None:
-    """How the sharded state of a `HybridModel` asks for the tensors of a `GPTModel`, if the checkpoint is of one.
-
-    Layer i of the GPT is the i-th attention layer and the i-th MLP, or MLP with experts, of the pattern. megatron-core 0.19 has
-    the translation; Mamba layers keep their initial weights.
-
-    Returns:
-        A function that changes a sharded state in place; None if the checkpoint is of the same kind of model.
-
-    Raises:
-        CheckpointError: the pattern is not that of a GPT with the checkpoint's number of layers.
-    """
-    pattern = model_of(training_state)["hybrid_layer_pattern"]
-    if pattern is None or header["model"].get("hybrid_layer_pattern") is not None:
-        return None
-    what = f"{directory} is of a GPTModel, this run trains a HybridModel of {pattern}"
-    try:
-        from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
-    except ImportError:
-        raise CheckpointError(f"{what}: megatron-core can translate it from 0.19 on, this is {imported_version()}") from None
-    try:
-        maps = interop.gpt_compatible_layer_maps(pattern)
-    except ValueError as error:
-        raise CheckpointError(f"{what}: {error}") from error
-    if maps.num_gpt_layers != header["model"]["num_layers"]:
-        raise CheckpointError(f"{what}, whose {maps.num_gpt_layers} pairs are not its {header['model']['num_layers']} layers")
-    return lambda state: interop.retarget_sharded_state_dict_to_gpt_checkpoint(state, maps)
 
 
 def _check_optimizer(common: dict[str, Any], training_state: TrainingState, directory: Path) -> None:
