@@ -34,10 +34,9 @@ from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.initialize import Job
-from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider
 from megatron.zerobubble.training.planning.measured_layers import layer_kinds, measured_model
 from megatron.zerobubble.training.setup import build_training_state
-from megatron.zerobubble.training.step import TrainingState, run_passes
+from megatron.zerobubble.training.step import ForwardStepProvider, ModelProvider, TrainingState, run_passes
 
 __all__ = ["Choice", "balanced", "choose_schedule", "costs_from"]
 

@@ -16,7 +16,7 @@ from megatron.zerobubble.training.initialize import announce_exit
 if TYPE_CHECKING:
     from megatron.zerobubble.job.launch import Launch
     from megatron.zerobubble.training.config.settings import Settings
-    from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider
+    from megatron.zerobubble.training.step import ForwardStepProvider, ModelProvider
 
 __all__ = ["run"]
 

@@ -48,7 +48,6 @@ from megatron.zerobubble.training.metrics.logger import MetricsLogger
 from megatron.zerobubble.training.metrics.progress_line import IterationRecord
 from megatron.zerobubble.training.metrics.run_summary import description, summary_lines
 from megatron.zerobubble.training.metrics.trace_report import report_pipeline
-from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider
 from megatron.zerobubble.training.planning.announced_lengths import announce_lengths
 from megatron.zerobubble.training.planning.layers_file import write_layers_file
 from megatron.zerobubble.training.planning.layout_proposal import log_balance, log_layout
@@ -58,7 +57,7 @@ from megatron.zerobubble.training.restarts.attempt import Attempt, join_attempt,
 from megatron.zerobubble.training.restarts.resume import start_from
 from megatron.zerobubble.training.same_settings import check_same_settings
 from megatron.zerobubble.training.setup import build_training_state
-from megatron.zerobubble.training.step import StepResult, Trainer, TrainingState, evaluate
+from megatron.zerobubble.training.step import ForwardStepProvider, ModelProvider, StepResult, Trainer, TrainingState, evaluate
 
 __all__ = ["pretrain"]
 

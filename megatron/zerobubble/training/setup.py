@@ -25,9 +25,8 @@ from megatron.zerobubble.optimizer.post_validation import PostValidation
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
 from megatron.zerobubble.training.models import mcore_config
-from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider, ModelSetup
 from megatron.zerobubble.training.planning.announced_lengths import unequal_options
-from megatron.zerobubble.training.step import TrainingState
+from megatron.zerobubble.training.step import ForwardStepProvider, ModelProvider, ModelSetup, TrainingState
 
 __all__ = ["build_training_state"]
 

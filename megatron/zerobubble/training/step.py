@@ -24,13 +24,46 @@ from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdic
 from megatron.zerobubble.plan.timeline import Activity
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["LOSS", "ForwardStep", "MeanLoss", "StepResult", "Trainer", "TrainingState", "evaluate", "run_passes"]
+__all__ = [
+    "LOSS",
+    "ForwardStep",
+    "ForwardStepProvider",
+    "MeanLoss",
+    "ModelProvider",
+    "ModelSetup",
+    "StepResult",
+    "Trainer",
+    "TrainingState",
+    "evaluate",
+    "run_passes",
+]
 
 LOSS = "lm loss"
 """Key under which the loss function reports [sum of losses, number of tokens] of a microbatch."""
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
 """(data iterator, model chunk) -> (output, loss function), as megatron-core's schedules call it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSetup:
+    """Arguments of model providers and forward step providers."""
+
+    settings: Settings
+    """The checked flags."""
+    config: Any
+    """megatron-core's TransformerConfig."""
+    padded_vocab_size: int
+    """Vocabulary size after padding: the rows of the word embeddings over all tensor-parallel ranks."""
+    device: torch.device
+    """Device of this rank's parameters and activations."""
+
+
+ModelProvider = Callable[[ModelSetup, bool, bool, "int | None"], Any]
+"""(setup, pre_process, post_process, vp_stage) -> the module of one stage."""
+
+ForwardStepProvider = Callable[[ModelSetup], ForwardStep]
+"""setup -> the function that runs one microbatch through one model chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from megatron.zerobubble.training.data.corpus import CorpusInfo, corpus_info_pat
 with quiet_third_parties():
     from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix
 
-    from megatron.zerobubble.training.data.sampler import ConsumedSamples
+    from megatron.zerobubble.training.data.microbatch_lengths import ConsumedSamples
     from megatron.zerobubble.training.data.samples import Batch, next_batch
 
 

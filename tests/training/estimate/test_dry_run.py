@@ -23,7 +23,7 @@ with quiet_third_parties():
     from megatron.zerobubble.training.entry import run
     from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
     from megatron.zerobubble.training.models.mcore_config import transformer_config
-    from megatron.zerobubble.training.models.providers import ModelSetup
+    from megatron.zerobubble.training.step import ModelSetup
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --lr 1e-3 --mock-data "

@@ -20,7 +20,7 @@ from megatron.zerobubble.training.initialize import set_up_model_parallel
 with quiet_third_parties():
     from megatron.zerobubble.training.models.gpt import model_provider
     from megatron.zerobubble.training.models.mcore_config import transformer_config
-    from megatron.zerobubble.training.models.providers import ModelSetup
+    from megatron.zerobubble.training.step import ModelSetup
 
 BASE = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-3 --train-iters 1 "

@@ -9,16 +9,15 @@ The common state has a header with the layout and the flags of the model, and wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zerobubble.training.checkpoint import megatron_lm
-from megatron.zerobubble.training.checkpoint.rng_states import rng_states
 from megatron.zerobubble.training.checkpoint.torch_optimizer import prepare_to_save
 from megatron.zerobubble.training.step import TrainingState
 
@@ -31,6 +30,7 @@ __all__ = [
     "model_of",
     "model_state",
     "named_stages",
+    "set_rng_states",
     "sharded_rng_states",
     "state_to_save",
     "without_optimizer",
@@ -122,9 +122,26 @@ def model_of(training_state: TrainingState) -> dict[str, Any]:
     return own | {name: getattr(settings.model, name) for name in MODEL_FLAGS if name not in own}
 
 
+def _rng_states() -> dict[str, torch.Tensor]:
+    """The states of this rank by name, byte tensors (uint8) of shape [bytes]: torch's, and those of megatron-core's RNG tracker.
+
+    Python's and numpy's generators are not among them: training does not use them.
+    """
+    tracker: dict[str, torch.Tensor] = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state(), **tracker}
+
+
+def set_rng_states(states: Mapping[str, torch.Tensor]) -> None:
+    """Set the generators to the states of `sharded_rng_states`, as they were loaded; the shape may be any."""
+    flat = {name: state.reshape(-1).cpu() for name, state in states.items()}
+    torch.set_rng_state(flat.pop("cpu"))
+    torch.cuda.set_rng_state(flat.pop("device"))
+    tensor_parallel.get_cuda_rng_tracker().set_states(flat)
+
+
 def sharded_rng_states() -> dict[str, ShardedTensor]:
     """States of the generators, sharded by the rank's position in the layout; context-parallel ranks have the same."""
-    return {name: _at_this_place(f"rng.{name}", state) for name, state in rng_states().items()}
+    return {name: _at_this_place(f"rng.{name}", state) for name, state in _rng_states().items()}
 
 
 def _at_this_place(key: str, data: torch.Tensor) -> ShardedTensor:

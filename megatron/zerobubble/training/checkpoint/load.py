@@ -36,15 +36,14 @@ from megatron.zerobubble.training.checkpoint.contents import (
     model_of,
     model_state,
     named_stages,
+    set_rng_states,
     sharded_rng_states,
 )
 from megatron.zerobubble.training.checkpoint.directory import existing_directory, tracked_iteration
 from megatron.zerobubble.training.checkpoint.inspect import COMMON_FILE, inspect_checkpoint
 from megatron.zerobubble.training.checkpoint.manifest import Manifest
 from megatron.zerobubble.training.checkpoint.optimizer_kinds import OptimizerKind, ask_for, stored_kind, translate
-from megatron.zerobubble.training.checkpoint.rank_0 import run_on_rank_0
-from megatron.zerobubble.training.checkpoint.rng_states import set_rng_states
-from megatron.zerobubble.training.checkpoint.shared import check_all_hosts_see
+from megatron.zerobubble.training.checkpoint.shared import check_all_hosts_see, run_on_rank_0
 from megatron.zerobubble.training.checkpoint.torch_optimizer import load_state, prepare_to_load
 from megatron.zerobubble.training.checkpoint.verification import check_run, verify_checkpoint
 from megatron.zerobubble.training.step import TrainingState

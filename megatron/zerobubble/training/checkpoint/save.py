@@ -34,8 +34,7 @@ from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.contents import state_to_save, without_optimizer
 from megatron.zerobubble.training.checkpoint.directory import iteration_directory, prepare, publish, writing_directory
 from megatron.zerobubble.training.checkpoint.manifest import FileRecord, Manifest, damaged_names, first_damage, record_of
-from megatron.zerobubble.training.checkpoint.rank_0 import run_on_rank_0
-from megatron.zerobubble.training.checkpoint.shared import SHARE, wait_for_files
+from megatron.zerobubble.training.checkpoint.shared import SHARE, gathered, run_on_rank_0, wait_for_files
 from megatron.zerobubble.training.step import TrainingState, parameters_in_place
 
 __all__ = ["SaveStrategy", "save_checkpoint"]
@@ -62,9 +61,7 @@ def save_checkpoint(training_state: TrainingState, *, run: str, iteration: int, 
         with training_state.on_host(), parameters_in_place(training_state):
             state = state_to_save(training_state, iteration=iteration, consumed_samples=consumed_samples, run=run)
             own = _write(state, folder, iteration)
-        everywhere: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everywhere, own)
-        records = {name: record for each in everywhere for name, record in each.items()}
+        records = {name: record for each in gathered(own) for name, record in each.items()}
         run_on_rank_0(lambda: _publish(folder, Manifest(run=run, iteration=iteration, files=records)))
     except CheckpointError:
         shutil.rmtree(writing_directory(folder, iteration), ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Whether all hosts see the same files: ranks on several hosts write and read one checkpoint.
+"""What ranks of several hosts do together: rank 0 for all, and all to see that they have the same files.
 
 A host with a directory of its own under the same path writes its part of a checkpoint where no other host finds it. So rank 0
 writes a file, and every rank looks for it. Clients of a network file system may see a new file late, because they cache which
@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 import torch
 
 from megatron.zerobubble.errors import CheckpointError
-from megatron.zerobubble.training.checkpoint.rank_0 import run_on_rank_0
 
-__all__ = ["SHARE", "check_all_hosts_see", "check_save_directory", "wait_for_files"]
+__all__ = ["SHARE", "check_all_hosts_see", "check_save_directory", "gathered", "run_on_rank_0", "wait_for_files"]
 
 SHARE = "give a directory that all hosts share"
 """The remedy, for messages."""
@@ -31,6 +30,38 @@ _POLL_INTERVAL_S = 0.2
 _NUM_NAMED = 3
 
 T = TypeVar("T")
+
+
+def gathered(own: T) -> list[T]:
+    """What each rank passes, on every rank; it must be picklable. All ranks must call this."""
+    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, own)
+    return everywhere
+
+
+def run_on_rank_0(action: Callable[[], T]) -> T:
+    """Run `action` on rank 0; all ranks must call this.
+
+    Args:
+        action: its result must be picklable.
+
+    Returns:
+        Its result, on every rank.
+
+    Raises:
+        CheckpointError: as `action` raised it on rank 0, on every rank.
+    """
+    outcome: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            outcome = [action(), None]
+        except CheckpointError as error:
+            outcome = [None, str(error)]
+    torch.distributed.broadcast_object_list(outcome, src=0)
+    result, failure = outcome
+    if failure is not None:
+        raise CheckpointError(failure)
+    return result
 
 
 def check_save_directory(folder: str | None) -> None:
@@ -98,8 +129,7 @@ def _written(folder: Path) -> str:
 
 def _refuse_unseen(path: Path, what: str) -> None:
     own = (socket.gethostname(), wait_for_files(lambda: _why_unseen(path)))
-    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everywhere, own)
+    everywhere = gathered(own)
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, (host, reason) in enumerate(everywhere):
         if reason is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from megatron.zerobubble.training.checkpoint.manifest import (
     damaged_names,
     first_damage,
 )
-from megatron.zerobubble.training.checkpoint.rank_0 import run_on_rank_0
+from megatron.zerobubble.training.checkpoint.shared import gathered, run_on_rank_0
 
 __all__ = ["check_run", "verify_checkpoint"]
 
@@ -53,8 +52,7 @@ def verify_checkpoint(directory: Path) -> Manifest | None:
         return None
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     own = blocks_of_rank(manifest.blocks(), rank=rank, world_size=world_size)
-    everywhere: list[Any] = [None] * world_size
-    torch.distributed.all_gather_object(everywhere, damaged_blocks(directory, own, num_threads=_NUM_THREADS))
+    everywhere = gathered(damaged_blocks(directory, own, num_threads=_NUM_THREADS))
     _refuse(directory, {name: reason for damage in reversed(everywhere) for name, reason in damage.items()})
     took, size = time.monotonic() - begin, manifest.num_bytes / 1e9
     _log.info("%s: all %d files are as saved (%.2f GB, verified in %.2f s)", directory, len(manifest.files), size, took)

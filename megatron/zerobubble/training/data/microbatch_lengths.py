@@ -1,4 +1,4 @@
-"""How long microbatches are, from the lengths of their samples: nobody has to read tokens, and any rank knows those of all.
+"""Which samples microbatches have, and how long they are: nobody has to read tokens, and any rank knows those of all.
 
 Shapes: b microbatch size, s padded tokens per row, over all context-parallel ranks together.
 """
@@ -6,15 +6,42 @@ Shapes: b microbatch size, s padded tokens per row, over all context-parallel ra
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import numpy as np
+from torch.utils.data import Sampler
 
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.sampler import ConsumedSamples
 
-__all__ = ["length_multiple", "microbatch_lengths", "num_tokens", "padded_length", "sample_lengths"]
+__all__ = ["ConsumedSamples", "length_multiple", "microbatch_lengths", "num_tokens", "padded_length", "sample_lengths"]
+
+
+class ConsumedSamples(Sampler[list[int]]):
+    """Yields the sample indices of each microbatch of one data-parallel rank, after the consumed samples.
+
+    Microbatch k of rank r of dp has the b samples from ``consumed + (k * dp + r) * b`` on, so a global batch is the same set of
+    samples for every data-parallel size.
+
+    Args:
+        consumed: samples consumed so far by all ranks together.
+        total: samples of the dataset.
+        micro_batch_size: samples per microbatch, b.
+        rank: data-parallel rank, r.
+        num_ranks: data-parallel size, dp.
+    """
+
+    def __init__(self, *, consumed: int, total: int, micro_batch_size: int, rank: int, num_ranks: int) -> None:
+        self._starts = range(consumed + rank * micro_batch_size, total - micro_batch_size + 1, micro_batch_size * num_ranks)
+        self._micro_batch_size = micro_batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in self._starts:
+            yield list(range(start, start + self._micro_batch_size))
+
+    def __len__(self) -> int:
+        return len(self._starts)
 
 
 def length_multiple(settings: Settings) -> int:

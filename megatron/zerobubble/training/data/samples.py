@@ -27,9 +27,8 @@ from torch.utils.data import DataLoader
 from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.mcore.attention.sequence_parts import WHOLE, SequenceParts, slices
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.collate import PaddedBatches
 from megatron.zerobubble.training.data.documents import document_dataset
-from megatron.zerobubble.training.data.sampler import ConsumedSamples
+from megatron.zerobubble.training.data.microbatch_lengths import ConsumedSamples, padded_length
 from megatron.zerobubble.training.data.token_ids import checked_batches, vocabulary_size
 
 __all__ = ["Batch", "Datasets", "build_datasets", "chunk_iterators", "chunk_reads", "next_batch"]
@@ -121,6 +120,38 @@ def _built(builder: BlendedMegatronDatasetBuilder) -> Any:
             f"the sample indices cannot be written or read: {cause.filename or 'the cache'}: {cause.strerror or cause}; give "
             "--data-cache-path DIR, a directory that can be written"
         ) from error
+
+
+@dataclass(frozen=True)
+class PaddedBatches:
+    """Collates documents of unequal length, by padding that does not count in the loss. Picklable, for data loader processes."""
+
+    settings: Settings
+    """Say how long a batch is, and whether samples are packed."""
+
+    def __call__(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """A batch.
+
+        Returns:
+            tokens, labels, position_ids and loss_mask, [b, s], as megatron-core's GPTDataset has them. Padding is token 0 with a
+            loss mask of 0. With --pack-sequences also cu_seqlens [k + 1] int32, where each of the k sequences of the row begins,
+            from 0 on, and s: the documents, and behind them the padding as a sequence of its own.
+        """
+        length = padded_length(max(len(sample["tokens"]) for sample in samples), self.settings)
+        names = ("tokens", "labels", "loss_mask", "position_ids")
+        batch = {name: torch.stack([_padded(sample[name], length) for sample in samples]) for name in names}
+        if not self.settings.data.pack_sequences:
+            batch["position_ids"] = torch.arange(length).expand(len(samples), -1).contiguous()
+            return batch
+        (sample,) = samples
+        begins, filled = sample["cu_seqlens"], len(sample["tokens"])
+        batch["position_ids"][0, filled:] = torch.arange(length - filled)
+        batch["cu_seqlens"] = begins if filled == length else torch.cat([begins, begins.new_tensor([length])])
+        return batch
+
+
+def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.nn.functional.pad(tensor, (0, length - len(tensor)))
 
 
 def chunk_reads(chunk: Any, settings: Settings) -> bool:

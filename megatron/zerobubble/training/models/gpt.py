@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from megatron.zerobubble.training.models.providers import ModelSetup
-    from megatron.zerobubble.training.step import ForwardStep
+    from megatron.zerobubble.training.step import ForwardStep, ModelSetup
 
 __all__ = ["forward_step_provider", "loss_function", "model_provider"]
 

@@ -11,7 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.zerobubble.training.models.providers import ModelSetup
+    from megatron.zerobubble.training.step import ModelSetup
 
 __all__ = ["LocalStack", "hybrid_stack", "hybrid_stage"]
 

@@ -16,13 +16,11 @@ import tempfile
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from megatron.zerobubble.files import replace_text
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.machine import process_state
+from megatron.zerobubble.training.checkpoint.shared import gathered
 from megatron.zerobubble.training.initialize import Job
 
 __all__ = ["MEMORY", "Attempt", "join_attempt", "leave_attempt", "restarts_folder"]
@@ -128,6 +126,4 @@ def _kept_id(folder: Path) -> str | None:
     own: str | None = None
     with contextlib.suppress(OSError):
         own = (folder / _JOB_FILE).read_text(encoding="ascii", errors="replace").strip()
-    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everywhere, own)
-    return next((each for each in everywhere if each), None)
+    return next((each for each in gathered(own) if each), None)

@@ -14,11 +14,7 @@ One log line names what it is. The optimizer, the generators and the samples con
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.directory import existing_directory, iterations_in
@@ -30,6 +26,7 @@ from megatron.zerobubble.training.checkpoint.load import (
     verified,
 )
 from megatron.zerobubble.training.checkpoint.manifest import Manifest
+from megatron.zerobubble.training.checkpoint.shared import run_on_rank_0
 from megatron.zerobubble.training.restarts.attempt import Attempt
 from megatron.zerobubble.training.step import TrainingState
 
@@ -76,7 +73,7 @@ def _as_requested(training_state: TrainingState, attempt: Attempt) -> RestoredPr
     _log.info("%s: starting from --load %s, as at the first start", nothing, flags.load)
     latest = latest_iteration(flags.load) if flags.ckpt_step is None else None
     if latest is not None and not flags.finetune:
-        for iteration in _on_rank_0(lambda: [each for each in iterations_in(str(flags.load)) if each <= latest]):
+        for iteration in run_on_rank_0(lambda: [each for each in iterations_in(str(flags.load)) if each <= latest]):
             if (restored := _try(training_state, iteration, attempt)) is not None:
                 return restored
     return _requested(training_state)
@@ -101,7 +98,7 @@ def _iterations_of(training_state: TrainingState, attempt: Attempt) -> list[int]
     if not attempt.is_known:
         _log.warning("%s: the machines that knew the id of this job are gone, so its own checkpoints are not known", attempt.text)
         return []
-    return _on_rank_0(lambda: _written_by(str(flags.save), attempt.job))
+    return run_on_rank_0(lambda: _written_by(str(flags.save), attempt.job))
 
 
 def _written_by(folder: str, job: str) -> list[int]:
@@ -123,10 +120,3 @@ def _with(training_state: TrainingState, *, load: str | None) -> TrainingState:
     settings = training_state.settings
     flags = replace(settings.checkpoint, load=load, ckpt_step=None, finetune=False, load_optim=True, load_rng=True)
     return replace(training_state, settings=replace(settings, checkpoint=flags))
-
-
-def _on_rank_0(action: Callable[[], Any]) -> Any:
-    """What `action` returns on rank 0, which alone reads the directory, so that all ranks have the same."""
-    answer = [action() if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(answer, src=0)
-    return answer[0]
