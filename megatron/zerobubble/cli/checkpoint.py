@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from megatron.zerobubble.cli.parser import Parser
 from megatron.zerobubble.cli.progress_bar import track
 from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.directory import existing_directory, tracked_iteration
-from megatron.zerobubble.training.checkpoint.manifest import MANIFEST, Manifest, damaged_blocks, damaged_names, first_damage
+from megatron.zerobubble.training.checkpoint.manifest import MANIFEST, Manifest, damaged_content, damaged_names, first_damage
 
 _PROG = "zerobubble checkpoint"
 _MAX_DIGITS = 18
@@ -64,8 +63,8 @@ def _verify(folder: Path, iteration: int | None) -> tuple[int, str]:
     if manifest is None:
         return _NOT_VERIFIED, f"{directory} has no {MANIFEST} (saved by Megatron-LM or an older version): it cannot be verified"
     damage = damaged_names(directory, manifest)
-    intact = [block for block in manifest.blocks() if block.file not in damage]
-    damage |= damaged_blocks(directory, intact, num_threads=os.cpu_count() or 1, shown=lambda each: track(each, "verifying"))
+    intact = {name: record for name, record in manifest.files.items() if name not in damage}
+    damage |= damaged_content(directory, intact, shown=lambda names: track(names, "verifying"))
     if damage:
         return _DAMAGED, f"{directory} is damaged: {first_damage(damage)}"
     size = manifest.num_bytes / 1e9

@@ -15,31 +15,29 @@ from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    blocks_of_rank,
-    damaged_blocks,
+    damaged_content,
     damaged_names,
     first_damage,
     record_of,
+    share_of_rank,
 )
 
-BLOCK = 1000
 SIZES = {"__0_0.distcp": 3500, "__1_0.distcp": 2000, "common.pt": 70, "empty": 0}
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A directory of files of which one has a part of a block at its end, one has none, and one is empty."""
+    """A directory of files of which one is empty."""
     for name, size in SIZES.items():
         (tmp_path / name).write_bytes(hashlib.shake_128(name.encode()).digest(size))
-    files = {name: record_of(tmp_path / name, block_bytes=BLOCK) for name in SIZES}
-    Manifest(run="run1", iteration=3, files=files, block_bytes=BLOCK).write(tmp_path)
+    Manifest(run="run1", iteration=3, files={name: record_of(tmp_path / name) for name in SIZES}).write(tmp_path)
     return tmp_path
 
 
 def damage_of(directory: Path) -> dict[str, str]:
     manifest = Manifest.read(directory)
     assert manifest is not None
-    return damaged_names(directory, manifest) or damaged_blocks(directory, manifest.blocks(), num_threads=2)
+    return damaged_names(directory, manifest) or damaged_content(directory, manifest.files)
 
 
 def test_an_intact_checkpoint_has_no_damage(checkpoint: Path) -> None:
@@ -47,25 +45,23 @@ def test_an_intact_checkpoint_has_no_damage(checkpoint: Path) -> None:
     assert {path.name for path in checkpoint.iterdir()} == {*SIZES, MANIFEST}, "nothing unfinished is left"
 
 
-def test_a_record_has_the_checksum_of_each_block(checkpoint: Path) -> None:
-    data = (checkpoint / "__0_0.distcp").read_bytes()
-    record = record_of(checkpoint / "__0_0.distcp", block_bytes=BLOCK)
-    assert record.num_bytes == 3500
-    assert list(record.digests) == [xxhash.xxh3_128(data[at : at + BLOCK]).hexdigest() for at in (0, 1000, 2000, 3000)]
+def test_a_record_has_the_checksum_of_the_file(tmp_path: Path) -> None:
+    """Of more bytes than are read at a time."""
+    data = hashlib.shake_128(b"long").digest(2**20 + 17)
+    (tmp_path / "file").write_bytes(data)
+    record = record_of(tmp_path / "file")
+    assert (record.num_bytes, record.digest) == (len(data), xxhash.xxh3_128(data).hexdigest())
 
 
 @pytest.mark.parametrize("name", [name for name, size in SIZES.items() if size])
 def test_any_flipped_bit_is_found(name: str, checkpoint: Path) -> None:
     intact = (checkpoint / name).read_bytes()
-    for at in {0, len(intact) // 2, len(intact) - 1, min(BLOCK, len(intact)) - 1}:
+    for at in {0, len(intact) // 2, len(intact) - 1}:
         for bit in (0, 7):
             damaged = bytearray(intact)
             damaged[at] ^= 1 << bit
             (checkpoint / name).write_bytes(damaged)
-            (found,) = damage_of(checkpoint).items()
-            block = at // BLOCK * BLOCK
-            last = min(block + BLOCK, len(intact)) - 1
-            assert found == (name, f"is damaged or of another run: its bytes {block:,} to {last:,} are not those that were saved")
+            assert damage_of(checkpoint) == {name: "is damaged or of another run: its content is not what was saved"}
 
 
 def missing(directory: Path) -> None:
@@ -109,7 +105,7 @@ def test_a_file_that_cannot_be_read_is_named(checkpoint: Path) -> None:
     manifest = Manifest.read(checkpoint)
     assert manifest is not None
     missing(checkpoint)  # after names were compared
-    found = damaged_blocks(checkpoint, manifest.blocks(), num_threads=1)
+    found = damaged_content(checkpoint, manifest.files)
     assert found == {"__1_0.distcp": f"cannot be read: {os.strerror(2)}"}
 
 
@@ -119,13 +115,14 @@ def test_many_damaged_files_are_one_line() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 64])
-def test_ranks_share_the_blocks(world_size: int, checkpoint: Path) -> None:
+def test_ranks_share_the_files(world_size: int, checkpoint: Path) -> None:
     manifest = Manifest.read(checkpoint)
     assert manifest is not None
-    shares = [blocks_of_rank(manifest.blocks(), rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert [block for share in shares for block in share] == manifest.blocks(), "each by one rank"
-    sizes = [sum(block.num_bytes for block in share) for share in shares]
-    assert max(sizes) <= manifest.num_bytes / world_size + 2 * BLOCK
+    shares = [share_of_rank(manifest.files, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert sorted(name for share in shares for name in share) == sorted(SIZES), "each by one rank"
+    assert [sum(record.num_bytes for record in share.values()) for share in shares] == sorted(
+        (sum(record.num_bytes for record in share.values()) for share in shares), reverse=True
+    )
 
 
 def test_a_checkpoint_without_a_manifest_has_none(tmp_path: Path) -> None:
@@ -160,9 +157,9 @@ def test_other_content_of_the_manifest_is_one_line(content: bytes, checkpoint: P
     ("change", "expected"),
     [
         ({"format": "other/2"}, "has format 'other/2'; this version reads"),
-        ({"files": {"a": {"bytes": 5000, "xxh3_128": []}}}, "is damaged: it is not a manifest"),
-        ({"files": {"../a": {"bytes": 1, "xxh3_128": ["x"]}}}, "is damaged: it is not a manifest"),
-        ({"block_bytes": 0}, "is damaged: it is not a manifest"),
+        ({"files": {"a": {"bytes": "many", "xxh3_128": "x"}}}, "is damaged: it is not a manifest"),
+        ({"files": {"a": {"bytes": 1}}}, "is damaged: it is not a manifest"),
+        ({"files": {"../a": {"bytes": 1, "xxh3_128": "x"}}}, "is damaged: it is not a manifest"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_one_line(change: dict[str, object], expected: str, checkpoint: Path) -> None:

@@ -45,14 +45,14 @@ def overwritten(directory: Path, _: Path) -> str:
     metadata = dcp.FileSystemReader(directory).read_metadata()
     place = next(place for index, place in metadata.storage_data.items() if index.fqn == TENSOR)
     _change(directory / place.relative_path, place.offset + place.length // 2, bytes(range(1, 17)))
-    return f"{place.relative_path} is damaged or of another run: its bytes 0 to "
+    return f"{place.relative_path} is damaged or of another run: its content is not what was saved"
 
 
 def flipped(directory: Path, _: Path) -> str:
     (file, *_) = sorted(directory.glob("*.distcp"))
     at = file.stat().st_size // 2
     _change(file, at, bytes([file.read_bytes()[at] ^ 16]))
-    return f"{file.name} is damaged or of another run: its bytes 0 to "
+    return f"{file.name} is damaged or of another run: its content is not what was saved"
 
 
 def of_another_run(directory: Path, other: Path) -> str:
@@ -62,7 +62,7 @@ def of_another_run(directory: Path, other: Path) -> str:
         if path.stat().st_size == (other / path.name).stat().st_size and path.read_bytes() != (other / path.name).read_bytes()
     )
     shutil.copy(other / file.name, file)
-    return f"{file.name} is damaged or of another run: its bytes 0 to "
+    return f"{file.name} is damaged or of another run: its content is not what was saved"
 
 
 def missing(directory: Path, _: Path) -> str:

@@ -1,6 +1,6 @@
 """Verifies a checkpoint against its manifest on all ranks, before anything of it is loaded.
 
-Rank 0 reads the manifest and compares names and sizes. Then each rank reads a share of the blocks, whatever the layout of the
+Rank 0 reads the manifest and compares names and sizes. Then each rank reads a share of the files, whatever the layout of the
 ranks that saved them, and all ranks raise the same error.
 """
 
@@ -16,10 +16,10 @@ from megatron.zerobubble.errors import CheckpointError
 from megatron.zerobubble.training.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    blocks_of_rank,
-    damaged_blocks,
+    damaged_content,
     damaged_names,
     first_damage,
+    share_of_rank,
 )
 from megatron.zerobubble.training.checkpoint.shared import gathered, run_on_rank_0
 
@@ -30,8 +30,6 @@ _log = logging.getLogger(__name__)
 _REMEDY = (
     "restore it from a copy, load another checkpoint with --ckpt-step, or give --no-verify-checkpoint to load this one as it is"
 )
-_NUM_THREADS = 4
-"""Per rank: enough to keep a disk or a file system busy; computing checksums releases the interpreter's lock."""
 
 
 def verify_checkpoint(directory: Path) -> Manifest | None:
@@ -51,8 +49,8 @@ def verify_checkpoint(directory: Path) -> Manifest | None:
     if manifest is None:
         return None
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    own = blocks_of_rank(manifest.blocks(), rank=rank, world_size=world_size)
-    everywhere = gathered(damaged_blocks(directory, own, num_threads=_NUM_THREADS))
+    own = share_of_rank(manifest.files, rank=rank, world_size=world_size)
+    everywhere = gathered(damaged_content(directory, own))
     _refuse(directory, {name: reason for damage in reversed(everywhere) for name, reason in damage.items()})
     took, size = time.monotonic() - begin, manifest.num_bytes / 1e9
     _log.info("%s: all %d files are as saved (%.2f GB, verified in %.2f s)", directory, len(manifest.files), size, took)
