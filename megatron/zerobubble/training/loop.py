@@ -259,8 +259,8 @@ class _Run:
         self.trainer.begin_dropout(self.progress.consumed_samples)
         results = self.trainer.iterate(data_iterator)
         end = self.marks.now()
-        samples = self.settings.global_batch_size
-        tokens = num_tokens(self.datasets.train, self.settings, consumed=self.progress.consumed_samples, samples=samples)
+        samples, consumed = self.settings.global_batch_size, self.progress.consumed_samples
+        tokens = num_tokens(self.datasets.train, self.settings, consumed=consumed, samples=samples)
         self.progress.iteration += 1
         self.progress.consumed_samples += samples
         progress = self.progress
@@ -269,7 +269,6 @@ class _Run:
                 IterationRecord,
                 iteration=progress.iteration,
                 consumed_samples=progress.consumed_samples,
-                samples=samples,
                 tokens=tokens,
                 elapsed_ms=partial(self.marks.elapsed_ms, begin, end),
             )

@@ -27,7 +27,6 @@ with quiet_third_parties():
         length_multiple,
         microbatch_lengths,
         num_tokens,
-        sample_lengths,
     )
     from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, next_batch
 
@@ -47,6 +46,10 @@ def settings(prefix: str, *flags: str, micro: int = 2, batch: int = 4, world_siz
     argv = [*TINY_MODEL, "--micro-batch-size", str(micro), "--global-batch-size", str(batch), "--lr", "1e-3"]
     argv += ["--calculate-per-token-loss", "--train-iters", "40", "--eval-iters", "0", "--split", "1,0,0"]
     return settings_from_argv([*argv, "--data-path", prefix, *flags], world_size=world_size)
+
+
+def sample_lengths(train: Any) -> Any:
+    return train.lengths(np.arange(len(train)))
 
 
 def dataset(given: Settings) -> Any:

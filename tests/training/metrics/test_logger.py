@@ -46,7 +46,7 @@ def settings(flags: str = "") -> Settings:
 
 def record(iteration: int, **changes: Any) -> IterationRecord:
     return IterationRecord(
-        iteration=iteration, consumed_samples=2 * iteration, samples=2, result=replace(STEP, **changes), elapsed_ms=lambda: 500.0
+        iteration=iteration, consumed_samples=2 * iteration, tokens=32, result=replace(STEP, **changes), elapsed_ms=lambda: 500.0
     )
 
 
@@ -199,7 +199,7 @@ def test_speed_leaves_out_the_first_iteration(logger: MetricsLogger) -> None:
     assert logger.totals.num_timed == 0
     logger.add(record(2))
     logger.log()
-    assert (logger.totals.num_timed, logger.totals.seconds, logger.totals.samples_per_s) == (1, 0.5, 4.0)
+    assert (logger.totals.num_timed, logger.totals.seconds, logger.totals.tokens_per_s) == (1, 0.5, 64.0)
 
 
 @pytest.mark.parametrize(

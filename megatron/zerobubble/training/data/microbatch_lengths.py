@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["ConsumedSamples", "length_multiple", "microbatch_lengths", "num_tokens", "padded_length", "sample_lengths"]
+__all__ = ["ConsumedSamples", "length_multiple", "microbatch_lengths", "num_tokens", "padded_length"]
 
 
 class ConsumedSamples(Sampler[list[int]]):
@@ -61,16 +61,6 @@ def padded_length(longest: int, settings: Settings) -> int:
         return settings.model.seq_length
     multiple = length_multiple(settings)
     return -(-longest // multiple) * multiple
-
-
-def sample_lengths(dataset: Any) -> np.ndarray[Any, Any]:
-    """Tokens of each sample of a dataset of documents, without padding: [n] int64.
-
-    Args:
-        dataset: of `samples.build_datasets`, from settings that read documents.
-    """
-    lengths: np.ndarray[Any, Any] = dataset.lengths(np.arange(len(dataset)))
-    return lengths
 
 
 def microbatch_lengths(

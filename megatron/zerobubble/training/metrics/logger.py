@@ -1,4 +1,4 @@
-"""Logs iterations: progress lines, a progress bar, JSON lines.
+"""Logs iterations: progress lines, JSON lines.
 
 Iterations are collected until the next progress line; then one all-reduce sums their losses, and rank 0 writes. So logging adds
 no synchronization to an iteration.
@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any
 
 import torch
 
@@ -47,29 +44,13 @@ class MetricsLogger:
         self.totals = Totals(flops_per_sample=flops_per_sample)
         """For the summary of the run."""
         self._aux_losses = AuxLosses(settings)
-        self._resources = ExitStack()
-        self._jsonl: JsonLines | None = None
-        self._bar: Any | None = None
-        if rank == 0:
-            self._open(start_iteration)
-
-    def _open(self, start_iteration: int) -> None:
-        logs = self._settings.logging
-        if logs.metrics_jsonl is not None:
-            self._jsonl = JsonLines(logs.metrics_jsonl, is_continued=start_iteration > 0)
-            self._resources.callback(self._jsonl.close)
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-            from tqdm.contrib.logging import logging_redirect_tqdm
-
-            self._resources.enter_context(logging_redirect_tqdm())
-            self._bar = self._resources.enter_context(
-                tqdm(total=self._settings.run.train_iters, initial=start_iteration, unit="it", desc="training")
-            )
+        path = settings.logging.metrics_jsonl
+        self._jsonl = None if path is None or rank != 0 else JsonLines(path, is_continued=start_iteration > 0)
 
     def close(self) -> None:
-        """Close files and the progress bar."""
-        self._resources.close()
+        """Close the file."""
+        if self._jsonl is not None:
+            self._jsonl.close()
 
     def add(self, record: IterationRecord) -> None:
         """Add an iteration, to be written by the next `log`.
@@ -81,8 +62,6 @@ class MetricsLogger:
         if record.result.rolled_back is not None:
             self._num_corrected += 1
             _log.info("%s", _correction(record.iteration, record.result))
-        if self._bar is not None:
-            self._bar.update(1)
         if record.result.is_stepped:
             self._check_finite("gradient norm", record.result.grad_norm, record.iteration)
 
@@ -103,12 +82,8 @@ class MetricsLogger:
             losses = mean_losses(torch.stack([record.result.loss for record in records]))
             for record, loss in zip(records, losses, strict=True):
                 record.loss, record.seconds = loss.value, record.elapsed_ms() / 1000.0
-                self.totals.add(
-                    samples=record.samples, tokens=record.num_tokens(self._settings), seconds=record.seconds, loss=loss.value
-                )
-            settings = self._settings
-            samples = sum(record.samples for record in records)
-            aux_losses = self._aux_losses.take(samples // (settings.batch.micro_batch_size * settings.data_parallel_size))
+                self.totals.add(tokens=record.tokens, seconds=record.seconds, loss=loss.value)
+            aux_losses = self._aux_losses.take(len(records) * self._settings.num_microbatches)
             self._log_progress(records, aux_losses)
         objects = [record.to_json(self._settings, flops_per_sample=self._flops_per_sample) for record in records]
         if objects:

@@ -32,12 +32,10 @@ class IterationRecord:
     """From 1."""
     consumed_samples: int
     """Samples consumed by the end of this iteration."""
-    samples: int
-    """Samples of this iteration."""
     result: StepResult
     """Loss and optimizer step of this rank."""
-    tokens: int | None = None
-    """Tokens of this iteration, without padding; None: --seq-length of every sample."""
+    tokens: int
+    """Tokens of this iteration, without padding."""
     elapsed_ms: Callable[[], float]
     """Reads the iteration time in milliseconds, once the device has done the iteration."""
     seconds: float = field(default=math.nan)
@@ -45,13 +43,9 @@ class IterationRecord:
     loss: float = field(default=math.nan)
     """Mean loss per token over all ranks."""
 
-    def num_tokens(self, settings: Settings) -> int:
-        """Tokens of this iteration."""
-        return self.samples * settings.model.seq_length if self.tokens is None else self.tokens
-
     def to_json(self, settings: Settings, *, flops_per_sample: float | None = None) -> dict[str, Any]:
         """The JSON object of this iteration in --metrics-jsonl; with TFLOP/s if the FLOPs of a sample are given."""
-        flops = None if flops_per_sample is None else flops_per_sample * self.samples
+        flops = None if flops_per_sample is None else flops_per_sample * settings.global_batch_size
         rate = {} if flops is None else {"tflops_per_gpu": tflops_per_gpu(flops, self.seconds, world_size=settings.world_size)}
         return {
             "iteration": self.iteration,
@@ -60,7 +54,7 @@ class IterationRecord:
             "grad_norm": self.result.grad_norm,
             "skipped": not self.result.is_stepped,
             "amended": self.result.rolled_back is not None,
-            "tokens_per_s": self.num_tokens(settings) / self.seconds,
+            "tokens_per_s": self.tokens / self.seconds,
             "iteration_ms": self.seconds * 1000.0,
             "schedule": settings.zero_bubble.schedule,
             **rate,
@@ -87,8 +81,7 @@ def progress_line(
     last, train_iters = records[-1], settings.run.train_iters
     losses = [record.loss for record in records if record.result.is_stepped and math.isfinite(record.loss)] or [last.loss]
     seconds = sum(record.seconds for record in records) / len(records)
-    samples = sum(record.samples for record in records) / len(records)
-    tokens_per_s = sum(record.num_tokens(settings) for record in records) / len(records) / seconds
+    tokens_per_s = sum(record.tokens for record in records) / len(records) / seconds
     result = last.result
     parts = [
         f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {last.iteration:8d}/{train_iters:8d}",
@@ -96,11 +89,11 @@ def progress_line(
         f"elapsed time per iteration (ms): {seconds * 1000.0:.1f}",
     ]
     if settings.logging.log_throughput and flops_per_sample is not None:
-        rate = tflops_per_gpu(flops_per_sample * samples, seconds, world_size=settings.world_size)
+        rate = tflops_per_gpu(flops_per_sample * settings.global_batch_size, seconds, world_size=settings.world_size)
         parts.append(f"throughput per GPU (TFLOP/s/GPU): {rate:.{1 if rate >= 1.0 else 6}f}")
     parts += [
         f"learning rate: {result.lr:.6E}",
-        f"global batch size: {last.samples:5d}",
+        f"global batch size: {settings.global_batch_size:5d}",
         f"lm loss: {sum(losses) / len(losses):.6E}",
         *(f"{name}: {value:.6E}" for name, value in aux_losses.items()),
         f"loss scale: {float(result.loss_scale) if settings.precision.fp16 else 1.0:.1f}",

@@ -24,11 +24,11 @@ class Totals:
     """Of the last logged iteration."""
     last_validation_loss: float | None = None
     """Of the last evaluation."""
-    _speeds: list[tuple[int, int, float]] = field(default_factory=list)
+    _speeds: list[tuple[int, float]] = field(default_factory=list)
 
-    def add(self, *, samples: int, tokens: int, seconds: float, loss: float) -> None:
+    def add(self, *, tokens: int, seconds: float, loss: float) -> None:
         """Add an iteration."""
-        self._speeds.append((samples, tokens, seconds))
+        self._speeds.append((tokens, seconds))
         self.last_loss = loss
 
     @property
@@ -39,17 +39,12 @@ class Totals:
     @property
     def seconds(self) -> float:
         """Mean seconds of an iteration; defined after the second."""
-        return sum(seconds for _, _, seconds in self._speeds[1:]) / self.num_timed
-
-    @property
-    def samples_per_s(self) -> float:
-        """Mean samples per second of all ranks together; defined after the second iteration."""
-        return sum(samples for samples, _, _ in self._speeds[1:]) / (self.seconds * self.num_timed)
+        return sum(seconds for _, seconds in self._speeds[1:]) / self.num_timed
 
     @property
     def tokens_per_s(self) -> float:
         """Mean tokens per second of all ranks together, without padding; defined after the second iteration."""
-        return sum(tokens for _, tokens, _ in self._speeds[1:]) / (self.seconds * self.num_timed)
+        return sum(tokens for tokens, _ in self._speeds[1:]) / (self.seconds * self.num_timed)
 
 
 def description(settings: Settings, *, on_cpu: bool) -> str:
@@ -128,8 +123,8 @@ def _speed(settings: Settings, totals: Totals) -> dict[str, str]:
     tokens = totals.tokens_per_s
     rate = f"{tokens:.0f} tokens per second, {tokens / settings.world_size:.0f} per GPU"
     if totals.flops_per_sample is not None:
-        flops = totals.flops_per_sample * totals.samples_per_s
-        rate += f", {tflops_per_gpu(flops, 1.0, world_size=settings.world_size):.3g} TFLOP/s per GPU"
+        flops = totals.flops_per_sample * settings.global_batch_size
+        rate += f", {tflops_per_gpu(flops, totals.seconds, world_size=settings.world_size):.3g} TFLOP/s per GPU"
     return {
         "time": f"{totals.seconds * 1000.0:.1f} ms per iteration (mean of {totals.num_timed}, without the first)",
         "speed": rate,
