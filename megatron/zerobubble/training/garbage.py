@@ -45,9 +45,8 @@ class GarbageCollection:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Wrap an evaluation: collect everything before it, and what it left after it."""
-        collects = self._run.manual_gc and self._run.manual_gc_eval
-        if collects:
+        if self._run.manual_gc:
             gc.collect()
         yield
-        if collects:
+        if self._run.manual_gc:
             gc.collect(generation=0)

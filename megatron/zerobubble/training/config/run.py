@@ -47,8 +47,6 @@ class RunConfig:
     the same time. By default each rank collects whenever Python chooses, and the others wait for it."""
     manual_gc_interval: int = 0
     """With --manual-gc, the number of iterations from one collection to the next; 0: none between iterations."""
-    manual_gc_eval: bool = True
-    """With --manual-gc, do not collect before and after each evaluation. By default it does."""
 
     dry_run: bool = False
     """Check the flags, print the settings, the plan, the stages and the memory that each rank is predicted to need, and end. It
@@ -65,8 +63,8 @@ class RunConfig:
         at_most(self, 4_000_000_000, "seed")  # numpy's generators take 32 bits, and every pipeline rank adds to it
         at_most(self, 2**31 - 1, "train_iters", "eval_iters", "eval_interval", "exit_interval")
         at_most(self, 10**6, "dry_run_world_size")
-        if not self.manual_gc and (self.manual_gc_interval or not self.manual_gc_eval):
-            raise ConfigError("--manual-gc-interval and --no-manual-gc-eval need --manual-gc: add it, or leave them out")
+        if not self.manual_gc and self.manual_gc_interval:
+            raise ConfigError("--manual-gc-interval needs --manual-gc: add it, or leave it out")
 
     def check(self, model: ModelConfig, parallel: ParallelConfig) -> None:
         """Raise ConfigError if --layout-independent-dropout cannot make masks so: each rank would draw its own."""
