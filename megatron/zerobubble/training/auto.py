@@ -80,7 +80,8 @@ def choose_schedule(
     profile = _profile(training_state, tokenizer, on_gpu=not job.host.enabled)
     own = Measured(profile=profile, link_ms=training_state.schedule.link_times())
     costs = measured_costs(own.gathered(), probed.placement)
-    _tear_down(training_state)
+    training_state.close()
+    destroy_model_parallel()
     del training_state
     gc.collect()
     if torch.cuda.is_available():
@@ -196,13 +197,6 @@ def _profile(training_state: TrainingState, tokenizer: Any, *, on_gpu: bool) -> 
         )
         run_passes(training_state, first_batch, num_microbatches=num_microbatches, forward_only=False)
     return profiler.profile()
-
-
-def _tear_down(training_state: TrainingState) -> None:
-    training_state.schedule.close()
-    if training_state.post_validation is not None:
-        training_state.post_validation.close()
-    destroy_model_parallel()
 
 
 def _choice(costs: CostModel, probed: Settings, settings: Settings) -> Choice | ConfigError:

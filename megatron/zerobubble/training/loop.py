@@ -222,9 +222,7 @@ class _Run:
         self._summarize()
         self.metrics.close()
         self.early_exit.close()
-        self.training_state.schedule.close()
-        if self.training_state.post_validation is not None:
-            self.training_state.post_validation.close()
+        self.training_state.close()
 
     def _train(self) -> None:
         progress, num_iterations = self.progress, self.settings.run.train_iters

@@ -91,6 +91,12 @@ class TrainingState:
     on_host: Callable[[], AbstractContextManager[object]]
     """Context manager to enter around optimizer steps and checkpoints: the CPU stands in for CUDA (see `mcore.cpu.device`)."""
 
+    def close(self) -> None:
+        """End the threads and close the links of schedule and post-validation."""
+        self.schedule.close()
+        if self.post_validation is not None:
+            self.post_validation.close()
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
