@@ -9,44 +9,22 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
-from megatron.zerobubble.training.config.run import RunConfig
-
-__all__ = ["GarbageCollection"]
+__all__ = ["collecting_by_hand"]
 
 
-class GarbageCollection:
-    """A context manager around training. Inside, with --manual-gc, garbage is collected only when a method here does it.
+@contextmanager
+def collecting_by_hand(*, is_manual: bool) -> Iterator[None]:
+    """Wrap training: all garbage is collected at the start, and then only what the loop collects itself.
 
     Args:
-        run: the flags.
+        is_manual: --manual-gc; otherwise nothing changes.
     """
-
-    def __init__(self, run: RunConfig) -> None:
-        self._run = run
-
-    def __enter__(self) -> GarbageCollection:
-        if self._run.manual_gc:
-            gc.disable()
-            gc.collect()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._run.manual_gc:
-            gc.enable()
-
-    def after_iteration(self, iteration: int) -> None:
-        """Collect after the iterations of --manual-gc-interval."""
-        interval = self._run.manual_gc_interval
-        if self._run.manual_gc and interval and iteration % interval == 0:
-            gc.collect()
-
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Wrap an evaluation: collect everything before it, and what it left after it."""
-        if self._run.manual_gc:
-            gc.collect()
+    if is_manual:
+        gc.disable()
+        gc.collect()
+    try:
         yield
-        if self._run.manual_gc:
-            gc.collect(generation=0)
+    finally:
+        if is_manual:
+            gc.enable()

@@ -6,6 +6,7 @@ iterate; evaluate; save; log a summary. User errors that need no other rank are 
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -36,7 +37,7 @@ from megatron.zerobubble.training.data.microbatch_lengths import num_tokens
 from megatron.zerobubble.training.data.samples import Datasets, build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.early_exit import EarlyExit
 from megatron.zerobubble.training.estimate.flops import flops_per_sample
-from megatron.zerobubble.training.garbage import GarbageCollection
+from megatron.zerobubble.training.garbage import collecting_by_hand
 from megatron.zerobubble.training.initialize import (
     Job,
     announce_exit,
@@ -179,7 +180,6 @@ class _Run:
         self.reads_by_chunk = [chunk_reads(chunk, training_state.settings) for chunk in training_state.chunks]
         self.datasets: Datasets = build_datasets(self.settings, tokenizer, reads=any(self.reads_by_chunk))
         run = self.settings.run
-        self.garbage = GarbageCollection(run)
         self.early_exit = EarlyExit(job.store, handles_signal=run.exit_signal_handler, after_minutes=run.exit_duration_in_mins)
         self.run_id = attempt.job
         self.progress = Progress()
@@ -201,6 +201,7 @@ class _Run:
             _Action(self._evaluate, interval=run.eval_interval if evaluates else None, at_end=evaluates),
             _Action(self.metrics.log, interval=self.settings.logging.log_interval, at_end=True),
             _Action(self._save, interval=self.settings.checkpoint.save_interval),
+            _Action(gc.collect, interval=run.manual_gc_interval or None),
         )
 
     def run(self) -> None:
@@ -208,7 +209,7 @@ class _Run:
         _log.info("%s", description(self.settings, on_cpu=self.job.host.enabled))
         phase = self.job.watch.phase
         if not self.settings.run.skip_train:
-            with self.garbage, phase("trains, between the passes of two iterations"):
+            with collecting_by_hand(is_manual=self.settings.run.manual_gc), phase("trains, between the passes of two iterations"):
                 self._train()
         with phase("ends the run"):
             self._end()
@@ -231,7 +232,6 @@ class _Run:
         is_last = progress.iteration >= num_iterations
         while not is_last:
             self._iterate(data_iterator)
-            self.garbage.after_iteration(progress.iteration)
             self._replan()
             is_last = self._exits_early() or progress.iteration == num_iterations
             due = [action for action in self.actions if action.is_due(progress.iteration, is_last=is_last)]
@@ -292,7 +292,9 @@ class _Run:
         """Evaluate, unless little time is left. Always on the same samples, so that validation losses are comparable."""
         if self.early_exit.is_urgent:
             return
-        with self.garbage.evaluation(), self.job.watch.phase("evaluates, between two passes"):
+        if self.settings.run.manual_gc:
+            gc.collect()
+        with self.job.watch.phase("evaluates, between two passes"):
             loss = evaluate(self.training_state, self._iterators(self.datasets.valid, consumed=0))
         self.progress.evaluated_iteration = self.progress.iteration
         self.metrics.log(validation_loss=loss, iteration=self.progress.iteration)

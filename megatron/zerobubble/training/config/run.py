@@ -43,7 +43,7 @@ class RunConfig:
     check_for_nan_in_loss_and_grad: bool = True
     """Continue training after a loss or gradient norm that is not finite. By default the run stops."""
     manual_gc: bool = False
-    """Collect Python's garbage only at the start, around evaluations and every --manual-gc-interval iterations, on all ranks at
+    """Collect Python's garbage only at the start, before evaluations and every --manual-gc-interval iterations, on all ranks at
     the same time. By default each rank collects whenever Python chooses, and the others wait for it."""
     manual_gc_interval: int = 0
     """With --manual-gc, the number of iterations from one collection to the next; 0: none between iterations."""
