@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.zerobubble.cli.parser import read_text, workers_of
 from megatron.zerobubble.cli.progress_bar import stoppable
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.memory_limit import bytes_of
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.bounds.schedule_bound import Bound
 from megatron.zerobubble.plan.objective import Objective
@@ -35,13 +35,6 @@ __all__ = [
     "plan_layers",
 ]
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-_SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", re.ASCII)
 MICROBATCHES_PER_RANK = 4
 """Microbatches per iteration and pipeline rank where --num-microbatches is not given."""
 _OF_RANKS = ("costs", "memory_limit", "max_pending_backward", "microbatch_tokens", "links")
@@ -104,11 +97,12 @@ def pipeline_sizes(text: str | None, num_ranks: int, num_microbatches: int) -> l
 
 def parse_bytes(text: str) -> float:
     """Read `70GiB`, `80GB` or a number of bytes. Raises ConfigError on anything else."""
-    match = _SIZE.fullmatch(text)
-    unit = match[2].upper() if match else "?"
-    if match is None or unit not in _UNITS or float(match[1]) <= 0:
+    stripped = text.strip()
+    is_number = stripped.isascii() and stripped.isdecimal() and len(stripped) <= 15
+    size = float(stripped) if is_number else bytes_of(stripped)
+    if not size:
         raise ConfigError(f"--memory is {quoted(text)}; give a size above 0 such as 70GiB, 80GB or a number of bytes")
-    return float(match[1]) * _UNITS[unit]
+    return size
 
 
 def _check_flags(args: argparse.Namespace) -> None:

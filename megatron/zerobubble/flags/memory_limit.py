@@ -9,10 +9,18 @@ from dataclasses import dataclass
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.messages import quoted
 
-__all__ = ["MemoryLimit"]
+__all__ = ["MemoryLimit", "bytes_of"]
 
 _UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{0,9})?)\s*([KMGT]i?B)", re.ASCII | re.IGNORECASE)
 _MOST_BYTES = 2**60
+
+
+def bytes_of(text: str) -> float | None:
+    """The bytes of `60GiB`, `1.5 GB` and the like; None of anything else, and of what no machine has."""
+    sized = _SIZE.fullmatch(text.strip())
+    size = float(sized[1]) * _UNITS[sized[2].lower()] if sized else 0.0
+    return size if 1 <= size <= _MOST_BYTES else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +43,9 @@ class MemoryLimit:
         stripped = text.strip()
         if stripped.lower() == "auto":
             return MemoryLimit()
-        sized = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]i?B)", stripped, re.IGNORECASE)
-        if sized:
-            total = float(sized[1]) * _UNITS[sized[2].lower()]
-            if 1 <= total <= _MOST_BYTES:
-                return MemoryLimit(total_bytes=int(total))
+        total = bytes_of(stripped)
+        if total is not None:
+            return MemoryLimit(total_bytes=int(total))
         try:
             relative = float(stripped)
         except ValueError:
