@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.zerobubble.mcore.ddp.zero2 import ShardedGradientsDDP
+from megatron.zerobubble.optimizer.parts import parts_of
 
 USABLE = 0.92
 """Fraction of a device's memory that `auto` plans with; the rest is CUDA context, communication buffers and fragmentation."""
@@ -44,7 +45,7 @@ def _state_tensors(chunks: Sequence[nn.Module], optimizer: Any) -> Iterator[Tens
             yield from chunk.shards
         for _, buffer in chunk.named_buffers():
             yield buffer
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         stepping = getattr(part, "optimizer", None)
         for group in getattr(stepping, "param_groups", ()):
             yield from group["params"]

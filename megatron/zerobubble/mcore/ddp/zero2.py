@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.model.wgrad_split import deferring_modules
+from megatron.zerobubble.optimizer.parts import parts_of
 from megatron.zerobubble.wgrad.split_weight import SplitWeight
 
 # torch 2.13 renamed the collective and warns at every call of the old name, the only one in older releases.
@@ -347,7 +348,7 @@ def step_on_shards(optimizer: Any, chunks: Sequence[Any]) -> None:
     if not sharded:
         return
     owners = {id(parameter): chunk for chunk in sharded for parameter in chunk.params_with_grad}
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         if getattr(part.config, "use_precision_aware_optimizer", False):
             raise ConfigError("--use-precision-aware-optimizer does not go with --zero-bubble-shard-gradients; leave one out")
         part._copy_model_grads_to_main_grads = partial(_copy_shards, part, owners)

@@ -21,6 +21,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, cou
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.compat import gradients_for_norm
 from megatron.zerobubble.mcore.post_validation.norms import sum_of_squares
+from megatron.zerobubble.optimizer.parts import parts_of
 from megatron.zerobubble.optimizer.post_validation import GradientStatistics, PostValidation, Relay, Waits, group_of
 from megatron.zerobubble.optimizer.rollback import ExactRollback, InverseRollback, Rollback
 
@@ -78,7 +79,7 @@ class MegatronRollbackOptimizer:
         timeout: timedelta | None,
     ) -> None:
         self._optimizer = optimizer
-        self._parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+        self._parts = parts_of(optimizer)
         self._active = [part for part in self._parts if not getattr(part, "is_stub_optimizer", False)]
         self._check_options()
         self._stage_groups = _StageGroups(timeout)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from megatron.zerobubble.errors import CheckpointError
+from megatron.zerobubble.optimizer.parts import parts_of
 from megatron.zerobubble.training.checkpoint.torch_optimizer import is_torch_optimizer
 
 __all__ = ["OptimizerKind", "ask_for", "stored_kind", "translate"]
@@ -75,7 +75,7 @@ def ask_for(asked: dict[Any, Any], *, common: dict[Any, Any], optimizer: Any) ->
         CheckpointError: the state of one kind cannot be converted to that of the other.
     """
     parts = _by_part(asked)
-    for index, part in _parts_of(optimizer):
+    for index, part in enumerate(parts_of(optimizer)):
         _ask_part(parts[index], stored=stored_kind(common), own=_kind_of(part))
     return parts
 
@@ -90,17 +90,13 @@ def translate(loaded: dict[int, Any], *, asked: dict[int, Any], common: dict[Any
         optimizer: what `get_megatron_optimizer` returned.
     """
     parts, step = {}, _step(_by_part(common)[0], stored_kind(common))
-    for index, part in _parts_of(optimizer):
+    for index, part in enumerate(parts_of(optimizer)):
         shared = copy.deepcopy(_by_part(common).get(index)) or _for_experts(_by_part(common)[0], _groups(asked[index]))
         state = merge(shared, loaded.get(index, {}))
         parts[index] = _translate_part(state, stored=stored_kind(common), own=_kind_of(part), step=step)
         if step is not None and not is_torch_optimizer(part.optimizer):
             _count_in_groups(parts[index], own=_kind_of(part), step=int(step))
     return parts if len(parts) > 1 else parts[0]
-
-
-def _parts_of(optimizer: Any) -> Iterator[tuple[int, Any]]:
-    yield from enumerate(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _by_part(tree: dict[Any, Any]) -> dict[int, Any]:

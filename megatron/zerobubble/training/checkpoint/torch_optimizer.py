@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron.zerobubble.optimizer.parts import parts_of
+
 __all__ = ["is_torch_optimizer", "load_state", "prepare_to_load", "prepare_to_save"]
 
 
@@ -73,7 +75,7 @@ def load_state(optimizer: Any, state: dict[str, Any]) -> None:
 
 def _torch_optimizers(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
     """(megatron-core's optimizer, torch's optimizer in it) for each part of the chain that uses torch's Adam or SGD."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         if is_torch_optimizer(part.optimizer):
             yield part, part.optimizer
 
