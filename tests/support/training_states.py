@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,14 +28,14 @@ RUN += " --hidden-dropout 0 --use-cpu-initialization"
 
 
 @contextmanager
-def training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[TrainingState, Any]]:
-    """This rank's part of a job with `flags` beside `MODEL` and `RUN`, and the job's store. All ranks must call this."""
-    with quiet_third_parties(), _training_state_of(rank, flags) as job:
-        yield job
+def training_state_of(rank: int, flags: Sequence[str]) -> Iterator[TrainingState]:
+    """This rank's part of a job with `flags` beside `MODEL` and `RUN`. All ranks must call this."""
+    with quiet_third_parties(), _training_state_of(rank, flags) as training_state:
+        yield training_state
 
 
 @contextmanager
-def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[TrainingState, Any]]:
+def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[TrainingState]:
     world_size = dist.get_world_size()
     settings = settings_from_argv([*MODEL.split(), *RUN.split(), *flags], world_size=world_size)
     store = dist.PrefixStore(f"job {_turn()}", dist.distributed_c10d._get_default_store())
@@ -54,7 +53,7 @@ def _training_state_of(rank: int, flags: Sequence[str]) -> Iterator[tuple[Traini
         forward_step_provider=pretrain_gpt.forward_step_provider,
     )
     try:
-        yield training_state, store
+        yield training_state
     finally:  # a test may expect an error, and this process may be that of other tests
         if training_state.post_validation is not None:
             training_state.post_validation.close()

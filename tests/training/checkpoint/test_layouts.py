@@ -98,7 +98,7 @@ def walk(rank: int, chain: list[str], folder: str) -> Walk:
     seen, first = Walk(), Tensors()
     for number, flags in enumerate(chain):
         load = ["--load", f"{folder}/{number - 1}"] if number else []
-        with training_state_of(rank, [*flags.split(), "--save", f"{folder}/{number}", *load]) as (training_state, _):
+        with training_state_of(rank, [*flags.split(), "--save", f"{folder}/{number}", *load]) as training_state:
             if load:
                 restored = load_checkpoint(training_state)
                 assert restored == RestoredProgress(2, 16)

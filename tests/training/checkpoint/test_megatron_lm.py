@@ -44,11 +44,11 @@ def as_megatron_lm(training_state: TrainingState, folder: Path, **changes: Any) 
 @pytest.mark.sampled(0.4, group="whole jobs")
 def test_its_checkpoint_continues_bit_for_bit(flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With dropout: the states of the generators are read, too. It has no manifest, which is logged."""
-    with training_state_of(0, [*DROPOUT, *flags]) as (training_state, _):
+    with training_state_of(0, [*DROPOUT, *flags]) as training_state:
         train(training_state, first=1, last=2)
         as_megatron_lm(training_state, tmp_path)
         expected = train(training_state, first=3, last=4)
-    with training_state_of(0, [*DROPOUT, *flags, "--load", str(tmp_path)]) as (training_state, _):
+    with training_state_of(0, [*DROPOUT, *flags, "--load", str(tmp_path)]) as training_state:
         with caplog.at_level(logging.INFO, "megatron.zerobubble.training.checkpoint.verification"):
             assert load_checkpoint(training_state) == RestoredProgress(2, 16)
         assert train(training_state, first=3, last=4) == expected
@@ -59,7 +59,7 @@ def test_its_checkpoint_continues_bit_for_bit(flags: list[str], tmp_path: Path, 
 @pytest.mark.sampled(0.4, group="whole jobs")
 def test_ours_has_what_its_loop_reads(tmp_path: Path) -> None:
     """Names and meaning are those that Megatron-LM's `load_checkpoint` looks up."""
-    with training_state_of(0, ["--save", str(tmp_path), "--use-distributed-optimizer"]) as (training_state, _):
+    with training_state_of(0, ["--save", str(tmp_path), "--use-distributed-optimizer"]) as training_state:
         train(training_state, first=1, last=2)
         save_checkpoint(training_state, run="a", iteration=2, consumed_samples=16)
         expected = training_state.scheduler.state_dict()
@@ -77,10 +77,10 @@ def test_ours_has_what_its_loop_reads(tmp_path: Path) -> None:
 
 def load_changed(folder: Path, flags: list[str], **changes: Any) -> str:
     """The reason why a checkpoint with these changes is rejected."""
-    with training_state_of(0, ["--use-distributed-optimizer"]) as (training_state, _):
+    with training_state_of(0, ["--use-distributed-optimizer"]) as training_state:
         train(training_state, first=1, last=1)
         as_megatron_lm(training_state, folder, **changes)
-    with training_state_of(0, [*flags, "--load", str(folder)]) as (training_state, _), pytest.raises(CheckpointError) as caught:
+    with training_state_of(0, [*flags, "--load", str(folder)]) as training_state, pytest.raises(CheckpointError) as caught:
         load_checkpoint(training_state)
     return str(caught.value)
 
@@ -91,7 +91,7 @@ def test_an_optimizer_state_in_buckets_is_rejected(tmp_path: Path) -> None:
     assert "in buckets of another loop (dp_reshardable)" in reason
     assert "--dist-ckpt-optim-fully-reshardable" in reason
     assert "--no-load-optim" in reason
-    with training_state_of(0, ["--load", str(tmp_path), "--no-load-optim"]) as (training_state, _):
+    with training_state_of(0, ["--load", str(tmp_path), "--no-load-optim"]) as training_state:
         assert load_checkpoint(training_state) == RestoredProgress(2, 16)
 
 
@@ -105,21 +105,21 @@ def test_a_checkpoint_without_flags_is_rejected(tmp_path: Path) -> None:
 
 
 def test_generators_are_set_as_they_were(tmp_path: Path) -> None:
-    with training_state_of(0, ["--save", str(tmp_path)]) as (training_state, _):
+    with training_state_of(0, ["--save", str(tmp_path)]) as training_state:
         train(training_state, first=1, last=1)
         as_megatron_lm(training_state, tmp_path)
         expected = torch.rand(3)
-    with training_state_of(0, ["--load", str(tmp_path)]) as (training_state, _):
+    with training_state_of(0, ["--load", str(tmp_path)]) as training_state:
         load_checkpoint(training_state)
         assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=WHY_NOT)
 def test_a_checkpoint_of_a_gpt_is_not_loaded_into_a_hybrid_model(tmp_path: Path) -> None:
-    with training_state_of(0, ["--save", str(tmp_path), "--num-layers", "4"]) as (training_state, _):
+    with training_state_of(0, ["--save", str(tmp_path), "--num-layers", "4"]) as training_state:
         train(training_state, first=1, last=2)
         save_checkpoint(training_state, run="a", iteration=2, consumed_samples=16)
     flags = ["--hybrid-layer-pattern", "*-*-", "--num-layers", "4", "--load", str(tmp_path)]
     refused = pytest.raises(CheckpointError, match=r"was saved with --hybrid-layer-pattern None, this run has \*-\*-")
-    with training_state_of(0, flags) as (training_state, _), refused:
+    with training_state_of(0, flags) as training_state, refused:
         load_checkpoint(training_state)

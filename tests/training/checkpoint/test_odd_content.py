@@ -27,7 +27,7 @@ ODD = [None, True, -1, 7, 2.5, "x", [], [None], {}, {"x": None}]
 @pytest.fixture
 def loading(tmp_path: Path) -> Iterator[tuple[TrainingState, dict[str, Any]]]:
     """A training state that loads a checkpoint without a manifest, and the checkpoint's common state."""
-    with training_state_of(0, ["--save", str(tmp_path), "--load", str(tmp_path)]) as (training_state, _):
+    with training_state_of(0, ["--save", str(tmp_path), "--load", str(tmp_path)]) as training_state:
         train(training_state, first=1, last=1)
         save_checkpoint(training_state, run="a", iteration=1, consumed_samples=8)
         directory = iteration_directory(tmp_path, 1)

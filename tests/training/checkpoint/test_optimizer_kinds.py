@@ -17,13 +17,13 @@ DISTRIBUTED = ["--use-distributed-optimizer"]
 
 
 def saved(flags: list[str], folder: Path) -> None:
-    with training_state_of(0, [*flags, "--save", str(folder)]) as (training_state, _):
+    with training_state_of(0, [*flags, "--save", str(folder)]) as training_state:
         train(training_state, first=1, last=2)
         save_checkpoint(training_state, run="a", iteration=2, consumed_samples=16)
 
 
 def continued(flags: list[str], folder: Path) -> list[float]:
-    with training_state_of(0, [*flags, "--load", str(folder)]) as (training_state, _):
+    with training_state_of(0, [*flags, "--load", str(folder)]) as training_state:
         assert load_checkpoint(training_state) == RestoredProgress(2, 16)
         return train(training_state, first=3, last=4)
 

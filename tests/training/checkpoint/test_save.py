@@ -40,7 +40,7 @@ def full_disk() -> Iterator[None]:
 
 def failing_saves(rank: int, folder: str) -> str:
     """The error of a save while the disk of rank 2 is full."""
-    with training_state_of(rank, [*V4, "--save", folder]) as (training_state, _):
+    with training_state_of(rank, [*V4, "--save", folder]) as training_state:
         train(training_state, first=1, last=1)
         _save(training_state, 1)
         with pytest.raises(CheckpointError) as caught, full_disk() if rank == 2 else nullcontext():
@@ -62,7 +62,7 @@ def test_a_write_that_fails_is_raised_on_every_rank_with_its_reason(four_ranks: 
 
 
 def save(rank: int, folder: str) -> None:
-    with training_state_of(rank, [*V4, "--save", folder]) as (training_state, _):
+    with training_state_of(rank, [*V4, "--save", folder]) as training_state:
         train(training_state, first=1, last=1)
         _save(training_state, 1)
 
@@ -87,7 +87,7 @@ class Attack:
 
 def load_tampered(rank: int, folder: str) -> str | None:
     """The reason why the checkpoint was rejected on this rank, or None. An attacker would have changed its manifest, too."""
-    with training_state_of(rank, [*V4, "--load", folder, "--no-verify-checkpoint"]) as (training_state, _):
+    with training_state_of(rank, [*V4, "--load", folder, "--no-verify-checkpoint"]) as training_state:
         try:
             load_checkpoint(training_state)
         except CheckpointError as error:

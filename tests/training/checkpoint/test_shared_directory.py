@@ -103,7 +103,7 @@ def saved_apart(rank: int, folder: str) -> tuple[str, set[str]]:
     """The error of a save in a directory that rank 3 does not share, and the names in the directory that this rank sees."""
     arguments = ["--pipeline-model-parallel-size", "4", "--zero-bubble-v-schedule", "--save", "checkpoints"]
     with own_host(rank, folder, apart=3):
-        with training_state_of(rank, arguments) as (training_state, _):
+        with training_state_of(rank, arguments) as training_state:
             train(training_state, first=1, last=1)
             with pytest.raises(CheckpointError) as caught:
                 save_checkpoint(training_state, run="a", iteration=1, consumed_samples=8)

@@ -27,7 +27,7 @@ def save(rank: int, folder: str) -> None:
     """Iterations 1 and 2, and iteration 1 of another job with other weights."""
     for job, iterations in (("a", (1, 2)), ("b", (1,))):
         for iteration in iterations:
-            with training_state_of(rank, [*V4, "--save", f"{folder}/{job}"]) as (training_state, _):
+            with training_state_of(rank, [*V4, "--save", f"{folder}/{job}"]) as training_state:
                 train(training_state, first=5 if job == "b" else iteration, last=5 if job == "b" else iteration)
                 save_checkpoint(training_state, run=f"{job}{iteration}", iteration=iteration, consumed_samples=8 * iteration)
 
@@ -99,7 +99,7 @@ def _change(file: Path, at: int, data: bytes) -> None:
 def load(rank: int, folders: list[str], flags: list[str]) -> list[str | None]:
     """Per folder the reason why it was rejected on this rank, or None."""
     reasons: list[str | None] = []
-    with training_state_of(rank, [*flags, "--load", folders[0]]) as (training_state, _):
+    with training_state_of(rank, [*flags, "--load", folders[0]]) as training_state:
         settings = training_state.settings
         for folder in folders:
             checkpoint = replace(settings.checkpoint, load=folder)
