@@ -17,12 +17,12 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
 
     Args:
         settings: the flags.
-        is_first: whether to do, too, what takes longer and one rank of a job does for all: read the whole index of each dataset,
+        is_first: whether to do, too, what takes longer and one rank of a job does for all: read the whole index of the dataset,
             and try to write where the run will write.
 
     Raises:
         ConfigError: flags contradict each other, do not fit the number of ranks, or name a file that cannot be written.
-        DataError: a dataset is missing or damaged, has a split without documents, or was made with another tokenizer or
+        DataError: the dataset is missing or damaged, has a split without documents, or was made with another tokenizer or
             vocabulary.
         CheckpointError: the checkpoint to load does not exist.
     """
