@@ -32,10 +32,13 @@ def test_flags_that_are_not_taken(flags: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_learning_rate_advances_in_samples() -> None:
-    assert settings("--global-batch-size 4 --train-iters 10 --lr-warmup-fraction 0.5").lr_warmup_samples == 20
-    by_iterations = settings("--global-batch-size 4 --train-iters 10 --lr-warmup-iters 3 --lr-decay-iters 8")
-    assert (by_iterations.run.train_iters, by_iterations.lr_warmup_samples, by_iterations.lr_decay_samples) == (10, 12, 32)
+@pytest.mark.parametrize(
+    ("flags", "warmup", "decay"),
+    [("", 0, 10), ("--lr-warmup-fraction 0.5", 5, 10), ("--lr-warmup-iters 3 --lr-decay-iters 8", 3, 8)],
+)
+def test_the_schedule_of_the_learning_rate(flags: str, warmup: int, decay: int) -> None:
+    optim = settings(f"--train-iters 10 {flags}").optim
+    assert (optim.warmup_iters(10), optim.decay_iters(10)) == (warmup, decay)
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,20 @@ class OptimConfig:
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
             raise ConfigError("--lr-warmup-fraction and --lr-warmup-iters are both given; choose one")
 
+    def decay_iters(self, train_iters: int) -> int:
+        """Iterations over which the learning rate decays."""
+        return self.lr_decay_iters or train_iters
+
+    def warmup_iters(self, train_iters: int) -> float:
+        """Iterations of learning rate warm-up."""
+        fraction = self.lr_warmup_fraction
+        return self.lr_warmup_iters if fraction is None else fraction * self.decay_iters(train_iters)
+
     def check(self, parallel: ParallelConfig, *, train_iters: int) -> None:
         """Raise ConfigError unless the optimizer's state can be sharded as requested, and warm-up ends before the decay does."""
         if self.optimizer == "sgd" and parallel.use_distributed_optimizer:
             raise ConfigError("--use-distributed-optimizer shards Adam's state; leave it out with --optimizer sgd")
-        decay = self.lr_decay_iters or train_iters
-        warmup = self.lr_warmup_iters if self.lr_warmup_fraction is None else self.lr_warmup_fraction * decay
+        warmup, decay = self.warmup_iters(train_iters), self.decay_iters(train_iters)
         if warmup >= decay:
             raise ConfigError(
                 f"the learning rate warm-up of {warmup:g} iterations must be shorter than the decay of {decay} "

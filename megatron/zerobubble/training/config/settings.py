@@ -266,15 +266,3 @@ class Settings:
         if given == 0:
             return None
         return given or 60.0 * self.parallel.distributed_timeout_minutes / 2.0
-
-    @property
-    def lr_decay_samples(self) -> int:
-        """Number of samples over which the learning rate decays."""
-        return (self.optim.lr_decay_iters or self.run.train_iters) * self.global_batch_size
-
-    @property
-    def lr_warmup_samples(self) -> float:
-        """Number of samples of learning rate warm-up."""
-        if self.optim.lr_warmup_fraction is not None:
-            return self.optim.lr_warmup_fraction * self.lr_decay_samples
-        return self.optim.lr_warmup_iters * self.global_batch_size

@@ -210,18 +210,18 @@ def optimizer_config(settings: Settings) -> OptimizerConfig:
 
 def scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
     """The schedule of learning rate and weight decay, in samples, as in Megatron-LM."""
-    optim = settings.optim
+    optim, num_iterations, size = settings.optim, settings.run.train_iters, settings.global_batch_size
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=optim.lr,
         min_lr=optim.min_lr,
-        lr_warmup_steps=settings.lr_warmup_samples,
-        lr_decay_steps=settings.lr_decay_samples,
+        lr_warmup_steps=optim.warmup_iters(num_iterations) * size,
+        lr_decay_steps=optim.decay_iters(num_iterations) * size,
         lr_decay_style=optim.lr_decay_style,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,
-        wd_incr_steps=settings.run.train_iters * settings.global_batch_size,
+        wd_incr_steps=num_iterations * size,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=optim.override_opt_param_scheduler,
