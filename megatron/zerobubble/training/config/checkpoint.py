@@ -22,9 +22,6 @@ class CheckpointConfig:
     load: str | None = field(default=None, metadata={"metavar": "DIR"})
     """Directory to load the latest checkpoint from. It may have none only if it is also the --save directory. Default: start from
     newly initialized weights."""
-    ckpt_format: str = "torch_dist"
-    """Format of checkpoints. Only torch_dist, megatron-core's distributed checkpoints, which any parallel layout and schedule
-    load."""
     ckpt_step: int | None = None
     """Load the checkpoint of this iteration instead of the latest."""
     verify_checkpoint: bool = True
@@ -38,11 +35,6 @@ class CheckpointConfig:
     """Do not load the state of the random number generators. By default it is loaded if the layout of ranks is the same."""
 
     def __post_init__(self) -> None:
-        if self.ckpt_format != "torch_dist":
-            raise ConfigError(
-                f"--ckpt-format {self.ckpt_format} is not supported: checkpoints are saved and loaded as torch_dist; leave it "
-                "out, and convert others with Megatron-LM's tools/checkpoint/convert.py"
-            )
         positive(self, "save_interval", "ckpt_step")
         if self.save is None and self.save_interval is not None:
             raise ConfigError("--save-interval needs --save DIR")
