@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.zerobubble.errors import ConfigError, DataError
+from megatron.zerobubble.errors import DataError
 from megatron.zerobubble.training.config import schedule
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.config.targets import check_targets
@@ -37,7 +37,7 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     settings.mla.check(model, parallel)
     settings.moe.check(model, parallel, zero_bubble, world_size=settings.world_size)
     settings.fp8.check(model, settings.precision)
-    _check_documents(settings)
+    data.check_documents(settings.optim, settings.logging)
     data.check_lengths(model, settings.moe, parallel, zero_bubble)
     data.check_packing(model, settings.mla, parallel, micro_batch_size=settings.batch.micro_batch_size)
     settings.tokenizer.check()
@@ -48,22 +48,6 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     schedule.check_trace(settings)
     check_targets(settings, tries=is_first)
     schedule.check_watchdog(settings)
-
-
-def _check_documents(settings: Settings) -> None:
-    """Raise for flags that do not go with samples that are documents."""
-    flag = settings.data.document_flag
-    if flag is None:
-        return
-    if not settings.optim.calculate_per_token_loss:
-        raise ConfigError(
-            f"{flag} needs --calculate-per-token-loss: microbatches have unequal numbers of tokens that count, and without it "
-            "they weigh the same; add it"
-        )
-    if settings.logging.log_throughput:
-        raise ConfigError(
-            f"--log-throughput counts the FLOPs of samples of --seq-length tokens, and with {flag} they differ; leave it out"
-        )
 
 
 def check_data(settings: Settings, *, reads_all: bool) -> None:
