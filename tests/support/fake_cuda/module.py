@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from tests.support.fake_cuda import streams
 from tests.support.fake_cuda.clocks import FakeCudaError
@@ -63,6 +64,7 @@ def fake_names(memory: DeviceMemory, generators: tuple[torch.Generator, ...]) ->
         **{name: getattr(streams, name) for name in ("Event", "Stream", "StreamContext", "current_stream", "default_stream")},
         **{name: getattr(streams, name) for name in ("set_stream", "stream")},
         **{name: getattr(REAL, name) for name in _TAKEN_OVER if hasattr(REAL, name)},
+        "nccl": FakeTorchCuda({"version": lambda: (2, 27, 3)}, name="torch.cuda.nccl", real=nccl),
         "nvtx": FakeTorchCuda(_nvtx(), name="torch.cuda.nvtx", real=REAL.nvtx),
     }
 
