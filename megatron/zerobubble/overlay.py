@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
@@ -26,7 +25,6 @@ from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import read_launch
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.planner import AUTO
-from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
 __all__ = ["add_zero_bubble_args", "install"]
 
@@ -145,14 +143,22 @@ def install(
             raise ConfigError("install got parsed flags and other arguments; give one of them")
         config = _from_flags(args)
     _check_supported(config)
-    if config.schedule != "stock":
-        _install(
-            config,
+    if config.schedule == "stock":
+        return
+    from megatron.zerobubble.mcore.microbatches.ready import READY
+    from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
+    from megatron.zerobubble.mcore.stock_loop.patches import install_options
+
+    install_options(
+        StockLoopOptions(
+            flags=config,
+            microbatch_tokens=READY[microbatch_tokens] if isinstance(microbatch_tokens, str) else microbatch_tokens,
+            reorder_microbatches=reorder_microbatches,
             weights_seed=weights_seed,
             dropout_seed=dropout_seed,
-            microbatch_tokens=microbatch_tokens,
-            reorder_microbatches=reorder_microbatches,
+            ranks_on_host=read_launch().ranks_on_host,
         )
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -183,19 +189,6 @@ def _expect_install(args: argparse.Namespace) -> None:
     expect_install(check)
 
 
-@dataclass(frozen=True)
-class _SpecOf:
-    """(pipeline ranks, chunks per rank) -> the schedule of the flags. Instances with equal flags compare equal."""
-
-    config: ZeroBubbleConfig
-
-    def __call__(self, num_ranks: int, num_chunks: int) -> ScheduleSpec:
-        limit = self.config.memory_limit
-        return self.config.schedule_spec(
-            num_ranks=num_ranks, num_chunks=num_chunks, memory_limit=None if limit is None else limit.relative
-        )
-
-
 def _from_flags(args: argparse.Namespace) -> ZeroBubbleConfig:
     fields = [field for field in dataclasses.fields(ZeroBubbleConfig) if hasattr(args, field.name)]
     if not fields:
@@ -223,44 +216,3 @@ def _check_supported(config: ZeroBubbleConfig) -> None:
             "and embedding ranks depend on what it would choose: choose a schedule by name, whose order is then searched with "
             "profiled times (zb, zbv, zb-interleaved), or use pretrain_gpt.py"
         )
-
-
-def _install(
-    config: ZeroBubbleConfig,
-    *,
-    weights_seed: int | None,
-    dropout_seed: int | None,
-    microbatch_tokens: Callable[[Any], int | tuple[int, float]] | str | None,
-    reorder_microbatches: bool,
-) -> None:
-    from megatron.zerobubble.mcore.microbatches.ready import READY
-    from megatron.zerobubble.mcore.replanner import Window
-    from megatron.zerobubble.mcore.stock_loop.optimistic_steps import PostValidationOptions
-    from megatron.zerobubble.mcore.stock_loop.options import ByteLimit, StockLoopOptions
-    from megatron.zerobubble.mcore.stock_loop.patches import install_options
-
-    timed, launch, limit = config.timed_iterations, read_launch(), config.memory_limit
-    install_options(
-        StockLoopOptions(
-            schedule=config.schedule,
-            spec_of=_SpecOf(config),
-            timed=None if timed is None else Window(start=timed[0], end=timed[1], interval=config.zero_bubble_replan_interval),
-            planning_seconds=config.zero_bubble_planning_seconds,
-            p2p_max_ctas=config.zero_bubble_p2p_max_ctas,
-            weights_seed=weights_seed,
-            dropout_seed=dropout_seed,
-            torch_attention=config.zero_bubble_torch_attention,
-            microbatch_tokens=READY[microbatch_tokens] if isinstance(microbatch_tokens, str) else microbatch_tokens,
-            reorder_microbatches=reorder_microbatches,
-            memory_limit=None
-            if limit is None or limit.is_relative
-            else ByteLimit(total_bytes=limit.total_bytes, ranks_on_host=launch.ranks_on_host),
-            post_validation=PostValidationOptions(
-                patience=config.post_validation_patience,
-                rollback=config.post_validation_rollback,
-                snapshot_on_host=config.post_validation_snapshot == "host",
-            )
-            if config.enable_optimizer_post_validation
-            else None,
-        )
-    )

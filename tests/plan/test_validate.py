@@ -1,6 +1,8 @@
 """The validator refuses every kind of broken plan, and its message shows where."""
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +21,7 @@ from megatron.zerobubble.plan.validate import (
     pending_wgrads,
     validate,
 )
+from megatron.zerobubble.verify import RefusedError, read_plan
 
 Rows = list[list[str]]
 
@@ -56,8 +59,9 @@ BROKEN = {
     "wgrad missing": (replace(2, "2W1"), "2W1 is missing", ">--<"),
     "forward twice": (replace(0, "0F1", "0F1", "0F1"), "0F1 is computed twice, first at step 1", ">0F1<"),
     "wgrad twice": (replace(2, "2W3", "2W3", "2W3"), "2W3 is computed twice", ">2W3<"),
-    "fused and B": (replace(1, "1W2", "1BW2"), "1B2 repeats a part of 1BW2", ">1B2<"),
-    "fused and W": (replace(1, "1B2", "1BW2"), "1W2 repeats a part of 1BW2", ">1W2<"),
+    "fused and B": (replace(1, "1W3", "1BW3"), "1B3 repeats a part of 1BW3", ">1B3<"),
+    "fused and W": (replace(0, "0B2", "0BW2"), "0W2 repeats a part of 0BW2", ">0W2<"),
+    "fused before an earlier W": (replace(1, "1B2", "1BW2"), "1W1 comes after 1BW2", ">1W1<"),
     "W before B": (swap(0, "0B0", "0W0"), "0W0 comes before 0B0", ">0W0<"),
     "B before F": (swap(2, "2F0", "2B0"), "2B0 comes before 2F0", ">2B0<"),
     "forwards descend": (swap(0, "0F1", "0F2"), "0F1 comes after 0F2", ">0F1<"),
@@ -181,18 +185,22 @@ def test_forward_only() -> None:
         validate(plan, forward_only=True)
 
 
-def test_a_plan_may_mix_fused_and_split_backwards() -> None:
-    plan = Plan.from_text(
-        "0F0 0F1 0B0 0BW1 0W0\n1F0 1BW0 1F1 1B1 1W1",
-        schedule="mixed",
-        placement=Placement.linear(2),
-        num_microbatches=2,
-    )
+def test_a_plan_may_mix_fused_and_split_backwards_if_w_ascends() -> None:
+    """As the checker of certificates has it."""
+    mixed: dict[str, Any] = {"schedule": "mixed", "placement": Placement.linear(2), "num_microbatches": 2}
+    plan = Plan.from_text("0F0 0F1 0B0 0W0 0BW1\n1F0 1BW0 1F1 1B1 1W1", **mixed)
     validate(plan)
+    read_plan(json.loads(plan.to_json()))
     assert live_microbatches(plan) == (2, 1)
     assert live_timeline(plan) == ((1, 2, 2, 1, 0), (1, 0, 1, 1, 0))
-    assert pending_timeline(plan) == ((0, 0, 1, 1, 0), (0, 0, 0, 1, 0))
+    assert pending_timeline(plan) == ((0, 0, 1, 0, 0), (0, 0, 0, 1, 0))
     assert pending_wgrads(plan) == (1, 1)
+
+    plan = Plan.from_text("0F0 0F1 0B0 0BW1 0W0\n1F0 1BW0 1F1 1B1 1W1", **mixed)
+    with pytest.raises(PlanError, match="0W0 comes after 0BW1"):
+        validate(plan)
+    with pytest.raises(RefusedError, match="stage 0 does not have W of every microbatch once, in ascending order"):
+        read_plan(json.loads(plan.to_json()))
 
 
 def test_an_evaluation_plan_has_no_live_microbatches() -> None:

@@ -40,7 +40,7 @@ from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, c
 from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.initialize import Job, choose_device, join_job, set_up_model_parallel
 from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
-from megatron.zerobubble.training.planning.replan import PlanFileWriter, make_replanner
+from megatron.zerobubble.training.planning.replan import PlanFileWriter, replanner_of
 from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import StepResult, Trainer, TrainingState, mean_losses
 
@@ -183,7 +183,7 @@ class _Block:
         self._own_seconds = 0.0
         """Time of the timed iterations that is not training: reporting progress."""
         if request.is_first and not state.schedule.spec.is_stock:
-            self._replanner = make_replanner(state, PlanFileWriter(None), ranks_on_host=launch.ranks_on_host)
+            self._replanner = replanner_of(state, PlanFileWriter(None), ranks_on_host=launch.ranks_on_host)
             self._profiler = Profiler(state.device) if self._replanner is None else None
         if request.plan is not None:
             plan = Plan.from_json(request.plan)

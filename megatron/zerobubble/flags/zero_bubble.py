@@ -232,14 +232,19 @@ class ZeroBubbleConfig:
     @property
     def _window(self) -> tuple[int, int]:
         start, end = self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter
-        is_urgent = self.memory_limit is not None and not self.memory_limit.is_relative
-        first = (_URGENT if is_urgent else _TIMED)[0] if start is None else start
-        return first, first + (_URGENT if is_urgent else _TIMED)[1] if end is None else end
+        usual = _URGENT if self.limits_bytes else _TIMED
+        first = usual[0] if start is None else start
+        return first, first + usual[1] if end is None else end
 
     @cached_property
     def memory_limit(self) -> MemoryLimit | None:
         """--zero-bubble-memory-limit, parsed; None if not given. Raises ConfigError if it is malformed."""
         return None if self.zero_bubble_memory_limit is None else MemoryLimit.parse(self.zero_bubble_memory_limit)
+
+    @property
+    def limits_bytes(self) -> bool:
+        """Whether --zero-bubble-memory-limit is in bytes, with weights, gradients and optimizer state, or auto."""
+        return self.memory_limit is not None and not self.memory_limit.is_relative
 
     @property
     def _can_replan(self) -> bool:

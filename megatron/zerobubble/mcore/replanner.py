@@ -17,11 +17,14 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.mcore.state_memory import usable_bytes
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs.cost_model import Activations, CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import unequal_links
 from megatron.zerobubble.plan.ir import Placement, Plan
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import executed_plan, initial_plan, plan_of
 from megatron.zerobubble.plan.search.assign import assign
 from megatron.zerobubble.plan.search.search import evaluations_per_second
@@ -33,7 +36,7 @@ from megatron.zerobubble.profiling.profile import RankProfile, combine, costs_wi
 from megatron.zerobubble.profiling.profiler import Profiler
 from megatron.zerobubble.profiling.report import RankMemory
 
-__all__ = ["Measured", "Replanner", "Window", "budget_of", "measured_costs"]
+__all__ = ["Measured", "Replanner", "Window", "budget_of", "make_replanner", "measured_costs"]
 
 _log = logging.getLogger(__name__)
 
@@ -294,6 +297,52 @@ class Replanner:
         if limit is None or max(peak_memory(current, costs)) <= limit + MEMORY_TOLERANCE:
             plans.append(current)
         return min(plans, key=lambda plan: self._options.objective.of(simulate(plan, costs)))
+
+
+def make_replanner(
+    flags: ZeroBubbleConfig,
+    schedule: PipelineSchedule,
+    *,
+    num_microbatches: int,
+    state_bytes: Callable[[], int],
+    ranks_on_host: int,
+    seed: int = 0,
+    on_plan: Callable[[Simulation], None] | None = None,
+) -> Replanner | None:
+    """Make what profiles iterations and re-plans; None if the flags disable it or the schedule has a fixed order.
+
+    Args:
+        flags: which iterations are profiled, and what a plan may take.
+        schedule: runs the model.
+        num_microbatches: of most iterations.
+        state_bytes: returns the bytes of weights, gradients and optimizer state on this rank.
+        ranks_on_host: ranks that share the machine, and on the CPU its memory.
+        seed: of searches.
+        on_plan: see `Replanner`.
+    """
+    if flags.timed_iterations is None:
+        return None
+    limit = flags.memory_limit
+
+    def headroom_bytes(profile: RankProfile) -> int:
+        assert limit is not None
+        total = limit.total_bytes or usable_bytes(schedule.device, ranks_on_host=ranks_on_host)
+        return total - state_bytes() - profile.workspace_bytes
+
+    start, end = flags.timed_iterations
+    return Replanner(
+        schedule,
+        Window(start=start, end=end, interval=flags.zero_bubble_replan_interval),
+        SearchOptions(
+            objective=Objective.with_optimizer(post_validation=flags.enable_optimizer_post_validation),
+            seed=seed,
+            budget=budget_of(flags.zero_bubble_planning_seconds),
+        ),
+        num_microbatches=num_microbatches,
+        headroom_bytes=headroom_bytes if flags.limits_bytes else None,
+        state_bytes=state_bytes,
+        on_plan=on_plan,
+    )
 
 
 def _mib(count: float) -> str:

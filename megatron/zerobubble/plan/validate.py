@@ -5,8 +5,8 @@ A plan that passes can be executed: no op is missing or runs twice, and no rank 
 1. a rank's row has only ops of its own stages, with microbatches 0..m-1;
 2. each (stage, microbatch) has exactly one F, and either exactly one BW or exactly one B and one W;
 3. F comes before B (or BW), and B before W;
-4. ops of one stage and kind run in ascending microbatch order. The executor relies on it: a link between two stages
-   is then first in, first out, and a message needs no tag;
+4. ops of one stage and kind run in ascending microbatch order, a BW as a B and as a W. The executor relies on it: a link between
+   two stages is then first in, first out, and a message needs no tag; and each weight adds its microbatches in the same order;
 5. no deadlock (`dependencies.execution_order`);
 6. no rank exceeds the memory limit, if one is given.
 
@@ -67,7 +67,7 @@ def _fail(plan: Plan, rank: int, step: int, op: Op, problem: str, remedy: str) -
 def _check_rows(plan: Plan) -> dict[Op, int]:
     """Check invariants 1 and 4, and that no op occurs twice. Returns the step of every op on its rank."""
     steps: dict[Op, int] = {}
-    latest: dict[tuple[int, OpKind], int] = {}
+    latest: dict[tuple[int, str], Op] = {}
     stage_to_rank, m = plan.placement.stage_to_rank, plan.num_microbatches
     for rank, row in enumerate(plan.ops):
         for step, op in enumerate(row):
@@ -87,18 +87,12 @@ def _check_rows(plan: Plan) -> dict[Op, int]:
                 _fail(plan, rank, step, op, f"{op} has a microbatch that does not exist", f"microbatches are 0..{m - 1}")
             if op in steps:
                 _fail(plan, rank, step, op, f"{op} is computed twice, first at step {steps[op]}", "remove one of the two")
-            before = latest.get((op.stage, op.kind), -1)
-            if before > op.microbatch:
-                earlier = op._replace(microbatch=before)
-                _fail(
-                    plan,
-                    rank,
-                    step,
-                    op,
-                    f"{op} comes after {earlier}",
-                    "order microbatches ascending per stage and kind",
-                )
-            latest[op.stage, op.kind] = op.microbatch
+            for part in op.kind.value:  # a BW is a B and a W
+                earlier = latest.get((op.stage, part), op)
+                if earlier.microbatch > op.microbatch:
+                    remedy = "order microbatches ascending per stage and kind"
+                    _fail(plan, rank, step, op, f"{op} comes after {earlier}", remedy)
+                latest[op.stage, part] = op
             steps[op] = step
     return steps
 

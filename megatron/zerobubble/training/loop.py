@@ -63,7 +63,7 @@ from megatron.zerobubble.training.planning.announced_lengths import announce_len
 from megatron.zerobubble.training.planning.layers_file import write_layers_file
 from megatron.zerobubble.training.planning.layout_proposal import log_balance, log_layout
 from megatron.zerobubble.training.planning.measured_layers import layer_kinds
-from megatron.zerobubble.training.planning.replan import PlanFileWriter, make_replanner
+from megatron.zerobubble.training.planning.replan import PlanFileWriter, replanner_of
 from megatron.zerobubble.training.restarts.attempt import Attempt, join_attempt, leave_attempt
 from megatron.zerobubble.training.restarts.resume import start_from
 from megatron.zerobubble.training.same_settings import check_same_settings
@@ -196,7 +196,7 @@ class _Run:
         self.training_state = training_state
         self.trainer = Trainer(training_state)
         self.plan_writer = PlanFileWriter(training_state.settings.zero_bubble.zero_bubble_save_plan)
-        self.replanner = make_replanner(training_state, self.plan_writer, ranks_on_host=job.launch.ranks_on_host)
+        self.replanner = replanner_of(training_state, self.plan_writer, ranks_on_host=job.launch.ranks_on_host)
         self.iterations_here = 0
         self.vocab_size = tokenizer.vocab_size
         self.unvalidated: deque[_Iteration] = deque()

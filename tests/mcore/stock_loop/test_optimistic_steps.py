@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks
-from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticSteps, PostValidationOptions
+from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticSteps
 from tests.support import optimistic_loop
 from tests.support.ranks import RankPool
 
@@ -78,7 +79,7 @@ class _Scaled:
 
 def test_an_optimizer_whose_step_cannot_be_split_is_named() -> None:
     schedule = SimpleNamespace(hooks=IterationHooks())
-    steps = OptimisticSteps(PostValidationOptions(), schedule, [torch.nn.Linear(1, 1)])  # type: ignore[arg-type]
+    steps = OptimisticSteps(ZeroBubbleConfig(), schedule, [torch.nn.Linear(1, 1)])  # type: ignore[arg-type]
     assert schedule.hooks.before_gradients is not None
     with pytest.raises(ConfigError, match="cannot split the step of a _Scaled"):
         steps.step(_Scaled())
@@ -87,7 +88,7 @@ def test_an_optimizer_whose_step_cannot_be_split_is_named() -> None:
 
 def test_loss_scaling_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.zerobubble.mcore.stock_loop.optimistic_steps._KINDS", (_Scaled,))
-    steps = OptimisticSteps(PostValidationOptions(), SimpleNamespace(hooks=IterationHooks()), [])  # type: ignore[arg-type]
+    steps = OptimisticSteps(ZeroBubbleConfig(), SimpleNamespace(hooks=IterationHooks()), [])  # type: ignore[arg-type]
     optimizer = _Scaled()
     optimizer.grad_scaler = object()  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="whether a step is skipped is known only after"):

@@ -123,7 +123,7 @@ class AdoptedChunks:
 
     def _prepare(self, module: nn.Module) -> None:
         """What was asked for besides a schedule, in any module that DDP wraps."""
-        if self.options.torch_attention:
+        if self.options.flags.zero_bubble_torch_attention:
             use_torch_attention(module)
         if self.options.weights_seed is not None and hasattr(module, "sharded_state_dict"):
             draw_by_name([module], seed=self.options.weights_seed)

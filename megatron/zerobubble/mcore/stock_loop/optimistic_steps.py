@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,11 +30,12 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.post_validation.optimizer import post_validation
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.optimizer.post_validation import PostValidation, Verdict
 
-__all__ = ["OptimisticSteps", "PostValidationOptions", "StepOutcome"]
+__all__ = ["OptimisticSteps", "StepOutcome"]
 
 StepOutcome = tuple[bool, float | None, int | None]
 """What megatron-core's `step()` returns: whether it stepped, the gradient norm, the number of zeros; None: not known here."""
@@ -44,29 +44,17 @@ _KINDS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer
 _READS_WEIGHTS = ("state_dict", "sharded_state_dict", "state_dict_for_save_checkpoint", "save_parameter_state")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PostValidationOptions:
-    """How steps are taken and rolled back; see `megatron.zerobubble.post_validation`."""
-
-    patience: int = 10
-    """Synchronous steps that needed no correction, after a corrected one, before steps are optimistic again."""
-    rollback: str = "exact"
-    """`exact`, from a snapshot, or `inverse`."""
-    snapshot_on_host: bool = False
-    """Keep the snapshot in host memory."""
-
-
 class OptimisticSteps:
     """The optimizer steps of one model in a stock loop.
 
     Args:
-        options: how steps are taken.
+        flags: how steps are taken and rolled back.
         schedule: runs the model; its `before_gradients` hook is set.
         chunks: this rank's model chunks, wrapped by DDP.
     """
 
-    def __init__(self, options: PostValidationOptions, schedule: PipelineSchedule, chunks: Sequence[nn.Module]) -> None:
-        self._options = options
+    def __init__(self, flags: ZeroBubbleConfig, schedule: PipelineSchedule, chunks: Sequence[nn.Module]) -> None:
+        self._flags = flags
         self._chunks = list(chunks)
         self._optimizer: Any = None
         self._steps: PostValidation | None = None
@@ -165,13 +153,13 @@ class OptimisticSteps:
                     "post-validation with loss scaling (fp16) is not supported in a stock training loop: whether a step is "
                     "skipped is known only after the loop has advanced its learning rate. Use bf16, or pretrain_gpt.py"
                 )
-        options = self._options
+        flags = self._flags
         steps = post_validation(
             optimizer,
             optimistic=True,
-            patience=options.patience,
-            rollback=options.rollback,
-            snapshot_on_host=options.snapshot_on_host,
+            patience=flags.post_validation_patience,
+            rollback=flags.post_validation_rollback,
+            snapshot_on_host=flags.post_validation_snapshot == "host",
         )
         self._optimizer = optimizer
         self._validate_before(optimizer)

@@ -1,67 +1,45 @@
-"""Which schedule a stock loop runs, and how it is planned."""
+"""What `install` was given: one record, from the flags to what runs a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.microbatches.length_exchange import TokensOf
-from megatron.zerobubble.mcore.replanner import Window
-from megatron.zerobubble.mcore.state_memory import usable_bytes
-from megatron.zerobubble.mcore.stock_loop.optimistic_steps import PostValidationOptions
+from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
-__all__ = ["ByteLimit", "StockLoopOptions"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ByteLimit:
-    """A memory limit per rank in bytes. It takes effect when passes, and the optimizer's state, have been measured."""
-
-    total_bytes: int | None
-    """Weights, gradients, optimizer state and activations; None: what the device has."""
-    ranks_on_host: int
-    """Ranks that share the machine, and on the CPU its memory."""
-
-    def headroom_bytes(self, device: torch.device, taken: int) -> int:
-        """Bytes left for activations where `taken` are in use."""
-        total = self.total_bytes or usable_bytes(device, ranks_on_host=self.ranks_on_host)
-        return total - taken
+__all__ = ["StockLoopOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StockLoopOptions:
-    """Which schedule a stock loop runs, and how it is planned."""
+    """The zero-bubble flags, and the options of `install` that are no flags."""
 
-    schedule: str
-    """A name of `megatron.zerobubble.plan.registry`."""
-    spec_of: Callable[[int, int], ScheduleSpec]
-    """(pipeline ranks, chunks per rank) -> that schedule with its limits. Raises ConfigError."""
-    timed: Window | None = None
-    """Training iterations, counted from the first one after `install`, that are profiled for re-planning; None: none."""
-    planning_seconds: float = 10.0
-    """About how long one rank then searches for a better order."""
-    p2p_max_ctas: int | None = None
-    """Most CTAs of a transfer between stages on NCCL; None leaves it to NCCL."""
-    torch_attention: bool = False
-    """Whether torch's attention replaces megatron-core's own."""
-    post_validation: PostValidationOptions | None = None
-    """How optimizer steps are taken optimistically; None: by megatron-core's own `step`."""
+    flags: ZeroBubbleConfig
+    """As parsed, or as `install` got them by keywords. Iterations count from the first one after `install`."""
     microbatch_tokens: TokensOf | None = None
     """Length of a microbatch of the loop's data; None: all have the sequence length of the schedule's call."""
     reorder_microbatches: bool = True
     """Whether microbatches of unequal length may run in another order than that in which they come."""
-    memory_limit: ByteLimit | None = None
-    """Most memory per rank, with weights, gradients and optimizer state; None: no limit in bytes."""
     weights_seed: int | None = None
     """Seed of first weights that are drawn by name (`named_weights`); None: as megatron-core drew them."""
-
     dropout_seed: int | None = None
     """Seed of dropout masks that are drawn by layer and sample (`layout_dropout`); None: as megatron-core draws them."""
+    ranks_on_host: int = 1
+    """Ranks that share the machine, and on the CPU its memory."""
+
+    @property
+    def schedule(self) -> str:
+        """A name of `megatron.zerobubble.plan.registry`."""
+        return self.flags.schedule
+
+    @property
+    def objective(self) -> Objective:
+        """The iteration time that plans minimize."""
+        return Objective.with_optimizer(post_validation=self.flags.enable_optimizer_post_validation)
 
     @property
     def is_v(self) -> bool:
@@ -96,4 +74,7 @@ class StockLoopOptions:
                 "initialize_model_parallel, and build the chunks as for megatron-core's interleaved schedule (a V has two chunks "
                 "per rank, zb-interleaved any number from two)"
             )
-        return self.spec_of(num_ranks, wanted)
+        limit = self.flags.memory_limit
+        return self.flags.schedule_spec(
+            num_ranks=num_ranks, num_chunks=wanted, memory_limit=None if limit is None else limit.relative
+        )

@@ -174,11 +174,11 @@ def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
         (DistributedDataParallel, "__init__", _wrapping(loop, DistributedDataParallel.__init__)),
         (TransformerConfig, "__post_init__", _configuring(loop, TransformerConfig.__post_init__)),
     ]
-    if loop.options.post_validation is not None:
+    if loop.options.flags.enable_optimizer_post_validation:
         always += _validating(loop)
     if loop.options.weights_seed is not None:
         always += named_weights.replacements()
-    if loop.options.memory_limit is not None:
+    if loop.options.flags.limits_bytes:
         always.append((MegatronOptimizer, "__init__", _counting(loop, MegatronOptimizer.__init__)))
     models = [each for each in (GPTModel, hybrid_model()) if each is not None]
     always += ((each, "__init__", _building(loop, each.__init__)) for each in models)

@@ -17,7 +17,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions, attention_share
 from megatron.zerobubble.mcore.model.embeddings import tie_chunks
 from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
-from megatron.zerobubble.mcore.replanner import Replanner, budget_of
+from megatron.zerobubble.mcore.replanner import Replanner, make_replanner
 from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.mcore.stock_loop.adoption import Adopted
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticSteps
@@ -25,9 +25,6 @@ from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
 from megatron.zerobubble.mcore.stock_loop.result_relay import ResultRelay
 from megatron.zerobubble.mcore.stock_loop.same_options import check_same_options
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
-from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.search.search_options import SearchOptions
-from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
@@ -87,27 +84,33 @@ def start(
     """Make the schedule of a model of `chunks`, the first of which is `first`. All ranks of the world must call it."""
     spec = first.spec
     check_same_options(options, spec)
-    if options.memory_limit is not None:  # until memory is measured: one microbatch per rank, the least possible
+    if options.flags.limits_bytes:  # until memory is measured: one microbatch per rank, the least possible
         spec = dataclasses.replace(spec, memory_limit=1.0 / min(spec.num_ranks, num_microbatches))
     schedule = PipelineSchedule(
         spec,
         chunks,
         store=first.store,
         config=get_model_config(chunks[0]),
-        p2p_max_ctas=options.p2p_max_ctas,
+        p2p_max_ctas=options.flags.zero_bubble_p2p_max_ctas,
         unequal=_unequal(options, get_model_config(chunks[0]), usual_tokens),
     )
     relay = None
     if options.is_v:
         relay = ResultRelay(parallel_state.get_pipeline_model_parallel_group(), schedule.device)
     steps = None
-    if options.post_validation is not None:
-        steps = OptimisticSteps(options.post_validation, schedule, chunks)
+    if options.flags.enable_optimizer_post_validation:
+        steps = OptimisticSteps(options.flags, schedule, chunks)
     dropout = None
     if options.dropout_seed is not None:
         check_layout_dropout(get_model_config(chunks[0]))
         dropout = LayoutDropout(chunks, seed=options.dropout_seed, device=schedule.device)
-    replanner = _make_replanner(options, schedule, chunks, optimizers, num_microbatches)
+    replanner = make_replanner(
+        options.flags,
+        schedule,
+        num_microbatches=num_microbatches,
+        state_bytes=functools.partial(_state_bytes, options, chunks, optimizers) if options.flags.limits_bytes else int,
+        ranks_on_host=options.ranks_on_host,
+    )
     return Running(list(chunks), schedule, replanner, relay, steps, dropout)
 
 
@@ -132,7 +135,7 @@ def start_forward_only(options: StockLoopOptions, chunks: Sequence[nn.Module], *
         chunks,
         store=WeightGradStore(WgradKernel(KernelKind.PLAIN, plain_accumulate)),  # stays empty
         config=config,
-        p2p_max_ctas=options.p2p_max_ctas,
+        p2p_max_ctas=options.flags.zero_bubble_p2p_max_ctas,
         unequal=_unequal(options, config, usual_tokens),
     )
     relay = ResultRelay(parallel_state.get_pipeline_model_parallel_group(), schedule.device)
@@ -148,41 +151,7 @@ def _unequal(options: StockLoopOptions, config: Any, usual_tokens: int) -> Unequ
         usual_tokens=None if config.variable_seq_lengths else usual_tokens,  # then megatron-core ignores the call's, too
         attention_share=functools.partial(attention_share, config),
         reorders=options.reorder_microbatches,
-        objective=_objective(options),
-    )
-
-
-def _objective(options: StockLoopOptions) -> Objective:
-    return Objective.with_optimizer(post_validation=options.post_validation is not None)
-
-
-def _make_replanner(
-    options: StockLoopOptions,
-    schedule: PipelineSchedule,
-    chunks: Sequence[nn.Module],
-    optimizers: Iterable[Any],
-    num_microbatches: int,
-) -> Replanner | None:
-    if options.timed is None:
-        return None
-    search = SearchOptions(objective=_objective(options), budget=budget_of(options.planning_seconds))
-    limit = options.memory_limit
-    if limit is None:
-        return Replanner(schedule, options.timed, search, num_microbatches=num_microbatches)
-
-    def own_state_bytes() -> int:
-        return _state_bytes(options, chunks, optimizers)
-
-    def headroom_bytes(profile: RankProfile) -> int:
-        return limit.headroom_bytes(schedule.device, own_state_bytes() + profile.workspace_bytes)
-
-    return Replanner(
-        schedule,
-        options.timed,
-        search,
-        num_microbatches=num_microbatches,
-        headroom_bytes=headroom_bytes,
-        state_bytes=own_state_bytes,
+        objective=options.objective,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,12 @@ from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
 __all__ = ["check_same_options"]
 
+_OWN = ("schedule", "microbatch_tokens", "reorder_microbatches", "weights_seed", "dropout_seed")
+_OF_FLAGS = (
+    *("timed_iterations", "zero_bubble_replan_interval", "zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas"),
+    *("zero_bubble_torch_attention", "enable_optimizer_post_validation", "post_validation_patience"),
+    *("post_validation_rollback", "post_validation_snapshot"),
+)
 _OF_SPEC = ("max_pending_backward", "memory_limit", "placement")
 _REMEDY = "call megatron.zerobubble.install with the same options on every rank, and install the same packages on every host"
 
@@ -28,11 +33,11 @@ def check_same_options(options: StockLoopOptions, spec: ScheduleSpec) -> None:
     Raises:
         ConfigError: they differ; the same line on every rank.
     """
-    values = {field.name: Given(_text(getattr(options, field.name))) for field in dataclasses.fields(options)}
-    del values["spec_of"]  # `spec` is its result
-    values |= {field.name: Given(str(getattr(spec, field.name))) for field in dataclasses.fields(spec) if field.name in _OF_SPEC}
-    if options.memory_limit is not None:
-        values["memory_limit"] = Given(f"{options.memory_limit.total_bytes or 'auto'}")  # a host may run fewer ranks
+    parts: tuple[tuple[Any, tuple[str, ...]], ...] = ((options, _OWN), (options.flags, _OF_FLAGS), (spec, _OF_SPEC))
+    values = {name: Given(_text(getattr(part, name))) for part, names in parts for name in names}
+    limit = options.flags.memory_limit
+    if limit is not None and options.flags.limits_bytes:
+        values["memory_limit"] = Given(f"{limit.total_bytes or 'auto'}")
     plan = None if spec.loaded_plan is None else text_digest(spec.loaded_plan.to_json())
     values["plan"] = Given("none" if plan is None else f"a file ({plan[:8]})", plan)
     check_same(turn("options"), values | versions(), rank=dist.get_rank(), ranks=range(dist.get_world_size()), remedy=_REMEDY)

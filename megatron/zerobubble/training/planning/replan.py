@@ -8,16 +8,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.zerobubble.files import replace_text
-from megatron.zerobubble.mcore.replanner import Replanner, Window, budget_of
-from megatron.zerobubble.mcore.state_memory import state_bytes, usable_bytes
+from megatron.zerobubble.mcore.replanner import Replanner, make_replanner
+from megatron.zerobubble.mcore.state_memory import state_bytes
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
-from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import Simulation
-from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.training.step import TrainingState
 
-__all__ = ["PlanFileWriter", "make_replanner"]
+__all__ = ["PlanFileWriter", "replanner_of"]
 
 
 _log = logging.getLogger(__name__)
@@ -57,40 +54,21 @@ class PlanFileWriter:
             self._is_written = True
 
 
-def make_replanner(training_state: TrainingState, plan_writer: PlanFileWriter, *, ranks_on_host: int) -> Replanner | None:
-    """Make what profiles iterations and re-plans; None if the flags disable it or the schedule has a fixed order.
+def replanner_of(training_state: TrainingState, plan_writer: PlanFileWriter, *, ranks_on_host: int) -> Replanner | None:
+    """The re-planner of a training state, see `mcore.replanner.make_replanner`.
 
     Args:
         training_state: model chunks, schedule and optimizer of this rank.
         plan_writer: receives every plan that is found.
         ranks_on_host: number of ranks on this machine, which share its memory on the CPU.
     """
-    settings, zero_bubble = training_state.settings, training_state.settings.zero_bubble
-    timed = zero_bubble.timed_iterations
-    if timed is None:
-        return None
-    options = SearchOptions(
-        objective=Objective.with_optimizer(post_validation=zero_bubble.enable_optimizer_post_validation),
-        seed=settings.run.seed,
-        budget=budget_of(zero_bubble.zero_bubble_planning_seconds),
-    )
-    window = Window(start=timed[0], end=timed[1], interval=zero_bubble.zero_bubble_replan_interval)
-    limit = zero_bubble.memory_limit
-
-    def own_state_bytes() -> int:
-        return state_bytes(training_state.chunks, training_state.optimizer)
-
-    def headroom_bytes(profile: RankProfile) -> int:
-        assert limit is not None
-        total = limit.total_bytes or usable_bytes(training_state.device, ranks_on_host=ranks_on_host)
-        return total - own_state_bytes() - profile.workspace_bytes
-
-    return Replanner(
+    settings = training_state.settings
+    return make_replanner(
+        settings.zero_bubble,
         training_state.schedule,
-        window,
-        options,
         num_microbatches=settings.num_microbatches,
-        headroom_bytes=None if limit is None or limit.is_relative else headroom_bytes,
-        state_bytes=own_state_bytes,
+        state_bytes=lambda: state_bytes(training_state.chunks, training_state.optimizer),
+        ranks_on_host=ranks_on_host,
+        seed=settings.run.seed,
         on_plan=plan_writer.write_found,
     )
