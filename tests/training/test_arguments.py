@@ -116,11 +116,6 @@ def test_batch_and_data_parallelism() -> None:
         (P4 + LAYOUT + "E(tt|)*4L " + PADDED, 4, "sets the layers of every stage; leave out --allow-padding-num-layers"),
         (LAYOUT + "Et*4|t*4L", 4, "--pipeline-model-parallel-layout .* --pipeline-model-parallel-size of at least 2, got 1"),
         (P4 + "--num-layers-per-virtual-pipeline-stage 4 --num-layers 7 " + PADDED, 4, "make stages of 2; give that or less"),
-        (
-            P4 + "--zero-bubble-balance-stages",
-            4,
-            "needs a schedule of this package: add --enable-.*-schedule 1f1b",
-        ),
         (P4 + V + "--num-layers-per-virtual-pipeline-stage 1", 4, "cannot be combined with --num-layers-per-virtual"),
         (V, 4, "--zero-bubble-v-schedule .* --pipeline-model-parallel-size of at least 2, got 1"),
         ("--enable-zero-bubble", 4, "zb-h1 .* needs --pipeline-model-parallel-size of at least 2"),

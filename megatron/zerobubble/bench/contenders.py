@@ -115,7 +115,6 @@ class Contender:
             zero_bubble_replan_interval=None,
             zero_bubble_save_plan=None,
             zero_bubble_load_plan=None,
-            zero_bubble_balance_stages=False,
             zero_bubble_trace=None,
             zero_bubble_trace_iterations=None,
             zero_bubble_shard_gradients=None if self.is_stock or self.schedule == AUTO else given.zero_bubble_shard_gradients,

@@ -2,16 +2,13 @@
 
 A schedule decides which rank holds which layers, so it must be chosen before the model is built. The model is profiled in a
 pipeline of its own, on the run's data, for a few iterations without optimizer steps, and that pipeline is torn down again. Rank 0
-plans and broadcasts its choice. Then the run starts as if that schedule had been given by name, with fresh seeds and data. With
---zero-bubble-balance-stages the partition of the layers is part of the choice, as if its layout had been given, too.
+plans and broadcasts its choice. Then the run starts as if that schedule had been given by name, with fresh seeds and data.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +22,8 @@ from megatron.zerobubble.mcore.replanner import Measured, budget_of, measured_co
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.partition.joint import plan_layout
 from megatron.zerobubble.plan.partition.part_costs import PartCosts
-from megatron.zerobubble.plan.partition.stage_layers import StageLayers
-from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, CostsOf, Result, make_plan
+from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, CostsOf, make_plan
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.profiling.profile import RankProfile
 from megatron.zerobubble.profiling.profiler import Profiler
@@ -36,19 +31,16 @@ from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
 from megatron.zerobubble.training.initialize import Job, set_up_model_parallel
 from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider
-from megatron.zerobubble.training.planning.measured_layers import layer_kinds, measured_model
 from megatron.zerobubble.training.setup import build_training_state
 from megatron.zerobubble.training.step import TrainingState, run_passes
 
-__all__ = ["Choice", "balanced", "choose_schedule", "costs_from"]
+__all__ = ["choose_schedule", "costs_from"]
 
 _log = logging.getLogger(__name__)
 
 _ITERATIONS = 4
 """Profiled iterations: one warms up, in one memory is measured, the others are timed."""
 _MOST_MICROBATCHES = 4
-_LAYOUT_SHARE = 0.25
-"""Budget of the search for a layout, which spends about six times this, as a share of the one for even stages."""
 
 
 def choose_schedule(
@@ -93,52 +85,16 @@ def choose_schedule(
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], ConfigError):
         raise answer[0]
-    choice: Choice = answer[0]
-    if choice.layout is not None:
-        settings = replace(settings, parallel=replace(settings.parallel, pipeline_model_parallel_layout=choice.layout))
+    choice: _Choice = answer[0]
     return settings.with_schedule(choice.schedule, num_chunks=choice.num_chunks)
 
 
-class Choice(NamedTuple):
+class _Choice(NamedTuple):
     """What `auto` chose."""
 
     schedule: str
     num_chunks: int
     """Model chunks per rank."""
-    layout: str | None = None
-    """Layers of the stages, as --pipeline-model-parallel-layout has them; None: even, or as given."""
-
-
-def balanced(kinds: Sequence[str], layers: StageLayers, costs: CostModel, result: Result, options: SearchOptions) -> Choice:
-    """The schedule and the partition that are fastest together, if they beat the even stages' plan.
-
-    Args:
-        kinds: the kind of every decoder layer.
-        layers: the layers of the profiled stages.
-        costs: their profiled costs.
-        result: the best plan with even stages.
-        options: those of its search; with a memory limit.
-    """
-    assert options.memory_limit is not None
-    even, plan = Choice(result.name, result.num_chunks), result.simulation.plan
-    p, m = plan.num_ranks, plan.num_microbatches
-    memory = options.memory_limit * min(p, m) * (1 + 1e-9)
-    own = replace(options, budget=_LAYOUT_SHARE * options.budget)
-    try:
-        model = measured_model(kinds, layers, costs.plain)
-        found = plan_layout(model, num_ranks=p, num_microbatches=m, memory_bytes=memory, options=own)
-    except ConfigError as error:
-        _log.warning("auto keeps even stages: %s", error)
-        return even
-    now, then = (options.objective.of(one.simulation) for one in (result, found.result))
-    if then >= now:
-        _log.info("auto keeps even stages: no layout was found that takes less than %.3f ms per iteration", now)
-        return even
-    _log.info(
-        'auto chose %s with --pipeline-model-parallel-layout "%s": %.3f ms per iteration %s, %.3f with even stages',
-        *(found.result.name, found.layout.text, then, options.objective.label, now),
-    )
-    return Choice(found.result.name, found.layout.placement.num_chunks, found.layout.text)
 
 
 def costs_from(costs: CostModel, measured: Settings, wanted: Settings) -> CostsOf:
@@ -209,7 +165,7 @@ def _tear_down(training_state: TrainingState) -> None:
     destroy_model_parallel()
 
 
-def _choice(costs: CostModel, probed: Settings, settings: Settings) -> Choice | ConfigError:
+def _choice(costs: CostModel, probed: Settings, settings: Settings) -> _Choice | ConfigError:
     """Plan all schedule families with the costs profiled under `probed`; log the choice and the runner-up.
 
     Returns:
@@ -235,7 +191,4 @@ def _choice(costs: CostModel, probed: Settings, settings: Settings) -> Choice | 
     except PlanError as error:
         return ConfigError(str(error))
     _log.info("%s", result.verdict(options.objective))
-    given = settings.parallel.pipeline_model_parallel_layout is not None or settings.parallel.allow_padding_num_layers
-    if settings.zero_bubble.zero_bubble_balance_stages and not given:
-        return balanced(layer_kinds(settings), probed.stage_layers(probed.placement), costs, result, options)
-    return Choice(result.name, result.num_chunks)
+    return _Choice(result.name, result.num_chunks)

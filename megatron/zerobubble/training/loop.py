@@ -31,7 +31,6 @@ from megatron.zerobubble.job.rendezvous import connect
 from megatron.zerobubble.job.watchdog import watchdog
 from megatron.zerobubble.mcore.compat import destroy_model_parallel, start_batch_size_ramp_up
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
-from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.profiling.marks import Marks
 from megatron.zerobubble.runtime.watch import Watch
@@ -61,8 +60,6 @@ from megatron.zerobubble.training.metrics.trace_report import report_pipeline
 from megatron.zerobubble.training.models.providers import ForwardStepProvider, ModelProvider
 from megatron.zerobubble.training.planning.announced_lengths import announce_lengths
 from megatron.zerobubble.training.planning.layers_file import write_layers_file
-from megatron.zerobubble.training.planning.layout_proposal import log_balance, log_layout
-from megatron.zerobubble.training.planning.measured_layers import layer_kinds
 from megatron.zerobubble.training.planning.replan import PlanFileWriter, replanner_of
 from megatron.zerobubble.training.restarts.attempt import Attempt, join_attempt, leave_attempt
 from megatron.zerobubble.training.restarts.resume import start_from
@@ -224,7 +221,7 @@ class _Run:
             if self.settings.data.reads_documents
             else flops_per_sample(self.settings, vocab_size=tokenizer.vocab_size).total,
         )
-        self.has_logged_memory = self.has_logged_layout = False
+        self.has_logged_memory = False
 
     def run(self) -> None:
         """Iterate, evaluate, save, log a summary."""
@@ -270,8 +267,6 @@ class _Run:
             logs_progress = progress.iteration % logs.log_interval == 0
             if is_last or evaluates or saves or logs_progress:
                 self._flush()
-            if self.replanner is None and self.iterations_here == 2 and not is_last:  # the first one that is recorded
-                self._log_balance()
             if evaluates:
                 self._evaluate()
             elif is_last or logs_progress:
@@ -324,7 +319,6 @@ class _Run:
         if self.replanner is not None and self.replanner.is_due(self.iterations_here):
             self._flush()
             self.replanner.after(self.iterations_here, get_num_microbatches())
-            self._log_balance()
 
     def _flush(self) -> None:
         """Validate the last step, before weights or results are used. All ranks must call this."""
@@ -408,7 +402,6 @@ class _Run:
             by_length=None if replanner is None else replanner.by_length,
         )
         write_layers_file(self.settings, self.replanner, vocab_size=self.vocab_size)
-        self._log_balance()
         lines = summary_lines(
             self.settings,
             self.metrics.totals,
@@ -419,23 +412,6 @@ class _Run:
         )
         for line in lines:
             _log.info("%s", line)
-
-    def _log_balance(self) -> None:
-        """With --zero-bubble-balance-stages, log which layers per stage would be faster. All ranks must call this."""
-        if not self.settings.zero_bubble.zero_bubble_balance_stages:
-            return
-        schedule, settings = self.training_state.schedule, self.settings
-        layers = settings.stage_layers(schedule.spec.placement)
-        costs = None if self.replanner is None else self.replanner.costs
-        kinds = layer_kinds(settings)
-        if len(set(kinds)) == 1:
-            log_balance(schedule, layers, costs)
-        elif costs is None:
-            _log.warning("layouts: layers of several kinds need profiled times: --zero-bubble-pipeline-timers-start-iter")
-        if costs is not None and not self.has_logged_layout:
-            self.has_logged_layout = True
-            objective = Objective.with_optimizer(post_validation=settings.zero_bubble.enable_optimizer_post_validation)
-            log_layout(schedule.plan(settings.num_microbatches), kinds, layers, costs, objective)
 
 
 def _tear_down(job: Job) -> None:

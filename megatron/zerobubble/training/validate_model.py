@@ -42,9 +42,8 @@ def check_hybrid(settings: Settings) -> None:
         raise ConfigError(f"{flag} has an {EXPERTS} for every layer with experts; leave out --moe-layer-freq")
     if (EXPERTS in pattern) != (settings.moe.num_experts is not None):
         raise ConfigError(f"{flag}: {EXPERTS} (a layer with experts) and --num-experts need each other")
-    if zero_bubble.schedule == AUTO or zero_bubble.zero_bubble_balance_stages:
-        other = "--zero-bubble-schedule auto" if zero_bubble.schedule == AUTO else "--zero-bubble-balance-stages"
-        raise ConfigError(f"{other} needs layers of one kind, which {flag} does not have; leave it out")
+    if zero_bubble.schedule == AUTO:
+        raise ConfigError(f"--zero-bubble-schedule auto needs layers of one kind, which {flag} does not have; leave it out")
 
 
 def check_dropout(settings: Settings) -> None:

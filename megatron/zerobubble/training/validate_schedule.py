@@ -55,11 +55,6 @@ def check_layers(settings: Settings) -> None:
             f"--num-layers-per-virtual-pipeline-stage {given}: {settings.num_layers} layers on {ranks} pipeline ranks make "
             f"stages of {max(layers.per_stage)}; give that or less"
         )
-    if settings.zero_bubble.zero_bubble_balance_stages and settings.zero_bubble.schedule == "stock":
-        raise ConfigError(
-            "--zero-bubble-balance-stages measures passes of this package's executor and needs a schedule of this package: add "
-            "--enable-zero-bubble, or for megatron-core's own order --zero-bubble-schedule 1f1b"
-        )
 
 
 def check_plan(settings: Settings) -> None:

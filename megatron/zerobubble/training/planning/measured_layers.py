@@ -13,8 +13,8 @@ import torch
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
-from megatron.zerobubble.plan.partition.balance import PartTimes
 from megatron.zerobubble.plan.partition.layer_costs import EMBEDDING, HEAD, LETTERS, LayerCosts, Model
+from megatron.zerobubble.plan.partition.part_costs import PartTimes
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.training.config.settings import Settings
 
