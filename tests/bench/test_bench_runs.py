@@ -45,7 +45,7 @@ def test_it_ends_with_a_table_and_files(done: tuple[subprocess.CompletedProcess[
     assert result.returncode == 0, result.stdout + result.stderr
     assert "| contender | ms/iteration | 95 %" in result.stdout
     assert "2 rounds, 2 timed iterations per block" in result.stdout
-    assert {each.name for each in folder.iterdir()} == {"bench.md", "bench.json", "bench.html", "bench.png", "logs"}
+    assert {each.name for each in folder.iterdir()} == {"bench.md", "bench.json", "bench.html", "logs"}
     assert "zbv+pv, round 1: " in result.stderr
     assert "left] stock-1f1b, round 2:" in result.stderr
 
@@ -57,8 +57,6 @@ def test_all_contenders_train_the_same_model(done: tuple[subprocess.CompletedPro
     assert max(losses) == pytest.approx(min(losses), rel=1e-6)
     for name in ("stock-1f1b", "zbv+pv", "auto"):
         assert set(found[name]["seconds"]) == {"0", "1"}
-        assert set(found[name]["overhead"]) == {"0", "1"}
-        assert all(0 < share < 1 for share in found[name]["overhead"].values())
 
 
 def test_what_is_measured_and_predicted(done: tuple[subprocess.CompletedProcess[str], Path]) -> None:

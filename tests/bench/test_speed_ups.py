@@ -93,17 +93,6 @@ def test_the_verdict_names_the_fastest_with_its_memory() -> None:
     assert table(base, slow, fast).verdict() == "zbv is 1.25 times as fast as stock-1f1b at 0.90 times its memory."
 
 
-def test_the_verdict_knows_when_interleaving_would_do_as_well() -> None:
-    base = outcome("stock-1f1b", *QUIET, predicted_ms=2000.0)
-    fast = outcome("zbv", *(each / 1.25 for each in QUIET), predicted_ms=1600.0)
-    assert (
-        table(base, fast, interleaved={2: 1700.0, 4: 1610.0, 8: 1590.0})
-        .verdict()
-        .endswith("By prediction interleaved 1F1B with 4 chunks per rank (interleaved-1f1b:4) would do as well.")
-    )
-    assert "interleaved" not in table(base, fast, interleaved={2: 1700.0}).verdict()
-
-
 @pytest.mark.parametrize(
     ("more", "why"),
     [

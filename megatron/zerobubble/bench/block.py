@@ -89,8 +89,6 @@ class BlockResult:
 
     seconds: float
     """Time of all timed iterations."""
-    overhead: float
-    """The share of it in which a rank reported its progress instead of training."""
     loss: float
     """Mean loss per token of the last iteration."""
     num_parameters: int
@@ -180,8 +178,6 @@ class _Block:
         self._costs: CostModel | None = None
         self._unit_bytes = 0.0
         self._consumed = 0
-        self._own_seconds = 0.0
-        """Time of the timed iterations that is not training: reporting progress."""
         if request.is_first and not state.schedule.spec.is_stock:
             self._replanner = replanner_of(state, PlanFileWriter(None), ranks_on_host=launch.ranks_on_host)
             self._profiler = Profiler(state.device) if self._replanner is None else None
@@ -253,9 +249,7 @@ class _Block:
         begin = time.perf_counter()
         for _ in range(self._request.num_timed):
             self._iterate(self._trainer, data_iterator)
-            before = time.perf_counter()
             self._tick()
-            self._own_seconds += time.perf_counter() - before
         self._keep(self._trainer.flush())
         self._synchronize()
         return time.perf_counter() - begin
@@ -277,7 +271,7 @@ class _Block:
         state, on_cuda = self._state, self._state.device.type == "cuda"
         assert self._last is not None
         allocated = torch.cuda.max_memory_allocated() if on_cuda else 0
-        own = [state_bytes(state.chunks, state.optimizer), self._meter.most_bytes, allocated, self._own_seconds]
+        own = [state_bytes(state.chunks, state.optimizer), self._meter.most_bytes, allocated]
         most = torch.tensor([seconds, *own], dtype=torch.float64, device=state.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         parameters = torch.tensor([sum(p.numel() for chunk in state.chunks for p in chunk.parameters())], device=state.device)
@@ -296,7 +290,6 @@ class _Block:
         is_stock = state.schedule.spec.is_stock
         return BlockResult(
             seconds=float(most[0]),
-            overhead=float(most[4] / most[0]),
             loss=loss,
             num_parameters=int(parameters[0]),
             vocab_size=vocab_size,

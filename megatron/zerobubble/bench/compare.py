@@ -20,9 +20,9 @@ import torch
 from megatron.zerobubble.bench.bench_options import Options
 from megatron.zerobubble.bench.bench_progress import Progress
 from megatron.zerobubble.bench.block import BlockRequest, BlockResult
-from megatron.zerobubble.bench.comparison_report import can_draw, markdown, write
+from megatron.zerobubble.bench.comparison_report import markdown, write
 from megatron.zerobubble.bench.contenders import Contender
-from megatron.zerobubble.bench.predictions import FirstBlock, has_unequal_lengths, interleaved_ms, panels, predict
+from megatron.zerobubble.bench.predictions import FirstBlock, panels, predict
 from megatron.zerobubble.bench.speed_ups import Outcome, Table
 from megatron.zerobubble.bench.workers import Failure, Interrupted, Workers
 from megatron.zerobubble.job.launch import Launch
@@ -110,7 +110,6 @@ class _Comparison:
         outcome, seconds = self._outcomes[contender.text], result.seconds / self._options.num_timed
         outcome.seconds[number] = seconds
         outcome.losses[number] = result.loss
-        outcome.overhead[number] = result.overhead
         if result.measured is not None:
             self._first[contender.text] = FirstBlock(contender=contender, result=result)
             outcome.activation_bytes = result.measured.activation_bytes
@@ -121,8 +120,8 @@ class _Comparison:
         self._progress.say(f"{contender.text}, round {number + 1}: {1000.0 * seconds:.1f} ms per iteration")
 
     def _table(self) -> Table:
-        job, firsts = self._options.job, list(self._first.values())
-        predict(firsts, self._outcomes)
+        job = self._options.job
+        predict(list(self._first.values()), self._outcomes)
         return Table.of(
             list(self._outcomes.values()),
             baseline=self._options.baseline,
@@ -132,7 +131,6 @@ class _Comparison:
             num_ranks=job.world_size,
             num_cores=os.cpu_count() if self._device() == "CPU" else None,
             pipeline_size=job.pipeline_size,
-            interleaved=None if has_unequal_lengths(job) else interleaved_ms(firsts, job),
         )
 
     def _flops(self) -> float | None:
@@ -174,8 +172,6 @@ class _Comparison:
             if has_result:
                 files = self._write()
                 sys.stdout.write(markdown(self._table(), self._about()) + "\n")
-                if not can_draw():
-                    sys.stdout.write("no chart: matplotlib is not installed\n")
                 sys.stdout.write("written: " + ", ".join(map(str, files)) + "\n")
             else:
                 for outcome in self._outcomes.values():

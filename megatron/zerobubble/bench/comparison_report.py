@@ -1,8 +1,7 @@
-"""The comparison as text: a table in Markdown, JSON, a bar chart and a page with all timelines on one axis."""
+"""The comparison as text: a table in Markdown, JSON, and a page with all timelines on one axis."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from megatron.zerobubble.bench.speed_ups import Estimate, Row, Table
 from megatron.zerobubble.files import replace_text
 from megatron.zerobubble.plan.render.svg import Panel, render_panels
 
-__all__ = ["FORMAT", "can_draw", "markdown", "to_json", "write"]
+__all__ = ["FORMAT", "markdown", "to_json", "write"]
 
 FORMAT = "zerobubble-bench/1"
 
@@ -22,11 +21,6 @@ _COLUMNS = (
     *("contender", "ms/iteration", "95 %", "speed-up", "95 %", "predicted", "reached", "tokens/s", "tokens/s/rank"),
     *("TFLOP/s/rank", "MFU", "bubble", "predicted bubble", "peak MiB", "x baseline", "activations MiB", "predicted MiB", "loss"),
 )
-
-
-def can_draw() -> bool:
-    """Whether matplotlib, which draws the chart, is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def markdown(table: Table, about: Mapping[str, Any]) -> str:
@@ -103,15 +97,13 @@ def to_json(table: Table, about: Mapping[str, Any]) -> dict[str, Any]:
         "baseline": table.baseline,
         "verdict": table.verdict(),
         "contenders": [_row_json(row) for row in table.rows],
-        "predicted_interleaved_ms": {str(v): ms for v, ms in table.interleaved.items()},
     }
 
 
 def _row_json(row: Row) -> dict[str, Any]:
     outcome = asdict(row.outcome)
     outcome["seconds"] = {str(each): seconds for each, seconds in row.outcome.seconds.items()}
-    for name in ("losses", "overhead"):
-        outcome[name] = {str(each): value for each, value in outcome[name].items()}
+    outcome["losses"] = {str(each): loss for each, loss in row.outcome.losses.items()}
     return outcome | {
         "ms": None if row.ms is None else asdict(row.ms),
         "speed_up": None if row.speed_up is None else asdict(row.speed_up),
@@ -127,20 +119,17 @@ def _row_json(row: Row) -> dict[str, Any]:
 
 
 def write(directory: Path, table: Table, about: Mapping[str, Any], panels: Sequence[Panel], *, title: str) -> list[Path]:
-    """Write bench.md, bench.json, bench.html and, with matplotlib, bench.png, each atomically. Returns their paths."""
+    """Write bench.md, bench.json and bench.html, each atomically. Returns their paths."""
     text = markdown(table, about)
     files = {
         "bench.md": f"# {title}\n\n{text}",
         "bench.json": json.dumps(to_json(table, about), indent=1) + "\n",
-        "bench.html": _page(table, text, panels, title=title),
+        "bench.html": _page(text, panels, title=title),
     }
     written = []
     for name, content in files.items():
         replace_text(directory / name, content)
         written.append(directory / name)
-    if can_draw() and any(row.speed_up is not None for row in table.rows):
-        _draw(table, directory / "bench.png", title=title)
-        written.append(directory / "bench.png")
     return written
 
 
@@ -151,7 +140,7 @@ _STYLE = (
 )
 
 
-def _page(table: Table, text: str, panels: Sequence[Panel], *, title: str) -> str:
+def _page(text: str, panels: Sequence[Panel], *, title: str) -> str:
     """A page that stands alone."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     cells = [[escape(cell.strip()) for cell in line.strip("|").split("|")] for line in lines if not line.startswith("| ---")]
@@ -173,31 +162,3 @@ def _prose(part: str) -> str:
     if not part.startswith("- "):
         return f"<p>{escape(part)}</p>"
     return f"<ul>{''.join(f'<li>{escape(line[2:])}</li>' for line in part.strip().splitlines())}</ul>"
-
-
-def _draw(table: Table, file: Path, *, title: str) -> None:
-    """Bars of measured speed-ups with their intervals, and marks for predicted ones."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [row for row in table.rows if row.speed_up is not None]
-    measured = [row.speed_up for row in rows if row.speed_up is not None]
-    values = [each.value for each in measured]
-    below = [0.0 if each.low is None else each.value - each.low for each in measured]
-    above = [0.0 if each.high is None else each.high - each.value for each in measured]
-    figure, axes = pyplot.subplots(figsize=(2.0 + 1.1 * len(rows), 4.2))
-    axes.bar(range(len(rows)), values, yerr=[below, above], capsize=3, color="#7aa6c2", label="measured")
-    known = [(place, row.predicted_speed_up) for place, row in enumerate(rows) if row.predicted_speed_up is not None]
-    axes.plot([place for place, _ in known], [value for _, value in known], "_", color="black", markersize=18, label="predicted")
-    axes.set_xticks(range(len(rows)), [row.outcome.name for row in rows], rotation=30, ha="right")
-    seen = [*values, *(value for _, value in known), 1.0]  # intervals of a machine that was not quiet may leave the picture
-    axes.set(ylabel=f"speed-up over {table.baseline}", ylim=(0.85 * min(seen), 1.15 * max(seen)), title=title)
-    axes.axhline(1.0, color="grey", linewidth=0.8)
-    axes.legend()
-    figure.tight_layout()
-    unfinished = file.with_name(f".{file.name}.new")
-    figure.savefig(unfinished, dpi=150, format="png")
-    unfinished.replace(file)
-    pyplot.close(figure)

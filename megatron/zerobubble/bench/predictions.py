@@ -26,9 +26,7 @@ from megatron.zerobubble.profiling.report import report
 from megatron.zerobubble.training.auto import costs_from
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["FirstBlock", "has_unequal_lengths", "interleaved_ms", "panels", "predict"]
-
-_VIRTUAL_SIZES = (2, 4, 8)
+__all__ = ["FirstBlock", "panels", "predict"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +59,6 @@ class FirstBlock:
         )
 
 
-def has_unequal_lengths(job: Settings) -> bool:
-    """Whether every iteration has other lengths, for which nothing is predicted: a block profiles passes of several lengths."""
-    return job.data.variable_seq_lengths or job.data.pack_sequences
-
-
 def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome]) -> None:
     """Fill in what the planner predicts for each contender, and the bubble of its recorded iteration.
 
@@ -78,7 +71,9 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome]) -> No
         outcome = outcomes[block.contender.text]
         if block.timeline is not None:
             outcome.bubble = report(block.timeline).bubble_rate
-        simulation = None if has_unequal_lengths(block.result.settings) else _simulated(block, blocks)
+        data = block.result.settings.data
+        is_unequal = data.variable_seq_lengths or data.pack_sequences  # a block profiles passes of several lengths
+        simulation = None if is_unequal else _simulated(block, blocks)
         if simulation is None:
             continue
         outcome.predicted_bubble = simulation.bubble_rate
@@ -88,24 +83,6 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome]) -> No
         if outside is not None:
             optimistic = block.result.settings.zero_bubble.enable_optimizer_post_validation
             outcome.predicted_ms = Objective.with_optimizer(post_validation=optimistic).of(simulation) + outside
-
-
-def interleaved_ms(blocks: Sequence[FirstBlock], job: Settings) -> dict[int, float]:
-    """Predicted time of megatron-core's interleaved 1F1B, by the number of chunks per rank, where the layers divide over them."""
-    source, outside = _source(blocks), _outside_ms(blocks)
-    tried = {each.contender.num_chunks for each in blocks if each.contender.is_stock}
-    found: dict[int, float] = {}
-    p, m = job.pipeline_size, job.num_microbatches
-    for v in _VIRTUAL_SIZES:
-        if source is None or outside is None or v in tried or p == 1 or m % p:
-            continue
-        try:
-            plan = build_plan("interleaved-1f1b", num_ranks=p, num_microbatches=m, num_chunks=v)
-            costs = source.costs_of(job.without_layout())(plan.placement)
-        except UserError:
-            continue
-        found[v] = simulate(plan, costs).makespan_ms + outside
-    return found
 
 
 def panels(blocks: Sequence[FirstBlock]) -> list[Panel]:

@@ -78,8 +78,6 @@ class Outcome:
     """Round -> seconds per iteration."""
     losses: dict[int, float] = field(default_factory=dict)
     """Round -> loss of the last iteration."""
-    overhead: dict[int, float] = field(default_factory=dict)
-    """Round -> share of the time in which a rank reported its progress instead of training."""
     failure: str | None = None
     """Why it cannot run, or stopped running; one line."""
     note: str | None = None
@@ -144,8 +142,6 @@ class Table:
     num_cores: int | None
     """CPU cores that the ranks of this machine share; None on GPUs."""
     pipeline_size: int
-    interleaved: Mapping[int, float]
-    """Virtual stages per rank -> predicted time of interleaved 1F1B in ms, for those that were not among the contenders."""
 
     @staticmethod
     def of(
@@ -158,7 +154,6 @@ class Table:
         num_ranks: int,
         num_cores: int | None,
         pipeline_size: int,
-        interleaved: Mapping[int, float] | None = None,
     ) -> Table:
         """The table of what is known.
 
@@ -171,7 +166,6 @@ class Table:
             num_ranks: ranks of the job.
             num_cores: CPU cores that the ranks of one machine share; None on GPUs.
             pipeline_size: pipeline ranks.
-            interleaved: predicted times of interleaved 1F1B with other numbers of virtual stages.
         """
         (base,) = [outcome for outcome in outcomes if outcome.name == baseline]
         rows = []
@@ -202,7 +196,6 @@ class Table:
             num_ranks=num_ranks,
             num_cores=num_cores,
             pipeline_size=pipeline_size,
-            interleaved=dict(interleaved or {}),
         )
 
     def same_losses(self) -> str:
@@ -248,8 +241,7 @@ class Table:
         if best is base or best.speed_up is None or not best.speed_up.is_above_one:
             return self._no_gain(base, best)
         where = "" if best.memory_ratio is None else f" at {best.memory_ratio:.2f} times its memory"
-        text = f"{_name(best)} is {best.speed_up.value:.2f} times as fast as {base.outcome.name}{where}."
-        return text + self._alternative(best)
+        return f"{_name(best)} is {best.speed_up.value:.2f} times as fast as {base.outcome.name}{where}."
 
     def _no_gain(self, base: Row, best: Row) -> str:
         if best.speed_up is not None and best.speed_up.low is None and best is not base:
@@ -278,16 +270,6 @@ class Table:
                 "little to gain. Fewer microbatches or more pipeline ranks have more."
             )
         return f"{text}."
-
-    def _alternative(self, best: Row) -> str:
-        """Whether interleaved 1F1B would do as well."""
-        if best.outcome.predicted_ms is None or _name(best).startswith("interleaved"):
-            return ""
-        close = {v: ms for v, ms in self.interleaved.items() if ms <= 1.01 * best.outcome.predicted_ms}
-        if not close:
-            return ""
-        least = min(close)
-        return f" By prediction interleaved 1F1B with {least} chunks per rank (interleaved-1f1b:{least}) would do as well."
 
 
 def _cores(count: int) -> str:

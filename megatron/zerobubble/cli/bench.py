@@ -49,18 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _checked(flags, world_size=launch.world_size)
     except UserError as error:
         exit_with_error(error, rank=launch.rank, prog=_PROG)
-    with Progress(options.num_iterations, is_quiet=launch.rank != 0) as progress:
-        names = ", ".join(options.settings)
-        progress.say(f"{len(options.settings)} contenders ({names}) x {options.rounds} rounds on {launch.world_size} ranks")
+    progress = Progress(options.num_iterations, is_quiet=launch.rank != 0)
+    names = ", ".join(options.settings)
+    progress.say(f"{len(options.settings)} contenders ({names}) x {options.rounds} rounds on {launch.world_size} ranks")
 
-        from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
+    from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 
-        with quiet_third_parties():
-            from megatron.zerobubble.bench.compare import compare
-            from megatron.zerobubble.bench.workers import Workers
+    with quiet_third_parties():
+        from megatron.zerobubble.bench.compare import compare
+        from megatron.zerobubble.bench.workers import Workers
 
-            workers = Workers(launch, share_store(launch), options.directory / "logs")
-            return compare(options, launch, workers, argv=flags, progress=progress)
+        workers = Workers(launch, share_store(launch), options.directory / "logs")
+        return compare(options, launch, workers, argv=flags, progress=progress)
 
 
 def _checked(flags: Sequence[str], *, world_size: int) -> Options:
