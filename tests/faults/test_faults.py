@@ -71,14 +71,3 @@ def test_a_damaged_checkpoint_is_not_loaded(saved: Path, tmp_path: Path) -> None
     assert done.returncode != 0, how
     assert file.name in done.stderr, how
     assert done.stderr.startswith("error: "), done.stderr
-
-
-@pytest.mark.slow
-def test_a_slow_rank_is_named_and_not_ended(tmp_path: Path) -> None:
-    num_ranks, flags = lab.LAYOUTS["zb-h1-p2"]
-    fault = lab.Fault("slow", 1, "passes", 0.0, str(tmp_path / "note"))
-    many = [*lab.flags_of(tmp_path, flags, num_ranks), "--train-iters", "60", "--save-interval", "1000"]
-    done = lab.started(many, num_ranks, fault)
-    assert done.returncode == 0, done.stderr
-    assert "rank 1 (" in done.stdout
-    assert "is slow: its passes take" in done.stdout

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from megatron.zerobubble.job.heartbeats import Beat, Process, departed, kill, publish, published, this_process
-from megatron.zerobubble.job.stragglers import Stragglers
 from megatron.zerobubble.job.tcp_connections import Connections
 from megatron.zerobubble.job.verdict import Verdict, decide
 
@@ -29,8 +28,6 @@ def beat(doing: str | None = "runs 1F0", **changes: Any) -> Beat:
         "is_shared": False,
         "still_s": 9.0,
         "silence_of_next_s": 0.0,
-        "busy_s": 0.0,
-        "num_iterations": 0,
     }
     return Beat(**values | changes)
 
@@ -136,22 +133,3 @@ def test_a_process_that_is_gone_is_seen_and_only_the_same_one_is_killed() -> Non
         assert list(departed(store, 4)) == [1]  # type: ignore[arg-type]
         other.wait()
         assert list(departed(store, 4)) == [1]  # type: ignore[arg-type]
-
-
-def test_a_slow_rank_is_named_once() -> None:
-    stragglers, lines = Stragglers(), []
-    for look in range(6):
-        beats = {rank: beat(num_iterations=5 * look, busy_s=5 * look * (0.3 if rank == 2 else 0.1)) for rank in range(4)}
-        lines += stragglers.look(beats)
-    assert lines == [
-        "rank 2 (node) is slow: its passes take 3.0 times as long as those of the median rank (300 ms and 100 ms per iteration, "
-        "iteration 10)"
-    ]
-
-
-def test_unequal_stages_and_one_slow_iteration_are_no_stragglers() -> None:
-    stragglers, lines = Stragglers(), []
-    for look in range(6):
-        times = {rank: 5 * look * (0.1 + 0.02 * rank) + (5.0 if rank == 1 and look >= 3 else 0.0) for rank in range(4)}
-        lines += stragglers.look({rank: beat(num_iterations=5 * look, busy_s=busy_s) for rank, busy_s in times.items()})
-    assert lines == []

@@ -57,10 +57,6 @@ class Beat:
     """For how many seconds `doing` has not changed."""
     silence_of_next_s: float
     """For how many seconds it has not heard of the next rank."""
-    busy_s: float
-    """Time of all its ops so far, in seconds."""
-    num_iterations: int
-    """Training iterations that it has begun."""
     connections: Connections = field(default_factory=Connections)
     """Its connections, once it has waited for long."""
     is_last: bool = False

@@ -12,7 +12,6 @@ from types import FrameType
 
 from megatron.zerobubble.job.heartbeats import Beat, publish, published, this_process
 from megatron.zerobubble.job.key_value_store import Store
-from megatron.zerobubble.job.stragglers import Stragglers
 from megatron.zerobubble.job.tcp_connections import Connections, own_connections
 from megatron.zerobubble.runtime.watch import Doing, Watch
 
@@ -20,8 +19,6 @@ __all__ = ["Pulse", "Stillness"]
 
 _log = logging.getLogger(__name__)
 
-_LOOKS_AT_ALL = 10
-"""Beats of rank 0 between two looks at the speed of all ranks."""
 _TORCH = ("torch.distributed.distributed_c10d", "torch.distributed.rendezvous")
 """Modules of torch whose functions wait for other ranks: collectives, sends and receives, and the first rendezvous."""
 
@@ -81,11 +78,10 @@ class Pulse:
         alarm_key: str,
         long_s: float,
     ) -> None:
-        self._store, self._rank, self._world_size, self.interval_s = store, rank, world_size, interval_s
+        self._store, self._rank, self.interval_s = store, rank, interval_s
         self._watch, self._stillness, self._alarm_key = watch, stillness, alarm_key
         self._long_s = long_s
         self._process = this_process(error_file)
-        self._stragglers = Stragglers()
         self._count = 0
         self.next_rank = (rank + 1) % world_size
         self.has_heard_of_next = world_size == 1
@@ -119,18 +115,10 @@ class Pulse:
                 self.has_heard_of_next |= heard is not None
                 self.next_is_waiting = heard is not None and heard.is_waiting
                 before = heard
-                if self._rank == 0 and self._world_size > 1 and self._count % _LOOKS_AT_ALL == 0:
-                    self._look_for_stragglers()
                 self.unanswered_s = 0.0
             self._publish(is_last=True)
         except RuntimeError:  # the store is gone, and so is the job: the rank or the launcher that ended it has reported why
             return
-
-    def _look_for_stragglers(self) -> None:
-        beats = published(self._store, range(self._world_size))
-        if len(beats) == self._world_size:
-            for line in self._stragglers.look(beats):
-                _log.warning("%s", line)
 
     def _publish(self, *, is_last: bool) -> None:
         self._count += 1
@@ -147,8 +135,6 @@ class Pulse:
             is_shared=doing is None or doing.is_shared,
             still_s=still_s,
             silence_of_next_s=self.next_silent_s,
-            busy_s=self._watch.busy_s,
-            num_iterations=self._watch.num_iterations,
             connections=own_connections() if self.is_waiting and still_s >= self._long_s else Connections(),
             is_last=is_last,
         )

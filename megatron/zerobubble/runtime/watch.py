@@ -15,7 +15,6 @@ current device (`threads`).
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,8 +52,6 @@ class Doing:
     """Whether it is part of the passes or of a step, which have a time limit; a phase around them has none."""
     waits_for: int | None = None
     """The global rank whose message it waits for, or that takes the message which it waits to have sent; None: nobody's."""
-    is_op: bool = False
-    """Whether it is an op of the passes."""
     is_shared: bool = False
     """Whether other ranks take part, so that it may last because of them."""
 
@@ -74,11 +71,6 @@ class Watch(Recorder):
         self._begun = {False: 0, True: 0}
         self._is_first = True
         self._pipeline: Sequence[int] | None = None
-        self._op_began_s = 0.0
-        self.busy_s = 0.0
-        """Time of all ops so far, in seconds. On CUDA that of the ops that the device has passed when `current` looked last."""
-        self.num_iterations = 0
-        """Training iterations whose passes have begun."""
 
     # -- called by the thread that runs the passes ------------------------------------------------------------------------
 
@@ -109,7 +101,6 @@ class Watch(Recorder):
     def passes(self, *, forward_only: bool) -> Iterator[None]:
         """Wrap all passes of a training or evaluation iteration. Afterwards the rank is idle."""
         self._begun[forward_only] += 1
-        self.num_iterations += not forward_only
         self._is_first = self._begun[forward_only] == 1
         with self.doing("begins the passes"):
             yield
@@ -139,19 +130,16 @@ class Watch(Recorder):
         yield
         self._enter(None if before is None else replace(before))  # not after an error, as in `doing`
 
-    def report(self, text: str, *, is_op: bool = False, is_shared: bool = False) -> None:
+    def report(self, text: str, *, is_shared: bool = False) -> None:
         """Report what the rank begins; see `Doing` for the arguments."""
-        self._enter(Doing(text=text, is_first=self._is_first, is_op=is_op, is_shared=is_shared))
+        self._enter(Doing(text=text, is_first=self._is_first, is_shared=is_shared))
 
     def start(self, op: Op) -> None:
         """An op begins."""
-        self.report(f"runs {op}, the {_PASSES[op.kind]} of stage {op.stage}, microbatch {op.microbatch}", is_op=True)
-        self._op_began_s = time.perf_counter()
+        self.report(f"runs {op}, the {_PASSES[op.kind]} of stage {op.stage}, microbatch {op.microbatch}")
 
     def end(self, op: Op) -> None:
         """An op has ended."""
-        if not self._is_cuda:
-            self.busy_s += time.perf_counter() - self._op_began_s
         self.report(f"has run {op} and hands on its result")
 
     def awaited(self, message: Message) -> None:
@@ -175,7 +163,7 @@ class Watch(Recorder):
         if not self._is_cuda:
             self._reported[0] = doing, None
             return
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event()
         event.record()
         self._reported.append((doing, event))
 
@@ -184,10 +172,8 @@ class Watch(Recorder):
     def current(self) -> Doing | None:
         """What the device is doing now; None outside of the passes and of all phases. A new object for every report."""
         while len(self._reported) > 1:
-            (doing, begin), (_, end) = self._reported[0], self._reported[1]
+            end = self._reported[1][1]
             if end is not None and not end.query():
                 break
-            if doing is not None and doing.is_op and begin is not None and end is not None:
-                self.busy_s += begin.elapsed_time(end) / 1000.0
             self._reported.popleft()
         return self._reported[0][0] or self._phase
