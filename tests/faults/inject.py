@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 PHASES = {
     "joins": "joins the job",
@@ -68,9 +67,7 @@ def install(rank: int) -> None:
     if not text:
         return
     fault = Fault(**json.loads(text))
-    if fault.kind == "slow":
-        _slow_down(fault, rank)
-    elif fault.rank == rank:
+    if fault.rank == rank:
         _Moments(fault).install()
 
 
@@ -136,25 +133,6 @@ class _Moments:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
             return
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self._fault.kind])
-
-
-def _slow_down(fault: Fault, rank: int) -> None:
-    """Three times as slow: after each op the rank sleeps twice as long as the op took, within the op's time."""
-    if fault.rank != rank:
-        return
-    from megatron.zerobubble.runtime.watch import Watch
-
-    start, end, began = Watch.start, Watch.end, [0.0]
-
-    def seen_start(watch: Watch, op: Any) -> None:
-        start(watch, op)
-        began[0] = time.perf_counter()
-
-    def seen_end(watch: Watch, op: Any) -> None:
-        time.sleep(2.0 * (time.perf_counter() - began[0]) + 0.02)
-        end(watch, op)
-
-    Watch.start, Watch.end = seen_start, seen_end  # type: ignore[method-assign]
 
 
 def cut() -> str:
