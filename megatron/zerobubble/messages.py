@@ -6,10 +6,12 @@ or that the terminal cannot encode. The beginning and the end of a long value ar
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
+from typing import Any
 
-__all__ = ["MOST_SHOWN", "one_line", "quoted", "shown"]
+__all__ = ["MOST_SHOWN", "one_line", "parse_json", "quoted", "shown"]
 
 MOST_SHOWN = 80
 """Most characters of a value in a message."""
@@ -45,6 +47,16 @@ def one_line(message: str, given: Iterable[str] = ()) -> str:
         if shown(value) != value:
             message = message.replace(repr(value), quoted(value)).replace(value, shown(value))
     return _printable(_RUN.sub(lambda run: shown(run[0]), " ".join(message.split())))
+
+
+def parse_json(text: str | bytes, source: str, error: type[Exception]) -> Any:
+    """The content of a JSON text. Raises `error` with the name of its source if it is not JSON, or nested too deeply."""
+    try:
+        return json.loads(text)
+    except ValueError as reason:  # also a number of more than 4,300 digits
+        raise error(f"{source} is not JSON: {reason}") from None
+    except RecursionError:
+        raise error(f"{source} is JSON that is nested too deeply") from None
 
 
 def _cut(text: str) -> str:

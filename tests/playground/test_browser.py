@@ -125,8 +125,8 @@ def test_files_are_opened_and_a_trace_is_compared_with_its_plan(opened: Open) ->
         page.wait_for_selector("#notes:has-text('costs.json')")
         page.click("#stages-clear")
         for name, body, reason in (
-            ("broken.json", "{", "damaged JSON"),
-            ("timeline-9.svg", "<svg xmlns='http://www.w3.org/2000/svg'/>", "this is an SVG picture"),
+            ("broken.json", "{", "not JSON"),
+            ("timeline-9.svg", "<svg xmlns='http://www.w3.org/2000/svg'/>", "not JSON"),
             ("other.json", '{"a": 1}', "keys 'a'; give a plan"),
             ("plan.json", text.replace('"num_ranks": 4', '"num_ranks": 5'), "num_ranks 5"),
             ("<img src=x onerror=alert(1)>.json", '{"format": "<b>"}', "<b>"),

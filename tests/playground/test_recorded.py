@@ -109,20 +109,14 @@ def test_a_damaged_trace_is_refused_with_the_reason(change: Change, message: str
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (
-            b'<?xml version="1.0"?>\n<svg xmlns="x"><rect/></svg>',
-            "^this is an SVG picture, not JSON: drop the plan, the trace.json or the report.json",
-        ),
-        (b"\xef\xbb\xbf<svg/>", "^this is an SVG picture"),
-        (b"<!doctype html>", "^this is markup"),
-        (b"\x89PNG\r\n", "^this is a PNG picture, not JSON; give a plan"),
-        (b"stage,op\n0,F\n", "^the file is not JSON; give a plan"),
-        (b" \n", "^the file is empty; give a plan"),
-        (b'{"format": ', "^the file is damaged JSON: Expecting value"),
+        (b"<!doctype html>", "^the file is not JSON: Expecting value.*; give a plan"),
+        (b"\x89PNG\r\n", "^the file is not JSON: .*; give a plan"),
+        (b" \n", "^the file is not JSON: Expecting value.*; give a plan"),
+        (b'{"format": ', "^the file is not JSON: Expecting value"),
         (b"[1, 2]", "^the file is JSON, but a list and not an object; give a plan"),
     ],
 )
-def test_a_file_that_is_not_json_is_called_what_it_is(body: bytes, message: str) -> None:
+def test_a_file_that_is_not_a_json_object_is_refused_with_what_is_taken(body: bytes, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_file(body)
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zerobubble.cli.length_flags import read_unequal
-from megatron.zerobubble.cli.parser import parse_json
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.messages import quoted, shown
+from megatron.zerobubble.messages import parse_json, quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
@@ -80,7 +79,7 @@ def read_costs(args: argparse.Namespace) -> GivenCosts:
 
 
 def _read_file(name: str) -> tuple[CostModel, LengthModel | None]:
-    body = parse_json(Path(name).read_text(encoding="utf-8"), name)
+    body = parse_json(Path(name).read_text(encoding="utf-8"), name, PlanError)
     if not isinstance(body, dict):
         return CostModel.from_json(body), None
     costs = CostModel.from_json(_last_iteration(name, body) if body.get("format") == FORMAT else body.get("costs", body))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
-from megatron.zerobubble.cli.parser import parse_json, read_text
-from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
+from megatron.zerobubble.cli.parser import read_text
+from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.messages import parse_json, quoted
+from megatron.zerobubble.plan.costs.lengths_and_links import Unequal, with_sizes
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.costs.microbatch_costs import check_tokens
 
@@ -99,17 +98,11 @@ def _is_file(name: str) -> bool:
 
 
 def _read_links(args: argparse.Namespace, tokens: tuple[int, ...]) -> Links:
-    links = Links.from_json(parse_json(read_text(args.links), args.links))
+    links = Links.from_json(parse_json(read_text(args.links), args.links, PlanError))
     if links.num_ranks != args.num_ranks:
         raise ConfigError(
             f"{args.links} has links of {links.num_ranks} ranks and --num-ranks is {args.num_ranks}; "
             "give one row and one column per rank"
         )
-    if args.bytes_per_token > 0 and tokens:
-        links = replace(links, message_bytes=tuple(args.bytes_per_token * count for count in tokens))
-    if links.gigabytes_per_s and not any(links.message_bytes):
-        raise ConfigError(
-            f"{args.links} has gigabytes_per_s and messages of 0 bytes; give --bytes-per-token with --microbatch-tokens, or "
-            "message_bytes in the file"
-        )
-    return links
+    remedy = "give --bytes-per-token with --microbatch-tokens, or message_bytes in the file"
+    return with_sizes(links, tokens, args.bytes_per_token, source=args.links, remedy=remedy)

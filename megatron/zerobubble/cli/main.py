@@ -7,8 +7,9 @@ share this one.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron.zerobubble.cli import plan
 from megatron.zerobubble.cli.parser import Parser
@@ -30,7 +31,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "zerobubble") -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in _WITH_OWN_PARSER:
-        return _WITH_OWN_PARSER[words[0]](words[1:])
+        code: int = importlib.import_module(_WITH_OWN_PARSER[words[0]][0]).main(words[1:])
+        return code
     args = build_parser(prog).parse_args(words)
     try:
         plan.COMMANDS[args.command](args)
@@ -57,59 +59,20 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     names = ",".join([*plan.COMMANDS, *_WITH_OWN_PARSER])
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")
     plan.add_commands(commands)
-    commands.add_parser("verify", help="check the certificate of a plan, without trusting the planner", add_help=False)
-    commands.add_parser("playground", help="plan schedules in the browser, on this machine only", add_help=False)
-    commands.add_parser("train", help="train a GPT: pretrain_gpt.py for an installation without a checkout", add_help=False)
-    commands.add_parser("run", help="run a training script of others, such as Megatron-LM's, unedited", add_help=False)
-    commands.add_parser("bench", help="compare schedules on one training job: time, memory, losses", add_help=False)
-    commands.add_parser("checkpoint", help="verify the files of a checkpoint", add_help=False)
+    for name, (_, meaning) in _WITH_OWN_PARSER.items():
+        commands.add_parser(name, help=meaning, add_help=False)
     return parser
 
 
-def _playground(argv: list[str]) -> int:
-    from megatron.zerobubble.playground.__main__ import main as run
-
-    return run(argv)
-
-
-def _train(argv: list[str]) -> int:
-    from megatron.zerobubble.cli.train import main as run
-
-    return run(argv)
-
-
-def _run(argv: list[str]) -> int:
-    from megatron.zerobubble.cli.run import main as run
-
-    return run(argv)
-
-
-def _bench(argv: list[str]) -> int:
-    from megatron.zerobubble.cli.bench import main as run
-
-    return run(argv)
-
-
-def _verify(argv: list[str]) -> int:
-    from megatron.zerobubble.verify import main as run
-
-    return run(argv)
-
-
-def _checkpoint(argv: list[str]) -> int:
-    from megatron.zerobubble.cli.checkpoint import main as run
-
-    return run(argv)
-
-
-_WITH_OWN_PARSER: dict[str, Callable[[list[str]], int]] = {
-    "verify": _verify,
-    "playground": _playground,
-    "train": _train,
-    "run": _run,
-    "bench": _bench,
-    "checkpoint": _checkpoint,
+_WITH_OWN_PARSER = {
+    "verify": ("megatron.zerobubble.verify", "check the certificate of a plan, without trusting the planner"),
+    "playground": ("megatron.zerobubble.playground.__main__", "plan schedules in the browser, on this machine only"),
+    "train": ("megatron.zerobubble.cli.train", "train a GPT: pretrain_gpt.py for an installation without a checkout"),
+    "run": ("megatron.zerobubble.cli.run", "run any Megatron-based training script, unedited"),
+    "bench": ("megatron.zerobubble.cli.bench", "compare schedules on one training job: time, memory, losses"),
+    "checkpoint": ("megatron.zerobubble.cli.checkpoint", "verify the files of a checkpoint"),
 }
+"""Command -> the module whose `main` runs it, imported only then, and what it is for."""
 
 
 if __name__ == "__main__":

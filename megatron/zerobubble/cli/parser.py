@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from megatron.zerobubble.errors import PlanError
 from megatron.zerobubble.machine import usable_cores
 from megatron.zerobubble.messages import one_line
 from megatron.zerobubble.plan.registry import check_at_least_one
@@ -25,16 +23,6 @@ class Parser(argparse.ArgumentParser):
 def read_text(source: str) -> str:
     """The text of a file in UTF-8, or of standard input for `-`."""
     return sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
-
-
-def parse_json(text: str, source: str) -> Any:
-    """The content of a JSON text. Raises PlanError with the name of its source if it is not JSON, or nested too deeply."""
-    try:
-        return json.loads(text)
-    except ValueError as error:  # also a number of more than 4,300 digits
-        raise PlanError(f"{source} is not JSON: {error}") from None
-    except RecursionError:
-        raise PlanError(f"{source} is JSON that is nested too deeply") from None
 
 
 def workers_of(args: argparse.Namespace) -> int:

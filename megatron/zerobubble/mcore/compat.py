@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import importlib.util
 import inspect
 import itertools
@@ -235,94 +236,94 @@ def _warn_untried(version: str) -> None:
     )
 
 
-def _differences() -> Iterable[str]:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.pipeline_parallel import schedules
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout as Layout
+_CORE = "megatron.core."
+_LAYOUT = "transformer.pipeline_parallel_layer_layout"
+_HYBRID = "config hybrid_stack_spec hybrid_layer_pattern pre_process post_process vp_stage"
+_CALLED: tuple[tuple[str, str, str], ...] = (
+    (
+        "pipeline_parallel.schedules",
+        "forward_step",
+        "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store config cp_group_size "
+        "collect_non_loss_data is_first_microbatch current_microbatch vp_stage is_last_stage",
+    ),
+    ("pipeline_parallel.schedules", "backward_step", "input_tensor output_tensor output_tensor_grad config"),
+    ("pipeline_parallel.schedules", "get_tensor_shapes", "seq_length micro_batch_size config"),
+    ("tensor_parallel.layers", "ColumnParallelLinear._forward_impl", "input weight"),
+    ("tensor_parallel.layers", "RowParallelLinear._forward_impl", "input weight"),
+    (_LAYOUT, "PipelineParallelLayerLayout.get_num_layers_to_build", "layer_type vp_stage pp_rank"),
+    (_LAYOUT, "PipelineParallelLayerLayout.get_layer_offset", "layer_type vp_stage pp_rank"),
+    ("optimizer.distrib_optimizer", "DistributedOptimizer._copy_model_grads_to_main_grads", ""),
+    ("optimizer.distrib_optimizer", "DistributedOptimizer._get_model_param_range_map", ""),
+    ("distributed", "DistributedDataParallel", "disable_bucketing pg_collection"),
+    ("distributed", "DistributedDataParallelConfig", "delay_wgrad_compute"),
+)
+"""(module of megatron-core, function or class, its parameters) of what every loop calls."""
 
-    yield from _missing(
-        schedules.forward_step,
-        "schedules.forward_step",
-        ("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor", "forward_data_store", "config"),
-        ("cp_group_size", "collect_non_loss_data", "is_first_microbatch", "current_microbatch", "vp_stage", "is_last_stage"),
-    )
-    yield from _missing(
-        schedules.backward_step,
-        "schedules.backward_step",
-        ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
-    )
-    yield from _missing(schedules.get_tensor_shapes, "schedules.get_tensor_shapes", ("seq_length", "micro_batch_size", "config"))
-    for linear in (ColumnParallelLinear, RowParallelLinear):
-        yield from _missing(getattr(linear, "_forward_impl", None), f"{linear.__name__}._forward_impl", ("input", "weight"))
-    for method in ("get_num_layers_to_build", "get_layer_offset"):
-        yield from _missing(getattr(Layout, method, None), f"{Layout.__name__}.{method}", ("layer_type", "vp_stage", "pp_rank"))
-    for method in ("_copy_model_grads_to_main_grads", "_get_model_param_range_map"):
-        yield from _missing(getattr(DistributedOptimizer, method, None), f"{DistributedOptimizer.__name__}.{method}")
-    yield from _missing(DistributedDataParallel, DistributedDataParallel.__name__, ("disable_bucketing", "pg_collection"))
-    if "delay_wgrad_compute" not in inspect.signature(DistributedDataParallelConfig).parameters:
-        yield "DistributedDataParallelConfig has no delay_wgrad_compute"
+_SCHEDULE = (
+    "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size decoder_seq_length forward_only "
+    "collect_non_loss_data first_val_step force_all_reduce"
+)
+_REPLACED: tuple[tuple[str, str, str], ...] = (
+    ("pipeline_parallel.schedules", "forward_backward_pipelining_without_interleaving", _SCHEDULE),
+    ("pipeline_parallel.schedules", "forward_backward_pipelining_with_interleaving", _SCHEDULE),
+    ("distributed", "DistributedDataParallel.__init__", "config ddp_config module"),
+    ("transformer", "TransformerConfig.__post_init__", ""),
+    ("models.gpt", "GPTModel.__init__", "config pre_process post_process vp_stage"),
+    ("transformer.module", "Float16Module.forward", "fp32_output"),
+    ("parallel_state", "is_pipeline_first_stage", "ignore_virtual vp_stage"),
+    ("parallel_state", "is_pipeline_last_stage", "ignore_virtual vp_stage"),
+    ("parallel_state", "default_embedding_ranks", ""),
+    ("parallel_state", "initialize_model_parallel", "get_embedding_ranks get_position_embedding_ranks"),
+)
+"""The same of what `mcore.stock_loop.patches` replaces, each in the module or class that defines it."""
+
+_LOOKED_UP: tuple[tuple[str, str, str], ...] = (
+    (
+        "pipeline_parallel.schedules",
+        "get_forward_backward_func",
+        "forward_backward_pipelining_without_interleaving forward_backward_pipelining_with_interleaving",
+    ),
+    ("parallel_state", "initialize_model_parallel", "default_embedding_ranks"),
+    ("pipeline_parallel.utils", "is_pp_first_stage", "get_pg_rank"),
+    ("pipeline_parallel.utils", "is_pp_last_stage", "get_pg_rank"),
+)
+"""(module, function, names that it looks up in its module at every call, so that it finds their replacements)."""
+
+
+def _differences() -> Iterable[str]:
+    for module, name, parameters in _CALLED:
+        yield from _missing(_found(module, name), _named(module, name), parameters)
 
 
 def _stock_loop_differences() -> Iterable[str]:
     """Missing functions that a stock loop calls, and callers that no longer look them up in their module at every call."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.pipeline_parallel import schedules, utils
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.module import Float16Module
-
-    functions = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
-    for name in functions:
-        yield from _missing(
-            getattr(schedules, name, None),
-            f"schedules.{name}",
-            ("forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length", "micro_batch_size"),
-            ("decoder_seq_length", "forward_only", "collect_non_loss_data", "first_val_step", "force_all_reduce"),
-        )
-    yield from _not_looked_up(
-        getattr(schedules, "get_forward_backward_func", None), "schedules.get_forward_backward_func", functions
-    )
-    yield from _missing(DistributedDataParallel.__init__, "DistributedDataParallel.__init__", ("config", "ddp_config", "module"))
-    yield from _missing(vars(TransformerConfig).get("__post_init__"), "TransformerConfig.__post_init__")
-    yield from _missing(GPTModel.__init__, "GPTModel.__init__", ("config", "pre_process", "post_process", "vp_stage"))
-    hybrid = hybrid_model()
-    if hybrid is not None:
-        yield from _missing(
-            hybrid.__init__,
-            "HybridModel.__init__",
-            ("config", "hybrid_stack_spec", "hybrid_layer_pattern", "pre_process", "post_process", "vp_stage"),
-        )
-    yield from _missing(vars(Float16Module).get("forward"), "Float16Module.forward", ("fp32_output",))
-    for name in ("is_pipeline_first_stage", "is_pipeline_last_stage"):
-        yield from _missing(getattr(parallel_state, name, None), f"parallel_state.{name}", ("ignore_virtual", "vp_stage"))
-    yield from _missing(getattr(parallel_state, "default_embedding_ranks", None), "parallel_state.default_embedding_ranks")
-    yield from _missing(
-        parallel_state.initialize_model_parallel,
-        "parallel_state.initialize_model_parallel",
-        ("get_embedding_ranks", "get_position_embedding_ranks"),
-    )
-    yield from _not_looked_up(
-        parallel_state.initialize_model_parallel, "parallel_state.initialize_model_parallel", ("default_embedding_ranks",)
-    )
-    for name in ("is_pp_first_stage", "is_pp_last_stage"):
-        yield from _not_looked_up(getattr(utils, name, None), f"pipeline_parallel.utils.{name}", ("get_pg_rank",))
+    hybrid = [("models.hybrid.hybrid_model", "HybridModel.__init__", _HYBRID)] if has_hybrid_model() else []
+    for module, name, parameters in (*_REPLACED, *hybrid):
+        yield from _missing(_found(module, name, is_own=True), _named(module, name), parameters)
+    for module, name, names in _LOOKED_UP:
+        used = getattr(getattr(_found(module, name), "__code__", None), "co_names", ())
+        yield from (f"{_named(module, name)} does not use {each}" for each in names.split() if each not in used)
 
 
-def _not_looked_up(function: Callable[..., Any] | None, name: str, globals_: Iterable[str]) -> Iterable[str]:
-    """The names that `function` no longer looks up in its module: it would not see a replacement of them."""
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    yield from (f"{name} does not use {each}" for each in globals_ if each not in names)
+def _found(module: str, name: str, *, is_own: bool = False) -> Any | None:
+    """A function or class of megatron-core, None if there is none; with `is_own` only if its owner defines it itself."""
+    owner: Any = importlib.import_module(_CORE + module)
+    *outer, last = name.split(".")
+    for each in outer:
+        owner = getattr(owner, each, None)
+    return vars(owner).get(last) if is_own and owner is not None else getattr(owner, last, None)
 
 
-def _missing(function: Callable[..., Any] | None, name: str, *parameters: tuple[str, ...]) -> Iterable[str]:
+def _named(module: str, name: str) -> str:
+    return name if "." in name or name[0].isupper() else f"{module.rpartition('.')[2]}.{name}"
+
+
+def _missing(function: Callable[..., Any] | None, name: str, parameters: str) -> Iterable[str]:
     """Why `function` cannot be called with these parameters, if it cannot: it does not exist, or lacks some."""
     if function is None:
         yield f"{name} does not exist"
         return
     actual = inspect.signature(function).parameters
-    lacking = [parameter for group in parameters for parameter in group if parameter not in actual]
+    lacking = [parameter for parameter in parameters.split() if parameter not in actual]
     if lacking:
         yield f"{name} has no parameter {', '.join(lacking)}"

@@ -26,7 +26,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megatron.zerobubble.errors import PlanError
-from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.messages import parse_json, quoted
 
 FORMAT = "zerobubble-plan/1"
 """Version tag of the JSON form of a plan for equal microbatches and links."""
@@ -256,12 +256,7 @@ class Plan:
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
         """Parse the JSON form. Raises PlanError naming what is missing, malformed or of another version."""
-        try:
-            body = json.loads(text)
-        except ValueError as error:  # also a number of more than 4,300 digits
-            raise PlanError(f"the plan is not JSON: {error}") from None
-        except RecursionError:
-            raise PlanError("the plan is JSON that is nested too deeply") from None
+        body = parse_json(text, "the plan", PlanError)
         if not isinstance(body, dict) or body.get("format") not in FORMATS:
             given = body.get("format") if isinstance(body, dict) else type(body).__name__
             raise PlanError(f"the plan has format {quoted(given)}; this version reads {' and '.join(FORMATS)}")

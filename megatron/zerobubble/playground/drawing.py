@@ -7,7 +7,6 @@ times ``steps``. ``microbatches`` are slots of the plan; ``slots`` has, of unequ
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -183,8 +182,3 @@ def _sent(placement: Placement, num_microbatches: int) -> dict[str, Any]:
         "num_messages": 2 * borders * num_microbatches,
         "relative_messages": borders / least if least else 0.0,
     }
-
-
-def to_text(drawing: Drawing) -> str:
-    """Encode a drawing as compact JSON."""
-    return json.dumps(drawing, separators=(",", ":"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -12,7 +11,7 @@ from megatron.zerobubble.errors import ConfigError, PlanError
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
-from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
+from megatron.zerobubble.plan.costs.lengths_and_links import Unequal, with_sizes
 from megatron.zerobubble.plan.costs.links import Links
 from megatron.zerobubble.plan.costs.microbatch_costs import check_tokens
 from megatron.zerobubble.plan.ir import Plan
@@ -99,13 +98,8 @@ def _links(given: object, num_ranks: int, tokens: tuple[int, ...], per_token: fl
         for target, value in enumerate(row):
             if source != target:
                 number(f"links: latency_ms from rank {source} to rank {target}", value, MAX_TIME_MS)
-    if per_token > 0 and tokens:
-        links = replace(links, message_bytes=tuple(per_token * count for count in tokens))
-    if links.gigabytes_per_s and not any(links.message_bytes):
-        raise ConfigError(
-            "links has gigabytes_per_s and messages of 0 bytes; give bytes_per_token with microbatch_tokens, or message_bytes"
-        )
-    return links
+    remedy = "give bytes_per_token with microbatch_tokens, or message_bytes"
+    return with_sizes(links, tokens, per_token, source="links", remedy=remedy)
 
 
 def as_it_came(plan: Plan, costs: CostModel, max_pending_backward: int | None = None) -> Simulation | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.messages import parse_json, quoted
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.links import Links
@@ -27,17 +26,6 @@ _TAKEN = (
     f"give a plan ({' or '.join(PLAN_FORMATS)}), a report.json ({REPORT_FORMAT}), a trace.json, links with latency_ms, or "
     "costs with forward_ms, backward_ms, wgrad_ms, activation and activation_after_backward"
 )
-_MOST_SNIFFED = 2000
-_STARTS = {
-    b"\x89PNG": "a PNG picture",
-    b"\xff\xd8": "a JPEG picture",
-    b"%PDF": "a PDF document",
-    b"PK": "a ZIP archive",
-    b"\x1f\x8b": "a gzip archive",
-    b"<": "markup (HTML or XML)",
-}
-"""First bytes of files that are dropped by mistake."""
-
 Opened = dict[str, Any]
 
 _MOST_ITERATIONS = 8
@@ -75,28 +63,14 @@ def _draw(result: Result) -> Drawing:
 
 
 def _read(body: bytes) -> dict[str, Any]:
-    """Parse a file. Raises ConfigError with what it is instead of a JSON object, as far as its first bytes show that."""
+    """Parse a file. Raises ConfigError if it is not a JSON object."""
     try:
-        given = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(_described(body, error)) from None
+        given = parse_json(body, "the file", ConfigError)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_TAKEN}") from None
     if not isinstance(given, dict):
         raise ConfigError(f"the file is JSON, but a {type(given).__name__} and not an object; {_TAKEN}")
     return given
-
-
-def _described(body: bytes, error: Exception) -> str:
-    text = body[:_MOST_SNIFFED].lstrip(b"\xef\xbb\xbf \t\r\n")
-    if not text:
-        return f"the file is empty; {_TAKEN}"
-    if text.startswith((b"<svg", b"<?xml")) and b"<svg" in text:
-        return "this is an SVG picture, not JSON: drop the plan, the trace.json or the report.json that it was drawn from"
-    if not text.startswith((b"{", b"[")):
-        found = next((name for start, name in _STARTS.items() if text.startswith(start)), None)
-        return f"{f'this is {found}, not JSON' if found else 'the file is not JSON'}; {_TAKEN}"
-    if isinstance(error, RecursionError):
-        return "the file is JSON that is nested too deeply"
-    return f"the file is damaged JSON: {error}"
 
 
 def plan_result(text: str | bytes, body: Mapping[str, Any]) -> Result:

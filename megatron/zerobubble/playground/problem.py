@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron.zerobubble.errors import ConfigError, PlanError
-from megatron.zerobubble.messages import quoted, shown
+from megatron.zerobubble.messages import parse_json, quoted, shown
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.lengths_and_links import Unequal
 from megatron.zerobubble.plan.ir import Placement
@@ -135,12 +134,7 @@ def read_problem(body: bytes) -> Problem:
 
 def read_object(body: str | bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises ConfigError if it is anything else."""
-    try:
-        given = json.loads(body)
-    except ValueError as error:
-        raise ConfigError(f"the request is not JSON: {error}") from None
-    except RecursionError:
-        raise ConfigError("the request is JSON that is nested too deeply") from None
+    given = parse_json(body, "the request", ConfigError)
     if not isinstance(given, dict):
         raise ConfigError(f"the request is {type(given).__name__}; it must be an object")
     return given

@@ -6,12 +6,33 @@ The command line and the playground both plan from these: a list of lengths inst
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.costs.links import Links
+
+
+def with_sizes(links: Links, tokens: Sequence[int], per_token: float, *, source: str, remedy: str) -> Links:
+    """Links with the size of each microbatch's message, if bytes per token are given.
+
+    Args:
+        links: as read.
+        tokens: of every microbatch.
+        per_token: bytes of a message per token; 0: what `links` has.
+        source: name of the links, for the message.
+        remedy: what to give where a bandwidth has no sizes.
+
+    Raises:
+        ConfigError: a bandwidth, and messages of 0 bytes.
+    """
+    if per_token > 0 and tokens:
+        links = replace(links, message_bytes=tuple(per_token * count for count in tokens))
+    if links.gigabytes_per_s and not any(links.message_bytes):
+        raise ConfigError(f"{source} has gigabytes_per_s and messages of 0 bytes; {remedy}")
+    return links
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ Invariant: every number is finite and not negative, every layer's kind is known,
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -26,7 +25,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.messages import quoted
+from megatron.zerobubble.messages import parse_json, quoted
 from megatron.zerobubble.plan.costs.microbatch_costs import check_number
 
 __all__ = ["EMBEDDING", "FORMAT", "HEAD", "LETTERS", "MTP", "LayerCosts", "Model"]
@@ -173,12 +172,7 @@ class Model:
         Raises:
             ConfigError: it is not JSON, of another version, or lacks something; the message names the entry and what is allowed.
         """
-        try:
-            body = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"the layer file is not JSON: {error}") from None
-        except RecursionError:
-            raise ConfigError("the layer file is JSON that is nested too deeply") from None
+        body = parse_json(text, "the layer file", ConfigError)
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             given = body.get("format") if isinstance(body, dict) else type(body).__name__
             raise ConfigError(f"the layer file has format {quoted(given)}; this version reads {FORMAT}")
