@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 from megatron.zerobubble.cli.cost_flags import GivenCosts, read_costs
@@ -26,19 +25,16 @@ from megatron.zerobubble.plan.bounds.certificate import certificate
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, Result, make_plan
+from megatron.zerobubble.plan.planner import AUTO, AUTO_MEMORY_LIMIT, Result, hand_written, make_plan, pareto
 from megatron.zerobubble.plan.registry import (
     known_schedules,
     parse_max_pending_backward,
-    plan_of,
     schedule_spec,
 )
 from megatron.zerobubble.plan.render.chrome_trace import render_chrome_trace
 from megatron.zerobubble.plan.render.plan_summary import headline, lengths, measures, slot_notes, slots, summary
 from megatron.zerobubble.plan.render.svg import render_svg
-from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
 from megatron.zerobubble.plan.search.search_progress import Progress
 from megatron.zerobubble.plan.simulate import Simulation, simulate
@@ -181,15 +177,7 @@ def _result(args: argparse.Namespace, given: GivenCosts, memory_limit: float | N
     pending = None if pending is None else parse_max_pending_backward(pending, args.num_ranks)
     if name != AUTO and memory_limit is None and args.effort is None:
         spec = schedule_spec(name, num_ranks=args.num_ranks, num_chunks=args.num_chunks, max_pending_backward=pending)
-        costs = given.of(spec.placement)
-        if costs.is_plain:
-            plan = plan_of(spec, args.num_microbatches)
-        else:
-            options = replace(options, budget=ITERATION_BUDGET)
-            plan = MicrobatchPlanner(spec, args.num_microbatches, options=options).plan(costs)
-        simulation = simulate(plan, costs)
-        bound = lower_bound(plan.placement, plan.num_microbatches, simulation.costs, max(simulation.peak_memory))
-        return Result(simulation, bound)
+        return hand_written(spec, args.num_microbatches, given.of, options)
     return make_plan(
         name,
         num_ranks=args.num_ranks,
@@ -262,12 +250,8 @@ def run_pareto(args: argparse.Namespace) -> None:
     args.schedule, args.num_chunks, args.max_pending_backward = AUTO, None, None
     objective, given = Objective(args.objective), read_costs(args)
     points: list[dict[str, Any]] = []
-    best: Result | None = None
-    for limit in track(limits, "memory limits"):
-        found = _result(args, given, limit)
-        if best is None or objective.of(found.simulation) < objective.of(best.simulation):
-            best = found
-        best = replace(best, bound=found.bound)
+    for limit, best in pareto(track(limits, "memory limits"), lambda limit: _result(args, given, limit), objective):
+        assert best is not None, "a limit that no plan fits is an error"
         points.append({"memory_limit": limit, "schedule": best.name} | best.metrics())
     if args.json is not None:
         _write_text(args.json, json.dumps(points))

@@ -9,7 +9,7 @@ The families include interleaved 1F1B.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.registry import check_at_least_one, check_size, plan_of, schedule_info, schedule_spec
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
+from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
 from megatron.zerobubble.plan.search.search_options import SearchOptions, check_memory_limit, largest_microbatch, smallest_memory
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 
@@ -138,6 +139,42 @@ def bound_of(name: str, *, num_ranks: int, num_microbatches: int, costs_of: Cost
         return Bound.of_any([family.bound for family in _feasible(num_ranks, num_microbatches, costs_of, options)[0]])
     placement = schedule_spec(name, num_ranks=num_ranks).placement
     return lower_bound(placement, num_microbatches, costs_of(placement), options.memory_limit)
+
+
+def hand_written(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Result:
+    """A schedule's own order without a search, with the lower bound at its own peak memory. Arguments are those of `make_plan`.
+
+    Unequal microbatches are assigned to it, with the objective and the seed of `options`.
+    """
+    costs = costs_of(spec.placement)
+    if costs.is_plain:
+        plan = plan_of(spec, num_microbatches)
+    else:
+        plan = MicrobatchPlanner(spec, num_microbatches, options=replace(options, budget=ITERATION_BUDGET)).plan(costs)
+    simulation = simulate(plan, costs)
+    return Result(simulation, lower_bound(plan.placement, num_microbatches, costs, max(simulation.peak_memory)))
+
+
+def pareto(
+    limits: Iterable[float], plan_within: Callable[[float], Result | None], objective: Objective
+) -> Iterator[tuple[float, Result | None]]:
+    """The best plan for each of some ascending memory limits, None if nothing fits. What fits a limit fits any larger one.
+
+    Args:
+        limits: in units of 1F1B on rank 0.
+        plan_within: the plan found for a limit; None: nothing fits it.
+        objective: which iteration time to minimize; it never grows with the limit.
+    """
+    best: Result | None = None
+    for limit in limits:
+        found = plan_within(limit)
+        if found is None:
+            yield limit, None
+            continue
+        if best is None or objective.of(found.simulation) < objective.of(best.simulation):
+            best = found
+        best = replace(best, bound=found.bound)
+        yield limit, best
 
 
 def _one(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Result:

@@ -8,18 +8,18 @@ the price of about a quarter more work. The last rung is the search of `zerobubb
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron.zerobubble.errors import ConfigError, PlanError
+from megatron.zerobubble.plan import planner
 from megatron.zerobubble.plan.bounds.schedule_bound import lower_bound
-from megatron.zerobubble.plan.microbatches import MicrobatchPlanner
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.planner import AUTO, Result, make_plan
-from megatron.zerobubble.plan.registry import plan_of, schedule_info, schedule_spec
+from megatron.zerobubble.plan.planner import AUTO, Result, hand_written, make_plan
+from megatron.zerobubble.plan.registry import schedule_info, schedule_spec
 from megatron.zerobubble.plan.search.assign import ITERATION_BUDGET
 from megatron.zerobubble.plan.search.search import evaluations_per_second
 from megatron.zerobubble.plan.search.search_options import Effort, SearchOptions
-from megatron.zerobubble.plan.simulate import simulate
 from megatron.zerobubble.plan.validate import MEMORY_TOLERANCE
 from megatron.zerobubble.playground.problem import Problem
 
@@ -118,24 +118,14 @@ def pareto(problem: Problem) -> Iterator[tuple[float, Result | None]]:
     The iteration time never grows with the limit: a plan within a lower limit is kept if none better is found. A point takes as
     long as a search with the problem's effort; without effort only the first policies of each schedule are tried.
     """
-    best: Result | None = None
-    for limit in problem.memory_limits:
-        asked = replace(
-            problem,
-            schedule=AUTO,
-            num_chunks=None,
-            max_pending_backward=None,
-            memory_limit=limit,
-        )
-        try:
-            found = _searched(asked, budgets_of(asked)[-1])
-        except ConfigError:
-            yield limit, None  # too little memory for any schedule
-            continue
-        if best is None or problem.objective.of(found.simulation) < problem.objective.of(best.simulation):
-            best = found
-        best = replace(best, bound=found.bound)
-        yield limit, best
+
+    def plan_within(limit: float) -> Result | None:
+        asked = replace(problem, schedule=AUTO, num_chunks=None, max_pending_backward=None, memory_limit=limit)
+        with suppress(ConfigError):  # too little memory for any schedule
+            return _searched(asked, budgets_of(asked)[-1])
+        return None
+
+    return planner.pareto(problem.memory_limits, plan_within, problem.objective)
 
 
 def _searched(problem: Problem, budget: float) -> Result:
@@ -175,15 +165,11 @@ def _hand_written_one(problem: Problem) -> Result | None:
         num_chunks=problem.num_chunks,
         max_pending_backward=problem.max_pending_backward,
     )
-    costs = problem.costs_of(spec.placement)
-    if costs.is_plain:
-        plan = plan_of(spec, problem.num_microbatches)
-    else:
-        options = SearchOptions(objective=problem.objective, seed=problem.seed, budget=ITERATION_BUDGET)
-        plan = MicrobatchPlanner(spec, problem.num_microbatches, options=options).plan(costs)
-    simulation = simulate(plan, costs)
-    peak = max(simulation.peak_memory)
-    if problem.memory_limit is not None and peak > problem.memory_limit + MEMORY_TOLERANCE:
+    options = SearchOptions(objective=problem.objective, seed=problem.seed)
+    found = hand_written(spec, problem.num_microbatches, problem.costs_of, options)
+    limit, simulation = problem.memory_limit, found.simulation
+    if limit is None:
+        return found
+    if max(simulation.peak_memory) > limit + MEMORY_TOLERANCE:
         return None
-    limit = peak if problem.memory_limit is None else problem.memory_limit
-    return Result(simulation, lower_bound(plan.placement, plan.num_microbatches, costs, limit))
+    return replace(found, bound=lower_bound(spec.placement, problem.num_microbatches, simulation.costs, limit))
