@@ -33,17 +33,8 @@ class Connection:
 
 def job_store(launch: Launch) -> Store:
     """The store that ranks share without a process group: torchrun's own. Without torchrun, one for this rank alone."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-    from torch.distributed.rendezvous import rendezvous
-
-    store: Any
-    if has_agent_store():
-        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size))
-    else:  # the first rank would open the port on which the script's process group wants to listen
-        store = dist.HashStore()  # type: ignore[attr-defined]
-    shared: Any = c10d.PrefixStore(_of_attempt("job", launch), store)
-    return shared
+    # The first rank would otherwise open the port on which the script's process group wants to listen.
+    return Connection(_store(launch, is_shared=has_agent_store()), launch).of()
 
 
 def share_store(launch: Launch) -> Store:
@@ -52,37 +43,36 @@ def share_store(launch: Launch) -> Store:
     Without torchrun rank 0 hosts it on MASTER_PORT. The ranks of the jobs connect to it as they do to torchrun's. All ranks must
     call this.
     """
-    import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
-    from torch.distributed.rendezvous import rendezvous
 
-    store: Any
-    if launch.world_size == 1 and not has_master():
-        store = dist.HashStore()  # type: ignore[attr-defined]
-    else:
-        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size))
+    is_shared = launch.world_size > 1 or has_master()
+    store = _store(launch, is_shared=is_shared)
+    if is_shared:
         use_agent_store()
     shared: Any = c10d.PrefixStore("jobs", store)
-    return shared
+    return cast("Store", shared)
 
 
 def connect(launch: Launch, *, timeout_minutes: float) -> Connection:
-    """Meet the other ranks at the job's store. All ranks must call this, before `join_job`.
+    """Connect to the job's store and wait until all ranks have. All ranks must call this, before `join_job`.
 
     Args:
         launch: which rank this process is.
         timeout_minutes: how long to wait for the store.
     """
+    is_shared = launch.world_size > 1 or has_master()
+    return Connection(_store(launch, is_shared=is_shared, timeout=timedelta(minutes=timeout_minutes)), launch)
+
+
+def _store(launch: Launch, *, is_shared: bool, **options: timedelta) -> Any:
+    """The store of the rendezvous, or one for this rank alone."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    store: Any
-    if launch.world_size == 1 and not has_master():
-        store = dist.HashStore()  # type: ignore[attr-defined]
-    else:
-        timeout = timedelta(minutes=timeout_minutes)
-        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-    return Connection(store, launch)
+    if not is_shared:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, **options))
+    return store
 
 
 def _of_attempt(name: str, launch: Launch) -> str:
