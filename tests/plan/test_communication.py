@@ -22,6 +22,7 @@ from megatron.zerobubble.plan.communication import (
     Step,
     color_links,
     links_of,
+    longest_messages,
     place_communication,
     speculative_forwards,
 )
@@ -323,6 +324,12 @@ def test_links_of() -> None:
     assert links_of(Placement.v(3)) == links_of(Placement.linear(3))
     assert links_of(Placement.loop(3, 2)) == ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1))
     assert links_of(Placement.linear(1)) == links_of(Placement.v(1)) == ()
+
+
+def test_the_longest_message_of_a_link_goes_either_way() -> None:
+    """Stage 2 of a V over three ranks is rank 2's own neighbor; stages 4 and 5 pass back to ranks 1 and 0."""
+    assert longest_messages(Placement.linear(3), [1, 3, 3]) == {(0, 1): 1, (1, 0): 1, (1, 2): 3, (2, 1): 3}
+    assert longest_messages(Placement.v(3), [1, 1, 1, 1, 2, 2]) == {(0, 1): 2, (1, 0): 2, (1, 2): 1, (2, 1): 1}
 
 
 def check_colors(placement: Placement) -> int:

@@ -93,18 +93,28 @@ def test_two_pipelines_share_the_groups_and_keep_apart(four_ranks: RankPool) -> 
     assert four_ranks.run(exchange_in_two_pipelines) == [[]] * 4
 
 
-def time_the_links(rank: int) -> tuple[dict[tuple[int, int], float], list[str]]:
-    """In a world with two pipelines: what took how long, and what arrives wrong afterwards."""
+def time_the_links(rank: int) -> tuple[dict[tuple[int, int], float], set[tuple[Any, ...]], list[str]]:
+    """In a world with two pipelines: what took how long, the sizes on each link, and what arrives wrong afterwards."""
     pipeline, mine = ((0, 2), (1, 3))[rank % 2], rank // 2
     links = ProcessGroupLinks(Placement.linear(2), pipeline=pipeline, rank=mine, device=CPU)
-    times = links.times((64, 2, 32), torch.bfloat16, repeats=2)
+    passed, sizes = links._pass, set()
+
+    def counted(tensor: torch.Tensor, link: tuple[int, int]) -> None:
+        sizes.add((link, tensor.numel()))
+        passed(tensor, link)
+
+    links._pass = counted  # type: ignore[method-assign]
+    times = links.times({(0, 1): (64, 2, 32), (1, 0): (192, 2, 32)}, torch.bfloat16, repeats=2)
     wrong = exchange(rank, links, mine, Placement.linear(2), 0.0, True)
     links.close()
-    return times, wrong
+    return times, sizes, wrong
 
 
 def test_links_are_timed_by_where_they_start(four_ranks: RankPool) -> None:
-    for rank, (times, wrong) in enumerate(four_ranks.run(time_the_links)):
+    for rank, (times, sizes, wrong) in enumerate(four_ranks.run(time_the_links)):
+        assert sizes == {((0, 1), 64 * 64), ((1, 0), 192 * 64), ((0, 1), 1), ((1, 0), 1)}, (
+            "each message of its length, and a reply"
+        )
         assert list(times) == [(0, 1) if rank < 2 else (1, 0)]
         assert all(0 <= elapsed < 60_000 for elapsed in times.values())
         assert not wrong

@@ -113,6 +113,7 @@ def test_batch_and_data_parallelism() -> None:
         (P4 + LAYOUT + "E|(t|)*6ttL --global-batch-size 6", 4, "interleaved .* divisible by the pipeline size 4, got 6"),
         (P4 + LAYOUT + "Et*4|t*4L " + V, 4, "has 2 stages; schedule zbv on 4 pipeline ranks needs 8"),
         (P4 + LAYOUT + "Et*7|mtL", 4, "--pipeline-model-parallel-layout: layout .* has an m .multi-token prediction."),
+        (P4 + LAYOUT + "Et*7|t|m|L", 4, "has MTP layers .m. in stage 2: put them directly before the L"),
         (P4 + LAYOUT + "E(tt|)*4L " + PADDED, 4, "sets the layers of every stage; leave out --allow-padding-num-layers"),
         (LAYOUT + "Et*4|t*4L", 4, "--pipeline-model-parallel-layout .* --pipeline-model-parallel-size of at least 2, got 1"),
         (P4 + "--num-layers-per-virtual-pipeline-stage 4 --num-layers 7 " + PADDED, 4, "make stages of 2; give that or less"),

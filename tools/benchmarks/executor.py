@@ -182,6 +182,7 @@ class Passes:
             data_iterators=[None] * program.plan.placement.num_chunks,
             num_microbatches=program.plan.num_microbatches,
             tensor_shapes=[SHAPE] * program.plan.num_microbatches,
+            output_lengths=[1] * program.plan.placement.num_stages,
             order=range(program.plan.num_microbatches),
             forward_only=False,
             collect_non_loss_data=False,

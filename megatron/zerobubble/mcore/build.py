@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.enums import LayerType
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
@@ -183,10 +184,12 @@ def _refused(config: Any) -> Iterator[tuple[str, str]]:
     yield from ((name, why) for name, why in _REFUSED.items() if getattr(config, name, None))
     if getattr(config, "cuda_graph_impl", None) not in (None, "none"):
         yield f"cuda_graph_impl={config.cuda_graph_impl!r}", "a graph would hold the backward pass in one piece"
-    if getattr(config, "mtp_standalone", False) and not isinstance(config.pipeline_model_parallel_layout, StageLayout):
+    layout = config.pipeline_model_parallel_layout
+    own = layout is not None and not isinstance(layout, StageLayout)
+    if own and len(layout.layout[0]) > 1 and LayerType.mtp in layout.layout[0][-1]:
         yield (
-            "pipeline_model_parallel_layout with m (MTP layers) before the last stage",
-            "stages behind it get longer tensors than the others; put all of them directly before the L",
+            "pipeline_model_parallel_layout with m (MTP layers) on the first rank",
+            "two chunks of that rank have an embedding, and megatron-core's all-reduce of its gradient is called for one",
         )
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
         if (getattr(config, name, None) or 1) > 1:

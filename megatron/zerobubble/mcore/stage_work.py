@@ -28,7 +28,7 @@ from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.mcore.compat import backward_step
 from megatron.zerobubble.mcore.model.aux_loss_scale import set_auxiliary_scales
 from megatron.zerobubble.mcore.model.rng import ChunkStreams
-from megatron.zerobubble.plan.communication import Message
+from megatron.zerobubble.plan.communication import Message, Payload
 from megatron.zerobubble.plan.ir import Op, OpKind, Placement
 from megatron.zerobubble.plan.transforms import wgrad_group
 from megatron.zerobubble.wgrad.store import WeightGradStore
@@ -43,6 +43,8 @@ class Iteration:
     num_microbatches: int
     tensor_shapes: Sequence[tuple[int, ...]]
     """Per microbatch of the plan, (sequence, batch, hidden) of the activations sent between stages, as sharded on this rank."""
+    output_lengths: Sequence[int]
+    """Per stage, how many such sequences its output is long: more than one behind MTP layers."""
     order: Sequence[int]
     """Per microbatch of the plan, its number in the order in which the data came."""
     lengths: Sequence[tuple[int, float]] = ()
@@ -108,9 +110,13 @@ class ChunkWork:
 
     def buffer(self, message: Message) -> Tensor:
         """An uninitialized receive buffer for an activation or a gradient, in the pipeline's dtype."""
-        return torch.empty(
-            self._iteration.tensor_shapes[message.microbatch], dtype=self._config.pipeline_dtype, device=self._device
-        )
+        sender = message.stage - 1 if message.payload is Payload.ACTIVATION else message.stage
+        return torch.empty(self._shape(sender, message.microbatch), dtype=self._config.pipeline_dtype, device=self._device)
+
+    def _shape(self, stage: int, microbatch: int) -> tuple[int, ...]:
+        """Shape of the output of a stage, and of its gradient."""
+        sequence, *others = self._iteration.tensor_shapes[microbatch]
+        return sequence * self._iteration.output_lengths[stage], *others
 
     def forward(self, op: Op, activation: Tensor | None, last: bool) -> Tensor | None:
         """Run F of one microbatch.
@@ -174,7 +180,7 @@ class ChunkWork:
     def _check_shape(self, op: Op, output: Tensor) -> None:
         """Raise ExecutionError if an output has another shape than the next stage's buffer: that rank would wait for the rest."""
         iteration = self._iteration
-        expected = iteration.tensor_shapes[op.microbatch]
+        expected = self._shape(op.stage, op.microbatch)
         if tuple(output.shape) == expected:
             return
         length, remedy = "the sequence length of the schedule's call", "pad it to that length"

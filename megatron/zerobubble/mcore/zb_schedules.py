@@ -29,12 +29,13 @@ from megatron.zerobubble.mcore.given_groups import check_given_groups
 from megatron.zerobubble.mcore.iteration_runner import IterationHooks, IterationRunner
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalMicrobatches, UnequalOptions
 from megatron.zerobubble.mcore.microbatches.length_exchange import GIVE_LENGTHS, Lengths
+from megatron.zerobubble.mcore.model.stage_layout import output_lengths
 from megatron.zerobubble.mcore.post_validation.rewind import Replayed
 from megatron.zerobubble.mcore.post_validation.token_count import TokenCount
 from megatron.zerobubble.mcore.stage_work import Iteration
 from megatron.zerobubble.mcore.stock_recording import PipelineGroupLinks, recorded_passes
 from megatron.zerobubble.mcore.warm_up import warm_up_groups
-from megatron.zerobubble.plan.communication import Program, place_communication, speculative_forwards
+from megatron.zerobubble.plan.communication import Program, longest_messages, place_communication, speculative_forwards
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.deadlock import stuck_ranks
 from megatron.zerobubble.plan.ir import Plan
@@ -120,8 +121,9 @@ class PipelineSchedule:
         """Programs that are the same on all ranks of the pipeline."""
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._timeout = timeout
+        self._output_lengths = (1,) * spec.placement.num_stages if spec.is_stock else output_lengths(config, spec.placement)
         self._message: tuple[tuple[int, ...], torch.dtype] | None = None
-        """Shape and dtype of what travels between stages, from the first iteration on."""
+        """Shape and dtype of what travels between stages in front of MTP layers, from the first iteration on."""
         self._links: ProcessGroupLinks | None = None
         self._runner: IterationRunner | None = None
         self.unequal: UnequalMicrobatches | None = None
@@ -208,13 +210,16 @@ class PipelineSchedule:
     # -- what was measured ------------------------------------------------------------------------------------------------
 
     def link_times(self) -> dict[tuple[int, int], float]:
-        """Milliseconds that a stage's output takes on each link from this rank; empty before the first iteration.
+        """Milliseconds that the longest message on each link from this rank takes; empty before the first iteration.
 
         Every rank of the world must call it between two iterations.
         """
         if self._links is None or self._message is None:
             return {}
-        return self._links.times(*self._message)
+        (sequence, *others), dtype = self._message
+        lengths = longest_messages(self.spec.placement, self._output_lengths)
+        shapes = {link: (sequence * length, *others) for link, length in lengths.items()}
+        return self._links.times(shapes, dtype)
 
     def timelines(self) -> list[Timeline]:
         """The chosen iterations of this pipeline that ran, or else the last recorded one, on the clock of its first rank.
@@ -293,8 +298,8 @@ class PipelineSchedule:
         assert self._runner is not None
         if adjust_tensor_shapes_fn is not None:
             raise ConfigError(
-                f"adjust_tensor_shapes_fn is not supported by schedule {self.spec.name!r}, whose stages all send tensors of one "
-                "shape; leave it out or use --zero-bubble-schedule stock"
+                f"adjust_tensor_shapes_fn is not supported by schedule {self.spec.name!r}, whose messages have the shapes that "
+                "follow from its arguments; leave it out or use --zero-bubble-schedule stock"
             )
         check_given_groups(self.spec.name, pg_collection=pg_collection, p2p_communicator=p2p_communicator)
         self._check_model(model)
@@ -323,6 +328,7 @@ class PipelineSchedule:
             data_iterators=iterators,
             num_microbatches=num_microbatches,
             tensor_shapes=[shapes[each] for each in lengths],
+            output_lengths=self._output_lengths,
             order=range(num_microbatches) if arranged is None else arranged.order,
             lengths=() if arranged is None else arranged.lengths,
             forward_only=forward_only,

@@ -152,11 +152,22 @@ def place_communication(
 
 def links_of(placement: Placement) -> tuple[tuple[int, int], ...]:
     """The directed pairs of ranks between which a placement moves activations or gradients, sorted."""
-    pairs = set()
-    for here, there in zip(placement.stage_to_rank, placement.stage_to_rank[1:], strict=False):
+    return tuple(sorted(longest_messages(placement, [0] * placement.num_stages)))
+
+
+def longest_messages(placement: Placement, output_lengths: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Each directed pair of ranks that exchanges messages -> the longest of them.
+
+    Args:
+        placement: stage -> rank.
+        output_lengths: of each stage's output, and so of its gradient.
+    """
+    longest: dict[tuple[int, int], int] = {}
+    for length, here, there in zip(output_lengths, placement.stage_to_rank, placement.stage_to_rank[1:], strict=False):
         if here != there:
-            pairs |= {(here, there), (there, here)}
-    return tuple(sorted(pairs))
+            for link in ((here, there), (there, here)):
+                longest[link] = max(longest.get(link, length), length)
+    return longest
 
 
 def color_links(links: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -16,7 +16,7 @@ tensors go through host memory (`staging`).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from statistics import median
 from typing import Protocol
@@ -115,7 +115,9 @@ class ProcessGroupLinks:
         """Start receiving into `buffer`."""
         return self._start("receive", message, buffer, self._pipeline[message.source])
 
-    def times(self, shape: Sequence[int], dtype: torch.dtype, *, repeats: int = 5) -> dict[tuple[int, int], float]:
+    def times(
+        self, shapes: Mapping[tuple[int, int], Sequence[int]], dtype: torch.dtype, *, repeats: int = 5
+    ) -> dict[tuple[int, int], float]:
         """Measure the transfer time of each link that leaves this rank. Every rank of the world must call it, between iterations.
 
         It is the median over round trips that send the tensor one way and one number back, less half a round trip of one number
@@ -123,17 +125,18 @@ class ProcessGroupLinks:
         both directions or in none: activations go one way and gradients the other.
 
         Args:
-            shape: shape of the tensor to send.
+            shapes: (source, target) -> shape of the tensor to send, for every link.
             dtype: its dtype.
             repeats: round trips per link.
 
         Returns:
             (source, target) -> milliseconds, with `source` this rank.
         """
-        tensor, token = torch.zeros(tuple(shape), dtype=dtype, device=self._device), torch.zeros(1, device=self._device)
+        token = torch.zeros(1, device=self._device)
         found = {}
         for link in sorted(self._groups):
             if self._rank in link:
+                tensor = torch.zeros(tuple(shapes[link]), dtype=dtype, device=self._device)
                 both = [(self._round_trip(tensor, link), self._round_trip(token, link)) for _ in range(repeats)]
                 there, empty = (median(column) for column in zip(*both, strict=True))
                 found[link] = max(0.0, there - empty / 2)

@@ -22,9 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 import megatron.zerobubble
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.mcore.build import check_config
 from megatron.zerobubble.plan.ir import Placement
-from megatron.zerobubble.plan.registry import schedule_spec
 from tests.support import bridge
 from tests.support.ranks import RankPool
 from tests.support.stock import example, train_mtp
@@ -88,6 +86,7 @@ def _listed(counts: list[int], *, mtp: int = 0) -> list[list[str]]:
 
 MTP = {"mtp_num_layers": 1}
 DEEPSEEK = _stages((1, 1), (2, 30), (0, 1))
+MTP_ALONE = _stages((1, 1), (2, 28), (3, 1), (0, 2))
 KIMI = _stages((3, 1), (4, 14), (2, 1))
 RECIPES: dict[str, tuple[int, int, dict[str, Any], list[int]]] = {
     "GPT 32 layers": (32, 4, {}, _stages((4, 8))),
@@ -102,6 +101,7 @@ RECIPES: dict[str, tuple[int, int, dict[str, Any], list[int]]] = {
     "DeepSeek-V3 with MTP": (61, 16, MTP, DEEPSEEK),
     "DeepSeek-V3, text": (61, 16, MTP | {"pipeline_model_parallel_layout": "Et|(tt|)*30mL"}, DEEPSEEK),
     "DeepSeek-V3, list": (61, 16, MTP | {"pipeline_model_parallel_layout": _listed(DEEPSEEK, mtp=1)}, DEEPSEEK),
+    "DeepSeek-V3, MTP on a stage of its own": (60, 16, MTP | {"pipeline_model_parallel_layout": "Et|(tt|)*28ttt|m|L"}, MTP_ALONE),
     "Kimi-K2, list": (61, 8, {"pipeline_model_parallel_layout": _listed(KIMI)}, KIMI),
     "Kimi-K2, text": (61, 8, {"pipeline_model_parallel_layout": "Ettt|(tttt|)*14ttL"}, KIMI),
     "Qwen3-235B, 94 layers": (94, 8, {}, _stages((5, 1), (6, 14), (5, 1))),
@@ -122,7 +122,8 @@ def test_recipes_have_these_layers_in_a_v(name: str) -> None:
     built = _built(config, Placement.v(num_ranks))
     assert [count for _, count, _ in built] == expected
     assert [first for first, _, _ in built] == [sum(expected[:stage]) for stage in range(len(expected))]
-    assert [mtp for _, _, mtp in built] == [0] * (2 * num_ranks - 1) + [config.mtp_num_layers or 0]
+    behind = 1 if "of its own" in name else 0
+    assert [mtp for _, _, mtp in built] == [0] * (2 * num_ranks - 1 - behind) + [config.mtp_num_layers or 0] + [0] * behind
     assert {each: getattr(config, each) for each in given if each != "pipeline_model_parallel_layout"} == {
         each: value for each, value in given.items() if each != "pipeline_model_parallel_layout"
     }, "what the loop has set can be read"
@@ -162,9 +163,10 @@ def test_other_schedules_have_megatron_cores_own_division(
         (9, {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"}, "pipeline_model_parallel_layout .* has 8 of .* num_layers=9"),
         (
             6,
-            MTP | {"pipeline_model_parallel_layout": "Ett|tt|ttm|L"},
-            "^pipeline_model_parallel_layout: .* has an m .* in stage 2",
+            MTP | {"pipeline_model_parallel_layout": "Ett|ttm|tt|L"},
+            "^pipeline_model_parallel_layout: .* has an m .* in stage 1",
         ),
+        (6, MTP | {"pipeline_model_parallel_layout": "Ett|ttttm||L"}, "^pipeline_model_parallel_layout: MTP .* on stage 1 of 4"),
         (6, MTP | {"pipeline_model_parallel_layout": "Ett|tt|tt|mmL"}, "has 2 of the model's mtp_num_layers=1"),
         (6, {"pipeline_model_parallel_layout": "Ett|tt|tt|mL"}, "has 1 of the model's mtp_num_layers=None"),
         (8, {"pipeline_model_parallel_layout": [["encoder"], [], [], []]}, "pipeline_model_parallel_layout has .*'encoder'"),
@@ -195,19 +197,6 @@ def test_an_error_names_the_option(num_layers: int, given: dict[str, Any], messa
 def test_options_that_exclude_each_other_are_megatron_cores_error(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"cannot be.*{FIRST if FIRST in given else LOSS}|{FIRST} and"):
         _config(8, 2, **given)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_chunks", "layout"), [("zb-h1", None, "Ett|tt|m|L"), ("zb-interleaved", 2, "E|t|t|t|t|t|m|L")]
-)
-def test_mtp_layers_on_a_stage_of_their_own_are_refused(name: str, num_chunks: int | None, layout: str) -> None:
-    """A stage behind them gets longer tensors than the others, which megatron-core announces with each message."""
-    num_layers = layout.count("t")
-    config = _config(num_layers, 4, num_chunks, pipeline_model_parallel_layout=layout, **MTP)
-    spec = schedule_spec(name, num_ranks=4, num_chunks=num_chunks or 1)
-    with pytest.raises(ConfigError, match=r"pipeline_model_parallel_layout with m .* put all of them directly before the L"):
-        check_config(config, spec)
-    check_config(_config(num_layers, 4, num_chunks, pipeline_model_parallel_layout=layout.replace("m|L", "|mL"), **MTP), spec)
 
 
 @pytest.mark.usefixtures("schedule")

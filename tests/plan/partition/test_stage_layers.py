@@ -39,8 +39,8 @@ def test_round_trip(text: str, per_stage: tuple[int, ...], written: str) -> None
         ("(Et|)*2tL", "must have one E"),
         ("Ett", "must have one L .loss., at the very end"),
         ("EtL|t", "must have one L"),
-        ("Et|m|L", r"has an m \(multi-token prediction\) in stage 1: put all of them directly before the L"),
-        ("Et|mtL", r"has an m .* in stage 1: put all"),
+        ("Et|mtL", r"has an m \(multi-token prediction\) in stage 1: put all of them in one stage, behind the last t"),
+        ("Et|m|mL", r"has an m .* in stage 1: put all"),
         ("Etm|mL", r"has an m .* in stage 0: put all"),
         ("Et x|tL", "cannot be read from ' x.tL' on; write E"),
         ("Et*0|tL", r"cannot be read from '\*0.tL' on"),
@@ -107,12 +107,19 @@ def test_padding_takes_two_layers_at_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "per_stage", "num_mtp_layers"),
-    [("Et|tt|ttmL", (1, 2, 2), 1), ("Et|ttm*2L", (1, 2), 2), ("Et|mL", (1, 0), 1), ("Et|tL", (1, 1), None)],
+    ("text", "per_stage", "mtp"),
+    [
+        ("Et|tt|ttmL", (1, 2, 2), (2, 1)),
+        ("Et|ttm*2L", (1, 2), (1, 2)),
+        ("Et|mL", (1, 0), (1, 1)),
+        ("Et|tL", (1, 1), None),
+        ("Et|tm|L", (1, 1, 0), (1, 1)),
+        ("Et|t|mm||L", (1, 1, 0, 0, 0), (2, 2)),
+    ],
 )
-def test_mtp_layers_of_the_last_stage(text: str, per_stage: tuple[int, ...], num_mtp_layers: int | None) -> None:
+def test_mtp_layers_are_in_one_stage(text: str, per_stage: tuple[int, ...], mtp: tuple[int, int] | None) -> None:
     assert StageLayers.parse(text).per_stage == per_stage
-    assert StageLayers.mtp_layers(text) == num_mtp_layers
+    assert StageLayers.mtp_layers(text) == mtp
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
 
 class StageLayout(PipelineParallelLayerLayout):
     """A megatron-core layer layout with the stages of any `Placement`.
@@ -25,27 +27,46 @@ class StageLayout(PipelineParallelLayerLayout):
     Args:
         layers: number of decoder layers of each stage; stages may differ.
         placement: stage -> rank, with the same number of stages on every rank.
-        num_mtp_layers: MTP layers (multi-token prediction), all on the last stage.
+        num_mtp_layers: MTP layers (multi-token prediction), all on one stage.
+        mtp_stage: the stage of the MTP layers, which is the last of its rank; None: the last of the model.
         is_derived: whether other options, or none, led to these layers, which a configuration with other ones replaces.
 
     Raises:
-        ConfigError: `layers` and `placement` differ in the number of stages, or ranks differ in theirs.
+        ConfigError: `layers` and `placement` differ in the number of stages, ranks differ in theirs, or the MTP layers are on a
+            stage that megatron-core does not build them on.
     """
 
-    def __init__(self, layers: StageLayers, placement: Placement, *, num_mtp_layers: int = 0, is_derived: bool = False) -> None:
+    def __init__(
+        self,
+        layers: StageLayers,
+        placement: Placement,
+        *,
+        num_mtp_layers: int = 0,
+        mtp_stage: int | None = None,
+        is_derived: bool = False,
+    ) -> None:
         if layers.num_stages != placement.num_stages:
             raise ConfigError(f"layout {layers.text!r} has {layers.num_stages} stages, the schedule {placement.num_stages}")
         if placement.num_stages % placement.num_ranks:
             raise ConfigError(f"{placement.num_stages} stages cannot be spread evenly over {placement.num_ranks} ranks")
         stages = [["decoder"] * count for count in layers.per_stage]
         stages[0].insert(0, "embedding")
-        stages[-1] += ["mtp"] * num_mtp_layers + ["loss"]
+        if mtp_stage is not None and placement.chunk_of(mtp_stage) != placement.num_chunks - 1:
+            raise ConfigError(
+                f"MTP layers (m) on stage {mtp_stage} of {placement.num_stages} ({placement.name} placement): megatron-core has "
+                f"them in the last chunk of a rank, which is one of the stages {placement.num_stages - placement.num_ranks} to "
+                f"{placement.num_stages - 1}"
+            )
+        stages[-1 if mtp_stage is None else mtp_stage] += ["mtp"] * num_mtp_layers
+        stages[-1] += ["loss"]
         num_chunks = placement.num_chunks
         by_chunk = [
             stages[placement.rank_to_stages[rank][chunk]] for chunk in range(num_chunks) for rank in range(placement.num_ranks)
         ]
         super().__init__(by_chunk, placement.num_ranks)
-        self.placement, self.text, self.is_derived = placement, layers.text, is_derived
+        self.placement, self.is_derived = placement, is_derived
+        self.text = layers.text if mtp_stage is None else "|".join("".join(_LETTERS[part] for part in stage) for stage in stages)
+        """The layout text, without the MTP layers unless `mtp_stage` was given."""
         self.flatten_layout = [LayerType[name] for stage in stages for name in stage]
 
     def get_layer_offset(
@@ -76,6 +97,26 @@ def pipeline_layout(layers: StageLayers, placement: Placement, *, num_mtp_layers
     if placement.name not in ("linear", "loop"):
         return StageLayout(layers, placement, num_mtp_layers=num_mtp_layers)
     return None if layers.is_even else layers.text.removesuffix("L") + "m" * num_mtp_layers + "L"
+
+
+def output_lengths(config: Any, placement: Placement) -> tuple[int, ...]:
+    """How long the output of each stage is, in sequences of its microbatch.
+
+    1, but from a stage with MTP layers on 1 + their number: it appends their output to its own along the sequence, and the last
+    stage computes a loss of each part.
+
+    Args:
+        config: TransformerConfig of the model.
+        placement: stage -> rank.
+    """
+    layout = config.pipeline_model_parallel_layout
+    if layout is None:  # then MTP layers are on the last stage, which sends nothing
+        return (1,) * placement.num_stages
+    length, lengths = 1, []
+    for stage, rank in enumerate(placement.stage_to_rank):
+        length += layout.layout[rank][placement.chunk_of(stage)].count(LayerType.mtp)
+        lengths.append(length)
+    return tuple(lengths)
 
 
 def embedding_ranks(placement: Placement) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention.torch_attention import use_torch_attention
 from megatron.zerobubble.mcore.build import check_config, make_store
 from megatron.zerobubble.mcore.ddp.wrap import order_wgrads_by_bucket
-from megatron.zerobubble.mcore.model.embeddings import release_unused_head, tie_chunks
+from megatron.zerobubble.mcore.model.embeddings import copy_to_mtp_stage, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.hybrid_layers import check_hybrid
 from megatron.zerobubble.mcore.model.named_weights import draw_by_name
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
@@ -177,7 +177,7 @@ class AdoptedChunks:
             self.check_ends(chunk)
 
     def _tie(self, config: Any, chunk: nn.Module) -> None:
-        """Under V with tied embeddings: start the head of the second chunk from the embedding of the first."""
+        """Under V: start all copies of the embedding from it, in a tied head of the second chunk and in MTP layers."""
         number = get_attr_wrapped_model(chunk, "vp_stage")
         earlier = [module for each in self._adopted if each.config() is config and (module := each.module()) is not None]
         if number == 0:
@@ -185,6 +185,7 @@ class AdoptedChunks:
         if not earlier or get_attr_wrapped_model(earlier[-1], "vp_stage") != number - 1:
             raise ConfigError(f"chunk {number} was wrapped by DDP before chunk {number - 1}: wrap a model's chunks in order")
         tie_chunks([earlier[-1], chunk])
+        copy_to_mtp_stage([earlier[-1], chunk], config)
 
 
 def is_stage(module: nn.Module) -> bool:

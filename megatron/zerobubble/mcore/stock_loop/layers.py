@@ -76,10 +76,10 @@ class DividedLayers:
         num_chunks = config.virtual_pipeline_model_parallel_size
         if layout is None:
             spec = self._spec_of(num_ranks, num_chunks)
-            layers = self._divided(config, on, spec)
+            layers, mtp_stage = self._divided(config, on, spec), None
         else:
             text = _text_of(layout)
-            layers = _parsed(text, config)
+            layers, mtp_stage = _parsed(text, config)
             if num_chunks is None and layers.num_stages == 2 * num_ranks:
                 num_chunks = 2  # as megatron-core takes it from the layout
             spec = self._spec_of(num_ranks, num_chunks)
@@ -88,8 +88,17 @@ class DividedLayers:
                     f"{_LAYOUT} {quoted(text)} has {layers.num_stages} stages, and schedule {spec.name} on {num_ranks} pipeline "
                     f"ranks needs {spec.placement.num_stages}, two per rank in the order data flows"
                 )
-        mtp = config.mtp_num_layers or 0
-        setattr(config, _LAYOUT, StageLayout(layers, spec.placement, num_mtp_layers=mtp, is_derived=layout is None))
+        try:
+            divided = StageLayout(
+                layers,
+                spec.placement,
+                num_mtp_layers=config.mtp_num_layers or 0,
+                mtp_stage=mtp_stage,
+                is_derived=layout is None,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{_LAYOUT}: {error}") from None
+        setattr(config, _LAYOUT, divided)
         for name in on:
             setattr(config, name, _OFF[name])
         return on
@@ -149,19 +158,19 @@ def _with_ends(num_layers: int, on: dict[str, Any], placement: Placement) -> Sta
     return StageLayers(per_stage=(*([] if first is None else [first]), *middle, *([] if last is None else [last])))
 
 
-def _parsed(text: str, config: Any) -> StageLayers:
-    """The layers of a layout's stages, checked against the model."""
+def _parsed(text: str, config: Any) -> tuple[StageLayers, int | None]:
+    """The layers of a layout's stages, checked against the model, and the stage of its MTP layers unless that is the last."""
     try:
         layers, mtp = StageLayers.parse(text), StageLayers.mtp_layers(text)
     except ConfigError as error:
         raise ConfigError(f"{_LAYOUT}: {error}") from None
     for name, given, wanted in (
         ("num_layers", layers.num_layers, config.num_layers),
-        ("mtp_num_layers", mtp, config.mtp_num_layers),
+        ("mtp_num_layers", None if mtp is None else mtp[1], config.mtp_num_layers),
     ):
         if given is not None and given != (wanted or 0):
             raise ConfigError(f"{_LAYOUT} {quoted(text)} has {given} of the model's {name}={wanted}; they must be equal")
-    return layers
+    return layers, None if mtp is None or mtp[0] == layers.num_stages - 1 else mtp[0]
 
 
 def _text_of(layout: Any) -> str:

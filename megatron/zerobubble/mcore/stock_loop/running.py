@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.microbatches.iteration_plans import UnequalOptions, attention_share
-from megatron.zerobubble.mcore.model.embeddings import tie_chunks
+from megatron.zerobubble.mcore.model.embeddings import copy_to_mtp_stage, tie_chunks
 from megatron.zerobubble.mcore.model.layout_dropout import LayoutDropout, check_layout_dropout
 from megatron.zerobubble.mcore.replanner import Replanner, make_replanner
 from megatron.zerobubble.mcore.state_memory import state_bytes
@@ -130,6 +130,7 @@ def start_forward_only(options: StockLoopOptions, chunks: Sequence[nn.Module], *
             "of this rank's chunks"
         )
     tie_chunks(chunks)
+    copy_to_mtp_stage(chunks, config)
     schedule = PipelineSchedule(
         spec,
         chunks,

@@ -7,7 +7,7 @@ with a bar between two of them. A letter is a part of the model, and ``*n`` repe
 
     E   the embedding, first in the first stage
     t   a decoder layer
-    m   an MTP layer (multi-token prediction), in the last stage before the L; may be left out
+    m   an MTP layer (multi-token prediction): all in one stage, behind the last t; may be left out
     L   the head and its loss, last in the last stage
 
 A stage without layers passes on what it gets: ``Et||tL``.
@@ -87,18 +87,19 @@ class StageLayers:
             raise ConfigError(f"layout {text!r} must have one E (embedding), at the very beginning")
         if whole.count("L") != 1 or not whole.endswith("L"):
             raise ConfigError(f"layout {text!r} must have one L (loss), at the very end")
-        if "m" in whole and not re.fullmatch(r"[^m]*m+L", whole):
-            own = next((stage for stage, parts in enumerate(stages[:-1]) if "m" in parts), len(stages) - 1)
+        if "m" in whole and not re.fullmatch(r"[^m]*m+[|]*L", whole):
+            own = next(stage for stage, parts in enumerate(stages) if "m" in parts)
             raise ConfigError(
-                f"layout {text!r} has an m (multi-token prediction) in stage {own}: put all of them directly before the L, in "
-                "the last stage, the only one that has MTP layers here"
+                f"layout {text!r} has an m (multi-token prediction) in stage {own}: put all of them in one stage, behind the "
+                "last t, for example directly before the L"
             )
         return StageLayers(per_stage=tuple(stage.count("t") for stage in stages))
 
     @staticmethod
-    def mtp_layers(text: str) -> int | None:
-        """The number of MTP layers in a layout text that `parse` reads; None: it leaves them out."""
-        return _unrolled(text.replace(",", ""), text).count("m") or None
+    def mtp_layers(text: str) -> tuple[int, int] | None:
+        """(stage, number) of the MTP layers in a layout text that `parse` reads; None: it leaves them out."""
+        stages = _unrolled(text.replace(",", ""), text).split("|")
+        return next(((stage, parts.count("m")) for stage, parts in enumerate(stages) if "m" in parts), None)
 
     @staticmethod
     def spread(num_layers: int, placement: Placement) -> StageLayers:

@@ -132,9 +132,14 @@ class ParallelConfig:
                 "--pipeline-model-parallel-size of at least 2, got 1"
             )
         try:
-            StageLayers.parse(text)
+            stages, mtp = StageLayers.parse(text).num_stages, StageLayers.mtp_layers(text)
         except ConfigError as error:
             raise ConfigError(f"--pipeline-model-parallel-layout: {error}") from None
+        if mtp is not None and mtp[0] != stages - 1:
+            raise ConfigError(
+                f"--pipeline-model-parallel-layout {text} has MTP layers (m) in stage {mtp[0]}: put them directly before the L; "
+                "in other stages they train with Megatron-LM's script under zerobubble run"
+            )
 
     @property
     def is_interleaved(self) -> bool:

@@ -225,9 +225,9 @@ class Settings:
         given = f"--pipeline-model-parallel-layout {self.parallel.pipeline_model_parallel_layout}"
         if layers.num_layers != self.num_layers:
             raise ConfigError(f"{given} has {layers.num_layers} layers, --num-layers is {self.num_layers}")
-        num_mtp, wanted_mtp = StageLayers.mtp_layers(str(self.parallel.pipeline_model_parallel_layout)), self.model.mtp_num_layers
-        if num_mtp is not None and num_mtp != wanted_mtp:
-            raise ConfigError(f"{given} has {num_mtp} MTP layers, --mtp-num-layers is {wanted_mtp}")
+        mtp, wanted_mtp = StageLayers.mtp_layers(str(self.parallel.pipeline_model_parallel_layout)), self.model.mtp_num_layers
+        if mtp is not None and mtp[1] != wanted_mtp:
+            raise ConfigError(f"{given} has {mtp[1]} MTP layers, --mtp-num-layers is {wanted_mtp}")
         if layers.num_stages != placement.num_stages:
             wanted = f"a multiple of {self.pipeline_size}" if self.zero_bubble.schedule == "stock" else f"{placement.num_stages}"
             raise ConfigError(
