@@ -192,17 +192,12 @@ def random_plan(placement: Placement, num_microbatches: int, seed: int) -> Plan:
     done: set[Op] = set()
     bias = choice.choice(([OpKind.F], [OpKind.B, OpKind.BW], [OpKind.W], []))
     while waiting:
-        earliest: dict[tuple[int, OpKind], int] = {}
+        earliest: dict[tuple[int, str], int] = {}
         for op in waiting:
-            earliest[op.stage, op.kind] = min(op.microbatch, earliest.get((op.stage, op.kind), op.microbatch))
-        ready = sorted(
-            (
-                op
-                for op in waiting
-                if op.microbatch == earliest[op.stage, op.kind] and done.issuperset(requirements(op, placement.num_stages))
-            ),
-            key=str,
-        )
+            for part in op.kind.value:  # a BW is a B and a W
+                earliest[op.stage, part] = min(op.microbatch, earliest.get((op.stage, part), op.microbatch))
+        in_order = (op for op in waiting if all(op.microbatch == earliest[op.stage, part] for part in op.kind.value))
+        ready = sorted((op for op in in_order if done.issuperset(requirements(op, placement.num_stages))), key=str)
         favored = [op for op in ready if op.kind in bias]
         op = choice.choice(favored if favored and choice.random() < 0.8 else ready)
         waiting.remove(op)

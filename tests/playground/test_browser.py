@@ -140,8 +140,8 @@ def test_files_are_opened_and_a_trace_is_compared_with_its_plan(opened: Open) ->
             ("<img src=x onerror=alert(1)>.json", '{"format": "<b>"}', "<b>"),
         ):
             drop(page, name, body)
-            page.wait_for_function("text => document.querySelector('#notes').textContent.includes(text)", arg=reason)
-            assert page.locator("#notes").inner_text().startswith(name)
+            page.wait_for_function("name => document.querySelector('#notes').textContent.startsWith(name)", arg=name)
+            assert reason in page.locator("#notes").inner_text()
 
 
 def test_mistakes_are_reported_where_they_were_made(opened: Open) -> None:

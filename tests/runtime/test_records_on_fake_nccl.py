@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.zerobubble.plan.communication import place_communication
+from megatron.zerobubble.plan.communication import links_of, place_communication
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.timeline import Activity
@@ -32,7 +32,7 @@ CUDA = torch.device("cuda", 0)
 SEEDS = range(6)
 
 
-def links_of(placement: Placement, rank: int) -> ProcessGroupLinks:
+def own_links(placement: Placement, rank: int) -> ProcessGroupLinks:
     return ProcessGroupLinks(placement, pipeline=range(dist.get_world_size()), rank=rank, device=CPU)
 
 
@@ -40,7 +40,7 @@ def record(rank: int, name: str, p: int) -> dict[str, Any]:
     """An iteration under all recorders at once."""
     device = Device.current()
     program = place_communication(build_plan(name, num_ranks=p, num_microbatches=6))
-    links = links_of(program.plan.placement, rank)
+    links = own_links(program.plan.placement, rank)
     recorder, watch = OpRecorder(CUDA), Watch(CUDA)
     recorder.clear()
     num_syncs = device.num_syncs
@@ -74,7 +74,7 @@ def test_recorder_memory_meter_and_watch(name: str, p: int) -> None:
 
 def measure_clock(rank: int, skews: list[float]) -> float:
     """The clock is the number of things that have happened in the whole run: every rank reads the same one, with its skew."""
-    links = links_of(Placement.linear(len(skews)), rank)
+    links = own_links(Placement.linear(len(skews)), rank)
     engine = here().engine
     with TracedOps():
         offset = clock_offset_ms(links, rank=rank, num_ranks=len(skews), device=CPU, clock=lambda: engine.num_steps + skews[rank])
@@ -93,7 +93,7 @@ def test_the_clock_of_each_rank(skews: list[float]) -> None:
 
 
 def measure_clock_by_readings(rank: int, skews: list[float], readings: Iterator[int]) -> float:
-    links = links_of(Placement.linear(len(skews)), rank)
+    links = own_links(Placement.linear(len(skews)), rank)
     clock = lambda: next(readings) + skews[rank]  # noqa: E731
     offset = clock_offset_ms(links, rank=rank, num_ranks=len(skews), device=CPU, clock=clock)
     links.close()
@@ -113,8 +113,8 @@ def test_the_offset_undoes_the_skew(skews: list[float], expected: list[float]) -
 
 
 def measure_links(rank: int) -> dict[tuple[int, int], float]:
-    links = links_of(Placement.v(4), rank)
-    times = links.times((4,), torch.float32, repeats=2)
+    links = own_links(Placement.v(4), rank)
+    times = links.times(dict.fromkeys(links_of(Placement.v(4)), (4,)), torch.float32, repeats=2)
     links.close()
     return times
 

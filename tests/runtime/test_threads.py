@@ -74,11 +74,11 @@ def test_on_the_cpu_no_thread_calls_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_no_thread_is_started_elsewhere() -> None:
-    """Only what has no tensors on a GPU starts others: planning, commands with progress."""
+    """Only what has no tensors on a GPU starts others: planning, commands with progress, the playground's server."""
     starts = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
         if re.search(r"\bThread(Pool\w+)?\(", path.read_text())
     }
     planning = {"mcore/microbatches/iteration_plans.py", "plan/search/search.py"}
-    assert starts == {"runtime/threads.py", "cli/progress_bar.py", *planning}
+    assert starts == {"runtime/threads.py", "cli/progress_bar.py", "playground/task_workers.py", *planning}

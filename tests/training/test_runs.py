@@ -134,7 +134,6 @@ def test_progress_lines_of_a_run_have_the_throughput(stock: Job) -> None:
     rates = re.findall(r"throughput per GPU \(TFLOP/s/GPU\): ([0-9.]+) \| learning rate", stock.said)
     assert len(rates) == 6
     assert float(rates[5]) == pytest.approx(stock.metrics[6]["tflops_per_gpu"], rel=0.1)
-    assert len(re.findall(r"\[Rank [01]\] \(after 1 iterations\) memory \(MB\)", stock.said)) == 2
 
 
 def test_a_checkpoint_is_complete_before_it_is_the_latest(stock: Job) -> None:
@@ -275,7 +274,7 @@ def test_replanning_changes_no_result_and_the_plan_can_be_saved(corpus: str, tmp
     measuring += ["--zero-bubble-balance-stages"]
     (tmp_path / "measured").mkdir()
     measured = Job(tmp_path / "measured", [*flags, *measuring, "--zero-bubble-save-plan", str(tmp_path / "plan.json")])
-    assert measured.said.count("re-planned with profiled timings") == 3
+    assert measured.said.count("re-planned with profiled timings") == 2, "after iterations 3 and 5"
     assert len(re.findall(BALANCE, measured.said)) == 3, "when times were measured, and at the end"
     assert measured.said.count("layouts: the plan takes ") == 1, "when times were measured first"
     body = json.loads((tmp_path / "plan.json").read_text())

@@ -184,9 +184,9 @@ def _refused(config: Any) -> Iterator[tuple[str, str]]:
     yield from ((name, why) for name, why in _REFUSED.items() if getattr(config, name, None))
     if getattr(config, "cuda_graph_impl", None) not in (None, "none"):
         yield f"cuda_graph_impl={config.cuda_graph_impl!r}", "a graph would hold the backward pass in one piece"
-    layout = config.pipeline_model_parallel_layout
-    own = layout is not None and not isinstance(layout, StageLayout)
-    if own and len(layout.layout[0]) > 1 and LayerType.mtp in layout.layout[0][-1]:
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    first_rank = [] if layout is None or isinstance(layout, StageLayout) else layout.layout[0]
+    if len(first_rank) > 1 and LayerType.mtp in first_rank[-1]:
         yield (
             "pipeline_model_parallel_layout with m (MTP layers) on the first rank",
             "two chunks of that rank have an embedding, and megatron-core's all-reduce of its gradient is called for one",

@@ -32,8 +32,8 @@ from megatron.zerobubble.plan.search.search import best_core
 from megatron.zerobubble.plan.search.search_options import Effort
 from megatron.zerobubble.playground import limits
 from megatron.zerobubble.playground.drawing import KINDS
+from megatron.zerobubble.playground.task_workers import TaskWorkers, is_error, num_searches
 from megatron.zerobubble.playground.tasks import SEARCHES, TASKS
-from megatron.zerobubble.playground.workers import Workers, is_error, num_searches
 from megatron.zerobubble.version import __version__
 
 __all__ = ["Server"]
@@ -70,7 +70,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
-        self.workers = Workers(search_seconds=search_seconds)
+        self.workers = TaskWorkers(search_seconds=search_seconds)
         self.allowed = frozenset(name.lower() for name in allowed_hosts) | {"localhost"}
         # Only these are served: no request path is used as a file path.
         files = sorted(path for path in _STATIC.rglob("*") if path.is_file())

@@ -29,7 +29,7 @@ _ERROR = b'{"event":"error"'
 Process = subprocess.Popen[bytes]
 
 
-class Workers:
+class TaskWorkers:
     """All workers of a server, for its threads.
 
     Args:
