@@ -162,7 +162,7 @@ def install(
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """`add_zero_bubble_args` for who installs what is parsed: nothing is imported, and nothing waits for `install`."""
+    """`add_zero_bubble_args` for a caller that installs what is parsed: nothing is imported, and nothing waits for `install`."""
     add_group(parser, ZeroBubbleConfig, only=_SUPPORTED)
 
 

@@ -9,7 +9,7 @@ in order, each as soon as its inputs are there) and `bounds`, which computes the
 certificate names. All memory is in microbatches, all time in milliseconds.
 
 The certificate's *prices* are milliseconds per unit of memory. Of ops that take time t and memory s each, those that fit the
-limit L together take at most ``price * L + sum(max(0, t - price * s))``, whatever the price (weak duality). So the prices need no
+limit L together take at most ``price * L + sum(max(0, t - price * s))``, for any price (weak duality). So the prices need no
 trust: a wrong one only lowers the bound. ADR 39 has the proofs of the bounds.
 """
 

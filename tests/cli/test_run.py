@@ -57,7 +57,7 @@ def script(tmp_path: Path) -> Path:
             "no schedule is chosen: give --enable-zero-bubble, --zero-bubble-v-schedule or --zero-bubble-schedule NAME",
         ),
         ("--zero-bubble-foo SCRIPT", "unrecognized arguments: --zero-bubble-foo (see --help)"),
-        ("--enable-zero-bubble SCRIPT --zero-bubble-foo=1", "--zero-bubble-foo is not a zero-bubble flag for a script of others"),
+        ("--enable-zero-bubble SCRIPT --zero-bubble-foo=1", "--zero-bubble-foo is not a zero-bubble flag of zerobubble run"),
         ("SCRIPT --zero-bubble-schedule nope", "--zero-bubble-schedule 'nope' is unknown; choose from stock, auto"),
         ("--cpu SCRIPT --zero-bubble-schedule auto", "schedule auto builds the model once to profile it"),
         ("--microbatch-tokens bshd --enable-zero-bubble SCRIPT", "argument --microbatch-tokens: invalid choice: 'bshd'"),

@@ -20,7 +20,7 @@ def write_whole(target: str, text: str) -> None:
 
     Whoever reads the file meanwhile, or after the command was killed or the disk was full, finds what it had before or all of the
     text. An existing file keeps its permissions, and a link stays one. Where a file can be written but not replaced (pipes,
-    devices, hard links, files of others, folders that cannot be written) it is written directly.
+    devices, hard links, files of other users, folders that cannot be written) it is written directly.
 
     Raises:
         OSError: it cannot be written; the error names the target.

@@ -8,7 +8,7 @@ The schedule is installed, then the script runs as `python pretrain_gpt.py` woul
 the path, so that a checkout's own `megatron.core` is imported. Not a line of it is edited.
 
 The zero-bubble flags may stand before the script or among its own. They are taken off the command line before the script sees it:
-that works for any script, whatever parses its flags. A script that adds the flags itself, and calls `install` with what it
+that works for any script, with any parser of flags. A script that adds the flags itself, and calls `install` with what it
 parsed, finds none of them there, and the schedule is installed already.
 
 Under torchrun this process is one rank. With `--nproc-per-node N` as its first argument it starts N ranks on this machine.
@@ -101,7 +101,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     _, args.arguments = among_its_own.parse_known_args(args.arguments, args)
     for word in args.arguments:
         if word.startswith(_OURS):
-            raise ConfigError(f"{word.partition('=')[0]} is not a zero-bubble flag for a script of others (see --help)")
+            raise ConfigError(f"{word.partition('=')[0]} is not a zero-bubble flag of zerobubble run (see --help)")
     if not Path(args.script).is_file():
         raise ConfigError(f"the script {args.script} is not a file")
     if schedule_of(args) == "stock" and args.zero_bubble_schedule is None:
@@ -138,7 +138,7 @@ def _device(launch: Launch, *, on_cpu: bool) -> Iterator[None]:
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"torch {torch.__version__} sees no GPU, and megatron-core needs one per rank; to try the script on the CPU, add "
-                "--cpu before it, and whatever flags it has for gloo"
+                "--cpu before it, and the flags that it has for gloo"
             )
         yield
         return

@@ -1,6 +1,6 @@
 """What a rank says about itself in the job's store, again and again: that it runs, what it is doing, and since when.
 
-A process that is stopped, or whose machine is gone, says nothing more, whatever it was doing; so the others can tell which rank
+A process that is stopped, or whose machine is gone, says nothing more in any of its phases; so the others can tell which rank
 it is. One that says something but makes no progress says where it is.
 """
 

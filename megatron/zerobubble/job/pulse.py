@@ -97,7 +97,7 @@ class Pulse:
         self.unanswered_s = 0.0
         """Seconds that the store has not answered; the watchdog's other thread counts them."""
         self.is_alarm = False
-        """Whether the alarm has been raised, by whatever rank."""
+        """Whether the alarm has been raised, by any rank."""
         self.is_waiting = False
         """Whether this rank waited for another one at its last beat."""
         self.place = ""

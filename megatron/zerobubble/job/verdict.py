@@ -1,6 +1,6 @@
 """Which rank holds up a job in which nothing goes on: from what all ranks said last.
 
-A rank that says nothing is stopped, and so is whatever waits for it. Else it is the one that does something without waiting for
+A rank that says nothing is stopped, and so are those that wait for it. Else it is the one that does something without waiting for
 another rank. If all wait, two of them wait for each other, and what is lost is between them.
 """
 

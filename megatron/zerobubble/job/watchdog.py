@@ -5,10 +5,10 @@ and the rank in that message is seldom the one that stopped. So every rank has t
 One publishes heartbeats in the job's store (`heartbeats`, `pulse`): that the rank runs, what it is doing, and since when; it also
 listens for those of the next rank. The other one raises the alarm
 
-- when nothing is heard of the next rank for the time limit, in whatever phase that is: its process is stopped, or gone;
+- when nothing is heard of the next rank for the time limit, in any phase: its process is stopped, or gone;
 - when the rank's own activity in the passes or the optimizer (`runtime.watch`) does not change for the time limit; in the first
   iteration, because its compilation cannot be distinguished from being stuck, for nine tenths of the distributed timeout;
-- when all ranks have waited for each other for the time limit, in whatever phase that is: a message is lost;
+- when all ranks have waited for each other for the time limit, in any phase: a message is lost;
 - when it waits for other ranks for nine tenths of the distributed timeout: the process groups are about to give up;
 - when the store does not answer for the time limit: its host is gone.
 

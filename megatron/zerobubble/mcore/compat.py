@@ -72,7 +72,7 @@ def gradients_for_norm(optimizer: Any) -> list[Any]:
 def destroy_model_parallel() -> None:
     """Destroy megatron-core's process groups, and the list of ranks with an embedding, which megatron-core's own function keeps.
 
-    Only ranks of a new list replace the old one, so without this a rank that had an embedding under the schedule of before
+    Only ranks of a new list replace the old one, so without this a rank that had an embedding under the earlier schedule
     still says so under a V, where it has none.
     """
     from megatron.core import parallel_state

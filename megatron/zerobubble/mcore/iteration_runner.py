@@ -1,4 +1,4 @@
-"""One iteration of one rank: a program's ops on the executor, with whatever records, profiles or validates beside them.
+"""One iteration of one rank: a program's ops on the executor, with what records, profiles or validates beside them.
 
     Program + Iteration -> ChunkWork -> Executor -> losses
 
@@ -166,7 +166,7 @@ class IterationRunner:
         return Executor(program, self._rank, self._links, work, recorders)
 
     def _recorder_of(self, plan: Plan, hooks: IterationHooks) -> Recorder | None:
-        """What records this training iteration, whatever its work is."""
+        """What records this training iteration, for any kind of work."""
         is_disturbed = hooks.profiler is not None or hooks.observe is not None
         recording = self._recordings.begin(plan, is_disturbed=is_disturbed)
         return fan_out([each for each in (hooks.profiler, recording) if each is not None])

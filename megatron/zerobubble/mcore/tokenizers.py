@@ -25,7 +25,7 @@ def load_tokenizer(library: str, path: str | None = None, **options: Any) -> Any
         **options: of the library's class.
 
     Raises:
-        Exception: whatever megatron-core or the library raises for wrong files or options.
+        Exception: what megatron-core or the library raises for wrong files or options.
     """
     _import_libraries(uses_transformers=library == "huggingface")
     from megatron.core.tokenizers import MegatronTokenizer

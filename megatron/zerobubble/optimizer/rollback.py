@@ -130,7 +130,7 @@ class InverseRollback:
         v' = b2 v + (1 - b2) g^2
         w' = (1 - lr decay) w - lr / (1 - b1^t) m' / (sqrt(v' / (1 - b2^t)) + eps)
 
-    which is solved for w, m and v in turn. The result has an error: whatever of v and m lay below the rounding error of the sum
+    which is solved for w, m and v in turn. The result has an error: what of v and m lay below the rounding error of the sum
     with the step's own contribution is lost.
 
     - Elementwise, with u = 2^-24: v comes back to 16 u (b2 v + (1 - b2) g^2), m to 8 u (b1 |m| + (1 - b1) |g|) and w to

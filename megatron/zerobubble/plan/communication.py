@@ -4,7 +4,7 @@ A *link* is a directed pair of ranks, and every link is a first-in first-out que
 and op the program states which receives to post before it, which message the op takes, which message it sends, and which earlier
 sends are proven to have arrived by then. Four rules make the result free of deadlock on any backend, buffered or not:
 
-1. The order of a link is the order in which its sender produces. The receiver posts in that order, whatever order it consumes in.
+1. The order of a link is the order in which its sender produces. The receiver posts in that order, also to consume in another.
 2. A receive is posted no later than right before the op that takes it, and so are all receives before it on its link.
 3. A send never blocks its rank: nothing waits for a send to finish before the iteration's end, except where rule 4 has shown
    that it has finished.
@@ -16,9 +16,9 @@ waits are the plan's own dependencies, and a valid plan has no cycle in them.
 Where exactly a receive is posted decides whether this still holds on a GPU whose streams share hardware queues, or that waits for
 all of its kernels inside an op. Receives are posted on the plan's timeline: all ops of all ranks are ordered by the time at which
 they end, and a receive comes before the first op of its rank that ends after the op that sends. Then the sequence of that one
-order, with every transfer right behind the op that sends, is possible for every rank, whatever must be over before the next thing
-begins (`deadlock`; docs/adr/0003 has the proof). It is also when the message arrives: the transfer overlaps with the op that runs
-then, and the kernel of a receive does not wait longer than that op.
+order, with every transfer right behind the op that sends, is possible for every rank, even if each thing must be over before the
+next begins (`deadlock`; docs/adr/0003 has the proof). It is also when the message arrives: the transfer overlaps with the op that
+runs then, and the kernel of a receive does not wait longer than that op.
 
 With post-validation, a *fence* is the step of each rank before which it may have to discard the iteration and restart it
 (`speculative_forwards`). No receive for a later step is posted before the fence, so that the messages sent but not taken by

@@ -1,4 +1,4 @@
-"""Whether a program can deadlock on GPUs, however their streams share hardware queues and whatever synchronizes them.
+"""Whether a program can deadlock on GPUs, for any sharing of hardware queues by their streams, and any synchronization.
 
 On a GPU the ops and transfers of a rank are kernels on several streams. What keeps one from starting is more than what the plan
 says. With CUDA_DEVICE_MAX_CONNECTIONS=1, or when two of many streams happen to share one of the hardware queues, a kernel that

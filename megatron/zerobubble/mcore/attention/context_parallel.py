@@ -14,7 +14,7 @@ In B the gradients of keys and values, in which all ranks have a share, are redu
 with the rank's own slices only: autograd keeps the rank's keys and values in place of the gathered ones, and B all-gathers them
 again.
 
-Invariant: F and B of a layer issue the same collectives in the same order on all ranks of the group, whatever their slices: one
+Invariant: F and B of a layer issue the same collectives in the same order on all ranks of the group, for any slices: one
 all-gather in F; one all-gather and one reduce-scatter in B. W has none. See ADR 28.
 
 Shapes: ``s`` tokens on this rank, ``S`` tokens of the sequence, ``b`` microbatch, ``n`` heads per tensor-parallel rank, ``g`` key

@@ -34,8 +34,8 @@ __all__ = ["TorchDotProductAttention", "use_torch_attention"]
 class TorchDotProductAttention(MegatronModule):
     """softmax(Q K^T * scale) V, with the constructor and the call of megatron-core's `DotProductAttention`.
 
-    It has no parameters, so a model has the same checkpoints with either module. The softmax is computed in fp32 whatever
-    `config.attention_softmax_in_fp32` is, and `config.apply_query_key_layer_scaling`, which keeps scores in fp16 small until
+    It has no parameters, so a model has the same checkpoints with either module. The softmax is computed in fp32 for any
+    `config.attention_softmax_in_fp32`, and `config.apply_query_key_layer_scaling`, which keeps scores in fp16 small until
     they are scaled back in fp32, changes nothing.
 
     Args:

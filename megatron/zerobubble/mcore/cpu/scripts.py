@@ -12,7 +12,7 @@ how many, of which generation, and how much of its memory is in use. While `with
 `torch.cuda.Stream`, `Event`, `current_stream` ...    streams that do nothing
 `torch.accelerator.is_available`                      False: optimizers ask it whether a CUDA graph is being captured
 functions under `torch.compile`                       run without it, which would ask CUDA for the device
-`torch.distributed.init_process_group`                gloo, whatever backend is asked for, and no device to bind to
+`torch.distributed.init_process_group`                gloo in place of any other backend, and no device to bind to
 `torch.compile`                                       functions run as they are: a compiler would ask for the GPU, too
 `multiprocessing.spawn`                               a child, which runs the script's imports again, does without `triton`
                                                       as its parent does (`triton_import`)

@@ -1,4 +1,4 @@
-"""Dropout masks that do not depend on the layout: drawn by layer and sample, whatever the schedule and the numbers of ranks.
+"""Dropout masks that do not depend on the layout: drawn by layer and sample, for any schedule and numbers of ranks.
 
 megatron-core draws masks from a generator per rank, in the order in which the rank's forward passes run. Then two layouts with
 dropout are two different runs even if their weights and samples are the same.

@@ -6,7 +6,7 @@ with the same seed, is another model, and two runs cannot be compared by their l
 Here each weight is drawn from a generator seeded by the run's seed and the weight's name in a checkpoint: its key there, the
 numbers of its layer and expert, and its place in the whole tensor. megatron-core's `sharded_state_dict` knows them, so two
 layouts whose checkpoints are interchangeable begin with the same bits. Values come from the config's own init methods. They are
-drawn on the CPU, whatever the device, in blocks of rows with a generator each: a rank draws only the blocks that it has rows of,
+drawn on the CPU, for any device, in blocks of rows with a generator each: a rank draws only the blocks that it has rows of,
 and rows added to pad the vocabulary change no others.
 
 Parameters with constant first values need none of this. Those that a module draws itself, and not by an init method of the

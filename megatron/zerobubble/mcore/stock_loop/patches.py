@@ -289,7 +289,7 @@ def _embedding_ranks(pp_ranks: list[int], split_rank: int | None = None) -> list
 
 
 def _grouping(original: Callable[..., None]) -> Callable[..., None]:
-    """`initialize_model_parallel`, with the embedding groups of the V placement, whatever the loop passes."""
+    """`initialize_model_parallel`, with the embedding groups of the V placement, in place of those that the loop passes."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)

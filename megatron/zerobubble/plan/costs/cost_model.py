@@ -60,7 +60,7 @@ class CostModel:
     activation_after_backward: tuple[float, ...]
     """Activation memory from the end of a stage's B to the end of its W, per stage (M_W)."""
     per_microbatch: MicrobatchCosts | None = None
-    """Costs of every microbatch; the lists above are then their means, whatever was given. None: all microbatches are equal."""
+    """Costs of every microbatch; the lists above are then their means, not those given. None: all microbatches are equal."""
     links: Links | None = None
     """Links of every pair of ranks; `comm_ms` is then the mean of neighboring ranks. None: `comm_ms` for all."""
 

@@ -28,7 +28,7 @@ class Links:
     """A matrix of links, `[sender][receiver]`, and the bytes of a message.
 
     Raises ConfigError for a matrix that is not square, for numbers that are not finite or below 0, and for a bandwidth of 0.
-    The diagonal is ignored, whatever it is, and becomes 0: a rank sends nothing to itself.
+    The diagonal is ignored and becomes 0: a rank sends nothing to itself.
     """
 
     latency_ms: tuple[tuple[float, ...], ...]
@@ -95,7 +95,7 @@ class Links:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether every message takes the same time, whatever its ranks and its microbatch."""
+        """Whether every message takes the same time, between any ranks and for any microbatch."""
         p = self.num_ranks
         sizes = set(self.message_bytes)
         return len({self._time(a, b, size) for a in range(p) for b in range(p) if a != b for size in sizes}) <= 1

@@ -9,7 +9,7 @@ small letters for the way up::
     rank 0  F . . f b w . B W . .
     rank 1  . F f . . b B . . W w
 
-`grid_blocks` lists all of them up to stride 3. They assume passes of equal length; a search starts from them whatever the times.
+`grid_blocks` lists all of them up to stride 3. They assume passes of equal length; a search starts from them for any times.
 """
 
 from __future__ import annotations

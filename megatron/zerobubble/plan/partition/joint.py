@@ -34,7 +34,7 @@ __all__ = ["LayoutResult", "plan_layout", "plan_of_layout"]
 
 _FAMILIES = (("zb", 1), ("zbv", 2), ("zb-interleaved", 2), ("zb-interleaved", 3), ("zb-interleaved", 4), ("zb-w", 4))
 _SPLIT = frozenset({"zb", "zbv", "zb-interleaved", "zb-w"})
-"""Schedules whose plans are whatever the search finds on their placement."""
+"""Schedules whose plans are those that the search finds on their placement."""
 _CHUNKS = (2, 3, 4)
 """Virtual stages (VPP) per rank to try for an interleaved schedule by name."""
 _MOST_PARTITIONS, _SLOWEST = 12, 8.0

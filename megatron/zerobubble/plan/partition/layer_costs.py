@@ -58,7 +58,7 @@ class LayerCosts:
     after_backward_bytes: float = 0.0
     """What is kept from the end of B to the end of W."""
     static_bytes: float = 0.0
-    """Weights, gradients and optimizer state, whatever the schedule."""
+    """Weights, gradients and optimizer state, the same for every schedule."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -101,7 +101,7 @@ class PythonCore:
         return list(range(self.m)) if self.width > 1 else [0] * self.m
 
     def _taken(self, assignment: Sequence[int]) -> list[int]:
-        """Equal microbatches have one column of costs, whatever the assignment."""
+        """Equal microbatches have one column of costs, for any assignment."""
         return list(assignment) if self.width > 1 else [0] * self.m
 
     def _equal_links(self, comm_ms: float) -> list[float]:

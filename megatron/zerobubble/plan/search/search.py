@@ -2,7 +2,7 @@
 
 Three stages. Each scores a candidate by running it in order with the true times, and each has its share of the budget:
 
-1. *Breed* building blocks (`policies`) and list-schedule them. A block has few numbers whatever the number of microbatches, and
+1. *Breed* building blocks (`policies`) and list-schedule them. A block has few numbers for any number of microbatches, and
    changing one changes the whole steady state. With many microbatches this happens on a smaller instance; the block unrolls it.
 2. Score *seed orders*: hand-written patterns and repeated grid blocks, as they are, and with W moved into the bubbles.
 3. *Anneal* the best of both: first without W, which then follows F and B into the bubbles, and by moving many ops at once; then

@@ -1,6 +1,6 @@
 """Verifies a checkpoint against its manifest on all ranks, before anything of it is loaded.
 
-Rank 0 reads the manifest and compares names and sizes. Then each rank reads a share of the files, whatever the layout of the
+Rank 0 reads the manifest and compares names and sizes. Then each rank reads a share of the files, for any layout of the
 ranks that saved them, and all ranks raise the same error.
 """
 

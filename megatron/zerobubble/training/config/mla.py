@@ -21,7 +21,7 @@ class MlaConfig:
 
     multi_latent_attention: bool = False
     """Use multi-latent attention (MLA): keys and values, and with --q-lora-rank queries, are projected up from a vector of low
-    rank per token. It rotates a part of each head itself, whatever --position-embedding-type is. Without it no other flag of this
+    rank per token. It rotates a part of each head itself, for any --position-embedding-type. Without it no other flag of this
     group may be given, except --rope-type rope."""
     q_lora_rank: int | None = None
     """Rank of the queries' low-rank representation. Default: none, queries are projected in one step."""

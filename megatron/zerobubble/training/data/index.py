@@ -14,7 +14,7 @@ little-endian::
     d int64   sequence at which each document begins, from 0 on; the last one is n
     n int8    modes, in multimodal datasets only
 
-So the pointers follow from lengths and dtype, and the size of .bin from the last of them: whatever does not agree is damaged.
+So the pointers follow from lengths and dtype, and the size of .bin from the last of them: a file that does not agree is damaged.
 
 The header and the sizes of both files cost two reads and no import. The full check reads the whole index, in pieces, with numpy.
 """

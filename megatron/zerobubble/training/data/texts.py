@@ -16,7 +16,7 @@ from megatron.zerobubble.errors import DataError
 __all__ = ["Document", "json_texts", "stdlib_texts"]
 
 _GZIP = b"\x1f\x8b"
-"""The first bytes of a gzip file, whatever its name."""
+"""The first bytes of a gzip file, which may have any name."""
 
 _SKIPPED_FOLDERS = frozenset(
     ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "idlelib", "turtledemo")

@@ -27,7 +27,7 @@ class AuxLosses:
     """Means of the auxiliary losses since the last progress line. Every rank has one; making it resets megatron-core's trackers.
 
     Args:
-        settings: determine which losses exist. All ranks report the same ones, whatever layers they hold.
+        settings: determine which losses exist. All ranks report the same ones, also those without such layers.
     """
 
     def __init__(self, settings: Settings) -> None:

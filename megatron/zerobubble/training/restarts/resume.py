@@ -7,7 +7,7 @@ The first attempt does what the flags request. After a restart by torchrun, in t
 2. what the flags request, as at the first start: --load, there too an older checkpoint if the latest is damaged since, or newly
    initialized weights.
 
-One log line names what it is. The optimizer, the generators and the samples consumed continue in case 1 whatever --finetune and
+One log line names what it is. The optimizer, the generators and the samples consumed continue in case 1 with any --finetune and
 --no-load-optim requested for the first start, so losses are those of a run that was not disturbed.
 """
 
