@@ -13,7 +13,7 @@ os.environ.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")  # read when tor
 warnings.filterwarnings("ignore", module=r"megatron\.core\.")  # Apex and Transformer Engine are missing, five times per rank
 
 # First: without it megatron.core of 0.18 and later cannot be imported where triton is missing.
-import megatron.zerobubble.mcore  # noqa: E402, F401, I001
+import megatron.zerobubble.mcore  # noqa: E402, F401
 import tests.support.gpt  # noqa: E402, F401
 
 gc.collect()
