@@ -89,6 +89,8 @@ def install(
     Where the pipeline has one rank, megatron-core's own schedule runs, after one warning. With ZERO_BUBBLE=0 in the environment
     of every rank nothing is installed, after one log line.
 
+    At a model's first training iteration, and after re-planning, rank 0 writes one line to stderr; `status` has it as data.
+
     Args:
         args: flags from a parser with `add_zero_bubble_args`; excludes the other arguments. If they choose no schedule, nothing
             is installed.
@@ -166,6 +168,7 @@ def install(
             weights_seed=weights_seed,
             dropout_seed=dropout_seed,
             ranks_on_host=launch.ranks_on_host,
+            rank=launch.rank,
         )
     )
 
