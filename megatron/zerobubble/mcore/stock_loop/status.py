@@ -23,7 +23,7 @@ class Status:
     """
 
     schedule: str
-    """Its name, such as `zb-h1`."""
+    """The name by which it was installed, such as `zb-h1`."""
     num_ranks: int
     """Pipeline ranks, p."""
     num_microbatches: int
@@ -50,6 +50,7 @@ class Status:
         plan: Plan,
         costs: CostModel,
         *,
+        schedule: str,
         objective: Objective,
         is_measured: bool = False,
         measured_bubble_rate: float | None = None,
@@ -59,6 +60,7 @@ class Status:
         Args:
             plan: what runs.
             costs: of its stages.
+            schedule: the name by which it was installed; a plan that was searched for has that of its family.
             objective: the iteration time with the optimizer that runs.
             is_measured: whether the costs are.
             measured_bubble_rate: see there.
@@ -70,7 +72,7 @@ class Status:
         if is_measured:
             times = {name: getattr(costs, name) for name in ("forward_ms", "backward_ms", "wgrad_ms")}
         return Status(
-            schedule=plan.schedule,
+            schedule=schedule,
             num_ranks=plan.num_ranks,
             num_microbatches=plan.num_microbatches,
             bubble_rate=own.bubble_rate,
@@ -83,13 +85,13 @@ class Status:
 
     def line(self, times_text: str) -> str:
         """For the terminal, with the times that the predictions are for."""
-        replanned = "" if self.forward_ms is None else " re-planned"
+        off = "; ZERO_BUBBLE=0 in the environment or megatron.zerobubble.uninstall() turns it off"
+        replanned, off = ("", off) if self.forward_ms is None else (" re-planned", "")
         measured = "" if self.measured_bubble_rate is None else f", measured before: {self.measured_bubble_rate:.1%}"
         return (
             f"zero bubble: {self.schedule}{replanned}, p = {self.num_ranks}, m = {self.num_microbatches}: predicted bubble "
             f"{self.bubble_rate:.1%} (1F1B: {self.bubble_rate_1f1b:.1%}{measured}) for {times_text}, {self.relative_time:.2f} of "
-            f"1F1B's iteration time and {self.relative_memory:.2f} of its activation memory; ZERO_BUBBLE=0 in the environment or "
-            "megatron.zerobubble.uninstall() turns it off"
+            f"1F1B's iteration time and {self.relative_memory:.2f} of its activation memory{off}"
         )
 
 

@@ -251,6 +251,7 @@ class StockLoop:
         self.status = Status.of(
             plan,
             measured or CostModel.uniform(plan.placement),
+            schedule=self.options.schedule,
             objective=self.options.objective,
             is_measured=measured is not None,
             measured_bubble_rate=report(recorded[-1]).bubble_rate if recorded else None,
