@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from megatron.zerobubble.mcore.attention.torch_attention import use_torch_attention as use_torch_attention
     from megatron.zerobubble.mcore.build import build_chunks as build_chunks
     from megatron.zerobubble.mcore.post_validation.optimizer import post_validation as post_validation
+    from megatron.zerobubble.mcore.stock_loop.patches import status as status
     from megatron.zerobubble.mcore.stock_loop.patches import uninstall as uninstall
+    from megatron.zerobubble.mcore.stock_loop.status import Status as Status
     from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule as PipelineSchedule
     from megatron.zerobubble.optimizer.post_validation import PostValidation as PostValidation
     from megatron.zerobubble.optimizer.post_validation import Verdict as Verdict
@@ -28,6 +30,7 @@ _HOMES = {
     "PipelineSchedule": "mcore.zb_schedules",
     "PostValidation": "optimizer.post_validation",
     "ScheduleSpec": "plan.schedule_spec",
+    "Status": "mcore.stock_loop.status",
     "TorchDotProductAttention": "mcore.attention.torch_attention",
     "Verdict": "optimizer.post_validation",
     "add_zero_bubble_args": "overlay",
@@ -35,6 +38,7 @@ _HOMES = {
     "install": "overlay",
     "post_validation": "mcore.post_validation.optimizer",
     "schedule_spec": "plan.registry",
+    "status": "mcore.stock_loop.patches",
     "uninstall": "mcore.stock_loop.patches",
     "use_torch_attention": "mcore.attention.torch_attention",
 }

@@ -16,17 +16,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import add_group, flag_of
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
-from megatron.zerobubble.job.launch import read_launch
+from megatron.zerobubble.job.launch import is_turned_off, read_launch
 from megatron.zerobubble.messages import quoted
 from megatron.zerobubble.plan.planner import AUTO
 
 __all__ = ["add_zero_bubble_args", "install"]
+
+_log = logging.getLogger(__name__)
 
 _SUPPORTED = (
     *("enable_zero_bubble", "zero_bubble_max_pending_backward", "zero_bubble_v_schedule", "zero_bubble_schedule"),
@@ -83,7 +86,10 @@ def install(
     Call it before the loop makes its TransformerConfig, and for schedules with V placement before `initialize_model_parallel`.
     The loop must build the schedule's number of model chunks per rank (two with V placement), as for megatron-core's interleaved
     schedule. Models that DistributedDataParallel wraps after this call are trained by the schedule; others run forward-only.
-    Where the pipeline has one rank, megatron-core's own schedule runs, after one warning.
+    Where the pipeline has one rank, megatron-core's own schedule runs, after one warning. With ZERO_BUBBLE=0 in the environment
+    of every rank nothing is installed, after one log line.
+
+    At a model's first training iteration, and after re-planning, rank 0 writes one line to stderr; `status` has it as data.
 
     Args:
         args: flags from a parser with `add_zero_bubble_args`; excludes the other arguments. If they choose no schedule, nothing
@@ -121,6 +127,11 @@ def install(
         ConfigError: an option is not supported in a stock loop, or other options are already installed.
         PlanError: the file is not a plan.
     """
+    launch = read_launch()
+    if is_turned_off():
+        if launch.rank == 0:
+            _log.warning("ZERO_BUBBLE=0 in the environment: no schedule is installed, megatron-core's own runs")
+        return
     if not (microbatch_tokens is None or callable(microbatch_tokens) or microbatch_tokens in READY_LENGTHS):
         raise ConfigError(
             f"microbatch_tokens is {quoted(microbatch_tokens)}; give {' or '.join(map(repr, READY_LENGTHS))}, or a function that "
@@ -156,7 +167,8 @@ def install(
             reorder_microbatches=reorder_microbatches,
             weights_seed=weights_seed,
             dropout_seed=dropout_seed,
-            ranks_on_host=read_launch().ranks_on_host,
+            ranks_on_host=launch.ranks_on_host,
+            rank=launch.rank,
         )
     )
 
@@ -172,7 +184,9 @@ def schedule_of(args: argparse.Namespace) -> str:
 
 
 def _expect_install(args: argparse.Namespace) -> None:
-    """Make megatron-core's schedules raise an error until `install` is called, if flags were given."""
+    """Make megatron-core's schedules raise an error until `install` is called, if flags were given and are not turned off."""
+    if is_turned_off():
+        return
     fields = [field for field in dataclasses.fields(ZeroBubbleConfig) if field.name in _SUPPORTED]
     if all(getattr(args, field.name, field.default) == field.default for field in fields):
         return

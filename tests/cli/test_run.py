@@ -111,6 +111,15 @@ def test_the_script_runs_as_by_python(script: Path) -> None:
     }
 
 
+def test_zero_bubble_0_in_the_environment(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_device", lambda launch, on_cpu: contextlib.nullcontext())
+    monkeypatch.setenv("ZERO_BUBBLE", "0")
+    assert main(["run", "--enable-zero-bubble", str(script)]) == 0
+    assert json.loads(capsys.readouterr().out)["schedule"] == "function", "megatron-core's own"
+
+
 def test_without_a_gpu_the_error_names_the_flag(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 

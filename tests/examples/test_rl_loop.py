@@ -80,7 +80,7 @@ def test_the_commands_of_its_docstring() -> None:
         words = f"--cpu --microbatch-tokens thd {EXAMPLE} --distributed-backend gloo {more}".split()
         done = launch(words, num_ranks=2, module="megatron.zerobubble.run")
         assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
+        assert done.stderr.count("\n") == done.stderr.count("zero bubble: ") == (more != STOCK), "none for the reference model"
         printed.append(_lines(done.stdout))
     _assert_same(printed[1], printed[0])
     _assert_same(printed[2], printed[0])

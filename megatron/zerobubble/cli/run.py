@@ -11,6 +11,8 @@ The zero-bubble flags may stand before the script or among its own. They are tak
 that works for any script, with any parser of flags. A script that adds the flags itself, and calls `install` with what it
 parsed, finds none of them there, and the schedule is installed already.
 
+With ZERO_BUBBLE=0 in the environment of every rank nothing is installed, and the script runs without a zero-bubble schedule.
+
 Under torchrun this process is one rank. With `--nproc-per-node N` as its first argument it starts N ranks on this machine.
 """
 
@@ -80,7 +82,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         usage=f"{_PROG} [{FLAG} N] [--cpu] [--microbatch-tokens NAME] [zero-bubble flags] SCRIPT [the script's flags]",
         description="Run a training script that is written for megatron-core, such as Megatron-LM's pretrain_gpt.py, with a "
         "zero-bubble schedule, without a change in it. Start it with torchrun -m megatron.zerobubble.run, or with "
-        f"{FLAG} as the first argument.",
+        f"{FLAG} as the first argument. With ZERO_BUBBLE=0 in the environment the script runs without the schedule.",
         allow_abbrev=False,
     )
     parser.add_argument("--cpu", action="store_true", help="run the script on the CPU instead of GPUs, with gloo; to try it out")

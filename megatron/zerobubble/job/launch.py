@@ -1,4 +1,7 @@
-"""This process' place in its job, from the environment variables of torchrun. The only module that reads `os.environ`."""
+"""This process' place in its job, from the environment variables of torchrun, and whether ZERO_BUBBLE=0 turns `install` off.
+
+The only module that reads `os.environ`.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from pathlib import Path
 
 from megatron.zerobubble.errors import ConfigError
 
-__all__ = ["Launch", "has_agent_store", "has_master", "launcher_environment", "read_launch", "use_agent_store"]
+__all__ = ["Launch", "has_agent_store", "has_master", "is_turned_off", "launcher_environment", "read_launch", "use_agent_store"]
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_SWITCH = "ZERO_BUBBLE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,14 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
         max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0),
     )
+
+
+def is_turned_off() -> bool:
+    """Whether ZERO_BUBBLE=0 is in the environment, which turns `install` off for a queued job. Raises ConfigError."""
+    value = os.environ.get(_SWITCH) or "1"
+    if value not in ("0", "1"):
+        raise ConfigError(f"the environment variable {_SWITCH} is {value!r}; 0 turns zero bubble off, 1 leaves it on")
+    return value == "0"
 
 
 def launcher_environment(error_file: Path) -> dict[str, str]:

@@ -480,7 +480,7 @@ def test_the_example_through_torchrun() -> None:
     for more in ("--zero-bubble-schedule stock", "--zero-bubble-v-schedule", "--zero-bubble-schedule 1f1b-v"):
         done = launch(["--cpu", EXAMPLE, *f"{CHUNKS} {more}".split()], num_ranks=2, module="megatron.zerobubble.run")
         assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
+        assert done.stderr.count("\n") == done.stderr.count("zero bubble: ") == (0 if "stock" in more else 1)
         runs[more] = [json.loads(line)["losses"] for line in done.stdout.splitlines()]
     first, *others = runs.values()
     assert others == [first, first]

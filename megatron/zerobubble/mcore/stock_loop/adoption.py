@@ -56,7 +56,8 @@ class AdoptedChunks:
         self.ends = ends
         self._adopted: list[Adopted] = []
         self._stores: dict[tuple[torch.dtype, torch.dtype], WeightGradStore] = {}
-        self._has_warned = False
+        self.has_warned = False
+        """Whether the pipeline has one rank, which is logged once."""
 
     def adopt(self, config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> Adopted | None:
         """Split the chunk, before DDP wraps it, for its deferred weight gradients. Afterwards call `wrapped`.
@@ -132,8 +133,8 @@ class AdoptedChunks:
         return [each for each in self._adopted if each.module() is not None]
 
     def _warn(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
+        if not self.has_warned:
+            self.has_warned = True
             _log.warning(
                 "schedule %s is installed and the pipeline has one rank: megatron-core's schedule without a pipeline and its "
                 "optimizer step run as without install",

@@ -30,6 +30,8 @@ class StockLoopOptions:
     """Seed of dropout masks that are drawn by layer and sample (`layout_dropout`); None: as megatron-core draws them."""
     ranks_on_host: int = 1
     """Ranks that share the machine, and on the CPU its memory."""
+    rank: int = 0
+    """Global rank, which is known before there is a process group."""
 
     @property
     def schedule(self) -> str:

@@ -30,6 +30,7 @@ From flags that were parsed until `install` is called, the schedules are replace
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import inspect
@@ -59,10 +60,11 @@ from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w
 from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
+from megatron.zerobubble.mcore.stock_loop.status import Status
 from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop
 from megatron.zerobubble.plan.ir import Placement
 
-__all__ = ["expect_install", "install_options", "stop_expecting", "uninstall"]
+__all__ = ["expect_install", "install_options", "status", "stop_expecting", "uninstall"]
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +76,8 @@ class _PatchedSchedule:
     """Replaces a pipeline schedule of megatron-core. A second `install` finds the installed `StockLoop` here."""
 
     def __init__(self, loop: StockLoop, original: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, original)
+        functools.update_wrapper(self, original, assigned=("__doc__", "__annotations__"))
+        self.__name__ = self.__qualname__ = f"zero_bubble_{loop.options.schedule.replace('-', '_')}"
         self.loop = loop
         self._original = original
 
@@ -143,6 +146,8 @@ def install_options(options: StockLoopOptions) -> None:
     for owner, name, replacement in _replacements(loop):
         loop.undo.append((owner, name, vars(owner)[name]))
         setattr(owner, name, replacement)
+    if options.rank == 0:
+        atexit.register(loop.warn_if_unused)
     _log.info("schedule %s is installed: get_forward_backward_func returns it from now on", options.schedule)
 
 
@@ -159,7 +164,17 @@ def uninstall() -> None:
     while loop.undo:
         owner, name, original = loop.undo.pop()
         setattr(owner, name, original)
+    atexit.unregister(loop.warn_if_unused)
     loop.close()
+
+
+def status() -> Status | None:
+    """What the installed schedule runs and is predicted to gain; None before a model's first training iteration.
+
+    The same on all ranks of a pipeline. It changes when a model starts and after re-planning.
+    """
+    loop = _installed()
+    return None if loop is None else loop.status
 
 
 def _installed() -> StockLoop | None:

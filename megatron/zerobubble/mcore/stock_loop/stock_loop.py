@@ -15,10 +15,13 @@ pipeline size, `vp_stage`, one data iterator per chunk), and wrap each with mega
 
 from __future__ import annotations
 
+import logging
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import nn
@@ -35,10 +38,15 @@ from megatron.zerobubble.mcore.stock_loop.optimistic_steps import StepOutcome
 from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
 from megatron.zerobubble.mcore.stock_loop.running import Running, start, start_forward_only
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
+from megatron.zerobubble.mcore.stock_loop.status import Status
+from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
+from megatron.zerobubble.profiling.report import report
 
 __all__ = ["StockLoop"]
+
+_log = logging.getLogger(__name__)
 
 
 class StockLoop:
@@ -64,6 +72,9 @@ class StockLoop:
         self._models = RunningModels()
         self._finalizing: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """By identity, configs whose `finalize_model_grads_func` is a `FinalizeGradients` around the loop's."""
+        self.status: Status | None = None
+        """Of the model that was started or re-planned last; None before a model trains."""
+        self._has_run = False
 
     # -- 1. a TransformerConfig is made -----------------------------------------------------------------------------------
 
@@ -157,6 +168,7 @@ class StockLoop:
             forward_only: see there.
             **given: see there.
         """
+        self._has_run = True
         chunks = model if isinstance(model, list) else [model]
         strangers = self.adopted.strangers(chunks)
         if strangers and not forward_only:
@@ -189,6 +201,8 @@ class StockLoop:
                 own = running.iterations * num_microbatches * apart + parallel_state.get_data_parallel_rank() * size
                 running.dropout.begin(first_sample=own, samples_apart=apart)
             running.iterations += 1
+            if running.iterations == 1:
+                self._show(running, num_microbatches)
         if replanner is not None:
             replanner.before(running.iterations, num_microbatches)
         if self.options.is_v:
@@ -204,6 +218,7 @@ class StockLoop:
             results = running.relay(results)
         if replanner is not None and replanner.is_due(running.iterations):
             replanner.after(running.iterations, num_microbatches)
+            self._show(running, num_microbatches)
         self._models.note_groups(running)
         return results
 
@@ -226,6 +241,24 @@ class StockLoop:
             running = start_forward_only(self.options, chunks, usual_tokens=usual_tokens)
         self._models.add(running)
         return running
+
+    def _show(self, running: Running, num_microbatches: int) -> None:
+        """Make the status of a model that starts or has a new plan; rank 0 writes it to stderr. All ranks must call it."""
+        schedule = running.schedule
+        measured = None if running.replanner is None else running.replanner.costs
+        recorded = [] if measured is None else schedule.timelines()
+        plan = schedule.plan(num_microbatches)
+        self.status = Status.of(
+            plan,
+            measured or CostModel.uniform(plan.placement),
+            schedule=self.options.schedule,
+            objective=self.options.objective,
+            is_measured=measured is not None,
+            measured_bubble_rate=report(recorded[-1]).bubble_rate if recorded else None,
+        )
+        if dist.get_rank() == 0:
+            times = "F = B = W" if measured is None else f"measured {measured.times_text}"
+            sys.stderr.write(self.status.line(times) + "\n")
 
     def _place_finalize(self, config: Any, placement: Placement) -> None:
         """Wrap the loop's `finalize_model_grads_func`, whenever it sets one, by what the placement needs besides."""
@@ -263,6 +296,15 @@ class StockLoop:
         zero()
 
     # -- the end ----------------------------------------------------------------------------------------------------------
+
+    def warn_if_unused(self) -> None:
+        """Log a warning at the end of a script that ran nothing, unless an exception or a pipeline of one rank is the reason."""
+        if not (self._has_run or self.adopted.has_warned or hasattr(sys, "last_value")):
+            _log.warning(
+                "schedule %s is installed and was never run: the script made no iteration through megatron-core's "
+                "get_forward_backward_func() in a pipeline",
+                self.options.schedule,
+            )
 
     def close(self) -> None:
         """Undo the split and `finalize_model_grads_func`, and destroy process groups. Every rank of the world must call it."""

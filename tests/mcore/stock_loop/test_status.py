@@ -1,0 +1,148 @@
+"""That a schedule runs can be seen: one line at the start and after re-planning, the same as data, and its name."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import subprocess
+import sys
+from argparse import ArgumentParser
+from typing import Any
+from unittest import mock
+
+import pytest
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+
+import megatron.zerobubble
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.stock_loop import patches
+from megatron.zerobubble.mcore.stock_loop.status import Status
+from megatron.zerobubble.plan.costs.cost_model import CostModel
+from megatron.zerobubble.plan.objective import Objective
+from megatron.zerobubble.plan.registry import build_plan
+from tests.support.ranks import RankPool
+from tests.support.stock import example, train
+
+pytestmark = pytest.mark.claims(
+    "Your own script",
+    "in a loop of your own: one line on stderr at the first iteration and after re-planning, `status()`, a warning at exit if "
+    "nothing ran, `ZERO_BUBBLE=0`",
+    "works",
+)
+
+SIZES = "--num-layers 4 --hidden-size 32"
+ZBV = f"{SIZES} --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --zero-bubble-v-schedule"
+REPLANNED = (
+    f"{SIZES} --pipeline-model-parallel-size 4 --num-microbatches 6 --train-iters 4 --zero-bubble-max-pending-backward 5 "
+    "--zero-bubble-pipeline-timers-start-iter 3 --zero-bubble-pipeline-timers-end-iter 3 --zero-bubble-planning-seconds 0.1"
+)
+
+
+def _seen(rank: int, flags: str) -> tuple[str, str, Status | None, Status | None]:
+    """What the example wrote to stderr, the name of the schedule, and the status before and after training."""
+    loop, written, seen = example(), io.StringIO(), list[Any]()
+    original = loop.train
+
+    def watched(args: Any) -> Any:
+        before = megatron.zerobubble.status()
+        history = original(args)
+        seen.extend((get_forward_backward_func().__qualname__, before, megatron.zerobubble.status()))
+        return history
+
+    with contextlib.redirect_stderr(written), mock.patch.object(loop, "train", watched):
+        train(rank, flags)
+    assert megatron.zerobubble.status() is None, "nothing is installed any more"
+    return written.getvalue(), *seen
+
+
+def test_a_line_at_the_first_iteration(four_ranks: RankPool) -> None:
+    """From rank 0 only, though there are two pipelines, and only once."""
+    (text, name, before, status), *others = four_ranks.run(_seen, f"{ZBV} --num-microbatches 4 --train-iters 2")
+    assert text == (
+        "zero bubble: zbv, p = 2, m = 4: predicted bubble 0.0% (1F1B: 20.0%) for F = B = W, 0.83 of 1F1B's iteration time and "
+        "1.00 of its activation memory; ZERO_BUBBLE=0 in the environment or megatron.zerobubble.uninstall() turns it off\n"
+    )
+    assert "zbv" in name
+    assert before is None
+    assert status is not None
+    assert (status.schedule, status.num_ranks, status.num_microbatches) == ("zbv", 2, 4)
+    assert status.bubble_rate_1f1b == pytest.approx(1 / 5)
+    assert status.forward_ms is status.measured_bubble_rate is None
+    assert all((text, after) == ("", status) for text, _, _, after in others)
+
+
+def test_a_line_after_replanning(four_ranks: RankPool) -> None:
+    (text, _, _, status), *others = four_ranks.run(_seen, REPLANNED)
+    first, second = text.splitlines()
+    assert first.startswith("zero bubble: zb, p = 4, m = 6: predicted bubble ")
+    assert second.startswith("zero bubble: zb re-planned, p = 4, m = 6: predicted bubble ")
+    assert status is not None
+    assert status.measured_bubble_rate is not None
+    assert 0 < status.measured_bubble_rate < 1
+    assert f"measured before: {status.measured_bubble_rate:.1%})" in second
+    for times in (status.forward_ms, status.backward_ms, status.wgrad_ms):
+        assert times is not None
+        assert len(times) == 4
+        assert all(time > 0 for time in times)
+    assert "F " in second.partition(" for measured ")[2]
+    assert [after for _, _, _, after in others] == [status] * 3
+
+
+def test_a_status_says_what_the_optimizer_makes_of_the_plan() -> None:
+    """ZB-H2 has no bubble, and with the synchronous optimizer p-1 passes of each rank are idle. V-Half keeps less."""
+    plan = build_plan("zb-h2", num_ranks=4, num_microbatches=12)
+    costs = CostModel.uniform(plan.placement)
+    waits, steps_early = (
+        Status.of(plan, costs, schedule="zb-h2", objective=each) for each in (Objective.MAKESPAN, Objective.SPAN)
+    )
+    assert waits.bubble_rate == steps_early.bubble_rate == 0
+    assert waits.relative_time == pytest.approx((36 + 3) / (36 + 9))
+    assert steps_early.relative_time == pytest.approx(36 / (36 + 9))
+    assert waits.relative_memory == pytest.approx(2 - 1 / 4)
+    half = build_plan("v-half", num_ranks=8, num_microbatches=24)
+    costs = CostModel.uniform(half.placement)
+    assert Status.of(half, costs, schedule="v-half", objective=Objective.MAKESPAN).relative_memory < 0.7
+
+
+_NEVER_RUN = """
+import megatron.zerobubble
+megatron.zerobubble.install(schedule="zb-h1")
+"""
+
+
+def test_a_script_that_never_runs_the_schedule_is_warned() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _NEVER_RUN], capture_output=True, text=True, check=True)
+    assert done.stderr.endswith(
+        "schedule zb-h1 is installed and was never run: the script made no iteration through megatron-core's "
+        "get_forward_backward_func() in a pipeline\n"
+    )
+
+
+@pytest.mark.parametrize(("rank", "calls"), [("0", ["register", "unregister"]), ("1", ["unregister"])])
+def test_rank_0_warns_until_uninstall(rank: str, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with mock.patch.object(patches, "atexit") as atexit:
+        megatron.zerobubble.install(schedule="zb-h1")
+        megatron.zerobubble.uninstall()
+    assert [name for name, _, _ in atexit.mock_calls] == calls
+
+
+def test_zero_bubble_0_in_the_environment_turns_it_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """With flags that were parsed, too: the loop runs megatron-core's schedules, and nothing is expected any more."""
+    monkeypatch.setenv("ZERO_BUBBLE", "0")
+    names = [name for name in vars(schedules) if name.startswith("forward_backward_")]
+    originals = [getattr(schedules, name) for name in names]
+    args = megatron.zerobubble.add_zero_bubble_args(ArgumentParser()).parse_args(["--enable-zero-bubble"])
+    with caplog.at_level(logging.INFO, logger="megatron.zerobubble"):
+        megatron.zerobubble.install(args)
+    assert [getattr(schedules, name) for name in names] == originals
+    assert caplog.messages == ["ZERO_BUBBLE=0 in the environment: no schedule is installed, megatron-core's own runs"]
+    assert megatron.zerobubble.status() is None
+
+
+def test_another_value_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZERO_BUBBLE", "off")
+    with pytest.raises(ConfigError, match="ZERO_BUBBLE is 'off'; 0 turns zero bubble off, 1 leaves it on"):
+        megatron.zerobubble.install(schedule="zb-h1")
