@@ -68,10 +68,11 @@ def check_trace_files(
         *others,
     }
     assert {path.name for path in folder.iterdir()} == wanted
-    plan = Plan.from_json((folder / f"{plans[0]}.json").read_text())
-    assert (plan.schedule, plan.num_ranks, plan.num_microbatches) == (schedule, num_ranks, num_microbatches)
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    check_trace(events, plan, iterations=iterations)
+    for number, name in zip(iterations, plans, strict=True):
+        plan = Plan.from_json((folder / f"{name}.json").read_text())
+        assert (plan.schedule, plan.num_ranks, plan.num_microbatches) == (schedule, num_ranks, num_microbatches)
+        check_trace(events, plan, iterations=[number])
     optimizer = [(event["pid"], event["args"]["iteration"]) for event in events if event.get("cat") == "optimizer"]
     assert sorted(optimizer) == sorted((rank, number) for rank in range(num_ranks) for number in iterations)
     for name in pictures:
