@@ -17,11 +17,13 @@ import argparse
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.dataclass_flags import add_group, flag_of
+from megatron.zerobubble.flags.targets import Target, check_targets
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import is_turned_off, read_launch
 from megatron.zerobubble.messages import quoted
@@ -36,6 +38,7 @@ _SUPPORTED = (
     *("zero_bubble_v_schedule_mem_setup", "zero_bubble_memory_limit", "zero_bubble_load_plan"),
     *("zero_bubble_pipeline_timers_start_iter", "zero_bubble_pipeline_timers_end_iter", "zero_bubble_replan_interval"),
     *("zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas", "zero_bubble_torch_attention"),
+    *("zero_bubble_trace", "zero_bubble_trace_iterations"),
     *("enable_optimizer_post_validation", "post_validation_patience", "post_validation_rollback", "post_validation_snapshot"),
 )
 """Fields of `ZeroBubbleConfig` that a stock training loop supports."""
@@ -76,6 +79,8 @@ def install(
     weights_seed: int | None = None,
     dropout_seed: int | None = None,
     torch_attention: bool = False,
+    trace: str | os.PathLike[str] | None = None,
+    trace_iterations: Iterable[int] = (),
     microbatch_tokens: Callable[[Any], int | tuple[int, float]] | str | None = None,
     reorder_microbatches: bool = True,
 ) -> None:
@@ -111,6 +116,8 @@ def install(
             order of each rank's passes. Goes with `args`, too.
         torch_attention: replace megatron-core's own attention in the models that DistributedDataParallel wraps by torch's fused
             attention, which keeps no scores (`use_torch_attention`).
+        trace: directory to write a trace to, see --zero-bubble-trace.
+        trace_iterations: with `trace`, iterations to record, from 1; by default the last recorded one.
         microbatch_tokens: takes what `next` of the data iterator returns and returns the length of its rows, padding included, or
             that and the sum of the squared lengths of the sequences in a row, where several are packed. Microbatches may then
             have different lengths: each iteration is planned for its own, which all ranks exchange before it begins, and config's
@@ -124,7 +131,8 @@ def install(
 
     Raises:
         CompatibilityError: the installed megatron-core is not supported; the message lists the differences.
-        ConfigError: an option is not supported in a stock loop, or other options are already installed.
+        ConfigError: an option is not supported in a stock loop, `trace` cannot be written, or other options are already
+            installed.
         PlanError: the file is not a plan.
     """
     launch = read_launch()
@@ -144,16 +152,19 @@ def install(
         "zero_bubble_load_plan": plan,
         "enable_optimizer_post_validation": optimizer_post_validation,
         "zero_bubble_torch_attention": torch_attention,
+        "zero_bubble_trace": None if trace is None else os.fspath(trace),
+        "zero_bubble_trace_iterations": ",".join(map(str, trace_iterations)) or None,
     }
     if args is None:
         config = ZeroBubbleConfig(**given)
-        if config.schedule == "stock" and schedule is None and not (optimizer_post_validation or torch_attention):
+        if config.schedule == "stock" and schedule is None and not (optimizer_post_validation or torch_attention or trace):
             raise ConfigError("install has no schedule to install: give schedule, max_pending_backward, plan, or parsed flags")
     else:
         if any(value not in (None, False) for value in given.values()):
             raise ConfigError("install got parsed flags and other arguments; give one of them")
         config = _from_flags(args)
     _check_supported(config)
+    check_targets([Target("--zero-bubble-trace", config.zero_bubble_trace)], tries=launch.rank == 0)
     if config.schedule == "stock":
         return
     from megatron.zerobubble.mcore.microbatches.ready import READY
@@ -219,6 +230,8 @@ def _check_supported(config: ZeroBubbleConfig) -> None:
             )
     if config.schedule == "stock" and config.enable_optimizer_post_validation:
         raise ConfigError("--enable-optimizer-post-validation needs a schedule of this package: choose one, or leave it out")
+    if config.schedule == "stock" and config.zero_bubble_trace is not None:
+        raise ConfigError("--zero-bubble-trace needs a schedule of this package here: choose one, or leave it out")
     if config.schedule == "stock" and config.zero_bubble_torch_attention:
         raise ConfigError(
             "--zero-bubble-torch-attention needs a schedule of this package: choose one, or call "

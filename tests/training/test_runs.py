@@ -14,7 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -25,7 +24,7 @@ from megatron.zerobubble.plan.partition.layer_costs import Model
 from megatron.zerobubble.plan.partition.stage_layers import StageLayers
 from megatron.zerobubble.plan.search.search_options import SearchOptions
 from megatron.zerobubble.plan.simulate import simulate
-from tests.support.traces import check_trace
+from tests.support.traces import check_trace_files
 from tests.training.launch import (
     PRETRAIN,
     ROOT,
@@ -181,37 +180,9 @@ def test_a_checkpoint_continues_with_another_schedule_and_optimizer_sharding(zb_
 
 
 def _check_trace(folder: Path, *, iterations: list[int], is_profiled: bool = False) -> list[dict[str, Any]]:
-    """The files of a trace: each iteration's plan ran, op by op, and the parts of the report, which is returned, add up."""
-    pictures, plans = ([f"{kind}-{number}" for number in iterations] for kind in ("timeline", "plan"))
-    wanted = {
-        "trace.json",
-        "report.json",
-        *(f"{name}.svg" for name in pictures),
-        *(f"{name}.json" for name in plans),
-    }
-    if is_profiled:
-        wanted.add("layers.json")
-    assert {path.name for path in folder.iterdir()} == wanted
-    plan = Plan.from_json((folder / f"{plans[0]}.json").read_text())
-    assert (plan.schedule, plan.num_ranks, plan.num_microbatches) == ("zbv", 2, 4)
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    check_trace(events, plan, iterations=iterations)
-    optimizer = [(event["pid"], event["args"]["iteration"]) for event in events if event.get("cat") == "optimizer"]
-    assert sorted(optimizer) == sorted((rank, number) for rank in range(2) for number in iterations)
-    for name in pictures:
-        assert ElementTree.parse(folder / f"{name}.svg").getroot().tag.endswith("svg")
-    entries: list[dict[str, Any]] = json.loads((folder / "report.json").read_text())["iterations"]
-    assert [entry["iteration"] for entry in entries] == iterations
-    for entry in entries:
-        for rank in entry["ranks"]:
-            time = rank["measured"]
-            causes = [time[f"idle_{cause}_ms"] for cause in ("for_peer", "for_link", "for_validation", "other")]
-            assert sum(causes) == pytest.approx(time["idle_ms"])
-            assert min(causes) >= -0.001, "no cause is counted twice"
-            busy = time["forward_ms"] + time["backward_ms"] + time["wgrad_ms"]
-            parts = time["starts_after_ms"], busy, time["idle_ms"], time["ends_before_ms"]
-            assert sum(parts) == pytest.approx(entry["measured"]["makespan_ms"])
-    return entries
+    """The files of a trace of ZBV: each iteration's plan ran, and the parts of the report, which is returned, add up."""
+    others = ("layers.json",) if is_profiled else ()
+    return check_trace_files(folder, "zbv", num_ranks=2, num_microbatches=4, iterations=iterations, others=others)
 
 
 def _check_layers(folder: Path, *, num_layers: int) -> None:

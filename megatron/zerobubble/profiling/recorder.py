@@ -78,6 +78,11 @@ class OpRecorder(Recorder):
         """Host monotonic clock at `clear`, in milliseconds: places ranks of one host on a common axis."""
         return self._tape.origin_ms
 
+    @property
+    def is_on(self) -> bool:
+        """Whether an iteration is being recorded."""
+        return self._is_on
+
     def clear(self) -> None:
         """Discard the recording; the next op begins a new iteration, which is recorded until `pause`."""
         self._tape = _Tape()

@@ -69,6 +69,16 @@ class Recordings:
         self._chosen = frozenset(iterations)
         self._iteration = done
 
+    @property
+    def begun(self) -> int:
+        """Number of the training iteration that has begun last."""
+        return self._iteration
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no iteration is recorded."""
+        return self._current is None and not self._kept
+
     def begin(self, plan: Plan, *, is_disturbed: bool = False) -> OpRecorder | None:
         """Begin a training iteration, which completes the recording of the one before. Call it in every training iteration.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron.zerobubble.errors import DataError
+from megatron.zerobubble.flags.targets import Target, check_targets
 from megatron.zerobubble.training.config import schedule
 from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.config.targets import check_targets
 from megatron.zerobubble.training.data.corpus import read_corpus_info, split_documents
 from megatron.zerobubble.training.data.index import DatasetIndex, check_dataset, file_bytes
 
@@ -46,8 +46,20 @@ def check_settings(settings: Settings, *, is_first: bool = True) -> None:
     check_data(settings, reads_all=is_first)
     settings.checkpoint.check()
     schedule.check_trace(settings)
-    check_targets(settings, tries=is_first)
+    check_targets(written(settings), tries=is_first and not settings.run.dry_run)  # which may plan for another machine
     schedule.check_watchdog(settings)
+
+
+def written(settings: Settings) -> list[Target]:
+    """The files and directories that a run writes."""
+    logs, zero_bubble = settings.logging, settings.zero_bubble
+    return [
+        Target("--save", settings.checkpoint.save),
+        Target("--metrics-jsonl", logs.metrics_jsonl, is_file=True),
+        Target("--data-cache-path", settings.data.data_cache_path, is_also_read=True),
+        Target("--zero-bubble-save-plan", zero_bubble.zero_bubble_save_plan, is_file=True, is_replaced=True),
+        Target("--zero-bubble-trace", zero_bubble.zero_bubble_trace),
+    ]
 
 
 def check_data(settings: Settings, *, reads_all: bool) -> None:

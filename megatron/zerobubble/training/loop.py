@@ -27,6 +27,7 @@ from megatron.zerobubble.mcore.compat import destroy_model_parallel
 from megatron.zerobubble.plan.objective import Objective
 from megatron.zerobubble.plan.planner import AUTO
 from megatron.zerobubble.profiling.marks import Marks
+from megatron.zerobubble.profiling.trace_report import report_pipeline
 from megatron.zerobubble.runtime.watch import Watch
 from megatron.zerobubble.training.auto import choose_schedule
 from megatron.zerobubble.training.checkpoint.save import save_checkpoint
@@ -48,7 +49,6 @@ from megatron.zerobubble.training.initialize import (
 from megatron.zerobubble.training.metrics.logger import MetricsLogger
 from megatron.zerobubble.training.metrics.progress_line import IterationRecord
 from megatron.zerobubble.training.metrics.run_summary import description, summary_lines
-from megatron.zerobubble.training.metrics.trace_report import report_pipeline
 from megatron.zerobubble.training.planning.announced_lengths import announce_lengths
 from megatron.zerobubble.training.planning.layers_file import write_layers_file
 from megatron.zerobubble.training.planning.layout_proposal import log_balance, log_layout
@@ -342,7 +342,8 @@ class _Run:
         memory = None if replanner is None else replanner.memory
         seen = report_pipeline(
             schedule,
-            self.settings,
+            self.settings.zero_bubble.zero_bubble_trace,
+            chosen=self.settings.zero_bubble.trace_iterations,
             memory=memory,
             activations=None if replanner is None else replanner.activations,
             by_length=None if replanner is None else replanner.by_length,

@@ -371,8 +371,8 @@ def test_flags_that_choose_no_schedule_install_nothing() -> None:
         ),  # type: ignore[arg-type]
         (lambda: megatron.zerobubble.install(schedule="zb-h1", memory_limit="8GiB"), "zb-h1 has a fixed order"),
         (
-            lambda: megatron.zerobubble.install(argparse.Namespace(enable_zero_bubble=True, zero_bubble_trace="x")),
-            "--zero-bubble-trace is not supported in a stock training loop",
+            lambda: megatron.zerobubble.install(argparse.Namespace(enable_zero_bubble=True, zero_bubble_balance_stages=True)),
+            "--zero-bubble-balance-stages is not supported in a stock training loop",
         ),
     ],
 )

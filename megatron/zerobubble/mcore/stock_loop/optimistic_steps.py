@@ -73,19 +73,7 @@ class OptimisticSteps:
 
     def trains(self, optimizer: Any) -> bool:
         """Whether the optimizer has parameters of the model; one without parameters, if it was stepped first."""
-        if optimizer is self._optimizer:
-            return True
-        if any(
-            chunk is each
-            for part in _parts(optimizer) or (optimizer,)
-            for chunk in getattr(part, "model_chunks", ())
-            for each in self._chunks
-        ):
-            return True
-        weights = [weight for chunk in self._chunks for weight in chunk.parameters()]
-        own = {id(each) for each in (*weights, *(getattr(weight, "main_param", None) for weight in weights)) if each is not None}
-        given = [weight for group in optimizer.param_groups for weight in group["params"]]
-        return any(id(weight) in own for weight in given) or (not given and self._optimizer is None)
+        return optimizer is self._optimizer or trains(optimizer, self._chunks, without_any=self._optimizer is None)
 
     def owns(self, zeroed: Any) -> bool:
         """Whether these are the model's gradients: one of its chunks, its optimizer or a part of that."""
@@ -203,6 +191,21 @@ class OptimisticSteps:
             return function(*args, **kwargs)
 
         return validated
+
+
+def trains(optimizer: Any, chunks: Sequence[nn.Module], *, without_any: bool = True) -> bool:
+    """Whether the optimizer has parameters of the model of `chunks`; `without_any`: the answer for one without parameters."""
+    if any(
+        chunk is each
+        for part in _parts(optimizer) or (optimizer,)
+        for chunk in getattr(part, "model_chunks", ())
+        for each in chunks
+    ):
+        return True
+    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    own = {id(each) for each in (*weights, *(getattr(weight, "main_param", None) for weight in weights)) if each is not None}
+    given = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return any(id(weight) in own for weight in given) or (not given and without_any)
 
 
 def _nested(chunks: Sequence[Any]) -> Iterator[Any]:

@@ -189,7 +189,11 @@ def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
         (DistributedDataParallel, "__init__", _wrapping(loop, DistributedDataParallel.__init__)),
         (TransformerConfig, "__post_init__", _configuring(loop, TransformerConfig.__post_init__)),
     ]
-    if loop.options.flags.enable_optimizer_post_validation:
+    flags = loop.options.flags
+    if flags.enable_optimizer_post_validation or flags.zero_bubble_trace is not None:
+        stepping = (FP32Optimizer, MixedPrecisionOptimizer, ChainedOptimizer)
+        always += ((owner, "step", _stepping(loop, owner.step)) for owner in stepping)
+    if flags.enable_optimizer_post_validation:
         always += _validating(loop)
     if loop.options.weights_seed is not None:
         always += named_weights.replacements()
@@ -209,11 +213,9 @@ def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
 
 
 def _validating(loop: StockLoop) -> list[tuple[Any, str, Any]]:
-    """With post-validation: the step of an optimizer, and what zeroes gradients."""
-    stepping = (FP32Optimizer, MixedPrecisionOptimizer, ChainedOptimizer)
+    """With post-validation: what zeroes gradients."""
     zeroing = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, ChainedOptimizer)
     return [
-        *((owner, "step", _stepping(loop, owner.step)) for owner in stepping),
         *((owner, "zero_grad", _zeroing(loop, owner.zero_grad)) for owner in zeroing),
         (DistributedDataParallel, "zero_grad_buffer", _zeroing(loop, DistributedDataParallel.zero_grad_buffer)),
     ]

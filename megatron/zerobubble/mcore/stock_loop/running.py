@@ -24,6 +24,7 @@ from megatron.zerobubble.mcore.stock_loop.optimistic_steps import OptimisticStep
 from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
 from megatron.zerobubble.mcore.stock_loop.result_relay import ResultRelay
 from megatron.zerobubble.mcore.stock_loop.same_options import check_same_options
+from megatron.zerobubble.mcore.stock_loop.trace_files import TraceFiles
 from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.wgrad.gemm import KernelKind, WgradKernel, plain_accumulate
 from megatron.zerobubble.wgrad.store import WeightGradStore
@@ -44,6 +45,8 @@ class Running:
     """With post-validation: the model's optimizer steps."""
     dropout: LayoutDropout | None
     """Draws dropout masks by layer and sample, if that was asked for."""
+    trace: TraceFiles | None = None
+    """Writes the trace, if one was asked for."""
     iterations: int = 0
     """Training iterations so far."""
 
@@ -61,8 +64,18 @@ class Running:
             closers.append(self.relay.close)
         return closers if self.steps is None else [*closers, *self.steps.closers()]
 
+    def write_trace(self, *, at_end: bool = False) -> None:
+        """Write the trace if that is due. All ranks must call it between two iterations, or `at_end`."""
+        if self.trace is None or not self.trace.is_due(at_end=at_end):
+            return
+        if self.steps is not None:
+            self.steps.flush()
+        self.trace.write()
+
     def close(self, *, validates: bool) -> None:
-        """Remove hooks and destroy process groups; validate the last step before, if wanted."""
+        """Remove hooks and destroy process groups; validate the last step and write the trace before, if wanted."""
+        if validates:
+            self.write_trace(at_end=True)
         if self.steps is not None:
             self.steps.close(validates=validates)
         self.schedule.close()
@@ -111,7 +124,10 @@ def start(
         state_bytes=functools.partial(_state_bytes, options, chunks, optimizers) if options.flags.limits_bytes else int,
         ranks_on_host=options.ranks_on_host,
     )
-    return Running(list(chunks), schedule, replanner, relay, steps, dropout)
+    trace, directory = None, options.flags.zero_bubble_trace
+    if directory is not None:
+        trace = TraceFiles(schedule, replanner, directory=directory, chosen=options.flags.trace_iterations)
+    return Running(list(chunks), schedule, replanner, relay, steps, dropout, trace)
 
 
 def start_forward_only(options: StockLoopOptions, chunks: Sequence[nn.Module], *, usual_tokens: int) -> Running:

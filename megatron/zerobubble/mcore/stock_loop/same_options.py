@@ -17,6 +17,7 @@ _OWN = ("schedule", "microbatch_tokens", "reorder_microbatches", "weights_seed",
 _OF_FLAGS = (
     *("timed_iterations", "zero_bubble_replan_interval", "zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas"),
     *("zero_bubble_torch_attention", "enable_optimizer_post_validation", "post_validation_patience"),
+    "zero_bubble_trace_iterations",
     *("post_validation_rollback", "post_validation_snapshot"),
 )
 _OF_SPEC = ("max_pending_backward", "memory_limit", "placement")
@@ -38,6 +39,7 @@ def check_same_options(options: StockLoopOptions, spec: ScheduleSpec) -> None:
     limit = options.flags.memory_limit
     if limit is not None and options.flags.limits_bytes:
         values["memory_limit"] = Given(f"{limit.total_bytes or 'auto'}")
+    values["trace"] = Given("none" if options.flags.zero_bubble_trace is None else "a directory")
     plan = None if spec.loaded_plan is None else text_digest(spec.loaded_plan.to_json())
     values["plan"] = Given("none" if plan is None else f"a file ({plan[:8]})", plan)
     check_same(turn("options"), values | versions(), rank=dist.get_rank(), ranks=range(dist.get_world_size()), remedy=_REMEDY)

@@ -19,6 +19,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w
 from megatron.zerobubble.mcore.stock_loop.adoption import AdoptedChunks
 from megatron.zerobubble.mcore.stock_loop.layers import DividedLayers
 from megatron.zerobubble.mcore.stock_loop.lifetime import RunningModels
-from megatron.zerobubble.mcore.stock_loop.optimistic_steps import StepOutcome
+from megatron.zerobubble.mcore.stock_loop.optimistic_steps import StepOutcome, trains
 from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
 from megatron.zerobubble.mcore.stock_loop.running import Running, start, start_forward_only
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
@@ -42,6 +43,7 @@ from megatron.zerobubble.mcore.stock_loop.status import Status
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
+from megatron.zerobubble.plan.timeline import Activity
 from megatron.zerobubble.profiling.report import report
 
 __all__ = ["StockLoop"]
@@ -193,6 +195,7 @@ class StockLoop:
             self._place_finalize(get_model_config(chunks[0]), running.schedule.spec.placement)
         if forward_only and running.steps is not None:
             running.steps.flush()
+        running.write_trace()
         replanner = None if forward_only else running.replanner
         if not forward_only:
             if running.dropout is not None:
@@ -214,6 +217,8 @@ class StockLoop:
             forward_only=forward_only,
             **given,
         )
+        if running.trace is not None:
+            running.trace.finished = running.schedule.recordings.begun
         if running.relay is not None:
             results = running.relay(results)
         if replanner is not None and replanner.is_due(running.iterations):
@@ -269,10 +274,18 @@ class StockLoop:
             config.finalize_model_grads_func = FinalizeGradients(placement, given)
         self._finalizing[id(config)] = config
 
-    # -- 5. the optimizer steps, with post-validation ---------------------------------------------------------------------
+    # -- 5. the optimizer steps, with post-validation or recorded ---------------------------------------------------------
 
     def step(self, optimizer: Any, original: Callable[[Any], StepOutcome]) -> StepOutcome:
         """One call of an optimizer's `step`. All ranks must call it. Raises ConfigError if it cannot be validated afterwards."""
+        with ExitStack() as spans:
+            for running in self._models:
+                recorder = running.schedule.recorder
+                if recorder.is_on and trains(optimizer, running.chunks):
+                    spans.enter_context(recorder.span(Activity.OPTIMIZER))
+            return self._step(optimizer, original)
+
+    def _step(self, optimizer: Any, original: Callable[[Any], StepOutcome]) -> StepOutcome:
         trained = [each for each in self._models if each.steps is not None and each.steps.trains(optimizer)]
         if not trained:
             return original(optimizer)

@@ -56,8 +56,12 @@ def render_trace(timelines: Sequence[Timeline]) -> str:
     begin = min(timeline.extent_ms[0] for timeline in timelines)
     events: list[Event] = [_name("process", num_ranks, 0, "iterations", -1)]
     lanes: dict[int, dict[Activity, int]] = {rank: dict.fromkeys(_LANES, 0) for rank in range(num_ranks)}
+    thread, until = 0, begin
     for timeline in timelines:
-        events.append(_iteration(timeline, num_ranks, begin))
+        start, end = timeline.extent_ms
+        thread = 1 - thread if start < until else 0  # a rank may begin an iteration while another one ends the last
+        until = end
+        events.append(_iteration(timeline, num_ranks, thread, begin))
         for rank, own in enumerate(timeline.ranks):
             events += _passes(timeline.iteration, rank, own, begin)
             for activity in _LANES:
@@ -73,11 +77,11 @@ def render_trace(timelines: Sequence[Timeline]) -> str:
     return _document(events)
 
 
-def _iteration(timeline: Timeline, pid: int, begin: float) -> Event:
+def _iteration(timeline: Timeline, pid: int, thread: int, begin: float) -> Event:
     start, end = timeline.extent_ms
     text = f"iteration {timeline.iteration}"
     measured = {} if timeline.activations is None else timeline.activations.to_json()
-    return _complete(text, "iteration", pid, 0, start - begin, end - start, schedule=timeline.plan.schedule, **measured)
+    return _complete(text, "iteration", pid, thread, start - begin, end - start, schedule=timeline.plan.schedule, **measured)
 
 
 def _passes(iteration: int, rank: int, own: RankTimeline, begin: float) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Reports measured vs. planned at the end of a run, for the chosen iterations of the first pipeline or the last recorded one.
+"""Reports measured vs. planned, for the chosen iterations of the first pipeline or the last recorded one.
 
 ``trace.json`` contains all of them on one time axis, ``report.json`` one entry each; ``timeline-N.svg`` and ``plan-N.json``
 belong to iteration N. docs/reading-the-trace.md explains them.
@@ -7,20 +7,20 @@ belong to iteration N. docs/reading-the-trace.md explains them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron.zerobubble.files import replace_text
 from megatron.zerobubble.plan.costs.cost_model import Activations
 from megatron.zerobubble.plan.costs.length_model import LengthModel
 from megatron.zerobubble.plan.render.chrome_trace import render_trace
 from megatron.zerobubble.plan.render.svg import render_comparison
 from megatron.zerobubble.plan.timeline import Timeline
 from megatron.zerobubble.profiling.report import PipelineReport, RankMemory, memory_line, report, reports_to_json
-from megatron.zerobubble.training.config.settings import Settings
 
 __all__ = ["picture", "report_pipeline", "write_trace"]
 
@@ -29,19 +29,21 @@ _log = logging.getLogger(__name__)
 
 def report_pipeline(
     schedule: Any,
-    settings: Settings,
+    directory: str | None,
     *,
+    chosen: Collection[int] = (),
     memory: Sequence[RankMemory] | None = None,
     activations: Activations | None = None,
     by_length: LengthModel | None = None,
 ) -> PipelineReport | None:
-    """Log the pipeline's bubble, and with --zero-bubble-trace write the trace.
+    """Log the pipeline's bubble, and write the trace.
 
-    Every rank must call it; rank 0 writes.
+    Every rank must call it, between two iterations; rank 0 writes. Both training loops report by it.
 
     Args:
         schedule: the `PipelineSchedule` of the run.
-        settings: whether and where to write the trace.
+        directory: of --zero-bubble-trace; None: write no trace.
+        chosen: iterations that --zero-bubble-trace-iterations names.
         memory: memory per rank, if it was measured.
         activations: activation memory per stage, if it was measured; the reports and plans then have it.
         by_length: costs fitted to the lengths of unequal microbatches, for ``report.json``.
@@ -52,7 +54,6 @@ def report_pipeline(
     timelines = [replace(timeline, activations=activations) for timeline in schedule.timelines()]
     if dist.get_rank() != 0:
         return None
-    directory = settings.zero_bubble.zero_bubble_trace
     if not timelines:
         if directory is not None:
             _log.warning("no trace: recording starts with the second iteration, and needs at least two pipeline ranks")
@@ -63,8 +64,7 @@ def report_pipeline(
     if memory is not None:
         _log.info("%s", memory_line(memory))
     if directory is not None:
-        chosen = settings.zero_bubble.trace_iterations
-        missing = sorted(chosen - {timeline.iteration for timeline in timelines})
+        missing = sorted(set(chosen) - {timeline.iteration for timeline in timelines})
         if missing:
             _log.warning("no trace of iterations %s: they did not run in this job", ", ".join(map(str, missing)))
         try:
@@ -84,7 +84,7 @@ def write_trace(
     memory: Sequence[RankMemory] | None = None,
     by_length: LengthModel | None = None,
 ) -> None:
-    """Write ``trace.json``, ``report.json``, and per iteration N ``timeline-N.svg`` and ``plan-N.json``.
+    """Write ``trace.json``, ``report.json``, and per iteration N ``timeline-N.svg`` and ``plan-N.json``, each file whole.
 
     Args:
         timelines: the recorded iterations.
@@ -94,13 +94,13 @@ def write_trace(
         by_length: likewise, costs fitted to the lengths of unequal microbatches.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "trace.json").write_text(render_trace(timelines), encoding="utf-8")
-    (directory / "report.json").write_text(reports_to_json(reports, memory, by_length), encoding="utf-8")
+    replace_text(directory / "trace.json", render_trace(timelines))
+    replace_text(directory / "report.json", reports_to_json(reports, memory, by_length))
     for timeline, seen in zip(timelines, reports, strict=True):
         simulation, number = seen.simulation, timeline.iteration
         plan = timeline.plan.to_json(costs=simulation.costs.to_json(), metrics=simulation.metrics())
-        (directory / f"plan-{number}.json").write_text(plan, encoding="utf-8")
-        (directory / f"timeline-{number}.svg").write_text(picture(timeline, seen), encoding="utf-8")
+        replace_text(directory / f"plan-{number}.json", plan)
+        replace_text(directory / f"timeline-{number}.svg", picture(timeline, seen))
 
 
 def picture(timeline: Timeline, seen: PipelineReport) -> str:

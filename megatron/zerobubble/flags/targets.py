@@ -1,4 +1,4 @@
-"""Checks that what a run writes can be written, before any rank waits for another. `check.check_settings` calls it.
+"""Checks that what a run writes can be written, before any rank waits for another.
 
 A run of hours should not end at its first checkpoint because --save names a file. Nothing is left behind: directories that do not
 exist are not made, existing files keep their content, and what is written to try a directory is deleted at once.
@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.zerobubble.errors import ConfigError
-from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["check_targets"]
+__all__ = ["Target", "check_targets"]
 
 
 @dataclass(frozen=True)
-class _Target:
+class Target:
     """A flag that names what a run writes."""
 
     flag: str
@@ -37,38 +37,27 @@ class _Target:
         return f"{self.flag} {self.given}"
 
 
-def check_targets(settings: Settings, *, tries: bool) -> None:
-    """Raise unless every file and directory that the flags name for writing can be written.
+def check_targets(targets: Sequence[Target], *, tries: bool) -> None:
+    """Raise unless every file and directory that flags name for writing can be written.
 
     Args:
-        settings: the flags.
-        tries: whether to try it. Else only empty names are refused, as with --dry-run, which may plan for another machine.
+        targets: what the flags name.
+        tries: whether to try it. Else only empty names are refused.
 
     Raises:
         ConfigError: one cannot; the message says why.
     """
-    for target in _targets(settings):
+    for target in targets:
         if target.given is None:
             continue
         if not target.given.strip():
             kind = "file" if target.is_file else "directory"
             raise ConfigError(f"{target.flag} {target.given!r} is empty; give the {kind} to write, or leave it out")
-        if tries and not settings.run.dry_run:
+        if tries:
             _check(target, Path(os.path.realpath(target.given)))
 
 
-def _targets(settings: Settings) -> list[_Target]:
-    logs, zero_bubble = settings.logging, settings.zero_bubble
-    return [
-        _Target("--save", settings.checkpoint.save),
-        _Target("--metrics-jsonl", logs.metrics_jsonl, is_file=True),
-        _Target("--data-cache-path", settings.data.data_cache_path, is_also_read=True),
-        _Target("--zero-bubble-save-plan", zero_bubble.zero_bubble_save_plan, is_file=True, is_replaced=True),
-        _Target("--zero-bubble-trace", zero_bubble.zero_bubble_trace),
-    ]
-
-
-def _check(target: _Target, path: Path) -> None:
+def _check(target: Target, path: Path) -> None:
     """Raise unless `path`, which has no symbolic links, can be written."""
     try:
         mode = path.stat().st_mode
@@ -93,7 +82,7 @@ def _check(target: _Target, path: Path) -> None:
         _try_file(target, path)
 
 
-def _check_new(target: _Target, path: Path) -> None:
+def _check_new(target: Target, path: Path) -> None:
     """Raise unless `path`, which does not exist, can be made, with its parents unless those must exist."""
     existing = next(parent for parent in path.parents if os.path.lexists(parent))
     if target.is_replaced and existing != path.parent:
@@ -103,7 +92,7 @@ def _check_new(target: _Target, path: Path) -> None:
     _try_directory(target, existing)
 
 
-def _try_directory(target: _Target, folder: Path) -> None:
+def _try_directory(target: Target, folder: Path) -> None:
     """Write a file without a name, or one that is deleted at once, to a directory."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -112,7 +101,7 @@ def _try_directory(target: _Target, folder: Path) -> None:
         raise ConfigError(f"{target.text}: {folder} is not a writable directory: {error.strerror}") from None
 
 
-def _try_file(target: _Target, path: Path) -> None:
+def _try_file(target: Target, path: Path) -> None:
     """Open an existing file or device for appending, and write nothing; /dev/full refuses that, too."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
