@@ -80,6 +80,7 @@ class _Moments:
     def __init__(self, fault: Fault) -> None:
         self._fault = fault
         self._is_done = False
+        self._timer: threading.Timer | None = None
         self._passes = {True: 0, False: 0}
 
     def install(self) -> None:
@@ -92,6 +93,8 @@ class _Moments:
             with phase(watch, text):
                 self._enter(text)
                 yield
+            if text == PHASES["ends"] and self._timer is not None:
+                self._timer.cancel()  # the job is over: nobody listens any more to a process that is stopped while it exits
 
         @contextmanager
         def seen_passes(watch: Watch, *, forward_only: bool) -> Iterator[None]:
@@ -118,9 +121,9 @@ class _Moments:
         if self._fault.kind == "raise":
             self._do()
         else:
-            timer = threading.Timer(self._fault.after_ms / 1000.0, self._do)
-            timer.daemon = True
-            timer.start()
+            self._timer = threading.Timer(self._fault.after_ms / 1000.0, self._do)
+            self._timer.daemon = True
+            self._timer.start()
 
     def _do(self) -> None:
         note = Path(self._fault.note)

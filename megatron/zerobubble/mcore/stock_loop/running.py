@@ -49,6 +49,8 @@ class Running:
     """Writes the trace, if one was asked for."""
     iterations: int = 0
     """Training iterations so far."""
+    has_new_plan: bool = False
+    """Whether it was re-planned since its status was shown."""
 
     def __post_init__(self) -> None:
         if self.relay is not None:

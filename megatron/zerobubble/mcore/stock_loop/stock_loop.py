@@ -196,6 +196,9 @@ class StockLoop:
         if forward_only and running.steps is not None:
             running.steps.flush()
         running.write_trace()
+        if running.has_new_plan and not forward_only:  # not before: the recorded iteration ends with its optimizer step
+            running.has_new_plan = False
+            self._show(running, num_microbatches)
         replanner = None if forward_only else running.replanner
         if not forward_only:
             if running.dropout is not None:
@@ -223,7 +226,7 @@ class StockLoop:
             results = running.relay(results)
         if replanner is not None and replanner.is_due(running.iterations):
             replanner.after(running.iterations, num_microbatches)
-            self._show(running, num_microbatches)
+            running.has_new_plan = True
         self._models.note_groups(running)
         return results
 
