@@ -119,6 +119,8 @@ class MoeConfig:
                 "--moe-grouped-gemm with --transformer-impl local is one weight for all experts, whose wgrad cannot be deferred: "
                 "leave it out to run the experts one by one, or use --transformer-impl transformer_engine"
             )
+        if model.num_layers is not None:
+            layer_pattern(self.moe_layer_freq, model.num_layers)  # which refuses one that does not fit
 
     def _refuse_the_rest(self) -> None:
         for field in dataclasses.fields(self):
