@@ -42,6 +42,14 @@ _SUPPORTED = (
 )
 """Fields of `ZeroBubbleConfig` that a stock training loop supports."""
 
+_NEEDS_SCHEDULE = {
+    "enable_optimizer_post_validation": None,
+    "zero_bubble_trace": None,
+    "zero_bubble_balance_stages": None,
+    "zero_bubble_torch_attention": "call megatron.zerobubble.use_torch_attention with the model",
+}
+"""Fields that mean nothing without one, and what to do instead."""
+
 READY_LENGTHS = ("thd", "nested")
 """Names of ready functions for `microbatch_tokens` (`mcore.microbatches.ready`)."""
 
@@ -165,7 +173,7 @@ def install(
     }
     if args is None:
         config = ZeroBubbleConfig(**given)
-        if config.schedule == "stock" and schedule is None and not (optimizer_post_validation or torch_attention or trace):
+        if config.schedule == "stock" and schedule is None and not any(getattr(config, name) for name in _NEEDS_SCHEDULE):
             raise ConfigError("install has no schedule to install: give schedule, max_pending_backward, plan, or parsed flags")
     else:
         if any(value not in (None, False) for value in given.values()):
@@ -240,12 +248,9 @@ def _check_supported(config: ZeroBubbleConfig) -> None:
                 f"{flag_of(field)} is not supported in a stock training loop: it is part of this package's own loop. Use "
                 "pretrain_gpt.py for it"
             )
-    if config.schedule == "stock" and config.enable_optimizer_post_validation:
-        raise ConfigError("--enable-optimizer-post-validation needs a schedule of this package: choose one, or leave it out")
-    if config.schedule == "stock" and config.zero_bubble_trace is not None:
-        raise ConfigError("--zero-bubble-trace needs a schedule of this package here: choose one, or leave it out")
-    if config.schedule == "stock" and config.zero_bubble_torch_attention:
-        raise ConfigError(
-            "--zero-bubble-torch-attention needs a schedule of this package: choose one, or call "
-            "megatron.zerobubble.use_torch_attention with the model"
-        )
+    if config.schedule != "stock":
+        return
+    for name, other in _NEEDS_SCHEDULE.items():
+        if getattr(config, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} needs a schedule of this package: choose one, or {other or 'leave it out'}")

@@ -95,7 +95,7 @@ class BlockResult:
     device: str
     """The name of rank 0's device."""
     settings: Settings
-    """As they ran: with the schedule that `auto` chose."""
+    """As they ran."""
     plan: str | None
     """JSON of the plan that the timed iterations ran; None under megatron-core's own schedules."""
     measured: Measurements | None

@@ -352,7 +352,7 @@ def test_flags_that_choose_no_schedule_install_nothing() -> None:
 @pytest.mark.claims("Planning and measuring", "ZB-W in a loop of your own", "rejected")
 @pytest.mark.claims(
     "Your own script",
-    "in a loop of your own: `auto`, FSDP, post-validation with loss scaling, under V another number of chunks than two",
+    "in a loop of your own: FSDP, post-validation with loss scaling, under V another number of chunks than two",
     "rejected",
 )
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_flags_that_choose_no_schedule_install_nothing() -> None:
         (lambda: megatron.zerobubble.install(argparse.Namespace(lr=1.0)), "add_zero_bubble_args"),
         (lambda: megatron.zerobubble.install(example().parse([]), schedule="zbv"), "give one of them"),
         (lambda: megatron.zerobubble.install(schedule="zbw"), "zbw.*zbv"),
-        (lambda: megatron.zerobubble.install(schedule="auto"), "auto builds the model once to profile it"),
+        (lambda: megatron.zerobubble.install(balance_stages=True), "balance-stages needs a schedule of this package"),
         (lambda: megatron.zerobubble.install(optimizer_post_validation=True), "needs a schedule of this package"),
         (lambda: megatron.zerobubble.install(torch_attention=True), "torch-attention needs a schedule of this package"),
         (
@@ -371,8 +371,8 @@ def test_flags_that_choose_no_schedule_install_nothing() -> None:
         ),  # type: ignore[arg-type]
         (lambda: megatron.zerobubble.install(schedule="zb-h1", memory_limit="8GiB"), "zb-h1 has a fixed order"),
         (
-            lambda: megatron.zerobubble.install(argparse.Namespace(enable_zero_bubble=True, zero_bubble_balance_stages=True)),
-            "--zero-bubble-balance-stages is not supported in a stock training loop",
+            lambda: megatron.zerobubble.install(argparse.Namespace(enable_zero_bubble=True, zero_bubble_shard_gradients=2)),
+            "--zero-bubble-shard-gradients is not supported in a stock training loop",
         ),
     ],
 )
