@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron.zerobubble.plan.ir import Plan
 from tests.support.megatron_lm import MISSING, logged, pretrain
 from tests.support.ranks import RankPool
 
@@ -68,6 +69,26 @@ def test_the_same_log_as_without(four_ranks: RankPool, parallel: str, more: str,
     assert len(expected) == 3 + 1 + 2
     actual = _run(four_ranks, f"{flags} {CHUNKS}" if is_v else flags, zero_bubble)
     assert _agree(actual, expected, is_tied=is_v and UNTIED not in more)
+
+
+@pytest.mark.claims(
+    "Your own script",
+    "Megatron-LM's own `pretrain()` with `--zero-bubble-schedule auto`, one chunk per rank and two in a V, and what is measured: "
+    "trace, report, `layers.json`, saved plan, balanced stages (`make test MCORE=0.19.2`)",
+    "works, in every printed digit",
+)
+@pytest.mark.parametrize(("chunks", "is_v"), [("", ""), (f"{CHUNKS} {UNTIED}", "--zero-bubble-v-schedule")])
+def test_auto_and_what_it_measures(four_ranks: RankPool, tmp_path: Path, chunks: str, is_v: str) -> None:
+    folder, iterations = tmp_path / "trace", "--train-iters 7 --eval-interval 10"
+    plain = f"{TWO} {chunks.replace(CHUNKS, '')} {iterations}"
+    auto = f"--zero-bubble-schedule auto {is_v} --zero-bubble-planning-seconds 0.1 --zero-bubble-balance-stages"
+    files = f"--zero-bubble-trace {folder} --zero-bubble-trace-iterations 6 --zero-bubble-save-plan {tmp_path}/plan.json"
+    actual = _run(four_ranks, f"{TWO} {chunks} {iterations}", f"{auto} {files}")
+    assert actual == _run(four_ranks, plain)
+    names = ["layers.json", "plan-6.json", "report.json", "timeline-6.svg", "trace.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    plan = Plan.from_json((tmp_path / "plan.json").read_bytes())
+    assert plan.placement.num_chunks == (2 if is_v else 1)
 
 
 @pytest.mark.claims(
