@@ -93,6 +93,7 @@ def install(
     trace_iterations: Iterable[int] = (),
     microbatch_tokens: Callable[[Any], int | tuple[int, float]] | str | None = None,
     reorder_microbatches: bool = True,
+    **flags: Any,
 ) -> None:
     """Make a training loop that is written for megatron-core run a zero-bubble schedule. Every rank must call it.
 
@@ -141,6 +142,7 @@ def install(
             microbatches have the sequence length that the loop gives to the schedule. Goes with `args`, too.
         reorder_microbatches: with `microbatch_tokens`, run the microbatches of a global batch in the order that suits their
             lengths. Results come back in the order of the data. Gradients are a sum in another order. Goes with `args`, too.
+        **flags: other flags of `add_zero_bubble_args`, by their names in parsed flags: `zero_bubble_replan_interval=5000`.
 
     Raises:
         CompatibilityError: the installed megatron-core is not supported; the message lists the differences.
@@ -171,6 +173,11 @@ def install(
         "zero_bubble_trace": None if trace is None else os.fspath(trace),
         "zero_bubble_trace_iterations": ",".join(map(str, trace_iterations)) or None,
     }
+    for name in flags:
+        if name not in _SUPPORTED or name in given:
+            others = ", ".join(each for each in _SUPPORTED if each not in given)
+            raise ConfigError(f"install has no argument {quoted(name)}; besides those of its own it takes {others}")
+    given |= flags
     if args is None:
         config = ZeroBubbleConfig(**given)
         if config.schedule == "stock" and schedule is None and not any(getattr(config, name) for name in _NEEDS_SCHEDULE):
