@@ -55,7 +55,8 @@ class AdoptedChunks:
         self.options = options
         self.ends = ends
         self._adopted: list[Adopted] = []
-        self._stores: dict[tuple[torch.dtype, torch.dtype], WeightGradStore] = {}
+        self._stores: weakref.WeakValueDictionary[Any, WeightGradStore] = weakref.WeakValueDictionary()
+        """By dtype of weights and of gradients, for as long as a chunk uses one."""
         self.has_warned = False
         """Whether the pipeline has one rank, which is logged once."""
 
@@ -83,14 +84,14 @@ class AdoptedChunks:
         self._prepare(module)
         accumulator = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
         key = config.params_dtype, accumulator
-        if key not in self._stores:
-            self._stores[key] = make_store(config, ddp_config, torch.device(torch.cuda.current_device()))
+        store = self._stores.get(key) or make_store(config, ddp_config, torch.device(torch.cuda.current_device()))
+        self._stores[key] = store
         if self.options.is_v:
             self.check_ends(module)
             self._tie(config, module)
-        split_weight_gradients(module, self._stores[key])
-        adopted = Adopted(weakref.ref(module), weakref.ref(config), spec, self._stores[key])
-        self._adopted = [*self._living(), adopted]
+        split_weight_gradients(module, store)
+        adopted = Adopted(weakref.ref(module, lambda _: self._forget()), weakref.ref(config), spec, store)
+        self._adopted.append(adopted)
         return adopted
 
     def wrapped(self, adopted: Adopted, ddp: nn.Module) -> None:
@@ -116,7 +117,7 @@ class AdoptedChunks:
 
     def close(self) -> None:
         """Undo the split of the chunks that still exist."""
-        for each in self._living():
+        for each in self._adopted:
             module = each.module()
             if module is not None:
                 remove_split(module)
@@ -129,8 +130,9 @@ class AdoptedChunks:
         if self.options.weights_seed is not None and hasattr(module, "sharded_state_dict"):
             draw_by_name([module], seed=self.options.weights_seed)
 
-    def _living(self) -> list[Adopted]:
-        return [each for each in self._adopted if each.module() is not None]
+    def _forget(self) -> None:
+        """A chunk is gone: let go of its store, and of what an iteration that failed has left there."""
+        self._adopted = [each for each in self._adopted if each.module() is not None]
 
     def _warn(self) -> None:
         if not self.has_warned:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
@@ -30,8 +30,8 @@ class StockLoopOptions:
     """Seed of dropout masks that are drawn by layer and sample (`layout_dropout`); None: as megatron-core draws them."""
     ranks_on_host: int = 1
     """Ranks that share the machine, and on the CPU its memory."""
-    rank: int = 0
-    """Global rank, which is known before there is a process group."""
+    rank: int = field(default=0, compare=False)
+    """Global rank, which is known before there is a process group, and may be another one after an in-process restart."""
 
     @property
     def schedule(self) -> str:

@@ -75,7 +75,7 @@ class Running:
         self.trace.write()
 
     def close(self, *, validates: bool) -> None:
-        """Remove hooks and destroy process groups; validate the last step and write the trace before, if wanted."""
+        """Destroy process groups; validate the last step and write the trace before, if wanted."""
         if validates:
             self.write_trace(at_end=True)
         if self.steps is not None:
@@ -83,6 +83,11 @@ class Running:
         self.schedule.close()
         if self.relay is not None:
             self.relay.close()
+
+    def remove_hooks(self) -> None:
+        """Leave the model as it was."""
+        if self.steps is not None:
+            self.steps.remove_hooks()
         if self.dropout is not None:
             self.dropout.remove()
 

@@ -74,9 +74,13 @@ class StockLoop:
         self._models = RunningModels()
         self._finalizing: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """By identity, configs whose `finalize_model_grads_func` is a `FinalizeGradients` around the loop's."""
-        self.status: Status | None = None
-        """Of the model that was started or re-planned last; None before a model trains."""
+        self._status: Status | None = None
         self._has_run = False
+
+    @property
+    def status(self) -> Status | None:
+        """Of the model that was started or re-planned last; None before a model trains, and without its process groups."""
+        return self._status if self._models.has_groups else None
 
     # -- 1. a TransformerConfig is made -----------------------------------------------------------------------------------
 
@@ -235,6 +239,7 @@ class StockLoop:
             first = self.adopted.find(chunks)
         else:
             self.adopted.check_v(chunks)
+        self._status = self.status
         self._models.destroy_unused_groups()
         if trains:
             running = start(
@@ -256,7 +261,7 @@ class StockLoop:
         measured = None if running.replanner is None else running.replanner.costs
         recorded = [] if measured is None else schedule.timelines()
         plan = schedule.plan(num_microbatches)
-        self.status = Status.of(
+        self._status = Status.of(
             plan,
             measured or CostModel.uniform(plan.placement),
             schedule=self.options.schedule,
@@ -266,7 +271,7 @@ class StockLoop:
         )
         if dist.get_rank() == 0:
             times = "F = B = W" if measured is None else f"measured {measured.times_text}"
-            sys.stderr.write(self.status.line(times) + "\n")
+            sys.stderr.write(self._status.line(times) + "\n")
 
     def _place_finalize(self, config: Any, placement: Placement) -> None:
         """Wrap the loop's `finalize_model_grads_func`, whenever it sets one, by what the placement needs besides."""
