@@ -88,7 +88,7 @@ class AdoptedChunks:
         self._stores[key] = store
         if self.options.is_v:
             self.check_ends(module)
-            self._tie(config, module)
+            self._tie(config, module, spec.num_chunks)
         split_weight_gradients(module, store)
         adopted = Adopted(weakref.ref(module, lambda _: self._forget()), weakref.ref(config), spec, store)
         self._adopted.append(adopted)
@@ -162,9 +162,9 @@ class AdoptedChunks:
                 model = get_attr_wrapped_model(chunk, name, return_model_obj=True)
             except RuntimeError:
                 raise ConfigError(
-                    f"schedule {self.options.schedule} was given a {type(chunk).__name__} without {name}, so its stage in "
-                    "the V is unknown: set vp_stage, pre_process and post_process, as GPTModel does, or choose a "
-                    "schedule without a V"
+                    f"schedule {self.options.schedule} was given a {type(chunk).__name__} without {name}, so its stage "
+                    "in the V is unknown: set vp_stage, pre_process and post_process, as GPTModel does, or choose a schedule "
+                    "without a V"
                 ) from None
         return model
 
@@ -179,16 +179,18 @@ class AdoptedChunks:
                 )
             self.check_ends(chunk)
 
-    def _tie(self, config: Any, chunk: nn.Module) -> None:
-        """Under V: start all copies of the embedding from it, in a tied head of the second chunk and in MTP layers."""
+    def _tie(self, config: Any, chunk: nn.Module, num_chunks: int) -> None:
+        """Under V: start all copies of the embedding from it, in a tied head of the last chunk and in MTP layers."""
         number = get_attr_wrapped_model(chunk, "vp_stage")
         earlier = [module for each in self._adopted if each.config() is config and (module := each.module()) is not None]
         if number == 0:
             return
         if not earlier or get_attr_wrapped_model(earlier[-1], "vp_stage") != number - 1:
             raise ConfigError(f"chunk {number} was wrapped by DDP before chunk {number - 1}: wrap a model's chunks in order")
-        tie_chunks([earlier[-1], chunk])
-        copy_to_mtp_stage([earlier[-1], chunk], config)
+        if number == num_chunks - 1:
+            chunks = [*earlier[-number:], chunk]
+            tie_chunks(chunks)
+            copy_to_mtp_stage(chunks, config)
 
 
 def is_stage(module: nn.Module) -> bool:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.mcore.microbatches.length_exchange import TokensOf
+from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.registry import schedule_info
+from megatron.zerobubble.plan.registry import placement_of, schedule_info
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
 __all__ = ["StockLoopOptions"]
@@ -45,8 +46,12 @@ class StockLoopOptions:
 
     @property
     def is_v(self) -> bool:
-        """Whether the first and the last stage are on the same rank."""
-        return schedule_info(self.schedule).placement == "V"
+        """Whether stages are placed in a V, or in two, with the first and the last one on the same rank."""
+        return schedule_info(self.schedule).placement in ("V", "W")
+
+    def placement(self, num_ranks: int) -> Placement:
+        """Stage -> rank, where that follows from the schedule's name: `is_v`."""
+        return placement_of(self.schedule, num_ranks=num_ranks)
 
     def spec(self, *, num_ranks: int, num_chunks: int | None) -> ScheduleSpec:
         """The schedule for a pipeline of this size.
@@ -64,17 +69,13 @@ class StockLoopOptions:
                 f"of at least 2, got {num_ranks}; do not install it, or start more pipeline ranks"
             )
         info, given = schedule_info(self.schedule), num_chunks or 1
-        if info.placement == "W":
-            raise ConfigError(
-                f"schedule {self.schedule} runs in this project's own training loop only; choose zbv or zb-interleaved here"
-            )
         wanted = info.num_chunks if info.num_chunks is not None else max(2, given)
         if given != wanted:
             raise ConfigError(
                 f"schedule {self.schedule} has {wanted} model chunk(s) per rank, the loop was started with "
                 f"virtual_pipeline_model_parallel_size {num_chunks}: give {wanted if wanted > 1 else None} there and in "
                 "initialize_model_parallel, and build the chunks as for megatron-core's interleaved schedule (a V has two chunks "
-                "per rank, zb-interleaved any number from two)"
+                "per rank, zb-w four, zb-interleaved any number from two)"
             )
         limit = self.flags.memory_limit
         return self.flags.schedule_spec(

@@ -121,7 +121,7 @@ class StockLoop:
         """Whether this rank's chunk `vp_stage` holds the first and the last stage. Raises ConfigError without a number."""
         if vp_stage is None:
             raise ConfigError(
-                f"schedule {self.options.schedule} has two model chunks per rank: build each with its vp_stage, as for "
+                f"schedule {self.options.schedule} has several model chunks per rank: build each with its vp_stage, as for "
                 "megatron-core's interleaved schedule"
             )
         placement = self.placement
@@ -149,8 +149,8 @@ class StockLoop:
 
     @property
     def placement(self) -> Placement:
-        """Stage -> rank of a schedule in a V. The pipeline's process groups must exist."""
-        return Placement.v(parallel_state.get_pipeline_model_parallel_world_size())
+        """Stage -> rank under V. The pipeline's process groups must exist."""
+        return self.options.placement(parallel_state.get_pipeline_model_parallel_world_size())
 
     # -- 4. the schedule is called ----------------------------------------------------------------------------------------
 
