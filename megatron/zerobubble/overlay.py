@@ -100,8 +100,9 @@ def install(
     Every rank must give the same options, which are compared before a model's first pass.
 
     Call it before the loop makes its TransformerConfig, and for schedules with V placement before `initialize_model_parallel`.
-    The loop must build the schedule's number of model chunks per rank (two with V placement), as for megatron-core's interleaved
-    schedule. Models that DistributedDataParallel wraps after this call are trained by the schedule; others run forward-only.
+    The loop must build the schedule's number of model chunks per rank (two with V placement, four for zb-w), as for
+    megatron-core's interleaved schedule. Models that DistributedDataParallel wraps after this call are trained by the schedule;
+    others run forward-only.
     Where the pipeline has one rank, megatron-core's own schedule runs, after one warning. With ZERO_BUBBLE=0 in the environment
     of every rank nothing is installed, after one log line.
 

@@ -238,7 +238,5 @@ class Engine:
             self._plan_file.finish(self.schedule, self._num_microbatches)
 
     def close(self) -> None:
-        """Remove hooks and destroy process groups. Every rank of the world must call it."""
+        """Destroy process groups. Every rank of the world must call it."""
         self.schedule.close()
-        if self.dropout is not None:
-            self.dropout.remove()

@@ -16,7 +16,7 @@ if importlib.util.find_spec("megatron.training") is None:
     pytest.skip(MISSING, allow_module_level=True)
 
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
-CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
+CHUNKS, FOUR_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2", "--num-virtual-stages-per-pipeline-rank 4"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 UNTIED = "--untie-embeddings-and-output-weights"
 
@@ -45,7 +45,8 @@ def _agree(actual: dict[str, tuple[str, ...]], expected: dict[str, tuple[str, ..
     "Your own script",
     "Megatron-LM's own `pretrain()`, by a script that knows nothing of this package: ZB-H1 and ZBV with the distributed "
     "optimizer and overlapped reduction, ZB-H2, ZBV untied with `--rerun-mode validate_results`, ZBV with tensor parallelism "
-    "2, V-Half in bf16 with per-token loss: the log of stock 1F1B, evaluation and TensorBoard too (`make test MCORE=0.19.2`)",
+    "2, ZB-W, V-Half in bf16 with per-token loss: the log of stock 1F1B, evaluation and TensorBoard too "
+    "(`make test MCORE=0.19.2`)",
     "works, in every printed digit (tied under V: 2e-6)",
 )
 @pytest.mark.parametrize(
@@ -56,18 +57,19 @@ def _agree(actual: dict[str, tuple[str, ...]], expected: dict[str, tuple[str, ..
         (TWO, SHARDED, "--zero-bubble-v-schedule"),
         (TWO, f"{UNTIED} --rerun-mode validate_results", "--zero-bubble-v-schedule"),
         (f"{TWO} --tensor-model-parallel-size 2", "--rerun-mode disabled", "--zero-bubble-v-schedule"),
+        (TWO, "--num-layers 8", "--zero-bubble-schedule zb-w"),
         (TWO, f"{UNTIED} --bf16 --calculate-per-token-loss", "--zero-bubble-schedule v-half"),
     ],
-    ids=["zb-h1-sharded", "zb-h2", "zbv-tied-sharded", "zbv-untied-validated", "zbv-tied-tp-2", "v-half-bf16"],
+    ids=["zb-h1-sharded", "zb-h2", "zbv-tied-sharded", "zbv-untied-validated", "zbv-tied-tp-2", "zb-w-tied", "v-half-bf16"],
 )
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.28)
 def test_the_same_log_as_without(four_ranks: RankPool, parallel: str, more: str, zero_bubble: str) -> None:
     """Losses and gradient norms of training, and losses of evaluation on two data sets."""
-    is_v = zero_bubble.endswith(("v-schedule", "v-half"))
+    is_v, chunks = zero_bubble.endswith(("v-schedule", "v-half", "zb-w")), FOUR_CHUNKS if "zb-w" in zero_bubble else CHUNKS
     flags = f"{parallel} {more} --train-iters 3 --eval-interval 2"
     expected = _run(four_ranks, flags)
     assert len(expected) == 3 + 1 + 2
-    actual = _run(four_ranks, f"{flags} {CHUNKS}" if is_v else flags, zero_bubble)
+    actual = _run(four_ranks, f"{flags} {chunks}" if is_v else flags, zero_bubble)
     assert _agree(actual, expected, is_tied=is_v and UNTIED not in more)
 
 

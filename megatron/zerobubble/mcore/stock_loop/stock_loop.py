@@ -75,9 +75,13 @@ class StockLoop:
         self._models = RunningModels()
         self._finalizing: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """By identity, configs whose `finalize_model_grads_func` is a `FinalizeGradients` around the loop's."""
-        self.status: Status | None = None
-        """Of the model that was started or re-planned last; None before a model trains."""
+        self._status: Status | None = None
         self._has_run = False
+
+    @property
+    def status(self) -> Status | None:
+        """Of the model that was started or re-planned last; None before a model trains, and without its process groups."""
+        return self._status if self._models.has_groups else None
 
     # -- 1. a TransformerConfig is made -----------------------------------------------------------------------------------
 
@@ -118,7 +122,7 @@ class StockLoop:
         """Whether this rank's chunk `vp_stage` holds the first and the last stage. Raises ConfigError without a number."""
         if vp_stage is None:
             raise ConfigError(
-                f"schedule {self.options.schedule} has two model chunks per rank: build each with its vp_stage, as for "
+                f"schedule {self.options.schedule} has several model chunks per rank: build each with its vp_stage, as for "
                 "megatron-core's interleaved schedule"
             )
         placement = self.placement
@@ -146,8 +150,8 @@ class StockLoop:
 
     @property
     def placement(self) -> Placement:
-        """Stage -> rank of a schedule in a V. The pipeline's process groups must exist."""
-        return Placement.v(parallel_state.get_pipeline_model_parallel_world_size())
+        """Stage -> rank under V. The pipeline's process groups must exist."""
+        return self.options.placement(parallel_state.get_pipeline_model_parallel_world_size())
 
     # -- 4. the schedule is called ----------------------------------------------------------------------------------------
 
@@ -227,6 +231,7 @@ class StockLoop:
             first = self.adopted.find(chunks)
         else:
             self.adopted.check_v(chunks)
+        self._status = self.status
         self._models.destroy_unused_groups()
         if trains:
             running = start(
@@ -248,7 +253,7 @@ class StockLoop:
         measured = None if engine.replanner is None else engine.replanner.costs
         recorded = [] if measured is None else schedule.timelines()
         plan = schedule.plan(num_microbatches)
-        self.status = Status.of(
+        self._status = Status.of(
             plan,
             measured or CostModel.uniform(plan.placement),
             schedule=self.options.schedule,
@@ -258,7 +263,7 @@ class StockLoop:
         )
         if dist.get_rank() == 0:
             times = "F = B = W" if measured is None else f"measured {measured.times_text}"
-            show_line(self.status.line(times))
+            show_line(self._status.line(times))
 
     def _place_finalize(self, config: Any, placement: Placement) -> None:
         """Wrap the loop's `finalize_model_grads_func`, whenever it sets one, by what the placement needs besides."""
