@@ -191,7 +191,7 @@ class Watchdog:
             verdict = self._decide()
             _log.error("stuck: %s (--zero-bubble-watchdog-seconds %g)", verdict.reason, self._limit_s)
             sys.stdout.flush()
-            first_to_fail(self._store, verdict.rank)
+            first_to_fail(self._store, verdict.rank, verdict.reason)
             self._store.set(_VERDICT, json.dumps(verdict._asdict()))
         until = time.monotonic() + _GRACE_S + 3.0 * self._pulse.interval_s
         while not self._store.check([_VERDICT]) and time.monotonic() < until:
@@ -208,7 +208,7 @@ class Watchdog:
         beats = published(self._store, ranks)
         failed = who_failed(self._store)
         if failed is not None:
-            return HangVerdict(failed, f"rank {failed} failed, see its report")
+            return HangVerdict(*failed)
         return decide(
             beats,
             silent_s=self._silent_s(before, beats),
