@@ -38,7 +38,7 @@ _SUPPORTED = (
     *("zero_bubble_v_schedule_mem_setup", "zero_bubble_memory_limit", "zero_bubble_load_plan"),
     *("zero_bubble_pipeline_timers_start_iter", "zero_bubble_pipeline_timers_end_iter", "zero_bubble_replan_interval"),
     *("zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas", "zero_bubble_torch_attention"),
-    *("zero_bubble_trace", "zero_bubble_trace_iterations"),
+    *("zero_bubble_trace", "zero_bubble_trace_iterations", "zero_bubble_watchdog_seconds"),
     *("enable_optimizer_post_validation", "post_validation_patience", "post_validation_rollback", "post_validation_snapshot"),
 )
 """Fields of `ZeroBubbleConfig` that a stock training loop supports."""
@@ -81,6 +81,7 @@ def install(
     torch_attention: bool = False,
     trace: str | os.PathLike[str] | None = None,
     trace_iterations: Iterable[int] = (),
+    watchdog_seconds: float | None = None,
     microbatch_tokens: Callable[[Any], int | tuple[int, float]] | str | None = None,
     reorder_microbatches: bool = True,
 ) -> None:
@@ -118,6 +119,9 @@ def install(
             attention, which keeps no scores (`use_torch_attention`).
         trace: directory to write a trace to, see --zero-bubble-trace.
         trace_iterations: with `trace`, iterations to record, from 1; by default the last recorded one.
+        watchdog_seconds: turns on the watchdog, see --zero-bubble-watchdog-seconds, and a report of exceptions that nothing
+            catches, which says the op, stage and microbatch and ends the process without exit handlers. Calls of the schedule are
+            watched; what the loop does between them may take as long as it takes. None: only `zerobubble run` has both on.
         microbatch_tokens: takes what `next` of the data iterator returns and returns the length of its rows, padding included, or
             that and the sum of the squared lengths of the sequences in a row, where several are packed. Microbatches may then
             have different lengths: each iteration is planned for its own, which all ranks exchange before it begins, and config's
@@ -154,13 +158,14 @@ def install(
         "zero_bubble_torch_attention": torch_attention,
         "zero_bubble_trace": None if trace is None else os.fspath(trace),
         "zero_bubble_trace_iterations": ",".join(map(str, trace_iterations)) or None,
+        "zero_bubble_watchdog_seconds": watchdog_seconds,
     }
     if args is None:
         config = ZeroBubbleConfig(**given)
         if config.schedule == "stock" and schedule is None and not (optimizer_post_validation or torch_attention or trace):
             raise ConfigError("install has no schedule to install: give schedule, max_pending_backward, plan, or parsed flags")
     else:
-        if any(value not in (None, False) for value in given.values()):
+        if any(value is not None and value is not False for value in given.values()):
             raise ConfigError("install got parsed flags and other arguments; give one of them")
         config = _from_flags(args)
     _check_supported(config)
@@ -230,8 +235,12 @@ def _check_supported(config: ZeroBubbleConfig) -> None:
             )
     if config.schedule == "stock" and config.enable_optimizer_post_validation:
         raise ConfigError("--enable-optimizer-post-validation needs a schedule of this package: choose one, or leave it out")
-    if config.schedule == "stock" and config.zero_bubble_trace is not None:
-        raise ConfigError("--zero-bubble-trace needs a schedule of this package here: choose one, or leave it out")
+    for flag, value in (
+        ("--zero-bubble-trace", config.zero_bubble_trace),
+        ("--zero-bubble-watchdog-seconds", config.zero_bubble_watchdog_seconds),
+    ):
+        if config.schedule == "stock" and value is not None:
+            raise ConfigError(f"{flag} needs a schedule of this package here: choose one, or leave it out")
     if config.schedule == "stock" and config.zero_bubble_torch_attention:
         raise ConfigError(
             "--zero-bubble-torch-attention needs a schedule of this package: choose one, or call "

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
@@ -81,8 +81,32 @@ class JobGuard:
         self._stream = stream
         self._error_file = error_file
         self._pause = pause
+        self._uncaught: tuple[Any, Any] = (None, None)
+        """What `take_uncaught` installed, and what was there before."""
         self.doing: Callable[[], str | None] = lambda: None
         """Returns what this rank is doing, as in "runs 3F0"; called when it fails. None: unknown."""
+
+    def follow(self, store: Store, rank: int, *, world_size: int, doing: Callable[[], str | None]) -> None:
+        """Use another store, and report what the rank does there; see the class and `doing`."""
+        self._store, self._rank, self._world_size, self.doing = store, rank, world_size, doing
+
+    def take_uncaught(self) -> None:
+        """Report exceptions that nothing catches, in place of the process's own report, where this guard is not around it."""
+        before = sys.excepthook
+
+        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if isinstance(error, Exception):
+                self.__exit__(kind, error, trace)
+            else:
+                before(kind, error, trace)
+
+        sys.excepthook, self._uncaught = report, (report, before)
+
+    def leave_uncaught(self) -> None:
+        """Undo `take_uncaught`, unless something else has been installed since."""
+        report, before = self._uncaught
+        if before is not None and sys.excepthook is report:
+            sys.excepthook = before
 
     def __enter__(self) -> JobGuard:
         return self

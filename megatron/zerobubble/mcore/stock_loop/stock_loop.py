@@ -28,6 +28,7 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.supervision import Supervision
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
 from megatron.zerobubble.mcore.model.hybrid_layers import place_stack
 from megatron.zerobubble.mcore.model.named_weights import remember_from
@@ -77,6 +78,8 @@ class StockLoop:
         self.status: Status | None = None
         """Of the model that was started or re-planned last; None before a model trains."""
         self._has_run = False
+        self.supervision = Supervision(options.flags.zero_bubble_watchdog_seconds)
+        """Watchdog and failure report, around the loop's calls."""
 
     # -- 1. a TransformerConfig is made -----------------------------------------------------------------------------------
 
@@ -191,6 +194,7 @@ class StockLoop:
         running = self._models.of(chunks) or self._start(
             chunks, num_microbatches, usual_tokens=int(given["seq_length"]), trains=not strangers
         )
+        self._watch(running)
         if not strangers:
             self._place_finalize(get_model_config(chunks[0]), running.schedule.spec.placement)
         if forward_only and running.steps is not None:
@@ -249,6 +253,13 @@ class StockLoop:
             running = start_forward_only(self.options, chunks, usual_tokens=usual_tokens)
         self._models.add(running)
         return running
+
+    def _watch(self, running: Running) -> None:
+        """Report what happens in the passes of a model to the watchdog, if there is one."""
+        hooks, watch = running.schedule.hooks, self.supervision.watch
+        if watch is not None and hooks.watch is not watch:
+            watch.begin_pipeline(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
+        hooks.watch = watch
 
     def _show(self, running: Running, num_microbatches: int) -> None:
         """Make the status of a model that starts or has a new plan; rank 0 writes it to stderr. All ranks must call it."""
@@ -324,6 +335,7 @@ class StockLoop:
 
     def close(self) -> None:
         """Undo the split and `finalize_model_grads_func`, and destroy process groups. Every rank of the world must call it."""
+        self.supervision.close()
         self._models.close()
         self.adopted.close()
         for config in list(self._finalizing.values()):
