@@ -38,6 +38,7 @@ _SUPPORTED = (
     *("zero_bubble_pipeline_timers_start_iter", "zero_bubble_pipeline_timers_end_iter", "zero_bubble_replan_interval"),
     *("zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas", "zero_bubble_torch_attention"),
     *("zero_bubble_trace", "zero_bubble_trace_iterations", "zero_bubble_save_plan", "zero_bubble_balance_stages"),
+    "zero_bubble_watchdog_seconds",
     *("enable_optimizer_post_validation", "post_validation_patience", "post_validation_rollback", "post_validation_snapshot"),
 )
 """Fields of `ZeroBubbleConfig` that a stock training loop supports."""
@@ -46,6 +47,7 @@ _NEEDS_SCHEDULE = {
     "enable_optimizer_post_validation": None,
     "zero_bubble_trace": None,
     "zero_bubble_balance_stages": None,
+    "zero_bubble_watchdog_seconds": None,
     "zero_bubble_torch_attention": "call megatron.zerobubble.use_torch_attention with the model",
 }
 """Fields that mean nothing without one, and what to do instead."""
@@ -91,6 +93,7 @@ def install(
     torch_attention: bool = False,
     trace: str | os.PathLike[str] | None = None,
     trace_iterations: Iterable[int] = (),
+    watchdog_seconds: float | None = None,
     microbatch_tokens: Callable[[Any], int | tuple[int, float]] | str | None = None,
     reorder_microbatches: bool = True,
     **flags: Any,
@@ -133,6 +136,9 @@ def install(
             attention, which keeps no scores (`use_torch_attention`).
         trace: directory to write a trace to, see --zero-bubble-trace.
         trace_iterations: with `trace`, iterations to record, from 1; by default the last recorded one.
+        watchdog_seconds: turns on the watchdog, see --zero-bubble-watchdog-seconds, and a report of exceptions that nothing
+            catches, which says the op, stage and microbatch and ends the process without exit handlers. Calls of the schedule are
+            watched; what the loop does between them may take as long as it takes. None: only `zerobubble run` has both on.
         microbatch_tokens: takes what `next` of the data iterator returns and returns the length of its rows, padding included, or
             that and the sum of the squared lengths of the sequences in a row, where several are packed. Microbatches may then
             have different lengths: each iteration is planned for its own, which all ranks exchange before it begins, and config's
@@ -173,6 +179,7 @@ def install(
         "zero_bubble_torch_attention": torch_attention,
         "zero_bubble_trace": None if trace is None else os.fspath(trace),
         "zero_bubble_trace_iterations": ",".join(map(str, trace_iterations)) or None,
+        "zero_bubble_watchdog_seconds": watchdog_seconds,
     }
     for name in flags:
         if name not in _SUPPORTED or name in given:
@@ -184,7 +191,7 @@ def install(
         if config.schedule == "stock" and schedule is None and not any(getattr(config, name) for name in _NEEDS_SCHEDULE):
             raise ConfigError("install has no schedule to install: give schedule, max_pending_backward, plan, or parsed flags")
     else:
-        if any(value not in (None, False) for value in given.values()):
+        if any(value is not None and value is not False for value in given.values()):
             raise ConfigError("install got parsed flags and other arguments; give one of them")
         config = _from_flags(args)
     _check_supported(config)

@@ -131,7 +131,8 @@ def _reporting(job: Job, failed: Callable[[Exception], None]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if first_to_fail(job.store, job.launch.rank) == job.launch.rank:
+        rank = job.launch.rank
+        if first_to_fail(job.store, rank, f"rank {rank} failed: {error}").rank == rank:
             failed(error)
         raise
 

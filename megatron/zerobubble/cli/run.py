@@ -121,8 +121,11 @@ def _run(args: argparse.Namespace, launch: Launch) -> int:
     with _device(launch, on_cpu=args.cpu):
         install(args, microbatch_tokens=args.microbatch_tokens)
         from megatron.zerobubble.job.failure import JobGuard
+        from megatron.zerobubble.mcore.stock_loop.patches import supervise_by
 
-        with JobGuard(job_store(launch), launch.rank, error_file=launch.error_file):
+        guard = JobGuard(job_store(launch), launch.rank, error_file=launch.error_file)
+        supervise_by(guard)
+        with guard:
             runpy.run_path(args.script, run_name="__main__")
     return 0
 

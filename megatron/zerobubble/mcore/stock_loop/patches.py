@@ -54,6 +54,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.failure import JobGuard
 from megatron.zerobubble.mcore.compat import check_stock_loop, hybrid_model
 from megatron.zerobubble.mcore.model import named_weights
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
@@ -63,7 +64,7 @@ from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.stock_loop.status import Status
 from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop
 
-__all__ = ["expect_install", "install_options", "status", "stop_expecting", "uninstall"]
+__all__ = ["expect_install", "install_options", "status", "stop_expecting", "supervise_by", "uninstall"]
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +82,8 @@ class _PatchedSchedule:
         self._original = original
 
     def __call__(self, **given: Any) -> list[Any]:
-        return self.loop.run(self._original, **given)
+        with self.loop.supervision.during("is in a call of the schedule, around the passes"):
+            return self.loop.run(self._original, **given)
 
 
 class _AwaitingInstall:
@@ -176,6 +178,13 @@ def status() -> Status | None:
     return None if loop is None else loop.status
 
 
+def supervise_by(guard: JobGuard) -> None:
+    """Let the installed schedule, if there is one, report to the guard around its script; the watchdog is then on by default."""
+    loop = _installed()
+    if loop is not None:
+        loop.supervision.guard = guard
+
+
 def _installed() -> StockLoop | None:
     schedule = getattr(schedules, _SCHEDULES[0])
     return schedule.loop if isinstance(schedule, _PatchedSchedule) else None
@@ -223,7 +232,8 @@ def _validating(loop: StockLoop) -> list[tuple[Any, str, Any]]:
 def _stepping(loop: StockLoop, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(original)
     def step(self: Any) -> Any:
-        return loop.step(self, original)
+        with loop.supervision.during("steps its optimizer"):
+            return loop.step(self, original)
 
     return step
 

@@ -28,6 +28,7 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.supervision import Supervision
 from megatron.zerobubble.mcore.engine import Engine
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
 from megatron.zerobubble.mcore.model.hybrid_layers import place_stack
@@ -77,6 +78,8 @@ class StockLoop:
         """By identity, configs whose `finalize_model_grads_func` is a `FinalizeGradients` around the loop's."""
         self._status: Status | None = None
         self._has_run = False
+        self.supervision = Supervision(options.flags.zero_bubble_watchdog_seconds)
+        """Watchdog and failure report, around the loop's calls."""
 
     @property
     def status(self) -> Status | None:
@@ -197,6 +200,7 @@ class StockLoop:
             chunks, num_microbatches, usual_tokens=int(given["seq_length"]), trains=not strangers
         )
         engine = running.engine
+        self._watch(engine)
         if not strangers:
             self._place_finalize(get_model_config(chunks[0]), engine.schedule.spec.placement)
         if forward_only and running.steps is not None:
@@ -246,6 +250,13 @@ class StockLoop:
             running = start_forward_only(self.options, chunks, usual_tokens=usual_tokens)
         self._models.add(running)
         return running
+
+    def _watch(self, engine: Engine) -> None:
+        """Report what happens in the passes of a model to the watchdog, if there is one."""
+        hooks, watch = engine.schedule.hooks, self.supervision.watch
+        if watch is not None and hooks.watch is not watch:
+            watch.begin_pipeline(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
+        hooks.watch = watch
 
     def _show(self, engine: Engine, num_microbatches: int) -> None:
         """Make the status of a model that starts or has a new plan; rank 0 writes it to stderr. All ranks must call it."""
@@ -321,6 +332,7 @@ class StockLoop:
 
     def close(self) -> None:
         """Undo the split and `finalize_model_grads_func`, and destroy process groups. Every rank of the world must call it."""
+        self.supervision.close()
         self._models.close()
         self.adopted.close()
         for config in list(self._finalizing.values()):
