@@ -6,6 +6,7 @@ import pytest
 
 from megatron.zerobubble.bench.bench_options import parse_options
 from megatron.zerobubble.bench.contenders import DEFAULT, PROFILED, WARM_UP, parse_contenders
+from megatron.zerobubble.bench.programs import TrainerRun
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.training.config.settings import Settings
 from tests.training.test_arguments import settings
@@ -105,7 +106,7 @@ def test_wrong_names_are_refused_in_one_line(text: str, message: str) -> None:
 
 def test_a_contender_that_cannot_run_is_a_row_and_not_the_end() -> None:
     options = parse_options([*BENCH, "--contenders", "stock-1f1b,interleaved-1f1b:8,zbv", "--quick"], world_size=2, prog="bench")
-    assert list(options.settings) == ["stock-1f1b", "zbv"]
+    assert list(options.programs) == ["stock-1f1b", "zbv"]
     assert "--num-layers 8" in options.refused["interleaved-1f1b:8"]
     assert options.num_iterations == 2 * (WARM_UP + 3 + 2 * (2 + 3))
 
@@ -113,8 +114,12 @@ def test_a_contender_that_cannot_run_is_a_row_and_not_the_end() -> None:
 def test_a_layout_for_other_stages_is_dropped_with_a_note() -> None:
     layout = ["--pipeline-model-parallel-layout", "Ettttt|tttL"]
     options = parse_options([*BENCH, *layout, "--contenders", "stock-1f1b,zbv"], world_size=2, prog="bench")
-    assert options.settings["stock-1f1b"].parallel.pipeline_model_parallel_layout == layout[1]
-    assert options.settings["zbv"].parallel.pipeline_model_parallel_layout is None
+    layouts = {
+        name: program.settings.parallel.pipeline_model_parallel_layout
+        for name, program in options.programs.items()
+        if isinstance(program, TrainerRun)
+    }
+    assert layouts == {"stock-1f1b": layout[1], "zbv": None}
     assert list(options.notes) == ["zbv"]
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.zerobubble.bench import workers as module
 from megatron.zerobubble.bench.workers import Failure, Interrupted, Workers
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.error_file import write_error_file
 from megatron.zerobubble.job.launch import Launch
 
 Run = Callable[..., Any]
@@ -60,37 +61,37 @@ def two(runs: tuple[Run, Run], folder: Path) -> list[Any]:
     return outcomes
 
 
-def succeeds(request: Any, launch: Launch, *, tick: Callable[[], None], failed: Any) -> Any:
+def succeeds(request: Any, launch: Launch, *, tick: Callable[[], None], end: Any) -> Any:
     for _ in range(3):
         tick()
     os.write(1, b"hello from the block\n")
-    return {"pid": os.getpid()}
+    end({"pid": os.getpid()})
 
 
-def raises(request: Any, launch: Launch, *, tick: Any, failed: Any) -> Any:
+def raises(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
     raise RuntimeError("CUDA out of memory.\nTried to allocate 20.00 GiB")
 
 
-def refuses(request: Any, launch: Launch, *, tick: Any, failed: Any) -> Any:
+def refuses(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
     raise ConfigError("--bf16 is given, but the device cannot")
 
 
-def reports_and_leaves(request: Any, launch: Launch, *, tick: Any, failed: Any) -> Any:
+def reports_and_leaves(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
     """As a `JobGuard` on the first rank that fails."""
-    failed(ValueError("the cause"))
+    write_error_file(launch.error_file, "rank 0 failed: ValueError: the cause")
     os._exit(1)
 
 
-def loses_its_peer(request: Any, launch: Launch, *, tick: Any, failed: Any) -> Any:
+def loses_its_peer(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
     """As a `JobGuard` on a rank that only lost another one."""
     os._exit(1)
 
 
-def is_killed(request: Any, launch: Launch, *, tick: Any, failed: Any) -> Any:
+def is_killed(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hangs(request: Any, launch: Launch, *, tick: Callable[[], None], failed: Any) -> Any:
+def hangs(request: Any, launch: Launch, *, tick: Callable[[], None], end: Any) -> Any:
     tick()
     time.sleep(600)
 
@@ -108,7 +109,7 @@ def test_the_result_comes_back_from_a_process_of_its_own(tmp_path: Path) -> None
     [
         (raises, "RuntimeError: CUDA out of memory. Tried to allocate 20.00 GiB"),
         (refuses, "--bf16 is given, but the device cannot"),
-        (reports_and_leaves, "ValueError: the cause"),
+        (reports_and_leaves, "rank 0 failed: ValueError: the cause"),
         (is_killed, "a rank was ended by SIGKILL: the machine may have run out of memory (see"),
     ],
 )
@@ -130,7 +131,7 @@ def test_a_block_after_a_failure_runs(tmp_path: Path) -> None:
     ("runs", "reason"),
     [
         ((raises, hangs), "RuntimeError: CUDA out of memory."),
-        ((loses_its_peer, reports_and_leaves), "ValueError: the cause"),
+        ((loses_its_peer, reports_and_leaves), "rank 0 failed: ValueError: the cause"),
         ((hangs, is_killed), "a rank was ended by SIGKILL"),
         ((succeeds, raises), "RuntimeError: CUDA out of memory."),
     ],
@@ -161,7 +162,7 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     parent = os.fork()
     if parent == 0:
 
-        def notes_its_pid(request: Any, launch: Launch, *, tick: Any, failed: Any) -> Any:
+        def notes_its_pid(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
             os.write(writing, f"{os.getpid()}\n".encode())
             time.sleep(600)
 

@@ -17,10 +17,12 @@ from megatron.zerobubble.training.config.logging import LoggingConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["DEFAULT", "PROFILED", "WARM_UP", "Contender", "parse_contenders"]
+__all__ = ["DEFAULT", "PROFILED", "SCRIPT_DEFAULT", "WARM_UP", "Contender", "parse_contenders"]
 
-DEFAULT = "stock-1f1b,interleaved-1f1b:2,zb-h1,zb-h2,zbv,v-half,auto"
-"""--contenders, if it is not given."""
+SCRIPT_DEFAULT = "stock-1f1b,interleaved-1f1b:2,zb-h1,zb-h2,zbv,v-half"
+"""--contenders of a script, if it is not given."""
+DEFAULT = f"{SCRIPT_DEFAULT},auto"
+"""--contenders of the reference trainer, if it is not given."""
 
 PROFILED = (2, 4)
 """First and last iteration of a contender's first block whose passes are profiled. A searched order runs from the next one on."""
@@ -52,6 +54,11 @@ class Contender:
         return self.schedule == STOCK
 
     @property
+    def num_chunks_per_rank(self) -> int:
+        """Model chunks per rank. Not defined for `auto`."""
+        return self.num_chunks or (1 if self.is_stock else schedule_info(self.schedule).num_chunks or 1)
+
+    @property
     def plan_name(self) -> str:
         """The name of its order of passes in the plan registry. Not defined for `auto`."""
         if not self.is_stock:
@@ -73,7 +80,7 @@ class Contender:
         """
         changed = replace(
             job,
-            zero_bubble=self._zero_bubble(job),
+            zero_bubble=self.zero_bubble(job.zero_bubble),
             parallel=self._parallel(job),
             run=replace(
                 job.run,
@@ -94,8 +101,8 @@ class Contender:
             changed.stage_layers(changed.schedule_spec.placement)
         return changed
 
-    def _zero_bubble(self, job: Settings) -> ZeroBubbleConfig:
-        given = job.zero_bubble
+    def zero_bubble(self, given: ZeroBubbleConfig) -> ZeroBubbleConfig:
+        """The zero-bubble flags under this contender; `given` are the job's."""
         is_searched = self.schedule == AUTO or (not self.is_stock and schedule_info(self.schedule).is_searched)
         limit = self.memory_limit or (given.zero_bubble_memory_limit if is_searched else None)
         start, end = PROFILED if is_searched and given.zero_bubble_planning_seconds > 0 else (None, None)

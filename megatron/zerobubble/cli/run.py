@@ -22,8 +22,7 @@ import argparse
 import contextlib
 import runpy
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -127,31 +126,10 @@ def _run(args: argparse.Namespace, launch: Launch) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _device(launch: Launch, *, on_cpu: bool) -> Iterator[None]:
-    """The device of the script. On the CPU all of it, passes included, runs inside the host-device layer.
+def _device(launch: Launch, *, on_cpu: bool) -> contextlib.AbstractContextManager[None]:
+    from megatron.zerobubble.mcore.cpu.scripts import script_device
 
-    Raises:
-        ConfigError: there is no GPU, and the CPU was not asked for.
-    """
-    import torch
-
-    if not on_cpu:
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"torch {torch.__version__} sees no GPU, and megatron-core needs one per rank; to try the script on the CPU, add "
-                "--cpu before it, and the flags that it has for gloo"
-            )
-        yield
-        return
-    from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
-    from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
-    from megatron.zerobubble.mcore.cpu.scripts import without_gpus
-
-    keep_freed_memory()
-    warnings.filterwarnings("ignore", module=r"megatron\.(core|training)\.")  # missing or deprecated features, on every rank
-    with quiet_third_parties(), HostDevice() as host, without_gpus(launch.ranks_on_host), host.on_host():
-        yield
+    return script_device(launch, on_cpu=on_cpu)
 
 
 if __name__ == "__main__":
