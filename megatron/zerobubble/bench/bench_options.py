@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.zerobubble.bench.contenders import DEFAULT, SCRIPT_DEFAULT, WARM_UP, Contender, parse_contenders
+from megatron.zerobubble.bench.contenders import DEFAULT, WARM_UP, Contender, parse_contenders
 from megatron.zerobubble.bench.jobs import Job, ScriptJob, TrainerJob
 from megatron.zerobubble.bench.programs import Program
 from megatron.zerobubble.errors import ConfigError, UserError
@@ -83,7 +83,7 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
         script, words = words[split + 1 :], words[:split]
         add_flags(parser)
     args, rest = parser.parse_known_args(words)
-    contenders = parse_contenders(args.contenders or (SCRIPT_DEFAULT if has_script else DEFAULT))
+    contenders = parse_contenders(args.contenders)
     names = [contender.text for contender in contenders]
     baseline = args.baseline or names[0]
     if baseline not in names:
@@ -223,10 +223,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--contenders",
+        default=DEFAULT,
         metavar="NAME[,NAME...]",
         help="what to compare: stock-1f1b and interleaved-1f1b:CHUNKS are megatron-core's own schedules, every other name is "
         "one of --zero-bubble-schedule, or auto. NAME:CHUNKS sets the chunks per rank of an interleaved one, NAME@LIMIT "
-        f"--zero-bubble-memory-limit, NAME+pv adds post-validation (default {DEFAULT}; without auto for a script)",
+        "--zero-bubble-memory-limit, NAME+pv adds post-validation (default %(default)s)",
     )
     parser.add_argument("--baseline", metavar="NAME", help="contender that speed-ups are relative to (default: the first)")
     parser.add_argument("--rounds", type=int, metavar="N", help="blocks of each contender (default 5, with --quick 3)")

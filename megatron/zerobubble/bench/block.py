@@ -132,10 +132,6 @@ class BlockResult:
     """The name of rank 0's device."""
     sizes: Sizes
     """Of the job."""
-    schedule: str
-    """The name of the schedule that ran, `stock` for megatron-core's own."""
-    num_chunks: int
-    """Model chunks per rank."""
     plan: str | None
     """JSON of the plan that the timed iterations ran; None under megatron-core's own schedules."""
     measured: Measurements | None
@@ -278,7 +274,7 @@ class _Block:
     # -- what is measured -------------------------------------------------------------------------------------------------
 
     def _begin(self, schedule: PipelineSchedule, model: Sequence[Any], given: Mapping[str, Any]) -> None:
-        """The first iteration of a model. `auto` trains another one before, to profile it."""
+        """The first iteration of a model."""
         self._model, self.iterations = weakref.ref(model[0]), 0
         self._profiler = None
         self._meter = MemoryMeter(schedule.device)
@@ -385,8 +381,6 @@ class _Block:
             num_parameters=int(parameters[0]),
             device=torch.cuda.get_device_name() if _on_cuda() else "CPU",
             sizes=sizes,
-            schedule=schedule.spec.name,
-            num_chunks=schedule.spec.num_chunks,
             plan=None if schedule.spec.is_stock else schedule.plan(sizes.num_microbatches).to_json(),
             measured=measured,
         )

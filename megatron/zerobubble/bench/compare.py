@@ -91,7 +91,7 @@ class _Comparison:
         self._progress.block(f"{name}, round {number + 1} of {options.rounds}")
         request = BlockRequest(
             number=self._num_blocks,
-            program=options.programs[name] if first is None else first.program,
+            program=options.programs[name],
             is_first=first is None,
             num_warm_up=options.num_warm_up if number == 0 else options.num_later_warm_up,
             num_timed=options.num_timed,
@@ -112,13 +112,13 @@ class _Comparison:
         outcome.losses[number] = result.loss
         outcome.overhead[number] = result.overhead
         if result.measured is not None:
-            program = self._options.job.as_chosen(self._options.programs[contender.text], result.schedule, result.num_chunks)
+            program = self._options.programs[contender.text]
             self._first[contender.text] = FirstBlock(contender=contender, program=program, result=result)
             outcome.activation_bytes = result.measured.activation_bytes
             outcome.state_bytes = result.measured.state_bytes
             outcome.allocated_bytes = result.measured.allocated_bytes
             if contender.schedule == AUTO:
-                outcome.ran = result.schedule
+                outcome.ran = self._first[contender.text].plan().schedule
         self._progress.say(f"{contender.text}, round {number + 1}: {1000.0 * seconds:.1f} ms per iteration")
 
     def _table(self) -> Table:

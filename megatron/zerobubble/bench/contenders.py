@@ -17,12 +17,10 @@ from megatron.zerobubble.training.config.logging import LoggingConfig
 from megatron.zerobubble.training.config.parallel import ParallelConfig
 from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["DEFAULT", "PROFILED", "SCRIPT_DEFAULT", "WARM_UP", "Contender", "parse_contenders"]
+__all__ = ["DEFAULT", "PROFILED", "WARM_UP", "Contender", "parse_contenders"]
 
-SCRIPT_DEFAULT = "stock-1f1b,interleaved-1f1b:2,zb-h1,zb-h2,zbv,v-half"
-"""--contenders of a script, if it is not given."""
-DEFAULT = f"{SCRIPT_DEFAULT},auto"
-"""--contenders of the reference trainer, if it is not given."""
+DEFAULT = "stock-1f1b,interleaved-1f1b:2,zb-h1,zb-h2,zbv,v-half,auto"
+"""--contenders, if it is not given."""
 
 PROFILED = (2, 4)
 """First and last iteration of a contender's first block whose passes are profiled. A searched order runs from the next one on."""
@@ -55,8 +53,9 @@ class Contender:
 
     @property
     def num_chunks_per_rank(self) -> int:
-        """Model chunks per rank. Not defined for `auto`."""
-        return self.num_chunks or (1 if self.is_stock else schedule_info(self.schedule).num_chunks or 1)
+        """Model chunks per rank; of `auto` 1, which runs with those that the job has."""
+        has_own = self.schedule in (STOCK, AUTO)
+        return self.num_chunks or (1 if has_own else schedule_info(self.schedule).num_chunks or 1)
 
     @property
     def plan_name(self) -> str:
@@ -97,8 +96,7 @@ class Contender:
             logging=LoggingConfig(),
         )
         check_settings(changed, is_first=False)  # the job's own settings are checked already, with all they read and write
-        if self.schedule != AUTO:
-            changed.stage_layers(changed.schedule_spec.placement)
+        changed.stage_layers(changed.schedule_spec.placement)
         return changed
 
     def zero_bubble(self, given: ZeroBubbleConfig) -> ZeroBubbleConfig:
@@ -110,7 +108,7 @@ class Contender:
             given,
             enable_zero_bubble=False,
             zero_bubble_max_pending_backward=None,
-            zero_bubble_v_schedule=False,
+            zero_bubble_v_schedule=self.schedule == AUTO and given.zero_bubble_v_schedule,
             zero_bubble_v_schedule_mem_setup="zb",
             zero_bubble_schedule=self.schedule,
             zero_bubble_memory_limit=limit,
@@ -128,6 +126,8 @@ class Contender:
         )
 
     def _parallel(self, job: Settings) -> ParallelConfig:
+        if self.schedule == AUTO:
+            return job.parallel
         return replace(
             job.parallel, num_layers_per_virtual_pipeline_stage=None, num_virtual_stages_per_pipeline_rank=self.num_chunks
         )

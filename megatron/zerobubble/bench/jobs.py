@@ -17,7 +17,7 @@ from megatron.zerobubble.bench.programs import Program, Script, TrainerRun
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.overlay import check_supported
-from megatron.zerobubble.plan.planner import AUTO
+from megatron.zerobubble.plan.partition.part_costs import PartCosts
 from megatron.zerobubble.training.config.settings import Settings
 
 if TYPE_CHECKING:
@@ -58,13 +58,6 @@ class TrainerJob:
                 return TrainerRun(settings=spread), _SPREAD
             raise
 
-    def as_chosen(self, program: Program, schedule: str, num_chunks: int) -> Program:
-        """The program of a contender's later blocks, with the schedule that ran in its first one."""
-        assert isinstance(program, TrainerRun)
-        if program.zero_bubble.schedule != AUTO:
-            return program
-        return TrainerRun(settings=program.settings.with_schedule(schedule, num_chunks=num_chunks))
-
     def costs_of(self, costs: CostModel, measured: Program, wanted: Program | None) -> CostsOf:
         """Placement -> costs, from those of one placement. It raises PlanError where they cannot be derived.
 
@@ -73,11 +66,11 @@ class TrainerJob:
             measured: what was profiled.
             wanted: divides the layers over the stages; None: evenly.
         """
-        from megatron.zerobubble.training.auto import costs_from
-
         assert isinstance(measured, TrainerRun)
         assert wanted is None or isinstance(wanted, TrainerRun)
-        return costs_from(costs, measured.settings, self.settings.without_layout() if wanted is None else wanted.settings)
+        own, layers = measured.settings.placement, (wanted.settings if wanted else self.settings.without_layout()).stage_layers
+        others = PartCosts.from_stages(costs, measured.settings.stage_layers(own)).costs_of(layers)
+        return lambda placement: costs if placement == own else others(placement)
 
     @property
     def has_unequal_lengths(self) -> bool:
@@ -130,10 +123,6 @@ class ScriptJob:
         arguments = (*self.arguments, *words)
         program = Script(script=self.script, arguments=arguments, zero_bubble=zero_bubble, on_cpu=self.on_cpu)
         return program, f"with {shlex.join(words)}" if words else None
-
-    def as_chosen(self, program: Program, schedule: str, num_chunks: int) -> Program:
-        """See `TrainerJob`. The script itself chooses nothing."""
-        return program
 
     def costs_of(self, costs: CostModel, measured: Program, wanted: Program | None) -> CostsOf:
         """See `TrainerJob`. Layers are spread as in the stages that were profiled, which may be merged."""

@@ -36,7 +36,7 @@ class FirstBlock:
 
     contender: Contender
     program: Program
-    """What it runs from then on."""
+    """What it runs."""
     result: BlockResult
 
     @property
