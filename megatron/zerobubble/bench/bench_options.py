@@ -127,15 +127,11 @@ def _number(flag: str, given: int | None, *, default: int, least: int) -> int:
 
 def _trainer_job(words: Sequence[str], *, world_size: int, prog: str) -> TrainerJob:
     """The reference trainer's job from its flags."""
+    if words and not words[0].startswith("-"):
+        raise ConfigError(f"to compare on a script, put -- before it: {prog} [options] -- {shown(words[0])} ITS FLAGS")
     has_length = any(word.partition("=")[0] == "--train-iters" for word in words)
     words = words if has_length else ["--train-iters", _TRAIN_ITERS, *words]
-    try:
-        return TrainerJob(settings=settings_from_argv(words, world_size=world_size, prog=prog))
-    except ConfigError as error:
-        script = next((word for word in words if word.endswith(".py")), None)
-        if script is None or "unrecognized arguments" not in str(error):
-            raise
-        raise ConfigError(f"to compare on a script, put -- before it: {prog} [options] -- {shown(script)} ITS FLAGS") from None
+    return TrainerJob(settings=settings_from_argv(words, world_size=world_size, prog=prog))
 
 
 def _script_job(args: argparse.Namespace, unknown: Sequence[str], script: Sequence[str], contenders: Sequence[str]) -> ScriptJob:
@@ -148,6 +144,8 @@ def _script_job(args: argparse.Namespace, unknown: Sequence[str], script: Sequen
         raise ConfigError("give a training script and its flags after --")
     if not Path(script[0]).is_file():
         raise ConfigError(f"the script {shown(script[0])} is not a file")
+    if args.peak_tflops is not None:
+        raise ConfigError("--peak-tflops is for the reference trainer: the floating-point operations of a script are not known")
     if is_turned_off():
         raise ConfigError("ZERO_BUBBLE=0 is in the environment, so no schedule would be installed; unset it to compare")
     among_its_own = _BenchParser(add_help=False, allow_abbrev=False)
