@@ -38,9 +38,19 @@ _SUPPORTED = (
     *("zero_bubble_pipeline_timers_start_iter", "zero_bubble_pipeline_timers_end_iter", "zero_bubble_replan_interval"),
     *("zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas", "zero_bubble_torch_attention"),
     *("zero_bubble_trace", "zero_bubble_trace_iterations", "zero_bubble_save_plan", "zero_bubble_balance_stages"),
+    "zero_bubble_watchdog_seconds",
     *("enable_optimizer_post_validation", "post_validation_patience", "post_validation_rollback", "post_validation_snapshot"),
 )
 """Fields of `ZeroBubbleConfig` that a stock training loop supports."""
+
+_NEEDS_SCHEDULE = {
+    "enable_optimizer_post_validation": None,
+    "zero_bubble_trace": None,
+    "zero_bubble_balance_stages": None,
+    "zero_bubble_watchdog_seconds": None,
+    "zero_bubble_torch_attention": "call megatron.zerobubble.use_torch_attention with the model",
+}
+"""Fields that mean nothing without one, and what to do instead."""
 
 READY_LENGTHS = ("thd", "nested")
 """Names of ready functions for `microbatch_tokens` (`mcore.microbatches.ready`)."""
@@ -83,16 +93,19 @@ def install(
     torch_attention: bool = False,
     trace: str | os.PathLike[str] | None = None,
     trace_iterations: Iterable[int] = (),
+    watchdog_seconds: float | None = None,
     microbatch_tokens: Callable[[Any], int | tuple[int, float]] | str | None = None,
     reorder_microbatches: bool = True,
+    **flags: Any,
 ) -> None:
     """Make a training loop that is written for megatron-core run a zero-bubble schedule. Every rank must call it.
 
     Every rank must give the same options, which are compared before a model's first pass.
 
     Call it before the loop makes its TransformerConfig, and for schedules with V placement before `initialize_model_parallel`.
-    The loop must build the schedule's number of model chunks per rank (two with V placement), as for megatron-core's interleaved
-    schedule. Models that DistributedDataParallel wraps after this call are trained by the schedule; others run forward-only.
+    The loop must build the schedule's number of model chunks per rank (two with V placement, four for zb-w), as for
+    megatron-core's interleaved schedule. Models that DistributedDataParallel wraps after this call are trained by the schedule;
+    others run forward-only.
     Where the pipeline has one rank, megatron-core's own schedule runs, after one warning. With ZERO_BUBBLE=0 in the environment
     of every rank nothing is installed, after one log line.
 
@@ -123,6 +136,9 @@ def install(
             attention, which keeps no scores (`use_torch_attention`).
         trace: directory to write a trace to, see --zero-bubble-trace.
         trace_iterations: with `trace`, iterations to record, from 1; by default the last recorded one.
+        watchdog_seconds: turns on the watchdog, see --zero-bubble-watchdog-seconds, and a report of exceptions that nothing
+            catches, which says the op, stage and microbatch and ends the process without exit handlers. Calls of the schedule are
+            watched; what the loop does between them may take as long as it takes. None: only `zerobubble run` has both on.
         microbatch_tokens: takes what `next` of the data iterator returns and returns the length of its rows, padding included, or
             that and the sum of the squared lengths of the sequences in a row, where several are packed. Microbatches may then
             have different lengths: each iteration is planned for its own, which all ranks exchange before it begins, and config's
@@ -133,6 +149,7 @@ def install(
             microbatches have the sequence length that the loop gives to the schedule. Goes with `args`, too.
         reorder_microbatches: with `microbatch_tokens`, run the microbatches of a global batch in the order that suits their
             lengths. Results come back in the order of the data. Gradients are a sum in another order. Goes with `args`, too.
+        **flags: other flags of `add_zero_bubble_args`, by their names in parsed flags: `zero_bubble_replan_interval=5000`.
 
     Raises:
         CompatibilityError: the installed megatron-core is not supported; the message lists the differences.
@@ -162,13 +179,19 @@ def install(
         "zero_bubble_torch_attention": torch_attention,
         "zero_bubble_trace": None if trace is None else os.fspath(trace),
         "zero_bubble_trace_iterations": ",".join(map(str, trace_iterations)) or None,
+        "zero_bubble_watchdog_seconds": watchdog_seconds,
     }
+    for name in flags:
+        if name not in _SUPPORTED or name in given:
+            others = ", ".join(each for each in _SUPPORTED if each not in given)
+            raise ConfigError(f"install has no argument {quoted(name)}; besides those of its own it takes {others}")
+    given |= flags
     if args is None:
         config = ZeroBubbleConfig(**given)
-        if config.schedule == "stock" and schedule is None and not (optimizer_post_validation or torch_attention or trace):
+        if config.schedule == "stock" and schedule is None and not any(getattr(config, name) for name in _NEEDS_SCHEDULE):
             raise ConfigError("install has no schedule to install: give schedule, max_pending_backward, plan, or parsed flags")
     else:
-        if any(value not in (None, False) for value in given.values()):
+        if any(value is not None and value is not False for value in given.values()):
             raise ConfigError("install got parsed flags and other arguments; give one of them")
         config = flags_of(args)
     check_supported(config)
@@ -242,12 +265,9 @@ def check_supported(config: ZeroBubbleConfig) -> None:
                 f"{flag_of(field)} is not supported in a stock training loop: it is part of this package's own loop. Use "
                 "pretrain_gpt.py for it"
             )
-    if config.schedule == "stock" and config.enable_optimizer_post_validation:
-        raise ConfigError("--enable-optimizer-post-validation needs a schedule of this package: choose one, or leave it out")
-    if config.schedule == "stock" and config.zero_bubble_trace is not None:
-        raise ConfigError("--zero-bubble-trace needs a schedule of this package here: choose one, or leave it out")
-    if config.schedule == "stock" and config.zero_bubble_torch_attention:
-        raise ConfigError(
-            "--zero-bubble-torch-attention needs a schedule of this package: choose one, or call "
-            "megatron.zerobubble.use_torch_attention with the model"
-        )
+    if config.schedule != "stock":
+        return
+    for name, other in _NEEDS_SCHEDULE.items():
+        if getattr(config, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} needs a schedule of this package: choose one, or {other or 'leave it out'}")

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.zerobubble.bench import workers as module
-from megatron.zerobubble.bench.workers import Failure, Interrupted, Workers
+from megatron.zerobubble.bench.workers import BlockFailure, Interrupted, Workers
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.job.error_file import write_error_file
 from megatron.zerobubble.job.launch import Launch
@@ -115,14 +115,14 @@ def test_the_result_comes_back_from_a_process_of_its_own(tmp_path: Path) -> None
 )
 def test_a_failure_is_one_line(run: Run, reason: str, tmp_path: Path) -> None:
     found = one(run, tmp_path)
-    assert isinstance(found, Failure)
+    assert isinstance(found, BlockFailure)
     assert found.reason.startswith(reason)
     assert "\n" not in found.reason
 
 
 def test_a_block_after_a_failure_runs(tmp_path: Path) -> None:
     worker = Workers(launch(), dist.HashStore(), tmp_path, run=raises)  # type: ignore[attr-defined]
-    assert isinstance(worker.run(Request(0), tick=lambda: None), Failure)  # type: ignore[arg-type]
+    assert isinstance(worker.run(Request(0), tick=lambda: None), BlockFailure)  # type: ignore[arg-type]
     worker._run = succeeds
     assert isinstance(worker.run(Request(1), tick=lambda: None), dict)  # type: ignore[arg-type]
 
@@ -141,7 +141,7 @@ def test_all_ranks_learn_the_cause_and_end(
 ) -> None:
     monkeypatch.setattr(module, "_GRACE_S", 1.0)
     outcomes = two(runs, tmp_path)
-    assert all(isinstance(found, Failure) for found in outcomes)
+    assert all(isinstance(found, BlockFailure) for found in outcomes)
     assert outcomes[0].reason == outcomes[1].reason
     assert outcomes[0].reason.startswith(reason)
 

@@ -83,7 +83,7 @@ def test_a_rank_that_lost_a_peer_prints_one_line(error: Exception) -> None:
     report(ZeroDivisionError("why"), rank=1, store=store)
     left, said = report(error, rank=2, store=store)
     assert left == [1]
-    assert said == "rank 2 stops: rank 1 failed first, see its report\n"
+    assert said == "rank 2 stops: rank 1 failed: ZeroDivisionError: why\n"
 
 
 def test_only_a_later_failure_waits_so_that_the_first_one_is_the_first_to_exit() -> None:
@@ -141,7 +141,9 @@ def test_a_rank_that_was_killed_is_named_by_those_that_lost_it(tmp_path: Path) -
         said.getvalue(),
     )
     assert str(read_error_file(tmp_path / "error.json")).startswith("rank 1 (process")
-    assert who_failed(store) == 1  # type: ignore[arg-type]
+    failure = who_failed(store)  # type: ignore[arg-type]
+    assert failure is not None
+    assert failure.rank == 1
 
 
 def test_success_and_interrupts_pass() -> None:

@@ -117,9 +117,23 @@ def test_a_rank_that_cannot_report_is_not_waited_for(
     rank = Rank(store, 0, world_size=2)
     first_iteration(rank.watch)
     with rank.dog, rank.watch.passes(forward_only=False):
-        rank.watch.retiring(GRADIENT)
+        rank.watch.start(Op.parse("0F2"))
         assert rank.left.wait(10.0)
-    assert "rank 0 waits until it has sent the gradient for stage 0, microbatch 2 (rank 1 to rank 0)" in said.getvalue()
+    assert "stuck: rank 0 runs 0F2, the forward of stage 0, microbatch 2" in said.getvalue()
+
+
+def test_a_wait_for_a_rank_outside_of_the_passes_is_no_alarm(store: torch.distributed.Store, said: io.StringIO) -> None:
+    """Rank 1 is in a loop that is not ours, rank 2 in a phase. Both take as long as it takes, and rank 0 waits for them."""
+    ranks = [Rank(store, rank, world_size=3) for rank in range(3)]
+    for rank in ranks:
+        first_iteration(rank.watch)
+    with ranks[0].dog, ranks[1].dog, ranks[2].dog, ranks[2].watch.phase("saves"), ranks[0].watch.passes(forward_only=False):
+        ranks[0].watch.awaited(GRADIENT)
+        assert not ranks[0].left.wait(2.0)
+        ranks[1].dog._over.set()  # stands for one that computes in C++ and does not let its other threads run
+        ranks[1].dog._pulse._publish = lambda *, is_last: None  # type: ignore[method-assign]
+        assert not ranks[0].left.wait(2.0)
+    assert said.getvalue() == ""
 
 
 def test_progress_idle_time_and_a_first_iteration_are_no_alarm(store: torch.distributed.Store, said: io.StringIO) -> None:

@@ -59,7 +59,7 @@ def test_stages_follow_from_the_pattern(flags: str, per_stage: tuple[int, ...] |
 @pytest.mark.claims(
     "Layers",
     "in a `--hybrid-layer-pattern`: MTP layers, other kinds of layers (`G`, `D`, `+`), another number of stages than the "
-    "schedule's; with it: layout flags, `auto`, `--zero-bubble-balance-stages`; without `HybridModel` in megatron-core",
+    "schedule's; with it: layout flags, `--zero-bubble-balance-stages`; without `HybridModel` in megatron-core",
     "rejected",
     also=("plan/partition/test_hybrid_pattern.py",),
 )

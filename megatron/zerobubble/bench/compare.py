@@ -24,7 +24,7 @@ from megatron.zerobubble.bench.comparison_report import can_draw, markdown, writ
 from megatron.zerobubble.bench.contenders import Contender
 from megatron.zerobubble.bench.predictions import FirstBlock, interleaved_ms, panels, predict
 from megatron.zerobubble.bench.speed_ups import Outcome, Table
-from megatron.zerobubble.bench.workers import Failure, Interrupted, Workers
+from megatron.zerobubble.bench.workers import BlockFailure, Interrupted, Workers
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.mcore.compat import imported_version
 from megatron.zerobubble.plan.planner import AUTO
@@ -99,7 +99,7 @@ class _Comparison:
         )
         self._num_blocks += 1
         result = self._workers.run(request, tick=self._progress.tick)
-        if isinstance(result, Failure):
+        if isinstance(result, BlockFailure):
             self._outcomes[name].failure = result.reason
             self._progress.skip(sum(options.block_length(each) for each in range(number, options.rounds)))
             self._progress.say(f"{name}, round {number + 1}: failed: {result.reason}")

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import runpy
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import Launch
-from megatron.zerobubble.plan.schedule_spec import STOCK
+from megatron.zerobubble.job.rendezvous import meet_in_attempt
+from megatron.zerobubble.script import run_script
 from megatron.zerobubble.training.config.settings import Settings
 from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
 
@@ -76,19 +75,9 @@ class Script:
 
     def run(self, launch: Launch) -> None:
         """Run the script as `python SCRIPT` would. All ranks must call it. Its folder is first on the path already."""
-        from megatron.zerobubble.job.failure import JobGuard
-        from megatron.zerobubble.job.rendezvous import job_store, meet_in_attempt
-        from megatron.zerobubble.mcore.cpu.scripts import script_device
-        from megatron.zerobubble.overlay import install
-
         meet_in_attempt(launch)
-        sys.argv = [self.script, *self.arguments]
-        with script_device(launch, on_cpu=self.on_cpu):
-            if self.zero_bubble.schedule != STOCK:
-                flags = {field.name: getattr(self.zero_bubble, field.name) for field in dataclasses.fields(self.zero_bubble)}
-                install(argparse.Namespace(**flags))
-            with JobGuard(job_store(launch), launch.rank, error_file=launch.error_file):
-                runpy.run_path(self.script, run_name="__main__")
+        flags = {field.name: getattr(self.zero_bubble, field.name) for field in dataclasses.fields(self.zero_bubble)}
+        run_script(self.script, self.arguments, launch, flags=argparse.Namespace(**flags), on_cpu=self.on_cpu)
 
 
 Program = TrainerRun | Script

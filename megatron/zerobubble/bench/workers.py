@@ -2,7 +2,7 @@
 
 The process that the launcher started on each rank trains nothing. For each block it starts a child, which joins the children of
 the other ranks through the launcher's store, and waits for it. If a child fails, the others are ended and the block is a
-`Failure`; the next block starts from the same clean state. A child is forked where no GPU is in use by its parent, with torch and
+`BlockFailure`; the next block starts from the same clean state. A child is forked where no GPU is in use by its parent, with torch and
 megatron-core imported already; otherwise it is spawned.
 """
 
@@ -28,7 +28,7 @@ from megatron.zerobubble.job.error_file import read_error_file
 from megatron.zerobubble.job.key_value_store import Store
 from megatron.zerobubble.job.launch import Launch, enter_attempt
 
-__all__ = ["Failure", "Interrupted", "Workers"]
+__all__ = ["BlockFailure", "Interrupted", "Workers"]
 
 _POLL_S = 0.2
 _GRACE_S = 10.0
@@ -42,7 +42,7 @@ class Interrupted(Exception):  # noqa: N818 - a request of the user, no error
 
 
 @dataclass(frozen=True)
-class Failure:
+class BlockFailure:
     """A block that did not end."""
 
     reason: str
@@ -79,7 +79,7 @@ class Workers:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def run(self, request: BlockRequest, *, tick: Callable[[], None]) -> BlockResult | Failure:
+    def run(self, request: BlockRequest, *, tick: Callable[[], None]) -> BlockResult | BlockFailure:
         """Run a block. All ranks must call it with the same request.
 
         Args:
@@ -94,7 +94,7 @@ class Workers:
         """
         outcome = self._run_child(request, tick)
         key = f"block-{request.number}"
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, BlockFailure):
             if not outcome.is_own:
                 self._wait_for(f"{key}/failed")
             self._store.compare_set(f"{key}/failed", "", outcome.reason)
@@ -103,7 +103,7 @@ class Workers:
             self._check_interrupted()
             time.sleep(_POLL_S)
         if self._store.check([f"{key}/failed"]):
-            return Failure(self._store.get(f"{key}/failed").decode())
+            return BlockFailure(self._store.get(f"{key}/failed").decode())
         return outcome
 
     def _wait_for(self, key: str) -> None:
@@ -113,7 +113,7 @@ class Workers:
             self._check_interrupted()
             time.sleep(_POLL_S)
 
-    def _run_child(self, request: BlockRequest, tick: Callable[[], None]) -> BlockResult | Failure:
+    def _run_child(self, request: BlockRequest, tick: Callable[[], None]) -> BlockResult | BlockFailure:
         context: Any = multiprocessing.get_context("spawn" if _uses_gpu() else "fork")
         receiving, sending = context.Pipe(duplex=False)
         log = self._logs / f"block-{request.number}-rank-{self._launch.rank}.log"
@@ -136,7 +136,7 @@ class Workers:
 
     def _listen(
         self, receiving: Connection, child: Any, request: BlockRequest, tick: Callable[[], None]
-    ) -> BlockResult | Failure | None:
+    ) -> BlockResult | BlockFailure | None:
         """Until the child ends or must be ended; what it reported, None if nothing."""
         last_call: float | None = None
         while True:
@@ -196,7 +196,7 @@ def _serve(
     try:
         run(request, enter_attempt(launch, request.number + 1, reason), tick=lambda: sending.send(None), end=end)
     except Exception as error:
-        sending.send(Failure(_line(error)))
+        sending.send(BlockFailure(_line(error)))
         raise
 
 
@@ -217,12 +217,12 @@ def _line(error: BaseException) -> str:
     return (text if type(error).__module__.startswith("megatron.zerobubble") else f"{name}: {text}" if text else name)[:300]
 
 
-def _ended(exit_code: int | None, log: Path, reason: str | None) -> Failure:
+def _ended(exit_code: int | None, log: Path, reason: str | None) -> BlockFailure:
     """The failure of a child that reported nothing, but may have left a reason."""
     if reason is not None:
-        return Failure(reason.removeprefix("zerobubble bench: ").removeprefix("error: ")[:300])
+        return BlockFailure(reason.removeprefix("zerobubble bench: ").removeprefix("error: ")[:300])
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
         memory = ": the machine may have run out of memory" if name == "SIGKILL" else ""
-        return Failure(f"a rank was ended by {name}{memory} (see {log})")
-    return Failure(f"a rank exited with code {exit_code} (see {log})", is_own=False)
+        return BlockFailure(f"a rank was ended by {name}{memory} (see {log})")
+    return BlockFailure(f"a rank exited with code {exit_code} (see {log})", is_own=False)

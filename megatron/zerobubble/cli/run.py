@@ -19,8 +19,6 @@ Under torchrun this process is one rank. With `--nproc-per-node N` as its first 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +28,8 @@ from megatron.zerobubble.cli.ranks import FLAG, start_ranks, take_count
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.launch import Launch, read_launch
-from megatron.zerobubble.job.rendezvous import job_store
-from megatron.zerobubble.overlay import READY_LENGTHS, add_flags, install, schedule_of
+from megatron.zerobubble.overlay import READY_LENGTHS, add_flags, schedule_of
+from megatron.zerobubble.script import run_script
 
 __all__ = ["main"]
 
@@ -114,22 +112,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace, launch: Launch) -> int:
-    script = Path(args.script)
-    sys.path[0] = str(script.resolve().parent)  # before anything imports megatron.core
-    sys.argv = [args.script, *args.arguments]
-    with _device(launch, on_cpu=args.cpu):
-        install(args, microbatch_tokens=args.microbatch_tokens)
-        from megatron.zerobubble.job.failure import JobGuard
-
-        with JobGuard(job_store(launch), launch.rank, error_file=launch.error_file):
-            runpy.run_path(args.script, run_name="__main__")
+    sys.path[0] = str(Path(args.script).resolve().parent)  # before anything imports megatron.core
+    run_script(args.script, args.arguments, launch, flags=args, on_cpu=args.cpu, microbatch_tokens=args.microbatch_tokens)
     return 0
-
-
-def _device(launch: Launch, *, on_cpu: bool) -> contextlib.AbstractContextManager[None]:
-    from megatron.zerobubble.mcore.cpu.scripts import script_device
-
-    return script_device(launch, on_cpu=on_cpu)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 When one rank of a pipeline raises, its neighbors see closed connections and raise too, and the first message in the log is about
 a socket. So the first rank that fails records itself in the job's store *before* its connections close, prints its traceback, and
 exits without running exit handlers (which could wait for other ranks). A rank that fails afterwards because a peer is gone finds
-the record and prints one line. torchrun sees the first exit and ends the other ranks.
+the record and prints one line, with the first one's reason. torchrun sees the first exit and ends the other ranks.
 
 A rank that was killed records nothing. So one that has lost a peer first waits a moment for a record, and looks which process of
 its machine is gone.
@@ -13,6 +13,7 @@ A `UserError` is reported as one line with exit code 2, as before the process gr
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -20,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
@@ -29,7 +30,7 @@ from megatron.zerobubble.job.error_file import write_error_file
 from megatron.zerobubble.job.heartbeats import Beat, departed
 from megatron.zerobubble.job.key_value_store import Store
 
-__all__ = ["JobGuard", "first_to_fail", "who_failed"]
+__all__ = ["Failure", "JobGuard", "first_to_fail", "who_failed"]
 
 _KEY = "first_failure"
 _GRACE_S = 3.0
@@ -39,6 +40,14 @@ _LOOKS, _LOOK_S = 10, 0.2
 """How often a rank that has lost a peer looks for the reason, and the seconds between two looks."""
 _LOST_PEER = ("connection closed", "connection reset", "broken pipe", "connection refused", "timed out", "nccl", "gloo")
 """Parts of the error messages that process groups raise when a peer is gone."""
+
+
+class Failure(NamedTuple):
+    """A rank that failed."""
+
+    rank: int
+    line: str
+    """Its reason, in one line."""
 
 
 class JobGuard:
@@ -72,8 +81,32 @@ class JobGuard:
         self._stream = stream
         self._error_file = error_file
         self._pause = pause
+        self._uncaught: tuple[Any, Any] = (None, None)
+        """What `take_uncaught` installed, and what was there before."""
         self.doing: Callable[[], str | None] = lambda: None
         """Returns what this rank is doing, as in "runs 3F0"; called when it fails. None: unknown."""
+
+    def follow(self, store: Store, rank: int, *, world_size: int, doing: Callable[[], str | None]) -> None:
+        """Use another store, and report what the rank does there; see the class and `doing`."""
+        self._store, self._rank, self._world_size, self.doing = store, rank, world_size, doing
+
+    def take_uncaught(self) -> None:
+        """Report exceptions that nothing catches, in place of the process's own report, where this guard is not around it."""
+        before = sys.excepthook
+
+        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if isinstance(error, Exception):
+                self.__exit__(kind, error, trace)
+            else:
+                before(kind, error, trace)
+
+        sys.excepthook, self._uncaught = report, (report, before)
+
+    def leave_uncaught(self) -> None:
+        """Undo `take_uncaught`, unless something else has been installed since."""
+        report, before = self._uncaught
+        if before is not None and sys.excepthook is report:
+            sys.excepthook = before
 
     def __enter__(self) -> JobGuard:
         return self
@@ -82,21 +115,26 @@ class JobGuard:
         if not isinstance(error, Exception):
             return
         stream = self._stream or sys.stderr
-        gone = self._who_is_gone() if _lost_a_peer(error) else {}
-        first = first_to_fail(self._store, next(iter(gone), self._rank))
-        if first in gone:
-            report = _gone_report(gone[first], rank=self._rank, first=first, doing=self.doing())
+        doing, has_lost_a_peer = _while(self.doing()), _lost_a_peer(error)
+        gone = self._who_is_gone() if has_lost_a_peer else {}
+        rank = next(iter(gone), self._rank)
+        line = _gone(rank, gone[rank]) if gone else _line(error, rank=rank, doing=doing)
+        failure = first_to_fail(self._store, rank, line)
+        if failure.rank in gone:
             # torchrun compares times in whole seconds, in which the ranks that it ends itself may end, too
-            write_error_file(gone[first].process.error_file, report.partition(": ")[2].strip())
+            write_error_file(gone[failure.rank].process.error_file, failure.line)
+        if failure.rank != self._rank and has_lost_a_peer:
+            report = f"rank {self._rank} stops{doing}: {failure.line}\n"
+        elif isinstance(error, UserError):
+            report = f"error: {error}\n" if failure.rank == self._rank else ""
         else:
-            report = _report(error, rank=self._rank, first=first, doing=self.doing())
-        if report:
-            stream.write(report)
-        if first == self._rank:
-            write_error_file(self._error_file, _line(error, rank=self._rank), details=report.strip())
+            report = f"rank {self._rank} failed{doing}:\n" + "".join(traceback.format_exception(error))
+        stream.write(report)
+        if failure.rank == self._rank:
+            write_error_file(self._error_file, failure.line, details=report.strip())
         sys.stdout.flush()
         stream.flush()
-        if first != self._rank:
+        if failure.rank != self._rank:
             self._pause(_GRACE_S)
         self._leave(2 if isinstance(error, UserError) else 1)
 
@@ -113,38 +151,34 @@ class JobGuard:
         return {}
 
 
-def first_to_fail(store: Store, rank: int) -> int:
-    """Record that `rank` failed, unless another rank did before; return the first rank that failed."""
+def first_to_fail(store: Store, rank: int, line: str) -> Failure:
+    """Record that `rank` failed and its reason, unless another rank did before; return the failure that is on record."""
+    own = Failure(rank, line)
     try:
-        return int(store.compare_set(_KEY, "", str(rank)))
+        return _read(store.compare_set(_KEY, "", json.dumps(own)))
     except (RuntimeError, ValueError):  # the store is gone with the rank that hosted it
-        return rank
+        return own
 
 
-def who_failed(store: Store) -> int | None:
-    """The first rank that failed; None if none did."""
-    return int(store.get(_KEY)) if store.check([_KEY]) else None
+def who_failed(store: Store) -> Failure | None:
+    """The first failure; None if no rank has failed."""
+    return _read(store.get(_KEY)) if store.check([_KEY]) else None
 
 
-def _report(error: Exception, *, rank: int, first: int, doing: str | None) -> str:
-    if isinstance(error, UserError):
-        return f"error: {error}\n" if first == rank else ""
-    if first != rank and _lost_a_peer(error):
-        return f"rank {rank} stops{_while(doing)}: rank {first} failed first, see its report\n"
-    return f"rank {rank} failed{_while(doing)}:\n" + "".join(traceback.format_exception(error))
+def _read(text: bytes) -> Failure:
+    return Failure(*json.loads(text))
 
 
-def _gone_report(beat: Beat, *, rank: int, first: int, doing: str | None) -> str:
+def _gone(rank: int, beat: Beat) -> str:
     before = "" if beat.doing is None else f"; when last heard of, it {beat.doing}"
-    process = f"process {beat.process.pid} on {beat.process.host.split()[0]}"
-    return f"rank {rank} stops{_while(doing)}: rank {first} ({process}) is gone, ended from outside{before}\n"
+    return f"rank {rank} (process {beat.process.pid} on {beat.process.host.split()[0]}) is gone, ended from outside{before}"
 
 
-def _line(error: Exception, *, rank: int) -> str:
+def _line(error: Exception, *, rank: int, doing: str) -> str:
     """The reason in one line."""
     if isinstance(error, UserError):
         return f"error: {error}"
-    return f"rank {rank} failed: " + traceback.format_exception_only(error)[-1].strip()
+    return f"rank {rank} failed{doing}: " + traceback.format_exception_only(error)[0].partition("\n")[0]  # its notes come after
 
 
 def _while(doing: str | None) -> str:

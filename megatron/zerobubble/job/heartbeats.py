@@ -66,6 +66,11 @@ class Beat:
     is_last: bool = False
     """Whether this rank has ended its work, so that no more beats come."""
 
+    @property
+    def depends_on_others(self) -> bool:
+        """Whether what it does may last because of other ranks. Where nothing is known of what it does: no."""
+        return self.doing is not None and (self.is_waiting or self.is_shared)
+
 
 def this_process(error_file: str | None) -> Process:
     """Where this rank runs.

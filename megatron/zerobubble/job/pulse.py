@@ -88,18 +88,18 @@ class Pulse:
         self._stragglers = Stragglers()
         self._count = 0
         self.next_rank = (rank + 1) % world_size
-        self.has_heard_of_next = world_size == 1
-        """Whether the next rank has ever published a beat."""
+        self.next_is_known = world_size == 1
+        """Whether the next rank has published a beat, and the last one says what it does."""
         self.next_silent_s = 0.0
         """Seconds since something new was heard of the next rank."""
-        self.next_is_waiting = False
-        """Whether the next rank waits for another one."""
+        self.next_depends = False
+        """Whether what the next rank does may last because of others."""
         self.unanswered_s = 0.0
         """Seconds that the store has not answered; the watchdog's other thread counts them."""
         self.is_alarm = False
         """Whether the alarm has been raised, by any rank."""
-        self.is_waiting = False
-        """Whether this rank waited for another one at its last beat."""
+        self.depends = False
+        """Whether what this rank did at its last beat may last because of others."""
         self.place = ""
         """Where its main thread was at its last beat."""
 
@@ -116,8 +116,8 @@ class Pulse:
                 looked = now
                 is_news = heard is not None and (heard.is_last or before is None or heard.count != before.count)
                 self.next_silent_s = 0.0 if is_news else self.next_silent_s + passed_s
-                self.has_heard_of_next |= heard is not None
-                self.next_is_waiting = heard is not None and heard.is_waiting
+                self.next_is_known = self._world_size == 1 or (heard is not None and heard.doing is not None)
+                self.next_depends = heard is not None and heard.depends_on_others
                 before = heard
                 if self._rank == 0 and self._world_size > 1 and self._count % _LOOKS_AT_ALL == 0:
                     self._look_for_stragglers()
@@ -136,22 +136,23 @@ class Pulse:
         self._count += 1
         doing, still_s = self._stillness.seen
         frame = _main_frame()
-        self.place, self.is_waiting = _place(frame), _is_waiting(doing, frame)
+        self.place, is_waiting = _place(frame), _is_waiting(doing, frame)
         beat = Beat(
             count=self._count,
             process=self._process,
             doing=None if doing is None else doing.text,
             place=self.place,
-            is_waiting=self.is_waiting,
+            is_waiting=is_waiting,
             waits_for=None if doing is None else doing.waits_for,
             is_shared=doing is None or doing.is_shared,
             still_s=still_s,
             silence_of_next_s=self.next_silent_s,
             busy_s=self._watch.busy_s,
             num_iterations=self._watch.num_iterations,
-            connections=own_connections() if self.is_waiting and still_s >= self._long_s else Connections(),
+            connections=own_connections() if is_waiting and still_s >= self._long_s else Connections(),
             is_last=is_last,
         )
+        self.depends = beat.depends_on_others
         publish(self._store, self._rank, beat)
 
 

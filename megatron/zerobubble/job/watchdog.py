@@ -9,8 +9,12 @@ listens for those of the next rank. The other one raises the alarm
 - when the rank's own activity in the passes or the optimizer (`runtime.watch`) does not change for the time limit; in the first
   iteration, because its compilation cannot be distinguished from being stuck, for nine tenths of the distributed timeout;
 - when all ranks have waited for each other for the time limit, in any phase: a message is lost;
-- when it waits for other ranks for nine tenths of the distributed timeout: the process groups are about to give up;
+- when it waits for other ranks for nine tenths of the distributed timeout: the process groups are about to give up. Not before,
+  because the rank that it waits for may be in a phase that takes as long as it takes;
 - when the store does not answer for the time limit: its host is gone.
+
+A rank of which nothing is known, because it is outside of all phases, raises no alarm, and may be silent for nine tenths of the
+distributed timeout: that is a training loop that is not ours, between its calls of the schedule (`supervision`).
 
 Whoever is first reads all beats, names the rank that holds up the job (`verdict`), and writes that into the store. All ranks log
 their own position and exit, the named one first, so that torchrun shows it. A rank that is stopped is killed by another one of
@@ -90,8 +94,8 @@ class Watchdog:
         rank: this rank.
         world_size: number of ranks that have a watchdog.
         limit_s: seconds that a rank may spend in one activity, and in which nothing is heard of it.
-        first_limit_s: the same during the first iteration and evaluation, until a rank joins the job, and for waits for other
-            ranks outside of the passes.
+        first_limit_s: the same during the first iteration and evaluation, until a rank joins the job, for waits for other ranks,
+            and of a rank of which nothing is known.
         error_file: where torchrun expects the reason of this rank's failure; None without torchrun.
         leave: ends the process with an exit code, without exit handlers.
     """
@@ -128,6 +132,7 @@ class Watchdog:
         )
 
     def __enter__(self) -> Watchdog:
+        self._stillness.look(self._interval_s)  # the first beat says it
         for function, name in ((self._look, "watchdog"), (lambda: self._pulse.run(self._over), "beats")):
             self._threads.append(start_thread(function, name=name, device=self._watch.device))
         return self
@@ -137,14 +142,14 @@ class Watchdog:
         # After an error the process ends, and what the threads are in the middle of does not matter.
         if error is None:
             for thread in self._threads:
-                thread.join()
+                thread.join(_GRACE_S)
 
     def _look(self) -> None:
         """The thread that raises the alarm, or follows one, until the end of the run."""
         while not self._over.wait(self._interval_s):
             doing, still_s = self._stillness.look(self._interval_s)
             self._pulse.unanswered_s += self._interval_s
-            if self._pulse.unanswered_s >= max(self._limit_s, _LEAST_UNANSWERED_S):
+            if doing is not None and self._pulse.unanswered_s >= max(self._limit_s, _LEAST_UNANSWERED_S):
                 self._leave_without_store()
                 return
             if self._pulse.is_alarm or self._is_due(doing, still_s) or self._all_wait(still_s):
@@ -154,24 +159,24 @@ class Watchdog:
     def _is_due(self, doing: Doing | None, still_s: float) -> bool:
         """Whether this rank raises the alarm."""
         pulse = self._pulse
-        if pulse.next_silent_s >= (self._limit_s if pulse.has_heard_of_next else self._first_limit_s):
-            return True
         if doing is None:
             return False
-        if doing.is_limited:
-            return still_s >= (self._first_limit_s if doing.is_first else self._limit_s)
-        return still_s >= self._first_limit_s and pulse.is_waiting
+        if pulse.next_silent_s >= (self._limit_s if pulse.next_is_known else self._first_limit_s):
+            return True
+        if doing.is_limited and not (doing.is_first or pulse.depends):
+            return still_s >= self._limit_s
+        return still_s >= self._first_limit_s and (doing.is_limited or pulse.depends)
 
     def _all_wait(self, still_s: float) -> bool:
-        """Whether this rank, and then all others, have waited for others for so long that none can be at work."""
-        if still_s < self._limit_s or not (self._pulse.is_waiting and self._pulse.next_is_waiting):
+        """Whether this rank, and then all others, have depended on others for so long that none can be at work."""
+        if still_s < self._limit_s or not (self._pulse.depends and self._pulse.next_depends):
             return False
         try:
             beats = published(self._store, range(self._world_size))
         except RuntimeError:  # the store is gone; `Pulse.unanswered_s` tells for how long
             return False
         return len(beats) == self._world_size and all(
-            beat.is_last or (beat.is_waiting and beat.still_s >= self._limit_s / 2.0) for beat in beats.values()
+            beat.is_last or (beat.depends_on_others and beat.still_s >= self._limit_s / 2.0) for beat in beats.values()
         )
 
     def _alarm(self, doing: Doing | None, still_s: float) -> None:
@@ -191,7 +196,7 @@ class Watchdog:
             verdict = self._decide()
             _log.error("stuck: %s (--zero-bubble-watchdog-seconds %g)", verdict.reason, self._limit_s)
             sys.stdout.flush()
-            first_to_fail(self._store, verdict.rank)
+            first_to_fail(self._store, verdict.rank, verdict.reason)
             self._store.set(_VERDICT, json.dumps(verdict._asdict()))
         until = time.monotonic() + _GRACE_S + 3.0 * self._pulse.interval_s
         while not self._store.check([_VERDICT]) and time.monotonic() < until:
@@ -208,7 +213,7 @@ class Watchdog:
         beats = published(self._store, ranks)
         failed = who_failed(self._store)
         if failed is not None:
-            return HangVerdict(failed, f"rank {failed} failed, see its report")
+            return HangVerdict(*failed)
         return decide(
             beats,
             silent_s=self._silent_s(before, beats),

@@ -54,7 +54,7 @@ class Engine:
         usual_tokens: sequence length of the microbatches where none are unequal; None: they always have lengths of their own.
         state_bytes: returns the bytes of weights, gradients and optimizer state on this rank.
         trains: whether the model is trained; False: it only runs forward.
-        show: called on rank 0 with each line about other layouts and chunks.
+        show: called on rank 0 with each line about what was measured, and about other layouts and chunks.
 
     Raises:
         ConfigError: an option does not go with the model.
@@ -224,6 +224,7 @@ class Engine:
             memory=None if replanner is None else replanner.memory,
             activations=None if replanner is None else replanner.activations,
             by_length=None if replanner is None else replanner.by_length,
+            show=self._show,
         )
         if flags.zero_bubble_trace is not None and replanner is not None:
             contents = self._contents()
@@ -237,7 +238,5 @@ class Engine:
             self._plan_file.finish(self.schedule, self._num_microbatches)
 
     def close(self) -> None:
-        """Remove hooks and destroy process groups. Every rank of the world must call it."""
+        """Destroy process groups. Every rank of the world must call it."""
         self.schedule.close()
-        if self.dropout is not None:
-            self.dropout.remove()

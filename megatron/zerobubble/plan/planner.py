@@ -145,14 +145,6 @@ def make_plan(
     return _one(spec, num_microbatches, costs_of, options)
 
 
-def bound_of(name: str, *, num_ranks: int, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Bound:
-    """The lower bound of a schedule under the memory limit of the options, or with `auto` of all; arguments as of `make_plan`."""
-    if name == AUTO:
-        return Bound.of_any([family.bound for family in _feasible(num_ranks, num_microbatches, costs_of, options)[0]])
-    placement = schedule_spec(name, num_ranks=num_ranks).placement
-    return lower_bound(placement, num_microbatches, costs_of(placement), options.memory_limit)
-
-
 def hand_written(spec: ScheduleSpec, num_microbatches: int, costs_of: CostsOf, options: SearchOptions) -> Result:
     """A schedule's own order without a search, with the lower bound at its own peak memory. Arguments are those of `make_plan`.
 

@@ -2,7 +2,8 @@
 
 It depends on ops and messages only, not on a schedule, a model or an optimizer. `StageWork` computes an op, `P2PLinks` transfers
 tensors. The executor owns received buffers until their op takes them, tensors being sent until they have arrived, and tensors
-handed from one stage to the next on the same rank. All three are empty when `run` returns.
+handed from one stage to the next on the same rank. All three are empty when `run` returns. An exception of an op has a note that
+names it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megatron.zerobubble.errors import ExecutionError
 from megatron.zerobubble.plan.communication import Message, Payload, Program, Step
 from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.runtime.p2p import Handle, P2PLinks
-from megatron.zerobubble.runtime.recording import RecordedLinks, Recorder
+from megatron.zerobubble.runtime.recording import RecordedLinks, Recorder, op_text
 
 
 class StageWork(Protocol):
@@ -61,8 +62,7 @@ class Executor:
 
     def begin(self, count: int) -> None:
         """Execute the first `count` ops. Then either `run` executes the rest or `abandon` ends the iteration."""
-        for step in self._steps[:count]:
-            self._run_step(step)
+        self._run_steps(self._steps[:count])
         self._next = count
 
     def abandon(self, unread: Sequence[Message]) -> None:
@@ -88,14 +88,21 @@ class Executor:
         Raises:
             ExecutionError: an op returned no tensor for the next stage, or a tensor is left that no op takes.
         """
-        for step in self._steps[self._next :]:
-            self._run_step(step)
+        self._run_steps(self._steps[self._next :])
         for handle in self._sending.values():
             handle.wait()
         self._sending.clear()
         if self._receiving or self._local:
             left = [*self._receiving, *self._local]
             raise ExecutionError(f"rank {self._rank}: no op took {left[0]} and {len(left) - 1} more; the plan is incomplete")
+
+    def _run_steps(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            try:
+                self._run_step(step)
+            except Exception as error:
+                error.add_note(f"pipeline rank {self._rank}, at {op_text(step.op)}")
+                raise
 
     def _run_step(self, step: Step) -> None:
         op = step.op

@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron.zerobubble.plan.communication import Message
-from megatron.zerobubble.plan.ir import Op
+from megatron.zerobubble.plan.ir import Op, OpKind
 from megatron.zerobubble.runtime.p2p import Handle, P2PLinks
 
 
@@ -72,6 +72,14 @@ class Recorder(Protocol):
     def rewind(self) -> None:
         """The ops so far are discarded and run again, from the first one (rollback of an optimistic optimizer step)."""
         return
+
+
+_PASSES = {OpKind.F: "forward", OpKind.B: "dgrad", OpKind.W: "wgrad", OpKind.BW: "full backward"}
+
+
+def op_text(op: Op) -> str:
+    """An op in words, for messages."""
+    return f"{op}, the {_PASSES[op.kind]} of stage {op.stage}, microbatch {op.microbatch}"
 
 
 def fan_out(recorders: Sequence[Recorder]) -> Recorder | None:

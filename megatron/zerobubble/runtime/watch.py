@@ -24,18 +24,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.zerobubble.plan.communication import Message, Payload
-from megatron.zerobubble.plan.ir import Op, OpKind
+from megatron.zerobubble.plan.ir import Op
 from megatron.zerobubble.runtime.p2p import message_text
-from megatron.zerobubble.runtime.recording import Recorder
+from megatron.zerobubble.runtime.recording import Recorder, op_text
 
 __all__ = ["Doing", "Watch"]
-
-_PASSES = {
-    OpKind.F: "forward",
-    OpKind.B: "dgrad",
-    OpKind.W: "wgrad",
-    OpKind.BW: "full backward",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -145,7 +138,7 @@ class Watch(Recorder):
 
     def start(self, op: Op) -> None:
         """An op begins."""
-        self.report(f"runs {op}, the {_PASSES[op.kind]} of stage {op.stage}, microbatch {op.microbatch}", is_op=True)
+        self.report(f"runs {op_text(op)}", is_op=True)
         self._op_began_s = time.perf_counter()
 
     def end(self, op: Op) -> None:

@@ -124,7 +124,7 @@ def pretrain(
     guard = JobGuard(connection.of(), launch.rank, error_file=launch.error_file, world_size=world_size)
     guard.doing = watch.text
     dog = watchdog(launch, connection.of(), watch, limit_s=settings.watchdog_s, timeout_minutes=timeout_minutes)
-    with guard, dog:
+    with guard, watch.phase("is between two phases"), dog:
         with watch.phase("joins the job"):
             job = join_job(settings, launch, host, connection=connection, watch=watch)
             attempt = join_attempt(job)

@@ -54,6 +54,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.failure import JobGuard
 from megatron.zerobubble.mcore.compat import check_stock_loop, hybrid_model
 from megatron.zerobubble.mcore.model import named_weights
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
@@ -62,9 +63,8 @@ from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w
 from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.stock_loop.status import Status
 from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop
-from megatron.zerobubble.plan.ir import Placement
 
-__all__ = ["expect_install", "install_options", "status", "stop_expecting", "uninstall"]
+__all__ = ["expect_install", "install_options", "status", "stop_expecting", "supervise_by", "uninstall"]
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,8 @@ class _PatchedSchedule:
         self._original = original
 
     def __call__(self, **given: Any) -> list[Any]:
-        return self.loop.run(self._original, **given)
+        with self.loop.supervision.during("is in a call of the schedule, around the passes"):
+            return self.loop.run(self._original, **given)
 
 
 class _AwaitingInstall:
@@ -177,6 +178,13 @@ def status() -> Status | None:
     return None if loop is None else loop.status
 
 
+def supervise_by(guard: JobGuard) -> None:
+    """Let the installed schedule, if there is one, report to the guard around its script; the watchdog is then on by default."""
+    loop = _installed()
+    if loop is not None:
+        loop.supervision.guard = guard
+
+
 def _installed() -> StockLoop | None:
     schedule = getattr(schedules, _SCHEDULES[0])
     return schedule.loop if isinstance(schedule, _PatchedSchedule) else None
@@ -206,8 +214,8 @@ def _replacements(loop: StockLoop) -> list[tuple[Any, str, Any]]:
     return [
         *always,
         (Float16Module, "forward", StageFloat16Module.forward),
-        (parallel_state, "default_embedding_ranks", _embedding_ranks),
-        (parallel_state, "initialize_model_parallel", _grouping(parallel_state.initialize_model_parallel)),
+        (parallel_state, "default_embedding_ranks", _embedding_ranks(loop)),
+        (parallel_state, "initialize_model_parallel", _grouping(loop, parallel_state.initialize_model_parallel)),
         *loop.questions.replacements(),
     ]
 
@@ -224,7 +232,8 @@ def _validating(loop: StockLoop) -> list[tuple[Any, str, Any]]:
 def _stepping(loop: StockLoop, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(original)
     def step(self: Any) -> Any:
-        return loop.step(self, original)
+        with loop.supervision.during("steps its optimizer"):
+            return loop.step(self, original)
 
     return step
 
@@ -299,20 +308,24 @@ def _building(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
     return construct
 
 
-def _embedding_ranks(pp_ranks: list[int], split_rank: int | None = None) -> list[int]:
+def _embedding_ranks(loop: StockLoop) -> Callable[..., list[int]]:
     """The ranks of a pipeline with V placement that have the embedding or the output layer."""
-    ranks: list[int] = embedding_ranks(Placement.v(len(pp_ranks)))["get_embedding_ranks"](pp_ranks)
-    return ranks
+
+    def ranks_of(pp_ranks: list[int], split_rank: int | None = None) -> list[int]:
+        ranks: list[int] = embedding_ranks(loop.options.placement(len(pp_ranks)))["get_embedding_ranks"](pp_ranks)
+        return ranks
+
+    return ranks_of
 
 
-def _grouping(original: Callable[..., None]) -> Callable[..., None]:
+def _grouping(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:
     """`initialize_model_parallel`, with the embedding groups of the V placement, in place of those that the loop passes."""
-    signature = inspect.signature(original)
+    signature, ranks_of = inspect.signature(original), _embedding_ranks(loop)
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
-        bound.arguments.update(get_embedding_ranks=_embedding_ranks, get_position_embedding_ranks=_embedding_ranks)
+        bound.arguments.update(get_embedding_ranks=ranks_of, get_position_embedding_ranks=ranks_of)
         original(*bound.args, **bound.kwargs)
 
     return initialize

@@ -72,7 +72,7 @@ class Running:
         self.trace.write()
 
     def close(self, *, validates: bool) -> None:
-        """Remove hooks and destroy process groups; validate the last step and write the files before, if wanted."""
+        """Destroy process groups; validate the last step and write the files before, if wanted."""
         if validates:
             self.write_trace(at_end=True)
             if self.engine.iterations > 0:
@@ -82,6 +82,13 @@ class Running:
         self.engine.close()
         if self.relay is not None:
             self.relay.close()
+
+    def remove_hooks(self) -> None:
+        """Leave the model as it was."""
+        if self.steps is not None:
+            self.steps.remove_hooks()
+        if self.engine.dropout is not None:
+            self.engine.dropout.remove()
 
 
 def start(

@@ -28,6 +28,7 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.supervision import Supervision
 from megatron.zerobubble.mcore.engine import Engine
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
 from megatron.zerobubble.mcore.model.hybrid_layers import place_stack
@@ -75,9 +76,15 @@ class StockLoop:
         self._models = RunningModels()
         self._finalizing: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """By identity, configs whose `finalize_model_grads_func` is a `FinalizeGradients` around the loop's."""
-        self.status: Status | None = None
-        """Of the model that was started or re-planned last; None before a model trains."""
+        self._status: Status | None = None
         self._has_run = False
+        self.supervision = Supervision(options.flags.zero_bubble_watchdog_seconds)
+        """Watchdog and failure report, around the loop's calls."""
+
+    @property
+    def status(self) -> Status | None:
+        """Of the model that was started or re-planned last; None before a model trains, and without its process groups."""
+        return self._status if self._models.has_groups else None
 
     # -- 1. a TransformerConfig is made -----------------------------------------------------------------------------------
 
@@ -118,7 +125,7 @@ class StockLoop:
         """Whether this rank's chunk `vp_stage` holds the first and the last stage. Raises ConfigError without a number."""
         if vp_stage is None:
             raise ConfigError(
-                f"schedule {self.options.schedule} has two model chunks per rank: build each with its vp_stage, as for "
+                f"schedule {self.options.schedule} has several model chunks per rank: build each with its vp_stage, as for "
                 "megatron-core's interleaved schedule"
             )
         placement = self.placement
@@ -146,8 +153,8 @@ class StockLoop:
 
     @property
     def placement(self) -> Placement:
-        """Stage -> rank of a schedule in a V. The pipeline's process groups must exist."""
-        return Placement.v(parallel_state.get_pipeline_model_parallel_world_size())
+        """Stage -> rank under V. The pipeline's process groups must exist."""
+        return self.options.placement(parallel_state.get_pipeline_model_parallel_world_size())
 
     # -- 4. the schedule is called ----------------------------------------------------------------------------------------
 
@@ -193,6 +200,7 @@ class StockLoop:
             chunks, num_microbatches, usual_tokens=int(given["seq_length"]), trains=not strangers
         )
         engine = running.engine
+        self._watch(engine)
         if not strangers:
             self._place_finalize(get_model_config(chunks[0]), engine.schedule.spec.placement)
         if forward_only and running.steps is not None:
@@ -227,6 +235,7 @@ class StockLoop:
             first = self.adopted.find(chunks)
         else:
             self.adopted.check_v(chunks)
+        self._status = self.status
         self._models.destroy_unused_groups()
         if trains:
             running = start(
@@ -242,13 +251,20 @@ class StockLoop:
         self._models.add(running)
         return running
 
+    def _watch(self, engine: Engine) -> None:
+        """Report what happens in the passes of a model to the watchdog, if there is one."""
+        hooks, watch = engine.schedule.hooks, self.supervision.watch
+        if watch is not None and hooks.watch is not watch:
+            watch.begin_pipeline(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
+        hooks.watch = watch
+
     def _show(self, engine: Engine, num_microbatches: int) -> None:
         """Make the status of a model that starts or has a new plan; rank 0 writes it to stderr. All ranks must call it."""
         schedule = engine.schedule
         measured = None if engine.replanner is None else engine.replanner.costs
         recorded = [] if measured is None else schedule.timelines()
         plan = schedule.plan(num_microbatches)
-        self.status = Status.of(
+        self._status = Status.of(
             plan,
             measured or CostModel.uniform(plan.placement),
             schedule=self.options.schedule,
@@ -258,7 +274,7 @@ class StockLoop:
         )
         if dist.get_rank() == 0:
             times = "F = B = W" if measured is None else f"measured {measured.times_text}"
-            show_line(self.status.line(times))
+            show_line(self._status.line(times))
 
     def _place_finalize(self, config: Any, placement: Placement) -> None:
         """Wrap the loop's `finalize_model_grads_func`, whenever it sets one, by what the placement needs besides."""
@@ -316,6 +332,7 @@ class StockLoop:
 
     def close(self) -> None:
         """Undo the split and `finalize_model_grads_func`, and destroy process groups. Every rank of the world must call it."""
+        self.supervision.close()
         self._models.close()
         self.adopted.close()
         for config in list(self._finalizing.values()):

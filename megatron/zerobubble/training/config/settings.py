@@ -159,30 +159,6 @@ class Settings:
             return -(-self.num_layers // each_round)  # rounded up: padding fills the last round
         return 1 if info is None else info.default_num_chunks
 
-    def with_schedule(self, name: str, *, num_chunks: int = 1, memory_limit: float | None = None) -> Settings:
-        """These settings with another schedule; flags that the schedule does not support are reset.
-
-        Args:
-            name: the schedule, as in the plan registry.
-            num_chunks: model chunks per rank, for interleaved placement.
-            memory_limit: replaces --zero-bubble-memory-limit; in units of 1F1B's activation memory on the first rank.
-        """
-        info, zero_bubble, parallel = schedule_info(name), self.zero_bubble, self.parallel
-        limit = zero_bubble.zero_bubble_memory_limit if memory_limit is None else str(memory_limit)
-        zero_bubble = replace(
-            zero_bubble, zero_bubble_schedule=name, zero_bubble_memory_limit=limit if info.is_searched else None
-        )
-        if not info.is_searched:
-            zero_bubble = replace(
-                zero_bubble,
-                zero_bubble_pipeline_timers_start_iter=None,
-                zero_bubble_pipeline_timers_end_iter=None,
-                zero_bubble_replan_interval=None,
-            )
-        if info.placement == "loop" and parallel.pipeline_model_parallel_layout is None:
-            parallel = replace(parallel, num_virtual_stages_per_pipeline_rank=num_chunks)
-        return replace(self, zero_bubble=zero_bubble, parallel=parallel)
-
     def without_layout(self) -> Settings:
         """These settings without --pipeline-model-parallel-layout: layers are spread evenly."""
         return replace(self, parallel=replace(self.parallel, pipeline_model_parallel_layout=None))
