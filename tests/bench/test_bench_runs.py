@@ -27,10 +27,6 @@ pytestmark = pytest.mark.claims(
     "works; **not run on a GPU**, not under Slurm",
 )
 
-_MEASURES = (
-    "times between the calls of its schedule, losses from its results, memory, bubbles measured and predicted; stock 1F1B, "
-    "ZB-H1, ZBV or V-Half with post-validation"
-)
 _PRETRAIN = """
 import typing
 from unittest import mock
@@ -137,7 +133,12 @@ def on_script(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     return launch_warm(["--cpu", "--bench-dir", folder, *words], num_ranks=2, script=BENCH)
 
 
-@pytest.mark.claims("Your own script", f"`zerobubble bench` on a script, {_MEASURES}", "works; **not run on a GPU**")
+@pytest.mark.claims(
+    "Your own script",
+    "`zerobubble bench` on a script: stock 1F1B with nothing installed, ZB-H1, ZBV with post-validation, `auto`; times between "
+    "the calls of the schedule, losses from its results, memory, bubbles measured and predicted",
+    "works; **not run on a GPU**",
+)
 def test_a_script_runs_unedited_under_every_contender(tmp_path: Path) -> None:
     names = ["stock-1f1b", "zb-h1", "zbv+pv", "auto"]
     options = ["--contenders", ",".join(names), "--rounds", "2", "--timed-iters", "2", "--zero-bubble-planning-seconds", "0.1"]
@@ -180,7 +181,8 @@ def test_a_script_that_ends_early_or_fails_is_a_row_with_the_reason(tmp_path: Pa
 
 @pytest.mark.claims(
     "Your own script",
-    f"`zerobubble bench` on Megatron-LM's own `pretrain()` (`make test-slow MCORE=0.19.2`), {_MEASURES}",
+    "`zerobubble bench` on Megatron-LM's own `pretrain()`, with an evaluation between timed iterations: stock 1F1B, ZB-H1, "
+    "V-Half with post-validation; the losses that the loop logs (`make test-slow`, megatron-core 0.19.2)",
     "works",
 )
 @pytest.mark.slow

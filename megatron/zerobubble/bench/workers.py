@@ -2,8 +2,8 @@
 
 The process that the launcher started on each rank trains nothing. For each block it starts a child, which joins the children of
 the other ranks through the launcher's store, and waits for it. If a child fails, the others are ended and the block is a
-`BlockFailure`; the next block starts from the same clean state. A child is forked where no GPU is in use by its parent, with torch and
-megatron-core imported already; otherwise it is spawned.
+`BlockFailure`; the next block starts from the same clean state. A child is forked where no GPU is in use by its parent, with
+torch and megatron-core imported already; otherwise it is spawned.
 """
 
 from __future__ import annotations
