@@ -193,8 +193,8 @@ def install(
     else:
         if any(value is not None and value is not False for value in given.values()):
             raise ConfigError("install got parsed flags and other arguments; give one of them")
-        config = _from_flags(args)
-    _check_supported(config)
+        config = flags_of(args)
+    check_supported(config)
     targets = [
         Target("--zero-bubble-trace", config.zero_bubble_trace),
         Target("--zero-bubble-save-plan", config.zero_bubble_save_plan, is_file=True),
@@ -226,7 +226,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def schedule_of(args: argparse.Namespace) -> str:
     """The name of the schedule that parsed flags choose, such as `zbv`; `stock` if none. Raises ConfigError."""
-    return _from_flags(args).schedule
+    return flags_of(args).schedule
 
 
 def _expect_install(args: argparse.Namespace) -> None:
@@ -249,14 +249,16 @@ def _expect_install(args: argparse.Namespace) -> None:
     expect_install(check)
 
 
-def _from_flags(args: argparse.Namespace) -> ZeroBubbleConfig:
+def flags_of(args: argparse.Namespace) -> ZeroBubbleConfig:
+    """The zero-bubble flags that were parsed. Raises ConfigError."""
     fields = [field for field in dataclasses.fields(ZeroBubbleConfig) if hasattr(args, field.name)]
     if not fields:
         raise ConfigError("no zero-bubble flags were parsed: call megatron.zerobubble.add_zero_bubble_args(parser) first")
     return ZeroBubbleConfig(**{field.name: getattr(args, field.name) for field in fields})
 
 
-def _check_supported(config: ZeroBubbleConfig) -> None:
+def check_supported(config: ZeroBubbleConfig) -> None:
+    """Raise ConfigError for flags that a stock training loop does not support."""
     for field in dataclasses.fields(config):
         if field.name not in _SUPPORTED and getattr(config, field.name) != field.default:
             raise ConfigError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -13,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from megatron.zerobubble.bench.contenders import WARM_UP
 from tests.support.datasets import random_documents, write_documents
+from tests.support.megatron_lm import MISSING, SMALL, WITHOUT_KERNELS, logged
 from tests.training.launch import ROOT, environment, launch_warm
 
 pytestmark = pytest.mark.claims(
@@ -22,6 +26,19 @@ pytestmark = pytest.mark.claims(
     "contender that cannot run, fails, is killed or hangs is a row; interruption; all ranks end with the cause",
     "works; **not run on a GPU**, not under Slurm",
 )
+
+_PRETRAIN = """
+import typing
+from unittest import mock
+
+if not hasattr(typing, "override"):
+    typing.override = lambda method: method
+mock.patch("megatron.core.datasets.utils.compile_helpers").start()  # wheels come without the sources; this data needs none
+from tests.support import pretrain_script
+
+pretrain_script.main()
+"""
+"""A script around Megatron-LM's own loop, with what its wheels need on Python 3.11."""
 
 MODEL = ["--pipeline-model-parallel-size", "2", "--num-layers", "8", "--hidden-size", "32", "--num-attention-heads", "4"]
 MODEL += ["--seq-length", "32", "--micro-batch-size", "1", "--global-batch-size", "4", "--lr", "1e-2", "--mock-data"]
@@ -105,6 +122,85 @@ def test_the_page_shows_every_contender(done: tuple[subprocess.CompletedProcess[
     assert page.count("bubble") >= 3
     for name in ("stock-1f1b: ", "zbv+pv: measured", "auto: measured"):
         assert name in page
+
+
+_SCRIPT = ["--", ROOT / "examples" / "stock_megatron_core.py", "--pipeline-model-parallel-size", "2", "--train-iters", "100"]
+_CHUNKS = "--virtual-pipeline-model-parallel-size 2"
+
+
+def on_script(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run on two ranks, as under torchrun."""
+    return launch_warm(["--cpu", "--bench-dir", folder, *words], num_ranks=2, script=BENCH)
+
+
+@pytest.mark.claims(
+    "Your own script",
+    "`zerobubble bench` on a script: stock 1F1B with nothing installed, ZB-H1, ZBV with post-validation, `auto`; times between "
+    "the calls of the schedule, losses from its results, memory, bubbles measured and predicted",
+    "works; **not run on a GPU**",
+)
+def test_a_script_runs_unedited_under_every_contender(tmp_path: Path) -> None:
+    names = ["stock-1f1b", "zb-h1", "zbv+pv", "auto"]
+    options = ["--contenders", ",".join(names), "--rounds", "2", "--timed-iters", "2", "--zero-bubble-planning-seconds", "0.1"]
+    done = on_script(tmp_path, *options, "--contender-flags", f"zbv+pv={_CHUNKS}", *_SCRIPT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "left] stock-1f1b, round 2:" in done.stderr
+    found = rows(tmp_path)
+    log = (tmp_path / "logs" / "block-0-rank-1.log").read_text()
+    printed = [json.loads(line)["losses"] for line in log.splitlines() if line.startswith('{"iteration"')]
+    assert len(printed) == WARM_UP + 2, "the block ends where the next iteration would begin"
+    for name in names:
+        row = found[name]
+        assert row["losses"]["0"] == pytest.approx(statistics.fmean(printed[-1]), rel=1e-6), name
+        assert set(row["seconds"]) == {"0", "1"}
+        assert all(0 < share < 1 for share in row["overhead"].values())
+        assert 0 <= row["bubble"] < 1
+        assert row["predicted_ms"] > 0
+        assert row["state_bytes"] > row["activation_bytes"] > 0
+        assert row["tokens_per_s"] == pytest.approx(4 * 2 * 32 / row["ms"]["value"] * 1000)
+    assert found["auto"]["ran"] == "zb"
+    assert found["zbv+pv"]["note"] == f"with {_CHUNKS}"
+
+
+@pytest.mark.sampled(0.5, group="whole jobs")
+def test_a_script_that_ends_early_or_fails_is_a_row_with_the_reason(tmp_path: Path) -> None:
+    flags = {"stock-1f1b": "--train-iters 3", "zb-h1": "--no-such-flag", "zb": "--pipeline-model-parallel-size 1", "zbv": ""}
+    more = [word for name, each in flags.items() for word in ("--contender-flags", f"{name}={each}")]
+    done = on_script(tmp_path, "--contenders", ",".join(flags), "--quick", *more, *_SCRIPT)
+    assert done.returncode == 1, done.stdout + done.stderr
+    reasons = {
+        "stock-1f1b": f"stock_megatron_core.py ended after 3 training iterations, and a block runs {WARM_UP + 3}, and begins one",
+        "zb-h1": "a rank exited with code 2 (see ",
+        "zb": "stock_megatron_core.py trains with megatron-core's own schedule, not with zb, on 1 pipeline rank(s)",
+        "zbv": "schedule zbv has 2 model chunk(s) per rank, the loop was started with virtual_pipeline_model_parallel_size None",
+    }
+    for name, reason in reasons.items():
+        assert f"{name}, round 1: failed: {reason}" in done.stderr
+        assert f"{name}: {reason}" in done.stdout
+
+
+@pytest.mark.claims(
+    "Your own script",
+    "`zerobubble bench` on Megatron-LM's own `pretrain()`, with an evaluation between timed iterations: stock 1F1B, ZB-H1, "
+    "V-Half with post-validation; the losses that the loop logs (`make test-slow`, megatron-core 0.19.2)",
+    "works",
+)
+@pytest.mark.slow
+def test_megatron_lms_own_loop_with_an_evaluation_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("megatron.training") is None:
+        pytest.skip(MISSING)
+    script = tmp_path / "pretrain.py"
+    script.write_text(_PRETRAIN)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    words = f"{SMALL} {WITHOUT_KERNELS} --pipeline-model-parallel-size 2 --train-iters 100 --eval-interval 7".split()
+    names = ["stock-1f1b", "zb-h1", "v-half+pv"]
+    options = ["--contenders", ",".join(names), "--rounds", "2", "--timed-iters", "3", "--", script]
+    done = on_script(tmp_path, *options, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = logged((tmp_path / "logs" / "block-0-rank-1.log").read_text())
+    assert log.keys() >= {"8", "iteration 7"}
+    for name in names:
+        assert rows(tmp_path)[name]["losses"]["0"] == pytest.approx(float(log[str(WARM_UP + 3)][0]), rel=2e-6), name
 
 
 @pytest.mark.slow

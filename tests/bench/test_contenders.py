@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zerobubble.bench.bench_options import parse_options
+from megatron.zerobubble.bench.bench_options import Options, parse_options
 from megatron.zerobubble.bench.contenders import DEFAULT, PROFILED, WARM_UP, parse_contenders
+from megatron.zerobubble.bench.programs import Script, TrainerRun
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.training.config.settings import Settings
 from tests.training.test_arguments import settings
@@ -105,16 +106,63 @@ def test_wrong_names_are_refused_in_one_line(text: str, message: str) -> None:
 
 def test_a_contender_that_cannot_run_is_a_row_and_not_the_end() -> None:
     options = parse_options([*BENCH, "--contenders", "stock-1f1b,interleaved-1f1b:8,zbv", "--quick"], world_size=2, prog="bench")
-    assert list(options.settings) == ["stock-1f1b", "zbv"]
+    assert list(options.programs) == ["stock-1f1b", "zbv"]
     assert "--num-layers 8" in options.refused["interleaved-1f1b:8"]
     assert options.num_iterations == 2 * (WARM_UP + 3 + 2 * (2 + 3))
+
+
+def script(*words: str) -> Options:
+    """The options of a comparison on a script."""
+    return parse_options(words, world_size=2, prog="bench")
+
+
+def test_a_script_gets_its_flags_and_the_contenders() -> None:
+    flags = ["--contender-flags", "zbv=--chunks 2", "--zero-bubble-planning-seconds", "3"]
+    own = ["--lr", "-1", "--zero-bubble-v-schedule", "--", "last one"]
+    options = script(*flags, "--contenders", "stock-1f1b,interleaved-1f1b:4,zb-h1,zbv,v-half+pv", "--", __file__, *own)
+    added = {"interleaved-1f1b:4": ("--num-virtual-stages-per-pipeline-rank", "4"), "zbv": ("--chunks", "2")}
+    added["v-half+pv"] = ("--num-virtual-stages-per-pipeline-rank", "2")
+    assert options.programs.keys() == {"stock-1f1b", "interleaved-1f1b:4", "zb-h1", "zbv", "v-half+pv"}
+    for name, program in options.programs.items():
+        assert isinstance(program, Script)
+        assert program.arguments == ("--lr", "-1", "--", "last one", *added.get(name, ())), name
+        assert program.zero_bubble.zero_bubble_planning_seconds == 3
+        assert program.zero_bubble.schedule == ("stock" if "1f1b" in name else name.removesuffix("+pv"))
+        assert program.zero_bubble.enable_optimizer_post_validation == (name == "v-half+pv")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("pretrain.py --lr 1", "to compare on a script, put -- before it: bench [options] -- pretrain.py ITS FLAGS"),
+        ("--cpu --lr 1", "--cpu and --contender-flags are for a script"),
+        ("--", "give a training script and its flags after --"),
+        ("-- nowhere.py --lr 1", "the script nowhere.py is not a file"),
+        ("--lr 1 -- SCRIPT", "unrecognized arguments before --: --lr 1; the script's own flags follow the script"),
+        ("--contenders zbx -- SCRIPT", "--contenders: 'zbx' is unknown"),
+        ("--contenders zbv --contender-flags zbv -- SCRIPT", "--contender-flags 'zbv': give CONTENDER[,CONTENDER...]=FLAGS"),
+        ("--contenders zbv --contender-flags v-half=-x -- SCRIPT", "'v-half=-x': v-half is not among the contenders zbv"),
+        ("--contenders zbv --contender-flags zbv=' -- SCRIPT", "No closing quotation"),
+        ("--peak-tflops 1 -- SCRIPT", "--peak-tflops is for the reference trainer"),
+        ("-- SCRIPT --zero-bubble-planning-seconds -1", "--zero-bubble-planning-seconds"),
+    ],
+)
+def test_wrong_words_about_a_script_are_one_line(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        script(*(__file__ if word == "SCRIPT" else word for word in words.split()))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_layout_for_other_stages_is_dropped_with_a_note() -> None:
     layout = ["--pipeline-model-parallel-layout", "Ettttt|tttL"]
     options = parse_options([*BENCH, *layout, "--contenders", "stock-1f1b,zbv"], world_size=2, prog="bench")
-    assert options.settings["stock-1f1b"].parallel.pipeline_model_parallel_layout == layout[1]
-    assert options.settings["zbv"].parallel.pipeline_model_parallel_layout is None
+    layouts = {
+        name: program.settings.parallel.pipeline_model_parallel_layout
+        for name, program in options.programs.items()
+        if isinstance(program, TrainerRun)
+    }
+    assert layouts == {"stock-1f1b": layout[1], "zbv": None}
     assert list(options.notes) == ["zbv"]
 
 

@@ -19,8 +19,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron.zerobubble.bench import workers as module
-from megatron.zerobubble.bench.workers import Failure, Interrupted, Workers
+from megatron.zerobubble.bench.workers import BlockFailure, Interrupted, Workers
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.error_file import write_error_file
 from megatron.zerobubble.job.launch import Launch
 
 Run = Callable[..., Any]
@@ -60,37 +61,37 @@ def two(runs: tuple[Run, Run], folder: Path) -> list[Any]:
     return outcomes
 
 
-def succeeds(request: Any, launch: Launch, *, tick: Callable[[], None], failed: Any) -> Any:
+def succeeds(request: Any, launch: Launch, *, tick: Callable[[], None], end: Any) -> Any:
     for _ in range(3):
         tick()
     os.write(1, b"hello from the block\n")
-    return {"pid": os.getpid()}
+    end({"pid": os.getpid()})
 
 
-def raises(request: Any, launch: Launch, *, tick: Any, failed: Any) -> Any:
+def raises(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
     raise RuntimeError("CUDA out of memory.\nTried to allocate 20.00 GiB")
 
 
-def refuses(request: Any, launch: Launch, *, tick: Any, failed: Any) -> Any:
+def refuses(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
     raise ConfigError("--bf16 is given, but the device cannot")
 
 
-def reports_and_leaves(request: Any, launch: Launch, *, tick: Any, failed: Any) -> Any:
+def reports_and_leaves(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
     """As a `JobGuard` on the first rank that fails."""
-    failed(ValueError("the cause"))
+    write_error_file(launch.error_file, "rank 0 failed: ValueError: the cause")
     os._exit(1)
 
 
-def loses_its_peer(request: Any, launch: Launch, *, tick: Any, failed: Any) -> Any:
+def loses_its_peer(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
     """As a `JobGuard` on a rank that only lost another one."""
     os._exit(1)
 
 
-def is_killed(request: Any, launch: Launch, *, tick: Any, failed: Any) -> Any:
+def is_killed(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hangs(request: Any, launch: Launch, *, tick: Callable[[], None], failed: Any) -> Any:
+def hangs(request: Any, launch: Launch, *, tick: Callable[[], None], end: Any) -> Any:
     tick()
     time.sleep(600)
 
@@ -108,20 +109,20 @@ def test_the_result_comes_back_from_a_process_of_its_own(tmp_path: Path) -> None
     [
         (raises, "RuntimeError: CUDA out of memory. Tried to allocate 20.00 GiB"),
         (refuses, "--bf16 is given, but the device cannot"),
-        (reports_and_leaves, "ValueError: the cause"),
+        (reports_and_leaves, "rank 0 failed: ValueError: the cause"),
         (is_killed, "a rank was ended by SIGKILL: the machine may have run out of memory (see"),
     ],
 )
 def test_a_failure_is_one_line(run: Run, reason: str, tmp_path: Path) -> None:
     found = one(run, tmp_path)
-    assert isinstance(found, Failure)
+    assert isinstance(found, BlockFailure)
     assert found.reason.startswith(reason)
     assert "\n" not in found.reason
 
 
 def test_a_block_after_a_failure_runs(tmp_path: Path) -> None:
     worker = Workers(launch(), dist.HashStore(), tmp_path, run=raises)  # type: ignore[attr-defined]
-    assert isinstance(worker.run(Request(0), tick=lambda: None), Failure)  # type: ignore[arg-type]
+    assert isinstance(worker.run(Request(0), tick=lambda: None), BlockFailure)  # type: ignore[arg-type]
     worker._run = succeeds
     assert isinstance(worker.run(Request(1), tick=lambda: None), dict)  # type: ignore[arg-type]
 
@@ -130,7 +131,7 @@ def test_a_block_after_a_failure_runs(tmp_path: Path) -> None:
     ("runs", "reason"),
     [
         ((raises, hangs), "RuntimeError: CUDA out of memory."),
-        ((loses_its_peer, reports_and_leaves), "ValueError: the cause"),
+        ((loses_its_peer, reports_and_leaves), "rank 0 failed: ValueError: the cause"),
         ((hangs, is_killed), "a rank was ended by SIGKILL"),
         ((succeeds, raises), "RuntimeError: CUDA out of memory."),
     ],
@@ -140,7 +141,7 @@ def test_all_ranks_learn_the_cause_and_end(
 ) -> None:
     monkeypatch.setattr(module, "_GRACE_S", 1.0)
     outcomes = two(runs, tmp_path)
-    assert all(isinstance(found, Failure) for found in outcomes)
+    assert all(isinstance(found, BlockFailure) for found in outcomes)
     assert outcomes[0].reason == outcomes[1].reason
     assert outcomes[0].reason.startswith(reason)
 
@@ -161,7 +162,7 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     parent = os.fork()
     if parent == 0:
 
-        def notes_its_pid(request: Any, launch: Launch, *, tick: Any, failed: Any) -> Any:
+        def notes_its_pid(request: Any, launch: Launch, *, tick: Any, end: Any) -> Any:
             os.write(writing, f"{os.getpid()}\n".encode())
             time.sleep(600)
 

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.claims(
     "works",
 )
 
+_DEVICE = "megatron.zerobubble.mcore.cpu.scripts.script_device"
+
 SCRIPT = """
 import json, os, sys
 from beside import HERE
@@ -71,7 +73,7 @@ def script(tmp_path: Path) -> Path:
 def test_a_wrong_command_line_is_one_line(
     words: str, message: str, script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "_device", lambda launch, on_cpu: contextlib.nullcontext())
+    monkeypatch.setattr(_DEVICE, lambda launch, on_cpu: contextlib.nullcontext())
     with pytest.raises(SystemExit) as caught:
         main(["run", *(str(script) if word == "SCRIPT" else word for word in words.split())])
     assert caught.value.code == 2
@@ -94,8 +96,8 @@ def test_flags_count_wherever_they_stand_and_the_script_sees_only_its_own(script
 
 def test_the_name_of_a_ready_function_reaches_install(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, object] = {}
-    monkeypatch.setattr(run, "_device", lambda launch, on_cpu: contextlib.nullcontext())
-    monkeypatch.setattr(run, "install", lambda args, **options: given.update(options))
+    monkeypatch.setattr(_DEVICE, lambda launch, on_cpu: contextlib.nullcontext())
+    monkeypatch.setattr("megatron.zerobubble.script.install", lambda args, **options: given.update(options))
     for words, name in (["--microbatch-tokens", "nested"], "nested"), ([], None):
         assert main(["run", *words, "--enable-zero-bubble", str(script)]) == 0
         assert given == {"microbatch_tokens": name}
@@ -117,7 +119,7 @@ def test_the_script_runs_as_by_python(script: Path) -> None:
 def test_zero_bubble_0_in_the_environment(
     script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "_device", lambda launch, on_cpu: contextlib.nullcontext())
+    monkeypatch.setattr(_DEVICE, lambda launch, on_cpu: contextlib.nullcontext())
     monkeypatch.setenv("ZERO_BUBBLE", "0")
     assert main(["run", "--enable-zero-bubble", str(script)]) == 0
     assert json.loads(capsys.readouterr().out)["schedule"] == "function", "megatron-core's own"

@@ -114,7 +114,7 @@ def test_the_benchmark_runs_the_same_job_under_other_schedules(cluster: Cluster)
     flags.remove("--data-path")
     for flag in ("--split",):
         del flags[flags.index(flag) : flags.index(flag) + 2]
-    assert list(parse_options(flags, world_size=4, prog="bench").settings) == ["stock-1f1b", "zbv"]
+    assert list(parse_options(flags, world_size=4, prog="bench").programs) == ["stock-1f1b", "zbv"]
 
 
 def test_the_benchmark_gives_each_cpu_rank_a_core(cluster: Cluster) -> None:

@@ -1,20 +1,26 @@
-"""The options of `zerobubble bench` beside the flags of the job. Imports no torch."""
+"""The options of `zerobubble bench` beside the flags of the job, or the script and its flags. Imports no torch."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.zerobubble.bench.contenders import DEFAULT, WARM_UP, Contender, parse_contenders
+from megatron.zerobubble.bench.jobs import Job, ScriptJob, TrainerJob
+from megatron.zerobubble.bench.programs import Program
 from megatron.zerobubble.errors import ConfigError, UserError
+from megatron.zerobubble.job.launch import is_turned_off
+from megatron.zerobubble.messages import quoted, shown
+from megatron.zerobubble.overlay import add_flags, flags_of
 from megatron.zerobubble.training.arguments import settings_from_argv
-from megatron.zerobubble.training.config.settings import Settings
 
 __all__ = ["Options", "parse_options"]
 
 _LATER_WARM_UP = 2
+_EXAMPLE = "'zbv,v-half=--virtual-pipeline-model-parallel-size 2'"
 _TRAIN_ITERS = "1000"
 """--train-iters, if it is not given: it only stretches the learning rate's schedule."""
 
@@ -23,13 +29,13 @@ _TRAIN_ITERS = "1000"
 class Options:
     """What to compare, how often, and where to write the result."""
 
-    job: Settings
+    job: Job
     """The user's job."""
     contenders: tuple[Contender, ...]
     baseline: str
     """Name of the contender that speed-ups are relative to."""
-    settings: dict[str, Settings] = field(default_factory=dict)
-    """Contender -> its settings, for those under which the job can run."""
+    programs: dict[str, Program] = field(default_factory=dict)
+    """Contender -> what it runs, for those under which the job can run."""
     notes: dict[str, str] = field(default_factory=dict)
     """Contender -> what differs from the job as given."""
     refused: dict[str, str] = field(default_factory=dict)
@@ -50,7 +56,7 @@ class Options:
     @property
     def num_iterations(self) -> int:
         """Iterations of all blocks together."""
-        return sum(self.block_length(number) for number in range(self.rounds)) * len(self.settings)
+        return sum(self.block_length(number) for number in range(self.rounds)) * len(self.programs)
 
     def block_length(self, number: int) -> int:
         """Iterations of a block of round `number`, from 0."""
@@ -61,7 +67,7 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
     """Parse and check the command line.
 
     Args:
-        argv: options of the comparison and flags of the job, in any order.
+        argv: options of the comparison and flags of pretrain_gpt.py, in any order; or options, `--`, a script and its flags.
         world_size: number of ranks.
         prog: program name in the usage.
 
@@ -69,7 +75,14 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
         UserError: one line.
         SystemExit: after --help.
     """
-    args, rest = _parser(prog).parse_known_args(argv)
+    words = list(argv)
+    has_script = "--" in words
+    parser = _parser(prog)
+    if has_script:
+        split = words.index("--")
+        script, words = words[split + 1 :], words[:split]
+        add_flags(parser)
+    args, rest = parser.parse_known_args(words)
     contenders = parse_contenders(args.contenders)
     names = [contender.text for contender in contenders]
     baseline = args.baseline or names[0]
@@ -80,16 +93,19 @@ def parse_options(argv: Sequence[str], *, world_size: int, prog: str) -> Options
     num_warm_up = _number("--warmup-iters", args.warmup_iters, default=WARM_UP, least=WARM_UP)
     if args.peak_tflops is not None and not 0 < args.peak_tflops < float("inf"):
         raise ConfigError(f"--peak-tflops {args.peak_tflops} must be greater than 0 and finite")
-    has_length = any(word.partition("=")[0] == "--train-iters" for word in rest)
-    job = settings_from_argv(rest if has_length else ["--train-iters", _TRAIN_ITERS, *rest], world_size=world_size, prog=prog)
-    settings, notes, refused = _settings(contenders, job, num_warm_up + num_timed)
-    if not settings:
+    if not has_script and (args.cpu or args.contender_flags):
+        raise ConfigError("--cpu and --contender-flags are for a script: give -- SCRIPT and its flags after them")
+    job = _script_job(args, rest, script, names) if has_script else _trainer_job(rest, world_size=world_size, prog=prog)
+    programs, notes, refused = _programs(
+        contenders, job, num_warm_up + num_timed + 1
+    )  # the next one's begin is the last one's end
+    if not programs:
         raise ConfigError(f"no contender can run: {'; '.join(f'{name}: {why}' for name, why in refused.items())}")
     return Options(
         job=job,
         contenders=tuple(contenders),
         baseline=baseline,
-        settings=settings,
+        programs=programs,
         notes=notes,
         refused=refused,
         rounds=rounds,
@@ -109,34 +125,77 @@ def _number(flag: str, given: int | None, *, default: int, least: int) -> int:
     return value
 
 
-def _settings(
-    contenders: Sequence[Contender], job: Settings, num_iterations: int
-) -> tuple[dict[str, Settings], dict[str, str], dict[str, str]]:
-    """(settings, notes, refused) by contender. A layout for another number of stages is dropped, with a note."""
-    settings: dict[str, Settings] = {}
+def _trainer_job(words: Sequence[str], *, world_size: int, prog: str) -> TrainerJob:
+    """The reference trainer's job from its flags."""
+    if words and not words[0].startswith("-"):
+        raise ConfigError(f"to compare on a script, put -- before it: {prog} [options] -- {shown(words[0])} ITS FLAGS")
+    has_length = any(word.partition("=")[0] == "--train-iters" for word in words)
+    words = words if has_length else ["--train-iters", _TRAIN_ITERS, *words]
+    return TrainerJob(settings=settings_from_argv(words, world_size=world_size, prog=prog))
+
+
+def _script_job(args: argparse.Namespace, unknown: Sequence[str], script: Sequence[str], contenders: Sequence[str]) -> ScriptJob:
+    """The job of a script. Zero-bubble flags among its own count, too."""
+    if unknown:
+        raise ConfigError(
+            f"unrecognized arguments before --: {shown(' '.join(unknown))}; the script's own flags follow the script"
+        )
+    if not script:
+        raise ConfigError("give a training script and its flags after --")
+    if not Path(script[0]).is_file():
+        raise ConfigError(f"the script {shown(script[0])} is not a file")
+    if args.peak_tflops is not None:
+        raise ConfigError("--peak-tflops is for the reference trainer: the floating-point operations of a script are not known")
+    if is_turned_off():
+        raise ConfigError("ZERO_BUBBLE=0 is in the environment, so no schedule would be installed; unset it to compare")
+    among_its_own = _BenchParser(add_help=False, allow_abbrev=False)
+    add_flags(among_its_own)
+    args, own = among_its_own.parse_known_args(script[1:], args)
+    return ScriptJob(
+        script=script[0],
+        arguments=tuple(own),
+        zero_bubble=flags_of(args),
+        flags=_flags(args.contender_flags, contenders),
+        on_cpu=args.cpu,
+    )
+
+
+def _flags(given: Sequence[str], contenders: Sequence[str]) -> dict[str, str]:
+    """--contender-flags by contender."""
+    found: dict[str, str] = {}
+    for text in given:
+        names, equals, flags = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--contender-flags {quoted(text)}: give CONTENDER[,CONTENDER...]=FLAGS, such as {_EXAMPLE}")
+        try:
+            shlex.split(flags)
+        except ValueError as error:
+            raise ConfigError(f"--contender-flags {quoted(text)}: {error}") from None
+        for name in names.split(","):
+            if name.strip() not in contenders:
+                raise ConfigError(
+                    f"--contender-flags {quoted(text)}: {shown(name)} is not among the contenders {', '.join(contenders)}"
+                )
+            found[name.strip()] = flags
+    return found
+
+
+def _programs(
+    contenders: Sequence[Contender], job: Job, num_iterations: int
+) -> tuple[dict[str, Program], dict[str, str], dict[str, str]]:
+    """(programs, notes, refused) by contender."""
+    programs: dict[str, Program] = {}
     notes: dict[str, str] = {}
     refused: dict[str, str] = {}
     for contender in contenders:
         try:
-            settings[contender.text] = contender.settings(job, num_iterations=num_iterations)
+            programs[contender.text], note = job.program(contender, num_iterations=num_iterations)
         except UserError as error:
-            spread = _spread(contender, job, num_iterations)
-            if spread is None:
-                refused[contender.text] = " ".join(str(error).split())
-            else:
-                settings[contender.text] = spread
-                notes[contender.text] = "--pipeline-model-parallel-layout has another number of stages; layers are spread evenly"
-    return settings, notes, refused
-
-
-def _spread(contender: Contender, job: Settings, num_iterations: int) -> Settings | None:
-    """The settings without the job's layout, if there is one and the contender runs without it."""
-    if job.parallel.pipeline_model_parallel_layout is None:
-        return None
-    try:
-        return contender.settings(job.without_layout(), num_iterations=num_iterations)
-    except UserError:
-        return None
+            refused[contender.text] = " ".join(str(error).split())
+            continue
+        if note is not None:
+            notes[contender.text] = note
+    return programs, notes, refused
 
 
 class _BenchParser(argparse.ArgumentParser):
@@ -148,21 +207,24 @@ class _BenchParser(argparse.ArgumentParser):
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = _BenchParser(
         prog=prog,
-        usage=f"{prog} [--nproc-per-node N] [options] [flags of pretrain_gpt.py]",
+        usage=f"{prog} [--nproc-per-node N] [options] -- SCRIPT [the script's flags]\n"
+        f"       {prog} [--nproc-per-node N] [options] [flags of pretrain_gpt.py of this project]",
         description=(
-            "Run one training job under several schedules, in alternating blocks on the same ranks, and compare them. "
-            "Start it with torchrun or srun as pretrain_gpt.py, or give --nproc-per-node N first."
+            "Run one training job under several schedules, in alternating blocks on the same ranks, and compare them: any "
+            "script for megatron-core, such as Megatron-LM's pretrain_gpt.py, unedited; or without one the reference trainer. "
+            "Start it with torchrun or srun, or give --nproc-per-node N first."
         ),
-        epilog="Every other flag is pretrain_gpt.py's: the model, the data, the parallel sizes, the optimizer. Its schedule is "
-        "replaced by each contender's.",
+        epilog="Before a script there may also be zero-bubble flags (see zerobubble run). Without a script every other "
+        "flag is that of the reference trainer: the model, the data, the parallel sizes, the optimizer. "
+        "The job's schedule is replaced by each contender's.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--contenders",
         default=DEFAULT,
         metavar="NAME[,NAME...]",
-        help="what to compare: stock-1f1b and interleaved-1f1b:CHUNKS are megatron-core's own schedules, every other name is one "
-        "of --zero-bubble-schedule, or auto. NAME:CHUNKS sets the chunks per rank of an interleaved one, NAME@LIMIT "
+        help="what to compare: stock-1f1b and interleaved-1f1b:CHUNKS are megatron-core's own schedules, every other name is "
+        "one of --zero-bubble-schedule, or auto. NAME:CHUNKS sets the chunks per rank of an interleaved one, NAME@LIMIT "
         "--zero-bubble-memory-limit, NAME+pv adds post-validation (default %(default)s)",
     )
     parser.add_argument("--baseline", metavar="NAME", help="contender that speed-ups are relative to (default: the first)")
@@ -175,5 +237,14 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--peak-tflops", type=float, metavar="X", help="what one device can do, in TFLOP/s, for MFU")
     parser.add_argument(
         "--bench-dir", default="bench", metavar="DIR", help="directory for the report and the ranks' output (default %(default)s)"
+    )
+    parser.add_argument("--cpu", action="store_true", help="run a script on the CPU instead of GPUs, with gloo; to try it out")
+    parser.add_argument(
+        "--contender-flags",
+        action="append",
+        default=[],
+        metavar="NAME[,NAME...]=FLAGS",
+        help="flags that a script gets under these contenders, in place of Megatron-LM's for the number of chunks per rank: "
+        f"{_EXAMPLE}; repeatable",
     )
     return parser

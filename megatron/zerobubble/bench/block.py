@@ -1,45 +1,61 @@
-"""One block of a contender on one rank: build the job, warm up, time iterations.
+"""One block of a contender on one rank: start the job, and measure at the calls of its schedule.
+
+A job is a training loop as its users start it: the reference trainer, or a script (`programs`). Nothing of it is edited. What is
+measured hangs on the two doors through which every loop trains: `PipelineSchedule.forward_backward_func`, whether `install` or
+the reference trainer made the schedule, and the functions that megatron-core's `get_forward_backward_func` chooses from. An
+iteration lasts from one training call to the next, so data, optimizer step and logging count; evaluations in between do not.
+When enough iterations have been timed, the process ends.
 
 A contender's first block also measures what the report explains the times with. Its warm-up has one iteration without any
 measurement, then `contenders.PROFILED`, after which a searched order is planned, then one in which memory is measured, and one
 that is recorded. Later blocks run the plan that the first one found. The timed iterations run as in training, with nothing
-attached, one after the other: all ranks enter the first together, and the last ends with its step validated.
+attached, one after the other: all ranks enter the first together.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import gc
-import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
 
 from megatron.zerobubble.bench.contenders import PROFILED, WARM_UP
-from megatron.zerobubble.job.failure import JobGuard, first_to_fail
+from megatron.zerobubble.bench.programs import Program
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.mcore.replanner import Measured, Replanner, measured_costs
 from megatron.zerobubble.mcore.state_memory import state_bytes
+from megatron.zerobubble.mcore.zb_schedules import PipelineSchedule
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
-from megatron.zerobubble.plan.timeline import Timeline
+from megatron.zerobubble.plan.schedule_spec import STOCK
+from megatron.zerobubble.plan.timeline import Activity, Timeline
 from megatron.zerobubble.profiling.activation_memory import MemoryMeter
 from megatron.zerobubble.profiling.profile import unit_bytes
 from megatron.zerobubble.profiling.profiler import Profiler
-from megatron.zerobubble.training.config.settings import Settings
-from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer, check_data_matches
-from megatron.zerobubble.training.data.samples import build_datasets, chunk_iterators, chunk_reads
-from megatron.zerobubble.training.initialize import Job, choose_device, join_job
-from megatron.zerobubble.training.models.gpt import forward_step_provider, model_provider
-from megatron.zerobubble.training.setup import build_training_state
-from megatron.zerobubble.training.step import StepResult, Trainer, TrainingState, mean_losses
 
-__all__ = ["BlockRequest", "BlockResult", "Measurements", "run_block"]
+__all__ = ["BlockRequest", "BlockResult", "Measurements", "Sizes", "run_block"]
+
+_STOCK_SCHEDULES = (
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_no_pipelining",
+)
+_LOSS = "lm loss"
+"""Megatron-LM's name of the loss in what the schedule returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +64,7 @@ class BlockRequest:
 
     number: int
     """Counts the blocks of the comparison, from 0."""
-    settings: Settings
+    program: Program
     """The job under the contender."""
     is_first: bool
     """Whether it is the contender's first block, which measures and plans."""
@@ -79,6 +95,28 @@ class Measurements:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of the job, as its process groups and the calls of its schedule have them."""
+
+    pipeline: int
+    tensor: int
+    context: int
+    data: int
+    num_microbatches: int
+    """Of an iteration, per data-parallel replica."""
+    micro_batch_size: int
+    seq_length: int
+    """Of the schedule's call."""
+    precision: str
+    """fp32, bf16 or fp16."""
+
+    @property
+    def tokens(self) -> int:
+        """Of an iteration, of all ranks together, where every sequence is full."""
+        return self.data * self.num_microbatches * self.micro_batch_size * self.seq_length
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockResult:
     """What one block found; times and bytes are those of the slowest and the fullest rank."""
 
@@ -87,206 +125,310 @@ class BlockResult:
     overhead: float
     """The share of it in which a rank reported its progress instead of training."""
     loss: float
-    """Mean loss per token of the last iteration."""
+    """Mean loss per token of the last iteration; NaN if the schedule's results have none."""
     num_parameters: int
     """Parameters of one data-parallel replica; tied ones count on every stage that holds them."""
-    vocab_size: int
-    """The tokenizer's, before padding."""
     device: str
     """The name of rank 0's device."""
-    settings: Settings
-    """As they ran."""
+    sizes: Sizes
+    """Of the job."""
     plan: str | None
     """JSON of the plan that the timed iterations ran; None under megatron-core's own schedules."""
     measured: Measurements | None
     """None, except in a first block."""
 
 
-def run_block(
-    request: BlockRequest, launch: Launch, *, tick: Callable[[], None], failed: Callable[[Exception], None]
-) -> BlockResult:
+def run_block(request: BlockRequest, launch: Launch, *, tick: Callable[[], None], end: Callable[[BlockResult], None]) -> None:
     """Run one block in this process, which must not have run one before. All ranks must call it.
 
     Args:
         request: what to run.
         launch: which rank this process is. torchrun's store must be open.
         tick: called after every iteration.
-        failed: called with an exception of this rank, unless it only means that another rank is gone. Then the process ends.
+        end: called with the result; it ends the process.
+
+    Raises:
+        ConfigError: the job ended before the block did.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    settings = request.settings
-    tokenizer = build_tokenizer(settings.tokenizer)
-    check_data_matches(settings, tokenizer, is_first=launch.rank == 0)
-    host = choose_device(settings, launch)
-    job = join_job(settings, launch, host, name=f"block-{request.number}")
-    with JobGuard(job.store, launch.rank), _reporting(job, failed):
-        providers: dict[str, Any] = {"model_provider": model_provider, "forward_step_provider": forward_step_provider}
-        state = build_training_state(settings, job, vocab_size=tokenizer.vocab_size, **providers)
-        return _Block(state, request, launch, tick).run(tokenizer, on_gpu=not host.enabled)
-
-
-@contextlib.contextmanager
-def _reporting(job: Job, failed: Callable[[Exception], None]) -> Iterator[None]:
-    """Report the exception of the first rank that fails."""
+    block = _Block(request, tick, end)
+    block.attach()
     try:
-        yield
-    except Exception as error:
-        rank = job.launch.rank
-        if first_to_fail(job.store, rank, f"rank {rank} failed: {error}").rank == rank:
-            failed(error)
-        raise
-
-
-class _Metered:
-    """A `PipelineSchedule` whose passes run inside a memory meter."""
-
-    def __init__(self, schedule: Any, meter: MemoryMeter) -> None:
-        self._schedule, self._meter = schedule, meter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._schedule, name)
-
-    def forward_backward_func(self, **arguments: Any) -> Any:
-        with self._meter:
-            return self._schedule.forward_backward_func(**arguments)
+        request.program.run(launch)
+    except SystemExit as exit:
+        if exit.code:
+            raise
+    raise ConfigError(
+        f"{request.program.name} ended after {block.iterations} training iterations, and a block runs "
+        f"{block.num_iterations}, and begins one more: let it train longer, or give fewer --timed-iters"
+    )
 
 
 class _Block:
     """The iterations of one block on one rank."""
 
-    def __init__(self, state: TrainingState, request: BlockRequest, launch: Launch, tick: Callable[[], None]) -> None:
-        self._state, self._request, self._launch, self._tick = state, request, launch, tick
-        self._trainer = Trainer(state)
-        self._num_microbatches = state.settings.num_microbatches
+    def __init__(self, request: BlockRequest, tick: Callable[[], None], end: Callable[[BlockResult], None]) -> None:
+        self._request, self._tick, self._end = request, tick, end
+        self.num_iterations = request.num_warm_up + request.num_timed
+        self.iterations = 0
+        """Training iterations whose passes have begun."""
+        self._num_ticks = 0
+        self._is_inside = False
+        self._model: Callable[[], Any] = lambda: None
+        """The first chunk of the model that trains, while it exists."""
+        self._stock: PipelineSchedule | None = None
+        """Records passes of megatron-core's own schedules."""
         self._profiler: Profiler | None = None
-        self._replanner: Replanner | None = None
-        self._meter = MemoryMeter(state.device)
-        self._last: StepResult | None = None
+        self._meter: MemoryMeter | None = None
+        self._rest = ExitStack()
+        """Open from the end of the passes of the recorded iteration to the next call."""
+        self._timeline: Timeline | None = None
         self._costs: CostModel | None = None
         self._unit_bytes = 0.0
-        self._own_seconds = 0.0
-        """Time of the timed iterations that is not training: reporting progress."""
-        if not request.is_first:
-            state.engine.replanner = None
-        elif not state.schedule.spec.is_stock:
-            self._replanner = state.engine.replanner
-            self._profiler = Profiler(state.device) if self._replanner is None else None
-        if request.plan is not None:
-            plan = Plan.from_json(request.plan)
-            state.schedule.replan(lambda _: plan)
+        self._seconds = self._own_seconds = 0.0
+        """Of the timed iterations; and of reporting progress in them."""
+        self._since: float | None = None
+        """When the clock was started; None while it stands."""
+        self._results: list[Any] = []
+        """Of the last timed iteration."""
 
-    def run(self, tokenizer: Any, *, on_gpu: bool) -> BlockResult:
-        """Warm up, time, and reduce the results over all ranks."""
-        request, schedule = self._request, self._state.schedule
-        data_iterator = self._data(tokenizer, on_gpu=on_gpu)
-        if request.is_first:
-            schedule.recordings.choose({request.num_warm_up}, done=0)
+    # -- the calls of the schedule ----------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Route the training calls of every loop in this process through this object. For the life of the process."""
+        for name in _STOCK_SCHEDULES:
+            setattr(schedules, name, self._around(getattr(schedules, name)))
+        door: Any = PipelineSchedule.forward_backward_func
+        PipelineSchedule.forward_backward_func = property(  # type: ignore[method-assign,assignment]
+            lambda schedule: functools.partial(self._called, door.fget(schedule), schedule)
+        )
+        replanner: Any = Replanner
+        if self._request.is_first:
+            replanner.after = self._keeping_costs(replanner.after)
+        else:  # the plan is the first block's
+            replanner.before, replanner.is_due = (lambda *_: None), (lambda *_: False)
+
+    def _around(self, original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        @functools.wraps(original)
+        def forward_backward(**given: Any) -> list[Any]:
+            return self._called(original, None, **given)
+
+        return forward_backward
+
+    def _keeping_costs(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def after(replanner: Replanner, *args: Any) -> None:
+            original(replanner, *args)
+            self._costs, self._unit_bytes = replanner.costs, replanner.unit_bytes
+
+        return after
+
+    def _called(self, original: Callable[..., list[Any]], schedule: PipelineSchedule | None, **given: Any) -> list[Any]:
+        """A call of a schedule. Of calls within each other the outermost counts."""
+        if self._is_inside:
+            return original(**given)
+        self._is_inside = True
+        try:
+            if given.get("forward_only"):
+                self._stop_clock()
+                return original(**given)
+            return self._train(original, schedule, given)
+        finally:
+            self._is_inside = False
+
+    def _train(
+        self, original: Callable[..., list[Any]], schedule: PipelineSchedule | None, given: Mapping[str, Any]
+    ) -> list[Any]:
+        model = given["model"] if isinstance(given["model"], list) else [given["model"]]
+        trained = self._model()
+        if trained is not None and trained is not model[0]:
+            return original(**given)  # of a script with several models, the first one counts
+        if schedule is None:
+            schedule = self._stock if trained is not None else self._recording(model)
+            assert schedule is not None
+            original = schedule.forward_backward_func
+        if trained is None:
+            self._begin(schedule, model, given)
+        self._before(schedule, model, given)
+        self.iterations += 1
+        results = self._passes(original, schedule, given)
+        self._after(schedule)
+        if self.iterations == self.num_iterations:
+            self._results = results
+        return results
+
+    def _recording(self, model: Sequence[Any]) -> PipelineSchedule:
+        """megatron-core's own schedule with a recorder."""
+        contender = self._request.program.zero_bubble.schedule
+        ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        if contender != STOCK:
+            raise ConfigError(
+                f"{self._request.program.name} trains with megatron-core's own schedule, not with {contender}, on "
+                f"{ranks} pipeline rank(s): give it two or more, and leave it to zerobubble bench to install the schedule"
+            )
+        spec = ZeroBubbleConfig(zero_bubble_schedule=STOCK).schedule_spec(
+            num_ranks=ranks, num_chunks=len(model), memory_limit=None
+        )
+        self._stock = PipelineSchedule(spec, model, store=None, config=get_model_config(model[0]))
+        return self._stock
+
+    # -- what is measured -------------------------------------------------------------------------------------------------
+
+    def _begin(self, schedule: PipelineSchedule, model: Sequence[Any], given: Mapping[str, Any]) -> None:
+        """The first iteration of a model."""
+        self._model, self.iterations = weakref.ref(model[0]), 0
+        self._profiler = None
+        self._meter = MemoryMeter(schedule.device)
+        schedule.recordings.choose({self._request.num_warm_up} if self._request.is_first else (), done=0)
         schedule.recordings.only_chosen = True
-        for iteration in range(1, request.num_warm_up + 1):
-            self._warm_up(iteration, data_iterator)
-        self._keep(self._trainer.flush())
-        timelines = schedule.timelines() if request.is_first else []
-        seconds = self._timed(data_iterator)
-        timeline = timelines[-1] if timelines and self._launch.rank == 0 else None
-        return self._result(seconds, timeline, vocab_size=tokenizer.vocab_size)
+        if self._request.plan is not None:
+            plan = Plan.from_json(self._request.plan)
+            schedule.replan(lambda _: plan)
 
-    def _data(self, tokenizer: Any, *, on_gpu: bool) -> Any:
-        settings = self._state.settings
-        reads = [chunk_reads(chunk, settings) for chunk in self._state.chunks]
-        datasets = build_datasets(settings, tokenizer, reads=any(reads))
-        rank = parallel_state.get_data_parallel_rank()
-        return chunk_iterators(datasets.train, settings, reads_by_chunk=reads, consumed=0, rank=rank, on_gpu=on_gpu)
+    def _before(self, schedule: PipelineSchedule, model: Sequence[Any], given: Mapping[str, Any]) -> None:
+        """The end of one iteration and the begin of the next."""
+        if self.iterations > self._num_ticks:
+            before = time.perf_counter()
+            self._tick()
+            self._num_ticks = self.iterations
+            self._own_seconds += 0.0 if self._since is None else time.perf_counter() - before
+        if self.iterations == self._request.num_warm_up:
+            self._end_warm_up(schedule)
+        if self.iterations == self.num_iterations:
+            self._stop_clock()
+            self._end(self._result(schedule, model, given))
+        if self.iterations >= self._request.num_warm_up and self._since is None:
+            self._synchronize()
+            self._since = time.perf_counter()
 
-    def _warm_up(self, iteration: int, data_iterator: Any) -> None:
-        """One untimed iteration. In a first block it measures what is due in it."""
-        is_first, schedule = self._request.is_first, self._state.schedule
-        if self._profiler is not None:
-            schedule.hooks.profiler = self._profiler if PROFILED[0] <= iteration <= PROFILED[1] else None
-        trainer = self._trainer
-        if is_first and iteration == WARM_UP - 1:
-            self._keep(trainer.flush())
-            trainer = Trainer(replace(self._state, schedule=_Metered(schedule, self._meter)))
-        self._iterate(trainer, data_iterator)
-        if is_first and iteration == WARM_UP - 1:
-            self._keep(trainer.flush())
-            self._trainer = Trainer(self._state)
-        if is_first and iteration == PROFILED[1]:
-            self._keep(trainer.flush())
-            self._end_of_profile(iteration)
-        self._tick()
+    def _stop_clock(self) -> None:
+        self._rest.close()
+        if self._since is not None:
+            self._synchronize()
+            self._seconds += time.perf_counter() - self._since
+            self._since = None
 
-    def _end_of_profile(self, iteration: int) -> None:
-        schedule = self._state.schedule
-        if self._replanner is not None:
-            self._replanner.after(iteration, self._num_microbatches)
-            self._costs, self._unit_bytes = self._replanner.costs, self._replanner.unit_bytes
-        elif self._profiler is not None:
+    def _synchronize(self) -> None:
+        if _on_cuda():
+            torch.cuda.synchronize()
+
+    def _passes(self, original: Callable[..., list[Any]], schedule: PipelineSchedule, given: Mapping[str, Any]) -> list[Any]:
+        if not self._request.is_first:
+            return original(**given)
+        if self.iterations == WARM_UP - 1:
+            assert self._meter is not None
+            with self._meter:
+                return original(**given)
+        is_profiled = PROFILED[0] <= self.iterations <= PROFILED[1] and not schedule.spec.is_stock
+        if not is_profiled or schedule.hooks.profiler is not None:  # a re-planner's
+            return original(**given)
+        self._profiler = self._profiler or Profiler(schedule.device)
+        schedule.hooks.profiler = self._profiler
+        try:
+            return original(**given)
+        finally:
             schedule.hooks.profiler = None
+
+    def _after(self, schedule: PipelineSchedule) -> None:
+        """After the passes of an iteration, before its optimizer step."""
+        request = self._request
+        if self._profiler is not None and self.iterations == PROFILED[1]:
             own = Measured(profile=self._profiler.profile(), link_ms=schedule.link_times())
             everybody, placement = own.gathered(), schedule.spec.placement
             self._costs = measured_costs(everybody, placement)
             self._unit_bytes = unit_bytes([each.profile for each in everybody], placement)
+        if request.is_first and self.iterations == request.num_warm_up and not request.program.records_steps:
+            self._rest.enter_context(schedule.recorder.span(Activity.OPTIMIZER))
 
-    def _timed(self, data_iterator: Any) -> float:
-        """Run the timed iterations; returns this rank's seconds."""
+    def _end_warm_up(self, schedule: PipelineSchedule) -> None:
+        self._stop_clock()
+        timelines = schedule.timelines() if self._request.is_first else []
+        self._timeline = timelines[-1] if timelines and dist.get_rank() == 0 else None
         gc.collect()  # the garbage of the warm-up is not theirs
-        if self._state.device.type == "cuda":
+        if _on_cuda():
             torch.cuda.reset_peak_memory_stats()
         self._synchronize()
         dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(self._request.num_timed):
-            self._iterate(self._trainer, data_iterator)
-            before = time.perf_counter()
-            self._tick()
-            self._own_seconds += time.perf_counter() - before
-        self._keep(self._trainer.flush())
-        self._synchronize()
-        return time.perf_counter() - begin
 
-    def _iterate(self, trainer: Trainer, data_iterator: Any) -> None:
-        self._state.engine.begin(
-            num_microbatches=self._num_microbatches, micro_batch_size=self._state.settings.batch.micro_batch_size
-        )
-        self._keep(trainer.iterate(data_iterator))
+    # -- the result -------------------------------------------------------------------------------------------------------
 
-    def _synchronize(self) -> None:
-        if self._state.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def _keep(self, results: list[StepResult]) -> None:
-        self._last = results[-1] if results else self._last
-
-    def _result(self, seconds: float, timeline: Timeline | None, *, vocab_size: int) -> BlockResult:
+    def _result(self, schedule: PipelineSchedule, model: Sequence[Any], given: Mapping[str, Any]) -> BlockResult:
         """Reduce over all ranks. They must all call this."""
-        state, on_cuda = self._state, self._state.device.type == "cuda"
-        assert self._last is not None
-        allocated = torch.cuda.max_memory_allocated() if on_cuda else 0
-        own = [state_bytes(state.chunks, state.optimizer), self._meter.most_bytes, allocated, self._own_seconds]
-        most = torch.tensor([seconds, *own], dtype=torch.float64, device=state.device)
+        allocated = torch.cuda.max_memory_allocated() if _on_cuda() else 0
+        state = state_bytes(model, SimpleNamespace(chained_optimizers=_optimizers())) if self._request.is_first else 0
+        assert self._meter is not None
+        own = [self._seconds, self._own_seconds, state, self._meter.most_bytes, allocated]
+        most = torch.tensor(own, dtype=torch.float64, device=schedule.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        parameters = torch.tensor([sum(p.numel() for chunk in state.chunks for p in chunk.parameters())], device=state.device)
+        parameters = torch.tensor([sum(p.numel() for chunk in model for p in chunk.parameters())], device=schedule.device)
         dist.all_reduce(parameters, group=parallel_state.get_model_parallel_group())
-        (loss, _) = mean_losses(self._last.loss.unsqueeze(0))[0]
+        loss = _loss(self._results, schedule.device)
+        dist.all_reduce(loss)
         measured = None
         if self._request.is_first:
             measured = Measurements(
-                state_bytes=int(most[1]),
-                activation_bytes=int(most[2]),
-                allocated_bytes=int(most[3]) if on_cuda else None,
+                state_bytes=int(most[2]),
+                activation_bytes=int(most[3]),
+                allocated_bytes=int(most[4]) if _on_cuda() else None,
                 costs=self._costs,
                 unit_bytes=self._unit_bytes,
-                timeline=timeline,
+                timeline=self._timeline,
             )
-        is_stock = state.schedule.spec.is_stock
+        sizes = _sizes(get_model_config(model[0]), given)
         return BlockResult(
             seconds=float(most[0]),
-            overhead=float(most[4] / most[0]),
-            loss=loss,
+            overhead=float(most[1] / most[0]),
+            loss=float(loss[0] / loss[1]),
             num_parameters=int(parameters[0]),
-            vocab_size=vocab_size,
-            device=torch.cuda.get_device_name() if on_cuda else "CPU",
-            settings=state.settings,
-            plan=None if is_stock else state.schedule.plan(self._num_microbatches).to_json(),
+            device=torch.cuda.get_device_name() if _on_cuda() else "CPU",
+            sizes=sizes,
+            plan=None if schedule.spec.is_stock else schedule.plan(sizes.num_microbatches).to_json(),
             measured=measured,
         )
+
+
+def _on_cuda() -> bool:
+    """Whether this rank computes on a GPU. A script on the CPU believes that there is one."""
+    return torch.device(torch.cuda.current_device()).type == "cuda"
+
+
+def _optimizers() -> list[MegatronOptimizer]:
+    """megatron-core's optimizers in this process, without chains of them."""
+    kinds = [(each, type(each)) for each in gc.get_objects()]
+    return [each for each, kind in kinds if issubclass(kind, MegatronOptimizer) and not issubclass(kind, ChainedOptimizer)]
+
+
+def _loss(results: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """[sum, count] of the losses in what the schedule returned, float64; zeros on ranks that compute none.
+
+    A microbatch's loss is a sum and a number of tokens, or a mean, as Megatron-LM takes them.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for result in results:
+        named = result if isinstance(result, Mapping) else {_LOSS: result}
+        numbers = list(_numbers(named.get(_LOSS, next(iter(named.values()), ()))))
+        if len(numbers) in (1, 2):
+            total += torch.tensor([*numbers, 1.0][:2], dtype=torch.float64, device=device)
+    return total
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, torch.Tensor):
+        yield from map(float, value.detach().flatten().tolist())
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, int | float):
+        yield float(value)
+
+
+def _sizes(config: Any, given: Mapping[str, Any]) -> Sizes:
+    return Sizes(
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        context=parallel_state.get_context_parallel_world_size(),
+        data=parallel_state.get_data_parallel_world_size(),
+        num_microbatches=given["num_microbatches"],
+        micro_batch_size=given["micro_batch_size"],
+        seq_length=given["seq_length"],
+        precision="bf16" if config.bf16 else "fp16" if config.fp16 else "fp32",
+    )

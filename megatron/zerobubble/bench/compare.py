@@ -22,14 +22,12 @@ from megatron.zerobubble.bench.bench_progress import BenchProgress
 from megatron.zerobubble.bench.block import BlockRequest, BlockResult
 from megatron.zerobubble.bench.comparison_report import can_draw, markdown, write
 from megatron.zerobubble.bench.contenders import Contender
-from megatron.zerobubble.bench.predictions import FirstBlock, has_unequal_lengths, interleaved_ms, panels, predict
+from megatron.zerobubble.bench.predictions import FirstBlock, interleaved_ms, panels, predict
 from megatron.zerobubble.bench.speed_ups import Outcome, Table
-from megatron.zerobubble.bench.workers import Failure, Interrupted, Workers
+from megatron.zerobubble.bench.workers import BlockFailure, Interrupted, Workers
 from megatron.zerobubble.job.launch import Launch
 from megatron.zerobubble.mcore.compat import imported_version
-from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.planner import AUTO
-from megatron.zerobubble.training.estimate.flops import iteration_flops
 from megatron.zerobubble.version import __version__
 
 __all__ = ["compare"]
@@ -76,13 +74,13 @@ class _Comparison:
 
     def run(self) -> None:
         """All rounds."""
-        contenders = [contender for contender in self._options.contenders if contender.text in self._options.settings]
+        contenders = [contender for contender in self._options.contenders if contender.text in self._options.programs]
         for number in range(self._options.rounds):
             shift = number % len(contenders)
             for contender in contenders[shift:] + contenders[:shift]:
                 if self._outcomes[contender.text].failure is None:
                     self._block(contender, number)
-            if number + 1 < self._options.rounds and self._launch.rank == 0:
+            if self._first and number + 1 < self._options.rounds and self._launch.rank == 0:
                 self._write()
                 if number == 0:
                     self._progress.say("after one round:\n\n" + markdown(self._table(), {}))
@@ -93,7 +91,7 @@ class _Comparison:
         self._progress.block(f"{name}, round {number + 1} of {options.rounds}")
         request = BlockRequest(
             number=self._num_blocks,
-            settings=options.settings[name] if first is None else first.result.settings,
+            program=options.programs[name],
             is_first=first is None,
             num_warm_up=options.num_warm_up if number == 0 else options.num_later_warm_up,
             num_timed=options.num_timed,
@@ -101,7 +99,7 @@ class _Comparison:
         )
         self._num_blocks += 1
         result = self._workers.run(request, tick=self._progress.tick)
-        if isinstance(result, Failure):
+        if isinstance(result, BlockFailure):
             self._outcomes[name].failure = result.reason
             self._progress.skip(sum(options.block_length(each) for each in range(number, options.rounds)))
             self._progress.say(f"{name}, round {number + 1}: failed: {result.reason}")
@@ -114,57 +112,54 @@ class _Comparison:
         outcome.losses[number] = result.loss
         outcome.overhead[number] = result.overhead
         if result.measured is not None:
-            self._first[contender.text] = FirstBlock(contender=contender, result=result)
+            program = self._options.programs[contender.text]
+            self._first[contender.text] = FirstBlock(contender=contender, program=program, result=result)
             outcome.activation_bytes = result.measured.activation_bytes
             outcome.state_bytes = result.measured.state_bytes
             outcome.allocated_bytes = result.measured.allocated_bytes
-            if contender.schedule == AUTO and result.plan is not None:
-                outcome.ran = Plan.from_json(result.plan).schedule
+            if contender.schedule == AUTO:
+                outcome.ran = self._first[contender.text].plan().schedule
         self._progress.say(f"{contender.text}, round {number + 1}: {1000.0 * seconds:.1f} ms per iteration")
 
     def _table(self) -> Table:
         job, firsts = self._options.job, list(self._first.values())
-        predict(firsts, self._outcomes)
+        predict(firsts, self._outcomes, job)
+        sizes = next((block.result.sizes for block in firsts), None)
         return Table.of(
             list(self._outcomes.values()),
             baseline=self._options.baseline,
-            tokens=None if job.data.reads_documents else job.global_batch_size * job.model.seq_length,
-            flops=self._flops(),
+            tokens=sizes.tokens if sizes is not None and job.has_full_sequences else None,
+            flops=job.flops,
             peak_tflops=self._options.peak_tflops,
-            num_ranks=job.world_size,
+            num_ranks=self._launch.world_size,
             num_cores=os.cpu_count() if self._device() == "CPU" else None,
-            pipeline_size=job.pipeline_size,
-            interleaved=None if has_unequal_lengths(job) else interleaved_ms(firsts, job),
+            pipeline_size=1 if sizes is None else sizes.pipeline,
+            interleaved=interleaved_ms(firsts, job),
+            loss_causes=job.loss_causes,
         )
-
-    def _flops(self) -> float | None:
-        """FLOPs of an iteration; None before the vocabulary is known, and for documents, whose FLOPs differ."""
-        vocab_size = next((block.result.vocab_size for block in self._first.values()), None)
-        job = self._options.job
-        return None if vocab_size is None or job.data.reads_documents else iteration_flops(job, vocab_size=vocab_size)
 
     def _device(self) -> str:
         return next((block.result.device for block in self._first.values()), "unknown")
 
     def _about(self) -> dict[str, Any]:
-        options, job = self._options, self._options.job
-        parameters = next((block.result.num_parameters for block in self._first.values()), 0)
+        options, found = self._options, next(block.result for block in self._first.values())
+        sizes = found.sizes
         return {
             "command": shlex.join(["zerobubble", "bench", *self._argv]),
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
             "versions": f"megatron-zerobubble {__version__}, megatron-core {imported_version()}, torch {torch.__version__}, "
             f"Python {platform.python_version()}",
             "device": self._device(),
-            "ranks": f"{job.world_size} = {job.pipeline_size} pipeline x {job.parallel.tensor_model_parallel_size} tensor x "
-            f"{job.parallel.context_parallel_size} context x {job.data_parallel_size} data",
-            "model": f"{parameters / 1e6:.2f} million parameters; {job.num_microbatches} microbatches of "
-            f"{job.batch.micro_batch_size} x {job.model.seq_length} tokens, {job.precision.name}",
+            "ranks": f"{self._launch.world_size} = {sizes.pipeline} pipeline x {sizes.tensor} tensor x {sizes.context} context x "
+            f"{sizes.data} data",
+            "model": f"{found.num_parameters / 1e6:.2f} million parameters; {sizes.num_microbatches} microbatches of "
+            f"{sizes.micro_batch_size} x {sizes.seq_length} tokens, {sizes.precision}",
             "measured": f"{options.rounds} rounds, {options.num_timed} timed iterations per block",
         }
 
     def _write(self) -> list[Path]:
         title = "Schedules compared on one training job"
-        drawn = panels(list(self._first.values()))
+        drawn = panels(list(self._first.values()), self._options.job)
         return write(self._options.directory, self._table(), self._about(), drawn, title=title)
 
     def finish(self, code: int) -> int:

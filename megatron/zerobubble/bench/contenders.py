@@ -52,6 +52,12 @@ class Contender:
         return self.schedule == STOCK
 
     @property
+    def num_chunks_per_rank(self) -> int:
+        """Model chunks per rank; of `auto` 1, which runs with those that the job has."""
+        has_own = self.schedule in (STOCK, AUTO)
+        return self.num_chunks or (1 if has_own else schedule_info(self.schedule).num_chunks or 1)
+
+    @property
     def plan_name(self) -> str:
         """The name of its order of passes in the plan registry. Not defined for `auto`."""
         if not self.is_stock:
@@ -73,7 +79,7 @@ class Contender:
         """
         changed = replace(
             job,
-            zero_bubble=self._zero_bubble(job),
+            zero_bubble=self.zero_bubble(job.zero_bubble),
             parallel=self._parallel(job),
             run=replace(
                 job.run,
@@ -93,8 +99,8 @@ class Contender:
         changed.stage_layers(changed.schedule_spec.placement)
         return changed
 
-    def _zero_bubble(self, job: Settings) -> ZeroBubbleConfig:
-        given = job.zero_bubble
+    def zero_bubble(self, given: ZeroBubbleConfig) -> ZeroBubbleConfig:
+        """The zero-bubble flags under this contender; `given` are the job's."""
         is_searched = self.schedule == AUTO or (not self.is_stock and schedule_info(self.schedule).is_searched)
         limit = self.memory_limit or (given.zero_bubble_memory_limit if is_searched else None)
         start, end = PROFILED if is_searched and given.zero_bubble_planning_seconds > 0 else (None, None)
@@ -102,7 +108,7 @@ class Contender:
             given,
             enable_zero_bubble=False,
             zero_bubble_max_pending_backward=None,
-            zero_bubble_v_schedule=False,
+            zero_bubble_v_schedule=self.schedule == AUTO and given.zero_bubble_v_schedule,
             zero_bubble_v_schedule_mem_setup="zb",
             zero_bubble_schedule=self.schedule,
             zero_bubble_memory_limit=limit,
@@ -120,6 +126,8 @@ class Contender:
         )
 
     def _parallel(self, job: Settings) -> ParallelConfig:
+        if self.schedule == AUTO:
+            return job.parallel
         return replace(
             job.parallel, num_layers_per_virtual_pipeline_stage=None, num_virtual_stages_per_pipeline_rank=self.num_chunks
         )

@@ -1,7 +1,7 @@
 """Predictions for every contender from what the first blocks measured, and the timelines to draw.
 
 All predictions use the same pass times, or noise of one block would pass for a difference between schedules: the medians over all
-contenders on the placement with the most stages, from which those of other placements follow (`plan.partition.part_costs`).
+contenders on the placement with the most stages, from which those of other placements follow (`jobs`).
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from dataclasses import dataclass
 
 from megatron.zerobubble.bench.block import BlockResult
 from megatron.zerobubble.bench.contenders import Contender
+from megatron.zerobubble.bench.jobs import Job
+from megatron.zerobubble.bench.programs import Program
 from megatron.zerobubble.bench.speed_ups import Outcome
 from megatron.zerobubble.errors import UserError
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Plan
 from megatron.zerobubble.plan.objective import Objective
-from megatron.zerobubble.plan.partition.part_costs import PartCosts
-from megatron.zerobubble.plan.planner import CostsOf
 from megatron.zerobubble.plan.registry import build_plan
 from megatron.zerobubble.plan.render.svg import Panel
 from megatron.zerobubble.plan.simulate import Simulation, simulate
 from megatron.zerobubble.plan.timeline import Activity, RankTimeline, Timeline
 from megatron.zerobubble.profiling.report import report
-from megatron.zerobubble.training.config.settings import Settings
 
-__all__ = ["FirstBlock", "has_unequal_lengths", "interleaved_ms", "panels", "predict"]
+__all__ = ["FirstBlock", "interleaved_ms", "panels", "predict"]
 
 _VIRTUAL_SIZES = (2, 4, 8)
 
@@ -36,6 +35,8 @@ class FirstBlock:
     """A contender and the result of its first block."""
 
     contender: Contender
+    program: Program
+    """What it runs."""
     result: BlockResult
 
     @property
@@ -50,35 +51,31 @@ class FirstBlock:
 
     def plan(self) -> Plan:
         """The plan that ran; of megatron-core's own schedules the one that they follow."""
-        settings = self.result.settings
+        sizes = self.result.sizes
         if self.result.plan is not None:
             return Plan.from_json(self.result.plan)
         return build_plan(
             self.contender.plan_name,
-            num_ranks=settings.pipeline_size,
-            num_microbatches=settings.num_microbatches,
+            num_ranks=sizes.pipeline,
+            num_microbatches=sizes.num_microbatches,
             num_chunks=self.contender.num_chunks,
         )
 
 
-def has_unequal_lengths(job: Settings) -> bool:
-    """Whether every iteration has other lengths, for which nothing is predicted: a block profiles passes of several lengths."""
-    return job.data.variable_seq_lengths or job.data.pack_sequences
-
-
-def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome]) -> None:
+def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome], job: Job) -> None:
     """Fill in what the planner predicts for each contender, and the bubble of its recorded iteration.
 
     Args:
         blocks: the first blocks that have ended.
         outcomes: of all contenders, by name.
+        job: what is compared.
     """
     outside = _outside_ms(blocks)
     for block in blocks:
         outcome = outcomes[block.contender.text]
         if block.timeline is not None:
             outcome.bubble = report(block.timeline).bubble_rate
-        simulation = None if has_unequal_lengths(block.result.settings) else _simulated(block, blocks)
+        simulation = None if job.has_unequal_lengths else _simulated(block, blocks, job)
         if simulation is None:
             continue
         outcome.predicted_bubble = simulation.bubble_rate
@@ -86,29 +83,31 @@ def predict(blocks: Sequence[FirstBlock], outcomes: Mapping[str, Outcome]) -> No
         units = min(simulation.plan.num_ranks, simulation.plan.num_microbatches)
         outcome.predicted_activation_bytes = max(simulation.peak_memory) * units * unit or None
         if outside is not None:
-            optimistic = block.result.settings.zero_bubble.enable_optimizer_post_validation
+            optimistic = block.program.zero_bubble.enable_optimizer_post_validation
             outcome.predicted_ms = Objective.with_optimizer(post_validation=optimistic).of(simulation) + outside
 
 
-def interleaved_ms(blocks: Sequence[FirstBlock], job: Settings) -> dict[int, float]:
+def interleaved_ms(blocks: Sequence[FirstBlock], job: Job) -> dict[int, float]:
     """Predicted time of megatron-core's interleaved 1F1B, by the number of chunks per rank, where the layers divide over them."""
     source, outside = _source(blocks), _outside_ms(blocks)
     tried = {each.contender.num_chunks for each in blocks if each.contender.is_stock}
     found: dict[int, float] = {}
-    p, m = job.pipeline_size, job.num_microbatches
+    if job.has_unequal_lengths or not blocks:
+        return found
+    p, m = blocks[0].result.sizes.pipeline, blocks[0].result.sizes.num_microbatches
     for v in _VIRTUAL_SIZES:
         if source is None or outside is None or v in tried or p == 1 or m % p:
             continue
         try:
             plan = build_plan("interleaved-1f1b", num_ranks=p, num_microbatches=m, num_chunks=v)
-            costs = source.costs_of(job.without_layout())(plan.placement)
+            costs = job.costs_of(source.costs, source.program, None)(plan.placement)
         except UserError:
             continue
         found[v] = simulate(plan, costs).makespan_ms + outside
     return found
 
 
-def panels(blocks: Sequence[FirstBlock]) -> list[Panel]:
+def panels(blocks: Sequence[FirstBlock], job: Job) -> list[Panel]:
     """One timeline per contender: the recorded iteration, or else the simulated one."""
     drawn = []
     for block in blocks:
@@ -117,7 +116,7 @@ def panels(blocks: Sequence[FirstBlock]) -> list[Panel]:
             bubble = report(block.timeline).bubble_rate
             drawn.append(Panel(caption=f"{name}: measured, bubble {bubble:.1%}", ranks=block.timeline.ranks))
             continue
-        simulation = _simulated(block, blocks)
+        simulation = _simulated(block, blocks, job)
         if simulation is not None:
             rows = tuple(RankTimeline(ops=row) for row in simulation.rows)
             drawn.append(
@@ -126,30 +125,24 @@ def panels(blocks: Sequence[FirstBlock]) -> list[Panel]:
     return drawn
 
 
-def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock]) -> Simulation | None:
+def _simulated(block: FirstBlock, blocks: Sequence[FirstBlock], job: Job) -> Simulation | None:
     """The contender's plan with measured costs."""
     source = _source(blocks)
     if source is None:
         return None
     plan = block.plan()
     try:
-        return simulate(plan, source.costs_of(block.result.settings)(plan.placement))
+        return simulate(plan, job.costs_of(source.costs, source.program, block.program)(plan.placement))
     except UserError:
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Measured costs of one placement, and the settings they were measured with."""
+    """Measured costs of one placement, and what was measured."""
 
     costs: CostModel
-    settings: Settings
-
-    def costs_of(self, wanted: Settings) -> CostsOf:
-        """Placement -> costs, with the layers of `wanted`. Raises PlanError where they cannot be derived."""
-        own = self.settings.placement
-        others = PartCosts.from_stages(self.costs, self.settings.stage_layers(own)).costs_of(wanted.stage_layers)
-        return lambda placement: self.costs if placement == own else others(placement)
+    program: Program
 
 
 def _source(blocks: Sequence[FirstBlock]) -> _Source | None:
@@ -166,7 +159,7 @@ def _source(blocks: Sequence[FirstBlock]) -> _Source | None:
     names = ("forward_ms", "backward_ms", "wgrad_ms", "activation", "activation_after_backward")
     links = statistics.median(costs.comm_ms for _, costs in alike)
     costs = CostModel.of_lists({name: median(name) for name in names}, comm_ms=links)
-    return _Source(costs=costs, settings=alike[0][0].result.settings)
+    return _Source(costs=costs, program=alike[0][0].program)
 
 
 def _outside_ms(blocks: Sequence[FirstBlock]) -> float | None:

@@ -146,6 +146,8 @@ class Table:
     pipeline_size: int
     interleaved: Mapping[int, float]
     """Virtual stages per rank -> predicted time of interleaved 1F1B in ms, for those that were not among the contenders."""
+    loss_causes: str = ""
+    """Why losses may differ: a sentence."""
 
     @staticmethod
     def of(
@@ -159,6 +161,7 @@ class Table:
         num_cores: int | None,
         pipeline_size: int,
         interleaved: Mapping[int, float] | None = None,
+        loss_causes: str = "",
     ) -> Table:
         """The table of what is known.
 
@@ -172,6 +175,7 @@ class Table:
             num_cores: CPU cores that the ranks of one machine share; None on GPUs.
             pipeline_size: pipeline ranks.
             interleaved: predicted times of interleaved 1F1B with other numbers of virtual stages.
+            loss_causes: a sentence on why losses may differ.
         """
         (base,) = [outcome for outcome in outcomes if outcome.name == baseline]
         rows = []
@@ -203,6 +207,7 @@ class Table:
             num_cores=num_cores,
             pipeline_size=pipeline_size,
             interleaved=dict(interleaved or {}),
+            loss_causes=loss_causes,
         )
 
     def same_losses(self) -> str:
@@ -217,7 +222,7 @@ class Table:
         if apart <= 1e-5:
             return f"The losses of all contenders agree to {apart:.0e}: their sums are formed in another order."
         names = ", ".join(f"{name} {value:.6f}" for name, value in last.items())
-        return f"The losses after the same iterations differ by {apart:.1e}: {names}. Dropout and --init-by-rank do this."
+        return f"The losses after the same iterations differ by {apart:.1e}: {names}. {self.loss_causes}"
 
     def noise(self) -> str:
         """A warning if the same contender's time differs much between rounds; else empty."""

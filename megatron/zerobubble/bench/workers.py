@@ -2,8 +2,8 @@
 
 The process that the launcher started on each rank trains nothing. For each block it starts a child, which joins the children of
 the other ranks through the launcher's store, and waits for it. If a child fails, the others are ended and the block is a
-`Failure`; the next block starts from the same clean state. A child is forked where no GPU is in use by its parent, with torch and
-megatron-core imported already; otherwise it is spawned.
+`BlockFailure`; the next block starts from the same clean state. A child is forked where no GPU is in use by its parent, with
+torch and megatron-core imported already; otherwise it is spawned.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from types import FrameType
 from typing import Any
 
 from megatron.zerobubble.bench.block import BlockRequest, BlockResult, run_block
+from megatron.zerobubble.job.error_file import read_error_file
 from megatron.zerobubble.job.key_value_store import Store
-from megatron.zerobubble.job.launch import Launch
+from megatron.zerobubble.job.launch import Launch, enter_attempt
 
-__all__ = ["Failure", "Interrupted", "Workers"]
+__all__ = ["BlockFailure", "Interrupted", "Workers"]
 
 _POLL_S = 0.2
 _GRACE_S = 10.0
@@ -41,7 +42,7 @@ class Interrupted(Exception):  # noqa: N818 - a request of the user, no error
 
 
 @dataclass(frozen=True)
-class Failure:
+class BlockFailure:
     """A block that did not end."""
 
     reason: str
@@ -57,10 +58,10 @@ class Workers:
         launch: which rank this process is.
         store: shared by all ranks, and by none of the blocks.
         logs: directory for what the children print.
-        run: runs one block in the child.
+        run: runs one block in the child, which ends with the result.
     """
 
-    def __init__(self, launch: Launch, store: Store, logs: Path, *, run: Callable[..., BlockResult] = run_block) -> None:
+    def __init__(self, launch: Launch, store: Store, logs: Path, *, run: Callable[..., None] = run_block) -> None:
         self._launch, self._store, self._logs, self._run = launch, store, logs, run
         self._interrupted = False
 
@@ -78,7 +79,7 @@ class Workers:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def run(self, request: BlockRequest, *, tick: Callable[[], None]) -> BlockResult | Failure:
+    def run(self, request: BlockRequest, *, tick: Callable[[], None]) -> BlockResult | BlockFailure:
         """Run a block. All ranks must call it with the same request.
 
         Args:
@@ -93,7 +94,7 @@ class Workers:
         """
         outcome = self._run_child(request, tick)
         key = f"block-{request.number}"
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, BlockFailure):
             if not outcome.is_own:
                 self._wait_for(f"{key}/failed")
             self._store.compare_set(f"{key}/failed", "", outcome.reason)
@@ -102,7 +103,7 @@ class Workers:
             self._check_interrupted()
             time.sleep(_POLL_S)
         if self._store.check([f"{key}/failed"]):
-            return Failure(self._store.get(f"{key}/failed").decode())
+            return BlockFailure(self._store.get(f"{key}/failed").decode())
         return outcome
 
     def _wait_for(self, key: str) -> None:
@@ -112,11 +113,12 @@ class Workers:
             self._check_interrupted()
             time.sleep(_POLL_S)
 
-    def _run_child(self, request: BlockRequest, tick: Callable[[], None]) -> BlockResult | Failure:
+    def _run_child(self, request: BlockRequest, tick: Callable[[], None]) -> BlockResult | BlockFailure:
         context: Any = multiprocessing.get_context("spawn" if _uses_gpu() else "fork")
         receiving, sending = context.Pipe(duplex=False)
         log = self._logs / f"block-{request.number}-rank-{self._launch.rank}.log"
-        child = context.Process(target=_serve, args=(self._run, sending, request, self._launch, str(log), os.getpid()))
+        reason = log.with_suffix(".json")
+        child = context.Process(target=_serve, args=(self._run, sending, request, self._launch, log, reason, os.getpid()))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # fork beside other threads, from Python 3.12 on: of the store's
             child.start()
@@ -128,13 +130,13 @@ class Workers:
                 child.kill()
             child.join()
             receiving.close()
-        if outcome is not None:
-            return outcome
-        return _ended(child.exitcode, log)
+        cause = read_error_file(reason)
+        reason.unlink(missing_ok=True)
+        return outcome or _ended(child.exitcode, log, cause)
 
     def _listen(
         self, receiving: Connection, child: Any, request: BlockRequest, tick: Callable[[], None]
-    ) -> BlockResult | Failure | None:
+    ) -> BlockResult | BlockFailure | None:
         """Until the child ends or must be ended; what it reported, None if nothing."""
         last_call: float | None = None
         while True:
@@ -170,9 +172,12 @@ def _uses_gpu() -> bool:
 
 
 def _serve(
-    run: Callable[..., BlockResult], sending: Connection, request: BlockRequest, launch: Launch, log: str, parent: int
+    run: Callable[..., None], sending: Connection, request: BlockRequest, launch: Launch, log: Path, reason: Path, parent: int
 ) -> None:
-    """The child: run the block, and send None after every iteration, then the result or a failure."""
+    """The child: run the block, and send None after every iteration, then the result or a failure.
+
+    What joins the ranks of a job (`JobGuard`) leaves the cause of a failure in the file `reason` and ends the process.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
@@ -180,19 +185,22 @@ def _serve(
         if os.getppid() != parent:
             os._exit(1)
     _redirect(log)
+
+    def end(result: BlockResult) -> None:
+        sending.send(result)
+        sending.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # process groups need no farewell, and exit handlers may wait for other ranks
+
     try:
-        result = run(request, launch, tick=lambda: sending.send(None), failed=lambda error: sending.send(Failure(_line(error))))
+        run(request, enter_attempt(launch, request.number + 1, reason), tick=lambda: sending.send(None), end=end)
     except Exception as error:
-        sending.send(Failure(_line(error)))
+        sending.send(BlockFailure(_line(error)))
         raise
-    sending.send(result)
-    sending.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # process groups need no farewell, and exit handlers may wait for other ranks
 
 
-def _redirect(log: str) -> None:
+def _redirect(log: Path) -> None:
     """Send standard output and standard error to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -209,10 +217,12 @@ def _line(error: BaseException) -> str:
     return (text if type(error).__module__.startswith("megatron.zerobubble") else f"{name}: {text}" if text else name)[:300]
 
 
-def _ended(exit_code: int | None, log: Path) -> Failure:
-    """The failure of a child that reported nothing."""
+def _ended(exit_code: int | None, log: Path, reason: str | None) -> BlockFailure:
+    """The failure of a child that reported nothing, but may have left a reason."""
+    if reason is not None:
+        return BlockFailure(reason.removeprefix("zerobubble bench: ").removeprefix("error: ")[:300])
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
         memory = ": the machine may have run out of memory" if name == "SIGKILL" else ""
-        return Failure(f"a rank was ended by {name}{memory} (see {log})")
-    return Failure(f"a rank exited with code {exit_code} (see {log})", is_own=False)
+        return BlockFailure(f"a rank was ended by {name}{memory} (see {log})")
+    return BlockFailure(f"a rank exited with code {exit_code} (see {log})", is_own=False)

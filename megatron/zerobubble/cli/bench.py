@@ -1,5 +1,11 @@
 """`zerobubble bench`: one training job under several schedules, side by side.
 
+::
+
+    zerobubble bench --nproc-per-node 4 --contenders stock-1f1b,zb-h1,zbv -- pretrain_gpt.py ITS FLAGS
+
+The job is a script's, as for `zerobubble run`, or without one the reference trainer's, by its flags.
+
 Under torchrun or srun this process is one rank. With `--nproc-per-node N` as its first argument it starts N ranks on this
 machine; without either it is a job of one rank. A rank trains nothing itself: it starts a process for each block
 (`bench.workers`).
@@ -9,9 +15,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron.zerobubble.bench.bench_options import Options, parse_options
 from megatron.zerobubble.bench.bench_progress import BenchProgress
+from megatron.zerobubble.bench.jobs import ScriptJob
 from megatron.zerobubble.cli.ranks import start_ranks, take_count
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.exit import exit_with_error
@@ -25,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare, or start the ranks that compare.
 
     Args:
-        argv: `--nproc-per-node N` (optional, first), options of the comparison and flags of pretrain_gpt.py; None takes those of
-            the process.
+        argv: `--nproc-per-node N` (optional, first), options of the comparison, and `--`, a script and its flags, or the
+            flags of the reference trainer; None takes those of the process.
 
     Returns:
         The exit code of one rank: 2 after a user error, 1 if no contender could be measured, 130 after an interruption. Starting
@@ -49,9 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _checked(flags, world_size=launch.world_size)
     except UserError as error:
         exit_with_error(error, rank=launch.rank, prog=_PROG)
+    if isinstance(options.job, ScriptJob):
+        sys.path[0] = str(Path(options.job.script).resolve().parent)  # before anything imports megatron.core
     with BenchProgress(options.num_iterations, is_quiet=launch.rank != 0) as progress:
-        names = ", ".join(options.settings)
-        progress.say(f"{len(options.settings)} contenders ({names}) x {options.rounds} rounds on {launch.world_size} ranks")
+        names = ", ".join(options.programs)
+        progress.say(f"{len(options.programs)} contenders ({names}) x {options.rounds} rounds on {launch.world_size} ranks")
 
         from megatron.zerobubble.mcore.cpu.device import quiet_third_parties
 

@@ -19,11 +19,8 @@ Under torchrun this process is one rank. With `--nproc-per-node N` as its first 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import runpy
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,8 +28,8 @@ from megatron.zerobubble.cli.ranks import FLAG, start_ranks, take_count
 from megatron.zerobubble.errors import ConfigError, UserError
 from megatron.zerobubble.job.exit import exit_with_error
 from megatron.zerobubble.job.launch import Launch, read_launch
-from megatron.zerobubble.job.rendezvous import job_store
-from megatron.zerobubble.overlay import READY_LENGTHS, add_flags, install, schedule_of
+from megatron.zerobubble.overlay import READY_LENGTHS, add_flags, schedule_of
+from megatron.zerobubble.script import run_script
 
 __all__ = ["main"]
 
@@ -115,46 +112,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace, launch: Launch) -> int:
-    script = Path(args.script)
-    sys.path[0] = str(script.resolve().parent)  # before anything imports megatron.core
-    sys.argv = [args.script, *args.arguments]
-    with _device(launch, on_cpu=args.cpu):
-        install(args, microbatch_tokens=args.microbatch_tokens)
-        from megatron.zerobubble.job.failure import JobGuard
-        from megatron.zerobubble.mcore.stock_loop.patches import supervise_by
-
-        guard = JobGuard(job_store(launch), launch.rank, error_file=launch.error_file)
-        supervise_by(guard)
-        with guard:
-            runpy.run_path(args.script, run_name="__main__")
+    sys.path[0] = str(Path(args.script).resolve().parent)  # before anything imports megatron.core
+    run_script(args.script, args.arguments, launch, flags=args, on_cpu=args.cpu, microbatch_tokens=args.microbatch_tokens)
     return 0
-
-
-@contextlib.contextmanager
-def _device(launch: Launch, *, on_cpu: bool) -> Iterator[None]:
-    """The device of the script. On the CPU all of it, passes included, runs inside the host-device layer.
-
-    Raises:
-        ConfigError: there is no GPU, and the CPU was not asked for.
-    """
-    import torch
-
-    if not on_cpu:
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"torch {torch.__version__} sees no GPU, and megatron-core needs one per rank; to try the script on the CPU, add "
-                "--cpu before it, and the flags that it has for gloo"
-            )
-        yield
-        return
-    from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
-    from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
-    from megatron.zerobubble.mcore.cpu.scripts import without_gpus
-
-    keep_freed_memory()
-    warnings.filterwarnings("ignore", module=r"megatron\.(core|training)\.")  # missing or deprecated features, on every rank
-    with quiet_third_parties(), HostDevice() as host, without_gpus(launch.ranks_on_host), host.on_host():
-        yield
 
 
 if __name__ == "__main__":

@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.zerobubble.errors import ConfigError
 
-__all__ = ["Launch", "has_agent_store", "has_master", "is_turned_off", "launcher_environment", "read_launch", "use_agent_store"]
+__all__ = [
+    "Launch",
+    "enter_attempt",
+    "has_agent_store",
+    "has_master",
+    "is_turned_off",
+    "launcher_environment",
+    "read_launch",
+    "use_agent_store",
+]
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_RESTART_COUNT, _MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 _SWITCH = "ZERO_BUBBLE"
 
 
@@ -66,9 +76,21 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         world_size=number("WORLD_SIZE", 1),
         has_threads_set="OMP_NUM_THREADS" in environment,
         error_file=environment.get(_ERROR_FILE),
-        restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
-        max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0),
+        restart_count=number(_RESTART_COUNT, 0),
+        max_restarts=number(_MAX_RESTARTS, 0),
     )
+
+
+def enter_attempt(launch: Launch, number: int, error_file: Path) -> Launch:
+    """Make this process a rank of another job with the same ranks and launcher, as torchrun does when it restarts a job.
+
+    Args:
+        launch: which rank it is.
+        number: tells the jobs apart: each meets in a part of torchrun's store of its own.
+        error_file: where it leaves the reason of its failure.
+    """
+    os.environ.update({_RESTART_COUNT: str(number), _MAX_RESTARTS: "0", _ERROR_FILE: str(error_file)})
+    return replace(launch, restart_count=number, max_restarts=0, error_file=str(error_file))
 
 
 def is_turned_off() -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import Any, cast
 
 from megatron.zerobubble.job.key_value_store import Store
 from megatron.zerobubble.job.launch import Launch, has_agent_store, has_master, use_agent_store
 
-__all__ = ["Connection", "connect", "job_store", "share_store"]
+__all__ = ["Connection", "connect", "job_store", "meet_in_attempt", "share_store"]
 
 
 class Connection:
@@ -51,6 +52,35 @@ def share_store(launch: Launch) -> Store:
         use_agent_store()
     shared: Any = c10d.PrefixStore("jobs", store)
     return cast("Store", shared)
+
+
+def meet_in_attempt(launch: Launch) -> None:
+    """Let `init_process_group` of a script, from now on in this process, use the part of the store that belongs to this attempt.
+
+    Several jobs that meet one after the other in one store would find each other's keys.
+    """
+    import torch.distributed as dist
+
+    if not has_agent_store():
+        return
+    original = dist.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(
+        backend: Any = None,
+        init_method: str | None = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        rank: int = -1,
+        store: Any = None,
+        **others: Any,
+    ) -> None:
+        if store is None and init_method in (None, "env://"):
+            store = Connection(_store(launch, is_shared=True), launch).of("process_group")
+            init_method, world_size, rank = None, launch.world_size, launch.rank
+        original(backend, init_method, timeout, world_size, rank, store, **others)
+
+    dist.init_process_group = init_process_group  # type: ignore[assignment]
 
 
 def connect(launch: Launch, *, timeout_minutes: float) -> Connection:

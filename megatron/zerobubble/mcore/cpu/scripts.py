@@ -30,18 +30,44 @@ import functools
 import importlib
 import multiprocessing.spawn
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch._dynamo
 
+from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.job.launch import Launch
+from megatron.zerobubble.mcore.cpu.device import HostDevice, quiet_third_parties
+from megatron.zerobubble.mcore.cpu.malloc import keep_freed_memory
 from megatron.zerobubble.mcore.cpu.streams import cuda_without_streams
 
-__all__ = ["without_gpus"]
+__all__ = ["script_device", "without_gpus"]
 
 _GENERATION = (8, 0)
 """Compute capability of the GPU that a script believes in."""
+
+
+@contextlib.contextmanager
+def script_device(launch: Launch, *, on_cpu: bool) -> Iterator[None]:
+    """The device of the script. On the CPU all of it, passes included, runs inside the host-device layer.
+
+    Raises:
+        ConfigError: there is no GPU, and the CPU was not asked for.
+    """
+    if not on_cpu:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"torch {torch.__version__} sees no GPU, and megatron-core needs one per rank; to try the script on the CPU, add "
+                "--cpu before it, and the flags that it has for gloo"
+            )
+        yield
+        return
+    keep_freed_memory()
+    warnings.filterwarnings("ignore", module=r"megatron\.(core|training)\.")  # missing or deprecated features, on every rank
+    with quiet_third_parties(), HostDevice() as host, without_gpus(launch.ranks_on_host), host.on_host():
+        yield
 
 
 @contextlib.contextmanager

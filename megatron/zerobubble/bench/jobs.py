@@ -1,0 +1,136 @@
+"""The job that is compared: of the reference trainer by its flags, or any script. What it runs under each contender.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatron.zerobubble.bench.contenders import Contender
+from megatron.zerobubble.bench.programs import Program, Script, TrainerRun
+from megatron.zerobubble.errors import UserError
+from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
+from megatron.zerobubble.overlay import check_supported
+from megatron.zerobubble.plan.partition.part_costs import PartCosts
+from megatron.zerobubble.training.config.settings import Settings
+
+if TYPE_CHECKING:
+    from megatron.zerobubble.plan.costs.cost_model import CostModel
+    from megatron.zerobubble.plan.ir import Placement
+    from megatron.zerobubble.plan.planner import CostsOf
+
+__all__ = ["Job", "ScriptJob", "TrainerJob"]
+
+_CHUNK_FLAG = "--num-virtual-stages-per-pipeline-rank"
+"""Megatron-LM's flag for the number of model chunks per rank."""
+_SPREAD = "--pipeline-model-parallel-layout has another number of stages; layers are spread evenly"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerJob:
+    """The user's flags of pretrain_gpt.py."""
+
+    settings: Settings
+    """As given."""
+
+    loss_causes = "Dropout and --init-by-rank do this."
+    """Why losses may differ."""
+
+    def program(self, contender: Contender, *, num_iterations: int) -> tuple[Program, str | None]:
+        """What runs under a contender, for at least so many iterations, and what differs from the job as given.
+
+        Raises:
+            UserError: the job cannot run under it.
+        """
+        try:
+            return TrainerRun(settings=contender.settings(self.settings, num_iterations=num_iterations)), None
+        except UserError:
+            if self.settings.parallel.pipeline_model_parallel_layout is None:
+                raise
+            with contextlib.suppress(UserError):
+                spread = contender.settings(self.settings.without_layout(), num_iterations=num_iterations)
+                return TrainerRun(settings=spread), _SPREAD
+            raise
+
+    def costs_of(self, costs: CostModel, measured: Program, wanted: Program | None) -> CostsOf:
+        """Placement -> costs, from those of one placement. It raises PlanError where they cannot be derived.
+
+        Args:
+            costs: profiled.
+            measured: what was profiled.
+            wanted: divides the layers over the stages; None: evenly.
+        """
+        assert isinstance(measured, TrainerRun)
+        assert wanted is None or isinstance(wanted, TrainerRun)
+        own, layers = measured.settings.placement, (wanted.settings if wanted else self.settings.without_layout()).stage_layers
+        others = PartCosts.from_stages(costs, measured.settings.stage_layers(own)).costs_of(layers)
+        return lambda placement: costs if placement == own else others(placement)
+
+    @property
+    def has_unequal_lengths(self) -> bool:
+        """Whether every iteration has other lengths, for which nothing is predicted: a block profiles passes of several."""
+        return self.settings.data.variable_seq_lengths or self.settings.data.pack_sequences
+
+    @property
+    def has_full_sequences(self) -> bool:
+        """Whether all microbatches have --seq-length tokens."""
+        return not self.settings.data.reads_documents
+
+    @functools.cached_property
+    def flops(self) -> float | None:
+        """FLOPs of an iteration of all ranks; None for documents, whose FLOPs differ."""
+        from megatron.zerobubble.training.data.build_tokenizer import build_tokenizer
+        from megatron.zerobubble.training.estimate.flops import iteration_flops
+
+        if self.settings.data.reads_documents:
+            return None
+        return iteration_flops(self.settings, vocab_size=build_tokenizer(self.settings.tokenizer).vocab_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptJob:
+    """The user's script and its flags."""
+
+    script: str
+    """Its file."""
+    arguments: tuple[str, ...]
+    """Its flags as given, without zero-bubble flags."""
+    zero_bubble: ZeroBubbleConfig
+    """The zero-bubble flags as given."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """Contender -> the flags that the script needs under it, such as a number of chunks; those missing here get Megatron-LM's."""
+    on_cpu: bool = False
+    """Whether it runs on the CPU in place of GPUs."""
+
+    loss_causes = "Dropout does this, and weights that the script draws rank by rank: they depend on the layers of a rank."
+    has_unequal_lengths = False
+    has_full_sequences = True
+    flops = None
+
+    def program(self, contender: Contender, *, num_iterations: int) -> tuple[Program, str | None]:
+        """See `TrainerJob`. How long the script trains is its own."""
+        zero_bubble = contender.zero_bubble(self.zero_bubble)
+        check_supported(zero_bubble)
+        chunks = contender.num_chunks_per_rank
+        default = f"{_CHUNK_FLAG} {chunks}" if chunks > 1 else ""
+        words = shlex.split(self.flags.get(contender.text, default))
+        arguments = (*self.arguments, *words)
+        program = Script(script=self.script, arguments=arguments, zero_bubble=zero_bubble, on_cpu=self.on_cpu)
+        return program, f"with {shlex.join(words)}" if words else None
+
+    def costs_of(self, costs: CostModel, measured: Program, wanted: Program | None) -> CostsOf:
+        """See `TrainerJob`. Layers are spread as in the stages that were profiled, which may be merged."""
+
+        def costs_of(placement: Placement) -> CostModel:
+            return costs if placement.num_stages == costs.num_stages else costs.merged(placement.num_stages)
+
+        return costs_of
+
+
+Job = TrainerJob | ScriptJob

@@ -1,0 +1,47 @@
+"""Runs a training script as `python SCRIPT` would, with a schedule installed. For `zerobubble run` and `zerobubble bench`."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+
+from megatron.zerobubble.job.launch import Launch
+from megatron.zerobubble.job.rendezvous import job_store
+from megatron.zerobubble.overlay import install
+
+__all__ = ["run_script"]
+
+
+def run_script(
+    script: str,
+    arguments: Sequence[str],
+    launch: Launch,
+    *,
+    flags: argparse.Namespace,
+    on_cpu: bool,
+    microbatch_tokens: str | None = None,
+) -> None:
+    """Run it as `__main__`. All ranks must call this, with the script's folder first on the path; a failure ends the process.
+
+    Args:
+        script: its file.
+        arguments: its own flags.
+        launch: which rank this process is.
+        flags: the zero-bubble flags; with schedule `stock` nothing is installed.
+        on_cpu: whether it runs on the CPU instead of GPUs, with gloo.
+        microbatch_tokens: see `install`.
+    """
+    from megatron.zerobubble.mcore.cpu import scripts
+
+    sys.argv = [script, *arguments]
+    with scripts.script_device(launch, on_cpu=on_cpu):
+        install(flags, microbatch_tokens=microbatch_tokens)
+        from megatron.zerobubble.job.failure import JobGuard
+        from megatron.zerobubble.mcore.stock_loop.patches import supervise_by
+
+        guard = JobGuard(job_store(launch), launch.rank, error_file=launch.error_file)
+        supervise_by(guard)
+        with guard:
+            runpy.run_path(script, run_name="__main__")
