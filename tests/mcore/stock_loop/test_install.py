@@ -352,7 +352,7 @@ def test_flags_that_choose_no_schedule_install_nothing() -> None:
 @pytest.mark.claims("Planning and measuring", "ZB-W in a loop of your own", "rejected")
 @pytest.mark.claims(
     "Your own script",
-    "in a loop of your own: `auto`, FSDP, post-validation with loss scaling, under V another number of chunks than two",
+    "in a loop of your own: `auto`, FSDP, under V another number of chunks than two",
     "rejected",
 )
 @pytest.mark.parametrize(

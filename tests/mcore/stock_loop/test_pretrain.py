@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.megatron_lm import MISSING, logged, pretrain
+from tests.support.megatron_lm import MISSING, STEPS, logged, pretrain
 from tests.support.ranks import RankPool
 
 if importlib.util.find_spec("megatron.training") is None:
@@ -68,6 +68,26 @@ def test_the_same_log_as_without(four_ranks: RankPool, parallel: str, more: str,
     assert len(expected) == 3 + 1 + 2
     actual = _run(four_ranks, f"{flags} {CHUNKS}" if is_v else flags, zero_bubble)
     assert _agree(actual, expected, is_tied=is_v and UNTIED not in more)
+
+
+@pytest.mark.claims(
+    "Your own script",
+    "Megatron-LM's `pretrain()` in fp16 with post-validation, ZB-H1 and ZBV: learning rate, loss scale, skipped iterations, "
+    "loss and norm as logged without, with steps that overflow (`make test MCORE=0.19.2`)",
+    "works, in every printed digit",
+)
+@pytest.mark.parametrize(("chunks", "zero_bubble"), [("", "--enable-zero-bubble"), (CHUNKS, "--zero-bubble-v-schedule")])
+@pytest.mark.sampled(0.5)
+def test_the_log_of_skipped_steps(two_ranks: RankPool, chunks: str, zero_bubble: str) -> None:
+    scaled = "--fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1 --clip-grad 0 --train-iters 8"
+    flags = f"{TWO} {UNTIED} {scaled} --eval-interval 5 {chunks}"
+    expected, actual = (
+        two_ranks.run(pretrain, flags, f"{zero_bubble} {more}")[-1]
+        for more in ("", "--enable-optimizer-post-validation --post-validation-patience 0")
+    )
+    assert STEPS.findall(actual) == STEPS.findall(expected)
+    assert {skipped for *_, skipped in STEPS.findall(actual)} == {"0", "1"}
+    assert logged(actual) == logged(expected)
 
 
 @pytest.mark.claims(
