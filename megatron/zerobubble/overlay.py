@@ -27,7 +27,6 @@ from megatron.zerobubble.flags.targets import Target, check_targets
 from megatron.zerobubble.flags.zero_bubble import ZeroBubbleConfig
 from megatron.zerobubble.job.launch import is_turned_off, read_launch
 from megatron.zerobubble.messages import quoted
-from megatron.zerobubble.plan.planner import AUTO
 
 __all__ = ["add_zero_bubble_args", "install"]
 
@@ -38,7 +37,7 @@ _SUPPORTED = (
     *("zero_bubble_v_schedule_mem_setup", "zero_bubble_memory_limit", "zero_bubble_load_plan"),
     *("zero_bubble_pipeline_timers_start_iter", "zero_bubble_pipeline_timers_end_iter", "zero_bubble_replan_interval"),
     *("zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas", "zero_bubble_torch_attention"),
-    *("zero_bubble_trace", "zero_bubble_trace_iterations"),
+    *("zero_bubble_trace", "zero_bubble_trace_iterations", "zero_bubble_save_plan", "zero_bubble_balance_stages"),
     *("enable_optimizer_post_validation", "post_validation_patience", "post_validation_rollback", "post_validation_snapshot"),
 )
 """Fields of `ZeroBubbleConfig` that a stock training loop supports."""
@@ -74,7 +73,10 @@ def install(
     schedule: str | None = None,
     max_pending_backward: str | int | None = None,
     memory_limit: float | str | None = None,
+    v_schedule: bool = False,
     plan: str | None = None,
+    save_plan: str | os.PathLike[str] | None = None,
+    balance_stages: bool = False,
     optimizer_post_validation: bool = False,
     weights_seed: int | None = None,
     dropout_seed: int | None = None,
@@ -99,13 +101,16 @@ def install(
     Args:
         args: flags from a parser with `add_zero_bubble_args`; excludes the other arguments. If they choose no schedule, nothing
             is installed.
-        schedule: zb-h1, zb-h2, zb, zbv, v-half, v-min, zb-interleaved, ...; see --zero-bubble-schedule.
+        schedule: zb-h1, zb-h2, zb, zbv, v-half, v-min, zb-interleaved, ..., or auto; see --zero-bubble-schedule.
         max_pending_backward: instead of `schedule`: maximum number of microbatches per rank between F and W; "1p" and "2p" are
             multiples of the pipeline size.
         memory_limit: per rank; a number is activation memory, in units of 1F1B's on the first rank; bytes, such as "60GiB", are
             the total with weights, gradients and optimizer state, and "auto" is the device's memory. Bytes take effect after the
             first iterations, in which memory is measured; until then the order of least memory runs.
+        v_schedule: two chunks per rank in a V: with `schedule="auto"` the orders of those, and without a schedule ZBV.
         plan: path of a plan file to run.
+        save_plan: file to write the last plan to, see --zero-bubble-save-plan.
+        balance_stages: show which layers per stage would be faster, see --zero-bubble-balance-stages.
         optimizer_post_validation: step before the global gradient norm is known, and redo a wrong step. `step()` returns the norm
             on the last pipeline rank, and None on others. A loop that reduces it over the pipeline in every iteration gains
             nothing. After the last iteration call `uninstall`, evaluate or save, which validate the last step.
@@ -149,7 +154,10 @@ def install(
         "zero_bubble_schedule": schedule,
         "zero_bubble_max_pending_backward": None if max_pending_backward is None else str(max_pending_backward),
         "zero_bubble_memory_limit": None if memory_limit is None else str(memory_limit),
+        "zero_bubble_v_schedule": v_schedule,
         "zero_bubble_load_plan": plan,
+        "zero_bubble_save_plan": None if save_plan is None else os.fspath(save_plan),
+        "zero_bubble_balance_stages": balance_stages,
         "enable_optimizer_post_validation": optimizer_post_validation,
         "zero_bubble_torch_attention": torch_attention,
         "zero_bubble_trace": None if trace is None else os.fspath(trace),
@@ -164,15 +172,19 @@ def install(
             raise ConfigError("install got parsed flags and other arguments; give one of them")
         config = _from_flags(args)
     _check_supported(config)
-    check_targets([Target("--zero-bubble-trace", config.zero_bubble_trace)], tries=launch.rank == 0)
+    targets = [
+        Target("--zero-bubble-trace", config.zero_bubble_trace),
+        Target("--zero-bubble-save-plan", config.zero_bubble_save_plan, is_file=True),
+    ]
+    check_targets(targets, tries=launch.rank == 0)
     if config.schedule == "stock":
         return
     from megatron.zerobubble.mcore.microbatches.ready import READY
-    from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
+    from megatron.zerobubble.mcore.run_options import RunOptions
     from megatron.zerobubble.mcore.stock_loop.patches import install_options
 
     install_options(
-        StockLoopOptions(
+        RunOptions(
             flags=config,
             microbatch_tokens=READY[microbatch_tokens] if isinstance(microbatch_tokens, str) else microbatch_tokens,
             reorder_microbatches=reorder_microbatches,
@@ -236,10 +248,4 @@ def _check_supported(config: ZeroBubbleConfig) -> None:
         raise ConfigError(
             "--zero-bubble-torch-attention needs a schedule of this package: choose one, or call "
             "megatron.zerobubble.use_torch_attention with the model"
-        )
-    if config.schedule == AUTO:
-        raise ConfigError(
-            f"schedule {AUTO} builds the model once to profile it, which a stock training loop cannot do, and the loop's chunks "
-            "and embedding ranks depend on what it would choose: choose a schedule by name, whose order is then searched with "
-            "profiled times (zb, zbv, zb-interleaved), or use pretrain_gpt.py"
         )

@@ -22,7 +22,7 @@ from megatron.zerobubble.mcore.model.embeddings import copy_to_mtp_stage, releas
 from megatron.zerobubble.mcore.model.hybrid_layers import check_hybrid
 from megatron.zerobubble.mcore.model.named_weights import draw_by_name
 from megatron.zerobubble.mcore.model.wgrad_split import remove_split, split_weight_gradients
-from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
+from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 from megatron.zerobubble.wgrad.store import WeightGradStore
 
@@ -51,7 +51,7 @@ class AdoptedChunks:
         ends: `vp_stage` -> whether that chunk of this rank holds the first and the last stage, under V.
     """
 
-    def __init__(self, options: StockLoopOptions, ends: Callable[[int | None], tuple[bool, bool]]) -> None:
+    def __init__(self, options: RunOptions, ends: Callable[[int | None], tuple[bool, bool]]) -> None:
         self.options = options
         self.ends = ends
         self._adopted: list[Adopted] = []

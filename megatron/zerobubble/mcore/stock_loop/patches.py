@@ -61,7 +61,7 @@ from megatron.zerobubble.mcore.model import named_weights
 from megatron.zerobubble.mcore.model.float16 import StageFloat16Module
 from megatron.zerobubble.mcore.model.stage_layout import embedding_ranks
 from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w
-from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
+from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.stock_loop.status import Status
 from megatron.zerobubble.mcore.stock_loop.stock_loop import StockLoop
 from megatron.zerobubble.plan.ir import Placement
@@ -116,7 +116,7 @@ def stop_expecting() -> None:
             setattr(schedules, name, schedule.original)
 
 
-def install_options(options: StockLoopOptions) -> None:
+def install_options(options: RunOptions) -> None:
     """Run every model that a stock loop builds from here on by a schedule of this package. Every rank must call it.
 
     Call it before the `TransformerConfig` is made, and for V schedules before `initialize_model_parallel`. A second call with the

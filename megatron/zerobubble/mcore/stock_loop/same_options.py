@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.zerobubble.mcore.agreement import Given, check_same, text_digest, turn, versions
-from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
+from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
 __all__ = ["check_same_options"]
@@ -24,7 +24,7 @@ _OF_SPEC = ("max_pending_backward", "memory_limit", "placement")
 _REMEDY = "call megatron.zerobubble.install with the same options on every rank, and install the same packages on every host"
 
 
-def check_same_options(options: StockLoopOptions, spec: ScheduleSpec) -> None:
+def check_same_options(options: RunOptions, spec: ScheduleSpec) -> None:
     """Compare the options of all ranks of the world, which must all call this.
 
     Args:

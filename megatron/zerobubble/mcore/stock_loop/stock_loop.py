@@ -28,18 +28,19 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from megatron.zerobubble.errors import ConfigError
+from megatron.zerobubble.mcore.engine import Engine
 from megatron.zerobubble.mcore.model.embeddings import FinalizeGradients
 from megatron.zerobubble.mcore.model.hybrid_layers import place_stack
 from megatron.zerobubble.mcore.model.named_weights import remember_from
 from megatron.zerobubble.mcore.model.transformer_engine import defer_to_w
+from megatron.zerobubble.mcore.run_options import RunOptions
 from megatron.zerobubble.mcore.stock_loop.adoption import AdoptedChunks
 from megatron.zerobubble.mcore.stock_loop.layers import DividedLayers
 from megatron.zerobubble.mcore.stock_loop.lifetime import RunningModels
 from megatron.zerobubble.mcore.stock_loop.optimistic_steps import StepOutcome, trains
-from megatron.zerobubble.mcore.stock_loop.options import StockLoopOptions
 from megatron.zerobubble.mcore.stock_loop.running import Running, start, start_forward_only
 from megatron.zerobubble.mcore.stock_loop.stage_questions import StageQuestions
-from megatron.zerobubble.mcore.stock_loop.status import Status
+from megatron.zerobubble.mcore.stock_loop.status import Status, show_line
 from megatron.zerobubble.plan.costs.cost_model import CostModel
 from megatron.zerobubble.plan.ir import Placement
 from megatron.zerobubble.plan.partition.hybrid_pattern import HybridPattern
@@ -58,7 +59,7 @@ class StockLoop:
         options: the schedule, and how it is planned.
     """
 
-    def __init__(self, options: StockLoopOptions) -> None:
+    def __init__(self, options: RunOptions) -> None:
         self.options = options
         self.undo: list[tuple[Any, str, Any]] = []
         """(owner, name, original value) of everything that `install` replaced, in that order."""
@@ -191,29 +192,20 @@ class StockLoop:
         running = self._models.of(chunks) or self._start(
             chunks, num_microbatches, usual_tokens=int(given["seq_length"]), trains=not strangers
         )
+        engine = running.engine
         if not strangers:
-            self._place_finalize(get_model_config(chunks[0]), running.schedule.spec.placement)
+            self._place_finalize(get_model_config(chunks[0]), engine.schedule.spec.placement)
         if forward_only and running.steps is not None:
             running.steps.flush()
         running.write_trace()
-        if running.has_new_plan and not forward_only:  # not before: the recorded iteration ends with its optimizer step
-            running.has_new_plan = False
-            self._show(running, num_microbatches)
-        replanner = None if forward_only else running.replanner
         if not forward_only:
-            if running.dropout is not None:
-                size = given["micro_batch_size"]
-                apart = parallel_state.get_data_parallel_world_size() * size
-                own = running.iterations * num_microbatches * apart + parallel_state.get_data_parallel_rank() * size
-                running.dropout.begin(first_sample=own, samples_apart=apart)
-            running.iterations += 1
-            if running.iterations == 1:
-                self._show(running, num_microbatches)
-        if replanner is not None:
-            replanner.before(running.iterations, num_microbatches)
+            if running.has_new_plan or engine.iterations == 0:  # a recorded iteration has ended with its optimizer step
+                running.has_new_plan = False
+                self._show(engine, num_microbatches)
+            engine.begin(num_microbatches=num_microbatches, micro_batch_size=given["micro_batch_size"])
         if self.options.is_v:
             forward_step_func = self.questions.answering(forward_step_func, chunks)
-        results = running.schedule.forward_backward_func(
+        results = engine.schedule.forward_backward_func(
             model=model,
             num_microbatches=num_microbatches,
             forward_step_func=forward_step_func,
@@ -221,12 +213,12 @@ class StockLoop:
             **given,
         )
         if running.trace is not None:
-            running.trace.finished = running.schedule.recordings.begun
+            running.trace.finished = engine.schedule.recordings.begun
         if running.relay is not None:
             results = running.relay(results)
-        if replanner is not None and replanner.is_due(running.iterations):
-            replanner.after(running.iterations, num_microbatches)
-            running.has_new_plan = True
+        if not forward_only:
+            running.has_new_plan = engine.is_due
+            engine.end(num_microbatches=num_microbatches)
         self._models.note_groups(running)
         return results
 
@@ -250,10 +242,10 @@ class StockLoop:
         self._models.add(running)
         return running
 
-    def _show(self, running: Running, num_microbatches: int) -> None:
+    def _show(self, engine: Engine, num_microbatches: int) -> None:
         """Make the status of a model that starts or has a new plan; rank 0 writes it to stderr. All ranks must call it."""
-        schedule = running.schedule
-        measured = None if running.replanner is None else running.replanner.costs
+        schedule = engine.schedule
+        measured = None if engine.replanner is None else engine.replanner.costs
         recorded = [] if measured is None else schedule.timelines()
         plan = schedule.plan(num_microbatches)
         self.status = Status.of(
@@ -266,7 +258,7 @@ class StockLoop:
         )
         if dist.get_rank() == 0:
             times = "F = B = W" if measured is None else f"measured {measured.times_text}"
-            sys.stderr.write(self.status.line(times) + "\n")
+            show_line(self.status.line(times))
 
     def _place_finalize(self, config: Any, placement: Placement) -> None:
         """Wrap the loop's `finalize_model_grads_func`, whenever it sets one, by what the placement needs besides."""
@@ -283,7 +275,7 @@ class StockLoop:
         """One call of an optimizer's `step`. All ranks must call it. Raises ConfigError if it cannot be validated afterwards."""
         with ExitStack() as spans:
             for running in self._models:
-                recorder = running.schedule.recorder
+                recorder = running.engine.schedule.recorder
                 if recorder.is_on and trains(optimizer, running.chunks):
                     spans.enter_context(recorder.span(Activity.OPTIMIZER))
             return self._step(optimizer, original)
