@@ -90,6 +90,7 @@ def install(
     optimizer_post_validation: bool = False,
     weights_seed: int | None = None,
     dropout_seed: int | None = None,
+    checkpoints_by_parameter: bool | None = None,
     torch_attention: bool = False,
     trace: str | os.PathLike[str] | None = None,
     trace_iterations: Iterable[int] = (),
@@ -132,6 +133,10 @@ def install(
         dropout_seed: draw dropout masks by this seed, the layer, and the number of the microbatch's first sample, counted from
             the first iteration after this call, so that every schedule has the same ones; None: as megatron-core does, in the
             order of each rank's passes. Goes with `args`, too.
+        checkpoints_by_parameter: whether no checkpoint stores a distributed optimizer's state by bucket (`dp_reshardable`,
+            `dp_zero_gather_scatter`, or megatron-core's `save_parameter_state`), but by parameter (`fully_reshardable`,
+            `fully_sharded_model_space`). Only then, or with another optimizer, overlap_grad_reduce reduces the gradients of every
+            chunk in buckets. None: as Megatron-LM's flags say, False in another loop. Goes with `args`, too.
         torch_attention: replace megatron-core's own attention in the models that DistributedDataParallel wraps by torch's fused
             attention, which keeps no scores (`use_torch_attention`).
         trace: directory to write a trace to, see --zero-bubble-trace.
@@ -213,6 +218,7 @@ def install(
             reorder_microbatches=reorder_microbatches,
             weights_seed=weights_seed,
             dropout_seed=dropout_seed,
+            checkpoints_by_parameter=checkpoints_by_parameter,
             ranks_on_host=launch.ranks_on_host,
             rank=launch.rank,
         )

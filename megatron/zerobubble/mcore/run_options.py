@@ -30,6 +30,8 @@ class RunOptions:
     """Seed of first weights that are drawn by name (`named_weights`); None: as megatron-core drew them."""
     dropout_seed: int | None = None
     """Seed of dropout masks that are drawn by layer and sample (`layout_dropout`); None: as megatron-core draws them."""
+    checkpoints_by_parameter: bool | None = None
+    """Whether no checkpoint stores a distributed optimizer's state by bucket; None: as Megatron-LM's flags say, else False."""
     search_seed: int = 0
     """Of searches for plans."""
     timeout: timedelta | None = None

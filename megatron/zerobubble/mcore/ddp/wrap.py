@@ -8,7 +8,8 @@ overlap it, and all-gather all of its weights before its first forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -37,45 +38,33 @@ def wrap_chunks(
         shards_gradients: whether gradients stay sharded while they are accumulated (ZeRO-2).
     """
     reductions = Reductions() if shards_gradients else None
-    chunks = [
-        _wrapped(model, config, ddp_config, disable_bucketing=is_stock and chunk > 0, is_stock=is_stock, reductions=reductions)
-        for chunk, model in enumerate(models)
-    ]
-    for chunk in chunks:
+    chunks: list[DistributedDataParallel] = []
+    for number, model in enumerate(models):
+        arguments: dict[str, Any] = {"config": config, "ddp_config": ddp_config, "module": model}
+        if reductions is not None:
+            groups = with_buckets(arguments)["pg_collection"]
+            chunk = ShardedGradientsDDP(**arguments, splits=split_weights(model), reductions=reductions, pg_collection=groups)
+        elif is_stock:
+            chunk = DistributedDataParallel(**arguments, disable_bucketing=number > 0)
+        else:
+            chunk = DistributedDataParallel(**with_buckets(arguments))
         order_wgrads_by_bucket(chunk)
-        _count_padding_as_data(chunk)
+        count_padding_as_data(chunk)
+        chunks.append(chunk)
     return chunks
 
 
-def _wrapped(
-    model: nn.Module,
-    config: Any,
-    ddp_config: DistributedDataParallelConfig,
-    *,
-    disable_bucketing: bool,
-    is_stock: bool,
-    reductions: Reductions | None,
-) -> DistributedDataParallel:
-    groups = None if is_stock else bucketed_groups()
-    if reductions is not None:
-        return ShardedGradientsDDP(
-            config=config,
-            ddp_config=ddp_config,
-            module=model,
-            splits=split_weights(model),
-            reductions=reductions,
-            pg_collection=groups,
-        )
-    return DistributedDataParallel(
-        config=config, ddp_config=ddp_config, module=model, disable_bucketing=disable_bucketing, pg_collection=groups
-    )
+def with_buckets(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of DistributedDataParallel, changed so that it makes buckets on every pipeline rank and in every chunk.
 
-
-def bucketed_groups() -> Any:
-    """megatron-core's process groups, changed so that DDP makes buckets on every pipeline rank."""
-    groups = ProcessGroupCollection.use_mpu_process_groups()
+    Afterwards call `count_padding_as_data`: then checkpoints that store the optimizer's state by parameter are right.
+    """
+    given = arguments.get("pg_collection")
+    groups = ProcessGroupCollection.use_mpu_process_groups() if given is None else copy.copy(given)
     groups.pp = _FirstPipelineRank()
-    return groups
+    changed = {**arguments, "pg_collection": groups, "disable_bucketing": False}
+    changed.pop("full_param_layout", None)  # computed for other buckets; DDP computes it, too
+    return changed
 
 
 class _FirstPipelineRank:
@@ -92,7 +81,7 @@ def order_wgrads_by_bucket(chunk: Any) -> None:
         split.position = positions.get(id(split.weight), len(positions))
 
 
-def _count_padding_as_data(chunk: Any) -> None:
+def count_padding_as_data(chunk: Any) -> None:
     """Count the padding at the end of buckets as data, so that checkpoints of the optimizer state are right.
 
     megatron-core 0.16.1 saves optimizer state from a copy of the buffer without that padding, but indexes it by offsets that

@@ -172,7 +172,7 @@ class ShardedGradientsDDP(DistributedDataParallel):
         module: one chunk, split into B and W.
         splits: its split weights.
         reductions: of this rank, shared by its chunks.
-        pg_collection: process groups with which DDP makes buckets, see `ddp.wrap.bucketed_groups`.
+        pg_collection: process groups with which DDP makes buckets, see `ddp.wrap.with_buckets`.
 
     Raises:
         ConfigError: an option that needs full gradients.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import nn
 from megatron.zerobubble.errors import ConfigError
 from megatron.zerobubble.mcore.attention.torch_attention import use_torch_attention
 from megatron.zerobubble.mcore.build import check_config, make_store
-from megatron.zerobubble.mcore.ddp.wrap import order_wgrads_by_bucket
+from megatron.zerobubble.mcore.ddp.wrap import count_padding_as_data, order_wgrads_by_bucket, with_buckets
 from megatron.zerobubble.mcore.model.embeddings import copy_to_mtp_stage, release_unused_head, tie_chunks
 from megatron.zerobubble.mcore.model.hybrid_layers import check_hybrid
 from megatron.zerobubble.mcore.model.named_weights import draw_by_name
@@ -59,9 +61,10 @@ class AdoptedChunks:
         """By dtype of weights and of gradients, for as long as a chunk uses one."""
         self.has_warned = False
         """Whether the pipeline has one rank, which is logged once."""
+        self._has_logged_buckets = False
 
     def adopt(self, config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> Adopted | None:
-        """Split the chunk, before DDP wraps it, for its deferred weight gradients. Afterwards call `wrapped`.
+        """Split the chunk, before DDP wraps it, for its deferred weight gradients. Afterwards call `wrap`.
 
         Returns:
             None for a module that no pipeline schedule can run, which DDP must wrap as without `install`: the pipeline or the
@@ -94,10 +97,41 @@ class AdoptedChunks:
         self._adopted.append(adopted)
         return adopted
 
-    def wrapped(self, adopted: Adopted, ddp: nn.Module) -> None:
-        """Take the DDP wrapper of an adopted chunk. Its buckets are the loop's own."""
+    def wrap(self, adopted: Adopted, ddp: nn.Module, construct: Callable[..., None], arguments: dict[str, Any]) -> None:
+        """Construct the DDP wrapper of an adopted chunk, with buckets in every chunk where checkpoints allow it.
+
+        Args:
+            adopted: the chunk.
+            ddp: the wrapper.
+            construct: its constructor.
+            arguments: those that the loop gives.
+        """
+        in_buckets = self._has_buckets(arguments)
+        arguments["ddp_config"] = dataclasses.replace(arguments["ddp_config"], delay_wgrad_compute=True)
+        construct(**(with_buckets(arguments) if in_buckets else arguments))
         order_wgrads_by_bucket(ddp)
+        if in_buckets:
+            count_padding_as_data(ddp)
         adopted.wrapped = weakref.ref(ddp)
+
+    def _has_buckets(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether DDP may make other buckets than the loop asks for: checkpoints may store the optimizer's state by bucket."""
+        ddp_config, layout = arguments["ddp_config"], arguments.get("full_param_layout")
+        if layout is not None and any(getattr(key, "is_managed_by_layer_wise_optimizer", False) for key in layout.layouts):
+            return False  # that optimizer's state is sharded by whole parameters
+        given = self.options.checkpoints_by_parameter
+        allowed = not ddp_config.use_distributed_optimizer or (stores_by_parameter() if given is None else given)
+        if ddp_config.overlap_grad_reduce and not allowed and given is None and not self._has_logged_buckets:
+            self._has_logged_buckets = True
+            if self.options.rank == 0:
+                _log.warning(
+                    "schedule %s: gradients of most chunks are reduced in one piece after the last W, because the distributed "
+                    "optimizer's checkpoints may store its state by bucket; if they store it by parameter (Megatron-LM's "
+                    "--dist-ckpt-optim-fully-reshardable, or install(checkpoints_by_parameter=True)), buckets are reduced "
+                    "while W runs",
+                    self.options.schedule,
+                )
+        return allowed
 
     def strangers(self, chunks: Sequence[nn.Module]) -> list[nn.Module]:
         """Those of `chunks` that were not adopted."""
@@ -201,3 +235,16 @@ def is_stage(module: nn.Module) -> bool:
             return True
         each = getattr(each, "module", None)
     return False
+
+
+def stores_by_parameter() -> bool:
+    """Whether Megatron-LM's loop stores a distributed optimizer's state by parameter, or nothing; False in another loop."""
+    loop = sys.modules.get("megatron.training.global_vars")
+    try:
+        args = None if loop is None else loop.get_args()
+    except AssertionError:  # it was imported, and does not run
+        args = None
+    if args is None:
+        return False
+    has_checkpoints = args.save is not None or args.load is not None
+    return not has_checkpoints or (args.ckpt_format == "torch_dist" and getattr(args, "dist_ckpt_optim_fully_reshardable", False))

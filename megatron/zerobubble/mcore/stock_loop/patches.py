@@ -32,7 +32,6 @@ From flags that were parsed until `install` is called, the schedules are replace
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import functools
 import inspect
 import logging
@@ -271,6 +270,7 @@ def _counting(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
 
 def _wrapping(loop: StockLoop, original: Callable[..., None]) -> Callable[..., None]:
     """DistributedDataParallel's constructor, which first splits B and W of its module."""
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def construct(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
@@ -278,8 +278,8 @@ def _wrapping(loop: StockLoop, original: Callable[..., None]) -> Callable[..., N
         if adopted is None:
             original(self, config, ddp_config, module, *args, **kwargs)
             return
-        original(self, config, dataclasses.replace(ddp_config, delay_wgrad_compute=True), module, *args, **kwargs)
-        loop.adopted.wrapped(adopted, self)
+        bound = signature.bind(self, config, ddp_config, module, *args, **kwargs)
+        loop.adopted.wrap(adopted, self, original, bound.arguments)
 
     return construct
 

@@ -13,7 +13,7 @@ from megatron.zerobubble.plan.schedule_spec import ScheduleSpec
 
 __all__ = ["check_same_options"]
 
-_OWN = ("schedule", "microbatch_tokens", "reorder_microbatches", "weights_seed", "dropout_seed")
+_OWN = ("schedule", "microbatch_tokens", "reorder_microbatches", "weights_seed", "dropout_seed", "checkpoints_by_parameter")
 _OF_FLAGS = (
     *("timed_iterations", "zero_bubble_replan_interval", "zero_bubble_planning_seconds", "zero_bubble_p2p_max_ctas"),
     *("zero_bubble_torch_attention", "enable_optimizer_post_validation", "post_validation_patience"),
